@@ -10,7 +10,8 @@ import secrets
 import shlex
 import signal
 import stat
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,11 +26,10 @@ from taskgraph.listening import Listening
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import readable
-from taskgraph.signals import obey_sigterm
+from taskgraph.signals import Orders, obey_sigterm
 from taskgraph.tls import Tls, check_listener
 
 __all__ = [
-    "COLLECTING",
     "NewToken",
     "Reached",
     "access_of",
@@ -50,12 +50,11 @@ __all__ = [
     "node_access_of",
     "reach",
     "see_text",
+    "take_orders",
     "token_for",
     "token_of",
 ]
 
-COLLECTING = "the job has finished, and its results are being collected; once more to end without them"
-"""What the first signal says where there is nothing to end, and something to lose."""
 _TOKEN_BYTES = 16
 """Shorter ones are refused by nodes."""
 _GONE_POLL_S = 0.3
@@ -335,6 +334,36 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     """Those upon which a command ends in good order: Ctrl-C, `kill`, and a terminal that is closed, unless `nohup`."""
     hang_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGINT, signal.SIGTERM, *hang_up)
+
+
+def take_orders(*, finished: Callable[[], bool], obeyed: Callable[[], bool], obey: Callable[[], None]) -> None:
+    """Calls `obey` upon each of these signals that is an order of its own.
+
+    Once the job has finished there is nothing to end, and something to lose: the first one says so, and no more.
+
+    Args:
+        obeyed: whether what was begun is ending by order.
+    """
+    orders, spared = Orders(), False
+
+    def handle(number: int) -> None:
+        nonlocal spared
+        if number == signal.SIGHUP:
+            hung_up()
+            if obeyed() or spared:  # whoever closes a terminal after Ctrl-C is in no hurry
+                return
+        if not orders.is_new(number):
+            return
+        if finished() and not obeyed() and not spared:
+            spared = True
+            what = "the job has finished, and its results are being collected; once more to end without them"
+            print(f"\ntaskgraph: {what}", file=sys.stderr, flush=True)
+            return
+        obey()
+
+    loop = asyncio.get_running_loop()
+    for number in ending_signals():
+        loop.add_signal_handler(number, handle, number)
 
 
 def as_before() -> None:

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import importlib.util
 import os
-import signal
 import sys
 from functools import partial
 from typing import Any
@@ -15,22 +14,20 @@ from typing import Any
 import uvloop
 
 from taskgraph.commands.common import (
-    COLLECTING,
     Reached,
     access_of,
     as_before,
     check_launcher,
     ended_text,
     ended_with_launcher,
-    ending_signals,
     etcd_of,
-    hung_up,
     known_at,
     launcher_gone,
     listening_of,
     node_access_of,
     reach,
     see_text,
+    take_orders,
     token_of,
 )
 from taskgraph.commands.running import print_result, run
@@ -53,7 +50,6 @@ from taskgraph.observe.progress import Progress
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
-from taskgraph.signals import Orders
 from taskgraph.streams import never_wait
 
 __all__ = ["launch", "node"]
@@ -221,20 +217,8 @@ def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follo
 
     Of a job that has finished they have the results, which would be lost: the first one says so, and no more.
     """
-    orders = Orders()
-    spared: list[int] = []
 
-    def handle(number: int) -> None:
-        if number == signal.SIGHUP:
-            hung_up()
-            if leave.is_set() or spared:  # whoever closes a terminal after Ctrl-C is in no hurry
-                return
-        if not orders.is_new(number):
-            return
-        if follower.finished and not leave.is_set() and not spared:
-            spared.append(number)
-            print(f"\ntaskgraph: {COLLECTING}", file=sys.stderr, flush=True)
-            return
+    def obey() -> None:
         if leave.is_set() or not follower.view.running:
             work.cancel()
             return
@@ -242,9 +226,7 @@ def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follo
         text = f"the nodes started here hand over what they have, and leave: within {within_s:g} s (drain_s)"
         print(f"\ntaskgraph: {text}; once more to end them at once", file=sys.stderr, flush=True)
 
-    loop = asyncio.get_running_loop()
-    for number in ending_signals():
-        loop.add_signal_handler(number, handle, number)
+    take_orders(finished=lambda: follower.finished, obeyed=leave.is_set, obey=obey)
 
 
 async def _values_text(reached: Reached) -> str:

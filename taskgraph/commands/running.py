@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,16 +13,14 @@ from pathlib import Path
 import uvloop
 
 from taskgraph.commands.common import (
-    COLLECTING,
     NewToken,
     access_of,
     access_words,
     as_before,
-    ending_signals,
     etcd_of,
-    hung_up,
     listening_of,
     node_access_of,
+    take_orders,
     token_for,
 )
 from taskgraph.driver import JobSpec
@@ -46,7 +43,6 @@ from taskgraph.options import fields_of, parse
 from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
-from taskgraph.signals import Orders
 from taskgraph.streams import never_wait, settle
 
 __all__ = ["job_of", "print_result", "run", "submit_command"]
@@ -169,42 +165,25 @@ def _left_text(name: str, followers: Sequence[Follower]) -> str:
 
 def _on_interrupt(
     running: asyncio.Future[JobResult], started: list[tuple[Follower, LocalNodes]], finished: Callable[[], bool]
-) -> list[int]:
+) -> list[str]:
     """The first Ctrl-C (SIGTERM, SIGHUP) ends the job cleanly, the second at once.
 
-    Once the job has finished there is nothing to end, and something to lose: the first one says so, and no more.
-
     Returns:
-        Those that ended something.
+        What the first one ended, once it did.
     """
-    spared: list[int] = []
-    seen: list[int] = []
-    orders = Orders()
+    ended: list[str] = []
 
-    def handle(number: int) -> None:
-        if number == signal.SIGHUP:
-            hung_up()
-            if seen or spared:  # whoever closes a terminal after Ctrl-C is in no hurry
-                return
-        if not orders.is_new(number):
-            return
-        if finished() and not seen and not spared:
-            spared.append(number)
-            print(f"\ntaskgraph: {COLLECTING}", file=sys.stderr, flush=True)
-            return
-        seen.append(number)
-        if len(seen) == 1:
-            what = "without its results" if finished() else "the job"
+    def obey() -> None:
+        if not ended:
+            ended.append(what := "without its results" if finished() else "the job")
             print(f"\ntaskgraph: ending {what}; once more to force it", file=sys.stderr, flush=True)
             running.cancel()
         else:
             for _, nodes in started:
                 nodes.kill_now()
 
-    loop = asyncio.get_running_loop()
-    for number in ending_signals():
-        loop.add_signal_handler(number, handle, number)
-    return seen
+    take_orders(finished=finished, obeyed=lambda: bool(ended), obey=obey)
+    return ended
 
 
 def print_result(result: JobResult, *, as_json: bool, kept: bool) -> None:
