@@ -20,7 +20,6 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -30,7 +29,7 @@ from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError, Unavailable
 from taskgraph.files import HeldFolder, may_hold_sockets
 
-__all__ = ["EmbeddedEtcd", "find_etcd", "keeping_options", "version_of"]
+__all__ = ["EmbeddedEtcd", "find_etcd", "version_of"]
 
 #: Another process may take a port between our asking for a free one and etcd's listening.
 _PORT_TRIES = 5
@@ -80,26 +79,12 @@ class EmbeddedEtcd:
     """One etcd server under a guard. `start` and `stop`, or use it as an async context.
 
     Args:
-        data_dir: where to keep data across restarts; None: a private directory that is removed at the end.
-        port: the port for clients; None: a free one.
         private: on unix sockets, instead of ports.
-        arguments: further command line arguments for etcd.
         log: the file for what it prints, which stays; None: one that is removed at the end.
     """
 
-    def __init__(
-        self,
-        *,
-        data_dir: Path | None = None,
-        port: int | None = None,
-        private: bool = False,
-        arguments: Sequence[str] = (),
-        log: Path | None = None,
-    ) -> None:
-        self._data_dir = data_dir
-        self._port = port
+    def __init__(self, *, private: bool = False, log: Path | None = None) -> None:
         self._private = private
-        self._arguments = tuple(arguments)
         self._log = log
         self._guard: asyncio.subprocess.Process | None = None
         self._endpoint = ""
@@ -145,7 +130,7 @@ class EmbeddedEtcd:
             said = await self._start_once(binary)
             if not said:
                 return
-            if "address already in use" not in said or self._port is not None or attempt == _PORT_TRIES:
+            if "address already in use" not in said or attempt == _PORT_TRIES:
                 raise CoordinationError(f"etcd ({binary}) did not start: {_plain(said)}")
 
     async def ended(self) -> str:
@@ -162,7 +147,7 @@ class EmbeddedEtcd:
         return "\n".join([f"{how}; the end of its log:", *said]) if said else f"{how}; its log is empty"
 
     async def stop(self) -> None:
-        """Ends etcd, within 5 s, and removes its data unless `data_dir` was given. Not running is no error."""
+        """Ends etcd, within 5 s, and removes its data. Not running is no error."""
         guard, self._guard = self._guard, None
         if guard is None:
             return
@@ -185,25 +170,16 @@ class EmbeddedEtcd:
         """Starts etcd. Returns "" when it answers, else what it said before it ended."""
         self._folder = held = _new_folder(short=self._private)
         private = held.path
-        if self._private:
-            # etcd wants a host and a port, and makes a file of that name where it runs.
-            client_url, peer_url, endpoint = "unix://client:1", "unix://peer:1", f"unix:{private}/client:1"
-        else:
-            client, peer = _free_ports(2)
-            endpoint = f"127.0.0.1:{self._port or client}"
-            client_url, peer_url = f"http://{endpoint}", f"http://127.0.0.1:{peer}"
+        client_url, peer_url, endpoint = self._addresses(private)
         name = f"taskgraph-{uuid.uuid4().hex[:12]}"
         log = (self._log or private / "etcd.log").absolute()
-        data = (self._data_dir or private / "data").absolute()
-        command = _command(binary, self._version, name, data, client_url, peer_url)
-        if self._data_dir is not None:
-            command += keeping_options(self._version)
+        command = self._command(binary, name, private / "data", client_url, peer_url)
         try:
             guard = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-I", "-S", str(Path(__file__).with_name("guard.py"))),
                 *("--remove", str(private), "--log", str(log), "--parent", str(os.getpid())),
-                *("--", *command, *self._arguments),
+                *("--", *command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -226,6 +202,28 @@ class EmbeddedEtcd:
         except BaseException:
             await self.stop()
             raise
+
+    def _addresses(self, folder: Path) -> tuple[str, str, str]:
+        """Where it listens for clients and for other members, and its endpoint."""
+        if self._private:
+            # etcd wants a host and a port, and makes a file of that name where it runs.
+            return "unix://client:1", "unix://peer:1", f"unix:{folder}/client:1"
+        client, peer = _free_ports(2)
+        return f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}", f"127.0.0.1:{client}"
+
+    def _command(self, binary: Path, name: str, data: Path, client_url: str, peer_url: str) -> list[str]:
+        command = [
+            *(str(binary.absolute()), "--name", name, "--data-dir", str(data)),
+            *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
+            *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
+            *("--initial-cluster", f"{name}={peer_url}"),
+            *("--logger", "zap", "--log-level", "warn", "--log-outputs", "stderr"),
+            *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", _HISTORY),
+            *("--snapshot-count", "5000"),
+        ]
+        if tuple(int(part) for part in self._version.split(".")[:2]) >= (3, 5):
+            command.append("--unsafe-no-fsync")
+        return command
 
     async def _ready(self, guard: asyncio.subprocess.Process, endpoint: str, name: str) -> str:
         """Waits for etcd's first answer or its end, whichever comes first."""
@@ -289,33 +287,6 @@ def _new_folder(*, short: bool) -> HeldFolder:
         folder = "/tmp"
     # Of this host: where several share a directory, their locks may be unknown to one another.
     return HeldFolder(Path(folder).absolute(), f"taskgraph-etcd-{host.running()}-")
-
-
-def _command(binary: Path, version: str, name: str, data: Path, client_url: str, peer_url: str) -> list[str]:
-    command = [
-        *(str(binary.absolute()), "--name", name, "--data-dir", str(data)),
-        *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
-        *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
-        *("--initial-cluster", f"{name}={peer_url}"),
-        *("--logger", "zap", "--log-level", "warn", "--log-outputs", "stderr"),
-        *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", _HISTORY),
-        *("--snapshot-count", "5000"),
-    ]
-    if tuple(int(part) for part in version.split(".")[:2]) >= (3, 5):
-        command.append("--unsafe-no-fsync")
-    return command
-
-
-def keeping_options(version: str) -> list[str]:
-    """What etcd needs in order to find all that it has acknowledged when it starts again after SIGKILL.
-
-    etcd 3.5.0 to 3.5.2 may write to its store that an entry of the log was applied before it is (etcd's issue 13766):
-    killed just then, it never applies it, and a member of a cluster disagrees with the others from then on. So the
-    store is written when the log is cut, and not ten times a second: etcd applies all of the log since then again.
-    """
-    if not (3, 5, 0) <= tuple(int(part) for part in version.split(".")[:3]) < (3, 5, 3):
-        return []
-    return ["--backend-batch-interval", "1h", "--backend-batch-limit", "1000000"]
 
 
 async def version_of(binary: Path) -> str:

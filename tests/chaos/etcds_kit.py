@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from etcd_kit import free_port
+from kept_kit import keeping_options
 
-from taskgraph.coordination.embedded import find_etcd, keeping_options, version_of
+from taskgraph.coordination.embedded import find_etcd, version_of
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import Unavailable
 

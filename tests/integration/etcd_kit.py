@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import trustme
+from kept_kit import KeptEtcd
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd
@@ -177,7 +178,7 @@ def etcdctl(etcd: EmbeddedEtcd, *arguments: str) -> None:
 @contextlib.asynccontextmanager
 async def etcd_with_users(prefix: str, *arguments: str) -> AsyncIterator[EmbeddedEtcd]:
     """An etcd with a root (`secret`) and a user `worker` (`word`), who may use what is under `prefix` only."""
-    async with EmbeddedEtcd(arguments=arguments) as etcd:
+    async with KeptEtcd(arguments=arguments) as etcd:
         for line in (
             "user add root:secret",
             "user grant-role root root",

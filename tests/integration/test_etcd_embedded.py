@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 from etcd_kit import becomes, free_port, gone, running
+from kept_kit import KeptEtcd, keeping_options
 
 import taskgraph
-from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd, keeping_options
+from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError
 from taskgraph.protocol.kv import Put, Txn
@@ -136,7 +137,7 @@ async def test_an_etcd_on_the_path_comes_first(tmp_path: Path, monkeypatch: pyte
 
 async def test_an_etcd_that_does_not_start_says_why_and_leaves_nothing(temporary: Path) -> None:
     with pytest.raises(CoordinationError, match="no-such-flag"):
-        await EmbeddedEtcd(arguments=["--no-such-flag"]).start()
+        await KeptEtcd(arguments=["--no-such-flag"]).start()
     assert private_dirs(temporary) == []
 
 
@@ -174,10 +175,13 @@ async def test_a_panic_of_its_is_told_by_its_cause_and_without_stacks(
     assert str(raised.value) == f"etcd ({fake}) did not start: {cause}"
 
 
-async def test_a_taken_port_of_ones_own_choice_is_said(temporary: Path, embedded_etcd) -> None:
+async def test_ports_that_are_taken_again_and_again_are_said(
+    temporary: Path, embedded_etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = int(embedded_etcd.endpoint.rpartition(":")[2])
+    monkeypatch.setattr("taskgraph.coordination.embedded._PORT_TRIES", 2)
     with pytest.raises(CoordinationError, match="address already in use"):
-        await EmbeddedEtcd(port=taken).start()
+        await KeptEtcd(port=taken).start()
     assert private_dirs(temporary) == []
 
 
@@ -415,10 +419,10 @@ async def test_an_etcd_that_keeps_its_data_writes_its_store_only_with_its_log_wh
     """etcd 3.5.0 to 3.5.2 may take an entry for applied that it had not applied when it was killed."""
     affected = {"3.4.23": False, "3.5.0": True, "3.5.2": True, "3.5.3": False, "3.6.0": False}
     assert {version: bool(keeping_options(version)) for version in affected} == affected
-    for data_dir in (None, tmp_path / "data"):
-        async with EmbeddedEtcd(data_dir=data_dir) as etcd:
+    for data in (None, tmp_path / "data"):
+        async with KeptEtcd(data) as etcd:
             words = Path(f"/proc/{etcd.pid}/cmdline").read_text().split("\0")  # noqa: ASYNC240
-            wanted = keeping_options(etcd.version) if data_dir is not None else []
+            wanted = keeping_options(etcd.version) if data is not None else []
             assert [word for word in words if "--backend-batch" in word] == wanted[::2]
 
 

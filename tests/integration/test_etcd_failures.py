@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from etcd_kit import becomes, following, free_port, kill, stopped
+from kept_kit import KeptEtcd
 
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
@@ -35,7 +36,7 @@ def put(key: str, value: bytes = b"", lease: int = 0) -> Txn:
 @pytest.mark.slow
 async def test_a_killed_and_restarted_etcd_costs_a_watch_no_event_and_a_lease_nothing(tmp_path: Path) -> None:
     port = free_port()
-    etcd = EmbeddedEtcd(data_dir=tmp_path / "data", port=port)
+    etcd = KeptEtcd(tmp_path / "data", port=port)
     await etcd.start()
     async with await EtcdCoordinator.connect(etcd.endpoint, timeout_s=10) as node:
         lease = await node.lease(5.0, stall_limit_s=60.0)
@@ -47,7 +48,7 @@ async def test_a_killed_and_restarted_etcd_costs_a_watch_no_event_and_a_lease_no
                 await kill(etcd.pid)
                 await etcd.stop()
                 await asyncio.sleep(0.5)  # long enough for a renewal and a reconnection to fail
-                etcd = EmbeddedEtcd(data_dir=tmp_path / "data", port=port)
+                etcd = KeptEtcd(tmp_path / "data", port=port)
                 await etcd.start()
                 # What happens before the watch is back must reach it, too. Reads tell when the client is back.
                 await node.get("/leased")
@@ -65,7 +66,7 @@ async def test_a_killed_and_restarted_etcd_costs_a_watch_no_event_and_a_lease_no
 async def test_an_etcd_that_comes_back_without_its_data_is_told_by_a_watch_and_a_listing(tmp_path: Path) -> None:
     """Who only lists, as `status --watch`, saw what it had seen before, for ever."""
     port, seen = free_port(), [0]
-    etcd = EmbeddedEtcd(data_dir=tmp_path / "data", port=port)
+    etcd = KeptEtcd(tmp_path / "data", port=port)
     await etcd.start()
     async with await EtcdCoordinator.connect(etcd.endpoint, timeout_s=10) as node:
 
@@ -79,7 +80,7 @@ async def test_an_etcd_that_comes_back_without_its_data_is_told_by_a_watch_and_a
         await becomes(lambda: seen[0] == last)
         await kill(etcd.pid)
         await etcd.stop()
-        async with EmbeddedEtcd(data_dir=tmp_path / "other", port=port), asyncio.timeout(10):
+        async with KeptEtcd(tmp_path / "other", port=port), asyncio.timeout(10):
             with pytest.raises(CoordinationError, match=f"lost what it had acknowledged: it was at revision {last}"):
                 await watching
             with pytest.raises(CoordinationError, match=f"lost what it had acknowledged: it was at revision {last}"):
@@ -91,7 +92,7 @@ async def test_an_etcd_whose_space_is_used_up_is_told_with_the_way_out() -> None
     quota = ("--quota-backend-bytes", str(8 << 20))
     spec = JobSpec.local(tg.Job(tasks=1, epochs=1, builder=tg.Task, name="full"))
     async with (
-        EmbeddedEtcd(arguments=quota) as etcd,
+        KeptEtcd(arguments=quota) as etcd,
         await EtcdCoordinator.connect(etcd.endpoint) as node,
     ):
         # etcd looks at the size of its file, which it brings up to date ten times a second: where writes are quick,
@@ -112,7 +113,7 @@ async def test_an_etcd_whose_space_is_used_up_is_told_with_the_way_out() -> None
 async def test_a_write_cut_off_in_the_middle_is_unknown_and_one_that_cannot_leave_is_unavailable(
     tmp_path: Path,
 ) -> None:
-    etcd = EmbeddedEtcd(data_dir=tmp_path / "data")
+    etcd = KeptEtcd(tmp_path / "data")
     await etcd.start()
     async with await EtcdCoordinator.connect(etcd.endpoint, timeout_s=2) as node:
         await node.txn(put("/a"))
@@ -337,7 +338,7 @@ async def test_a_lease_is_renewed_where_it_was_granted(embedded_etcd, caplog: py
 async def test_a_client_moves_to_the_other_endpoint_when_its_own_dies(tmp_path: Path) -> None:
     # Two clusters stand in for two members: the client cannot tell, as long as the keys agree. Their ids do: they are
     # made of the addresses for peers.
-    first, second = (EmbeddedEtcd(data_dir=tmp_path / name, private=True) for name in "12")
+    first, second = (KeptEtcd(tmp_path / name, private=True) for name in "12")
     await first.start()
     await second.start()
     async with (
