@@ -18,6 +18,7 @@ from taskgraph.epoch import AttemptEnded, Epoch, PureEpoch, in_words
 from taskgraph.errors import GraphError, Refused, ValueNotEncodable
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import encode
+from taskgraph.node.epochs.pure import PureWatch
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.node.usercode.errors import defined_at
 from taskgraph.protocol.messages import Accepted, Answer, Encoded, Flag, Reason, Request
@@ -196,10 +197,14 @@ class Mailbox:
         if attempt.recording is not None:
             attempt.recording.started(where, method=method_name, sender=message.sender, payload=message.value)
         handler = getattr(replica.user_task, method_name)
-        what = f"task {attempt.task}, epoch {attempt.number}, handler {message.method!r}: its answer"
+        what = f"task {attempt.task}, epoch {attempt.number}, handler {message.method!r}"
+        name, call = f"handler {message.method}", _call_and_encode(handler, f"{what}: its answer", attempt.allocate)
+        watch = None
+        if pure and attempt.recording is not None:
+            watch = PureWatch(vars(attempt.scratch), lambda: bool(attempt.quiet.held) or replica.actor.others(name))
         value = await replica.actor.call(
-            f"handler {message.method}",
-            _call_and_encode(handler, what, attempt.allocate),
+            name,
+            call if watch is None else watch.around(call),
             PureEpoch(attempt, where) if pure else Epoch(attempt, where),
             message.sender,
             payload,
@@ -207,6 +212,8 @@ class Mailbox:
         )
         if attempt.recording is not None:
             await attempt.recording.finished(message.method)
+        if watch is not None:
+            watch.check(what)
         if not pure:
             name = f"{message.method}/{message.number}"
             try:

@@ -112,6 +112,10 @@ class Actor:
         """User code that has begun and not returned, oldest first, but for what the event loop runs just now."""
         return tuple([Running(where, since) for where, since in self._running.values()])
 
+    def others(self, where: str) -> bool:
+        """Whether user code other than `where` has begun and not returned, as it waits for something; in any thread."""
+        return any(name != where for name, _ in self._running.copy().values())
+
     async def call(
         self,
         where: str,

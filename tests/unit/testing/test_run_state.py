@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -508,3 +509,111 @@ def test_a_pure_handler_has_no_effects(effect: str) -> None:
         def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None: ...
 
     says(fails(job(Asks)), "handler 'get'", "it is marked pure", words, "leave pure=True out")
+
+
+class Counts(tg.Task):
+    """A server, whose scratch holds what is usual there, and those who ask it."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        scratch = epoch.scratch
+        scratch.by, scratch.all, scratch.seen, scratch.sets = {}, [], set(), {0: set()}
+        scratch.sums = np.zeros(2)
+        epoch.processor(self.take)
+        if self.task_id:
+            epoch.flag(self.task_id)
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: None) -> None:
+        await epoch.request(0, "get")
+
+    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None: ...
+
+
+IN_PLACE: dict[str, Callable[[tg.Epoch, int], object]] = {
+    "by": lambda epoch, sender: epoch.scratch.by.__setitem__(sender, 1),
+    "all": lambda epoch, sender: epoch.scratch.all.append(sender),
+    "seen": lambda epoch, sender: epoch.scratch.seen.add(sender),
+    "sets": lambda epoch, sender: epoch.scratch.sets[0].add(sender),
+    "sums": lambda epoch, sender: epoch.scratch.sums.__iadd__(1),
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["def", "async"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_a_pure_handler_changes_in_place_is_named(name: str, asynchronous: bool) -> None:
+    """Nobody is refused that; and a replay runs the handler as often as it ran, and comes out the same."""
+
+    class Plain(Counts):
+        @tg.handles("get", pure=True)
+        def get(self, epoch: tg.Epoch, sender: int, payload: None) -> None:
+            IN_PLACE[name](epoch, sender)
+
+    class Async(Counts):
+        @tg.handles("get", pure=True)
+        async def get(self, epoch: tg.Epoch, sender: int, payload: None) -> None:
+            await asyncio.sleep(0.001)
+            IN_PLACE[name](epoch, sender)
+
+    error = fails(job(Async if asynchronous else Plain, tasks=3))
+    says(
+        error, "task 0, epoch 0, handler 'get'", "marked pure", f"changed epoch.scratch.{name},", "leave pure=True out"
+    )
+
+
+def test_what_a_pure_handler_changes_is_found_where_all_ask_one_another() -> None:
+    class Peer(Counts):
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: None) -> None:
+            for peer in epoch.neighbors("peers"):
+                await epoch.request(peer, "get")
+
+        @tg.handles("get", pure=True)
+        def get(self, epoch: tg.Epoch, sender: int, payload: None) -> None:
+            epoch.scratch.by[sender] = 1
+
+    says(fails(job(Peer, tasks=4)), "handler 'get'", "changed epoch.scratch.by,")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["def", "async"])
+def test_what_others_change_beside_a_pure_handler_is_not_its_doing(asynchronous: bool) -> None:
+    """A thread under a hold, while it runs; other handlers, while it waits."""
+    asked, added = threading.Event(), threading.Event()
+
+    class Beside(Counts):
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: None) -> None:
+            await epoch.request(0, "count")
+            if self.task_id == 1:
+                assert await epoch.request(0, "get") == 5
+            elif asynchronous:
+                await epoch.request(0, "count")
+
+        @tg.handles("count")
+        def count(self, epoch: tg.Epoch, sender: int, payload: None) -> None:
+            epoch.scratch.by[sender] = epoch.scratch.by.get(sender, 0) + 1
+            if not asynchronous and sender == 1 and epoch.number == 0:
+                threading.Thread(target=self.add, args=(epoch.scratch, epoch.hold("adds"))).start()
+
+        def add(self, scratch: Any, hold: tg.Hold) -> None:
+            with hold:
+                assert asked.wait(10)
+                scratch.all.append(1)
+                added.set()
+
+    class Plain(Beside):
+        @tg.handles("get", pure=True)
+        def get(self, epoch: tg.Epoch, sender: int, payload: None) -> int:
+            asked.set()
+            assert added.wait(10)
+            return 5
+
+    class Async(Beside):
+        @tg.handles("get", pure=True)
+        async def get(self, epoch: tg.Epoch, sender: int, payload: None) -> int:
+            seen = dict(epoch.scratch.by)
+            for _ in range(1000):
+                await asyncio.sleep(0.01)
+                added.set() if seen != epoch.scratch.by else None
+                if added.is_set():
+                    break
+            return 5
+
+    assert run(job(Async if asynchronous else Plain, tasks=3)).status == "finished"
+    assert added.is_set()
