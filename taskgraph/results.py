@@ -52,7 +52,9 @@ class JobResult:
         epochs: how many were committed.
         failovers: how often a backup took over from a primary that failed.
         restarts: how often an epoch started again, or the job went back to a checkpoint.
-        wall_s: seconds from submission to the end.
+        wall_s: seconds from submission to the end. Of a job that was submitted, and so is collected by whoever comes:
+            from when the first of the nodes that made its result began to when they had made it. Either way of one
+            process's clock.
     """
 
     name: str

@@ -341,7 +341,7 @@ class Follower:
             if self.finished and not self.view.collected:
                 self.not_kept = lost_text(self._spec.name, self.view.checkpoint)
             return None
-        result = self.assemble(found, time.time() - self._spec.submitted_at)
+        result = self.assemble(found, max(each.lasted_s for each in found))  # who collects may have come just now
         if let_go:
             await self._keep_and_let_go(found, result)
         return result

@@ -262,6 +262,7 @@ class ControlServer:
                     meta_bytes=len(value.meta) if value else 0,
                     buffer_bytes=[b.nbytes for b in value.buffers] if value else [],
                     log_bytes=[len(block) for block in result.log],
+                    lasted_s=result.lasted_s,
                 )
             )
             parts = (memoryview(value.meta), *value.buffers) if value else ()

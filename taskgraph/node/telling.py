@@ -88,5 +88,5 @@ async def task_results(keeper: ViewKeeper, primaries: Mapping[int, Primary]) -> 
         last = decode(committed.value)["numbers"]
         rows = (ReportRow(stamp.epoch - 1, task, last),) if last else ()
         log = tuple(primary.replica.log.packed()) if task == 0 else ()
-        found.append(TaskResult(task, stamp.epoch, stamp.attempt, value, rows, log))
+        found.append(TaskResult(task, stamp.epoch, stamp.attempt, value, rows, log, primary.lasted_s))
     return found

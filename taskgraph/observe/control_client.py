@@ -401,4 +401,4 @@ class _Arriving:
             buffers = tuple(memoryview(part).toreadonly() for part in parts[1:of_value])
             value = Encoded(bytes(parts[0]), buffers, head.digest)
         log = tuple([bytes(part) for part in parts[of_value:]])
-        return TaskResult(head.task, head.epoch, head.attempt, value, tuple(self._rows), log)
+        return TaskResult(head.task, head.epoch, head.attempt, value, tuple(self._rows), log, head.lasted_s)

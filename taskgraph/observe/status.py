@@ -69,6 +69,7 @@ class TaskResult:
     Attributes:
         reports: its own, of the last epoch.
         log: of task 0, those of all tasks in the epochs before, packed (`node/reports.py`).
+        lasted_s: from when its node began to when it had this, by the clock of that node alone.
     """
 
     task: int
@@ -77,6 +78,7 @@ class TaskResult:
     value: Encoded | None
     reports: tuple[ReportRow, ...]
     log: tuple[bytes, ...] = ()
+    lasted_s: float = 0.0
 
 
 _SHOWN = 8

@@ -86,6 +86,8 @@ class Primary:
         self.began_thinned = False
         """Whether some reports were left out when it took over: a leader of this job before it told that."""
         self.final: tuple[Stamp, Encoded | None] | None = None  # after the last commit
+        self.lasted_s = 0.0
+        """From when this node began to when `final` was there."""
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -372,6 +374,7 @@ class Primary:
                 await self.node.fail_job(error, self.task, None, (), finished=True)  # of no epoch: after the last
             else:
                 self.final = (stamp, value)
+                self.lasted_s = self.node.now() - self.node.started_at
                 keeper.notify_later()
         self.stage = ""
         while not keeper.view.running:

@@ -133,7 +133,7 @@ class ResultChunk(_message.Message):
     def __init__(self, head: _Optional[_Union[ResultHead, _Mapping]] = ..., data: _Optional[bytes] = ..., reports: _Optional[_Iterable[_Union[ReportRow, _Mapping]]] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class ResultHead(_message.Message):
-    __slots__ = ("task", "epoch", "attempt", "has_value", "digest", "meta_bytes", "buffer_bytes", "log_bytes")
+    __slots__ = ("task", "epoch", "attempt", "has_value", "digest", "meta_bytes", "buffer_bytes", "log_bytes", "lasted_s")
     TASK_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class ResultHead(_message.Message):
     META_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOG_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LASTED_S_FIELD_NUMBER: _ClassVar[int]
     task: int
     epoch: int
     attempt: int
@@ -150,7 +151,8 @@ class ResultHead(_message.Message):
     meta_bytes: int
     buffer_bytes: _containers.RepeatedScalarFieldContainer[int]
     log_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, task: _Optional[int] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., has_value: bool = ..., digest: _Optional[bytes] = ..., meta_bytes: _Optional[int] = ..., buffer_bytes: _Optional[_Iterable[int]] = ..., log_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    lasted_s: float
+    def __init__(self, task: _Optional[int] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., has_value: bool = ..., digest: _Optional[bytes] = ..., meta_bytes: _Optional[int] = ..., buffer_bytes: _Optional[_Iterable[int]] = ..., log_bytes: _Optional[_Iterable[int]] = ..., lasted_s: _Optional[float] = ...) -> None: ...
 
 class ClockRequest(_message.Message):
     __slots__ = ()

@@ -259,7 +259,7 @@ async def test_values_of_any_size_and_any_number_of_reports_arrive_whole(service
     rows = tuple(ReportRow(e, t, {"loss": e / 3, f"of task {t}": 1.0}) for e in range(12_000) for t in range(3))
     log = (b"packed", b"y" * 5_000_001, b"", b"reports")
     service.node.found = [
-        TaskResult(0, 12_000, 4, encode(big), rows, log),
+        TaskResult(0, 12_000, 4, encode(big), rows, log, 12.5),
         TaskResult(2, 12_000, 4, encode(5), ()),
         TaskResult(1, 12_000, 4, None, (), log[::-1]),
     ]
@@ -267,7 +267,7 @@ async def test_values_of_any_size_and_any_number_of_reports_arrive_whole(service
         found = await client.results()
     assert [(r.task, r.epoch, r.attempt) for r in found] == [(0, 12_000, 4), (2, 12_000, 4), (1, 12_000, 4)]
     assert found[0].reports == rows and found[1].reports == () and found[2].value is None
-    assert [r.log for r in found] == [log, (), log[::-1]]
+    assert [r.log for r in found] == [log, (), log[::-1]] and [r.lasted_s for r in found] == [12.5, 0.0, 0.0]
     assert found[0].value is not None and verify(found[0].value)
     value = decode(found[0].value)
     assert np.array_equal(value["rows"], big["rows"]) and value["rows"].flags.aligned

@@ -441,9 +441,22 @@ def on_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("taskgraph.launch.follow._OTHERS_FIRST_S", 0.01)
 
     async def results(self: Follower) -> list[TaskResult]:
-        return [TaskResult(0, LARGE.epochs, 1, encode(LARGE.values[0]), ())]
+        return [TaskResult(0, LARGE.epochs, 1, encode(LARGE.values[0]), (), (), 12.5)]
 
     monkeypatch.setattr(Follower, "results", results)
+
+
+@pytest.mark.usefixtures("on_this_host")
+async def test_how_long_a_job_lasted_is_told_by_its_nodes_whatever_the_time_is_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The time here was compared with that of who submitted it: it had lasted minus an hour, or a day."""
+    coordinator, run = await finished_on_a_node()
+    monkeypatch.setattr(time, "time", lambda: 86_400.0)
+    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+        collected = await follower.collect()
+    assert collected is not None and collected.wall_s == 12.5
+    assert follower.kept_json is not None and json.loads(follower.kept_json)["wall_s"] == 12.5
 
 
 def values_in(told: str) -> object:
