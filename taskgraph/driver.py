@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,6 @@ class JobSpec:
         checkpoint, checkpoint_every: as in the job.
         checkpoint_series: one more for every start from the beginning, so that older checkpoints are told from newer.
         checkpoint_changed: checkpoints that another version of the driver wrote are used, too.
-        submitted_at: unix time, seconds.
         version, protocol: of the taskgraph that submitted it.
     """
 
@@ -54,7 +52,6 @@ class JobSpec:
     checkpoint_every: int = 10
     checkpoint_series: int = 1
     checkpoint_changed: bool = False
-    submitted_at: float = 0.0
     version: str = VERSION
     protocol: int = PROTOCOL
 
@@ -90,7 +87,6 @@ class JobSpec:
             expected_nodes=nodes,
             checkpoint=job.checkpoint,
             checkpoint_every=job.checkpoint_every,
-            submitted_at=time.time(),
         )
 
     def to_bytes(self) -> bytes:

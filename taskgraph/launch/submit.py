@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 
 from taskgraph.checkpoint.manifest import Name
@@ -22,8 +21,6 @@ UNKNOWN_TRIES = 8
 """Whoever waits for a command is told why after so many writes of unknown outcome: an etcd whose space is used up
 answers nothing else, for as long as it is left like that."""
 UNKNOWN_PAUSE_S = 0.25
-_STARTING_S = 60.0
-"""Nodes load their driver, and what it imports, before they are there. Clocks of hosts may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +117,9 @@ async def _running_text(coordinator: Coordinator, keys: Keys) -> str:
             f"a job {name!r} is running already: follow it with `taskgraph status {name} --watch`, end it with "
             f"`taskgraph shutdown {name}`, or give this one another name with --name"
         )
-    none, spec = "it has no nodes", await coordinator.get(keys.spec)
-    if spec is not None:
-        age_s = time.time() - readable(JobSpec.from_bytes, spec, keys).submitted_at
-        if age_s < _STARTING_S:
-            none += f" (or they are starting: it was submitted {max(0.0, age_s):.0f} s ago)"
+    none = "it has no nodes"
+    if await coordinator.get(keys.primary(0)) is None:  # they load their driver, and what it imports, before
+        none += " yet (or they are starting)"
     if pointer is None:
         return (
             f"a job {name!r} is running already, but {none}: start some with `taskgraph launch {name}`, end it with "

@@ -395,7 +395,7 @@ def test_a_spec_survives_json(tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
     assert JobSpec.from_bytes(spec.to_bytes()) == spec
     assert (spec.name, spec.kwargs, spec.tasks, spec.epochs, spec.expected_nodes) == ("fit", {"tasks": 5}, 5, 4, 4)
-    assert spec.submitted_at > 0 and len(spec.run) == 32
+    assert len(spec.run) == 32
     assert spec.run != spec_of(tmp_path).run
 
 

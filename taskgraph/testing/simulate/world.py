@@ -96,7 +96,7 @@ class World:
             lambda: self.transcript.state("epochs in flight"), revision=lambda: self.invariants.view.revision
         )
         self.job = workload.job(self.runs, settings, min_nodes)
-        self.spec = dataclasses.replace(JobSpec.local(self.job), run="run", submitted_at=0.0)
+        self.spec = dataclasses.replace(JobSpec.local(self.job), run="run")
         self.keys = Keys(self.spec.name)
         self.moment: Moment = lambda name, node, peer="": None
         self.nodes: dict[str, SimNode] = {}

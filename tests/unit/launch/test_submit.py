@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 
@@ -16,16 +15,14 @@ from taskgraph.launch.resuming import plan
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import CheckpointRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, PrimaryRecord, State, StatusRecord
 from taskgraph.task import Task
 
 KEYS = Keys("fit")
 
 
 def spec() -> JobSpec:
-    """Submitted long ago."""
-    job = Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name="fit")
-    return dataclasses.replace(JobSpec.local(job), submitted_at=0.0)
+    return JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name="fit"))
 
 
 async def refused(*puts: Put) -> str:
@@ -49,24 +46,30 @@ async def test_beside_a_job_with_nodes() -> None:
 async def test_of_a_job_whose_nodes_are_all_lost_it_is_said_how_it_goes_on() -> None:
     """`--resume` was refused, which the documentation called the way back."""
     why = await refused(CHECKPOINT)
-    assert "no nodes: those that you start with `taskgraph launch fit` go on from its checkpoint of epoch 20" in why
+    assert (
+        "(or they are starting): those that you start with `taskgraph launch fit` go on from its checkpoint of epoch 20"
+        in why
+    )
     assert "or end it with `taskgraph shutdown fit`, and resume it then" in why
 
 
 async def test_a_job_without_nodes_and_checkpoint_is_not_said_to_go_on_from_one() -> None:
     why = await refused()
-    assert "it has no nodes: start some with `taskgraph launch fit`" in why and "checkpoint" not in why
+    assert "(or they are starting): start some with `taskgraph launch fit`" in why and "checkpoint" not in why
 
 
 @pytest.mark.parametrize("checkpoint", [(), (CHECKPOINT,)])
-async def test_of_a_job_that_was_submitted_just_now_it_is_said_that_its_nodes_may_be_starting(
-    checkpoint: tuple[Put, ...],
+async def test_of_a_job_that_no_node_has_begun_it_is_said_that_they_may_be_starting(
+    checkpoint: tuple[Put, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who began the same job twice was told to start nodes for the first."""
-    for age_s, starting in ((2.0, True), (100.0, False)):
-        submitted = dataclasses.replace(spec(), submitted_at=time.time() - age_s)
-        why = await refused(*checkpoint, Put(KEYS.spec, submitted.to_bytes()))
-        assert ("no nodes (or they are starting: it was submitted 2 s ago): " in why) == starting
+    """Who began the same job twice was told to start nodes for the first. A job of a host whose clock was ahead had
+    been submitted 0 s ago for as long as it was."""
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    why = await refused(*checkpoint)
+    assert "no nodes yet (or they are starting): " in why and "ago" not in why
+    begun = PrimaryRecord(node="n1-1", term=1, stateful=True)
+    why = await refused(*checkpoint, Put(KEYS.primary(0), begun.to_bytes()))
+    assert "it has no nodes: " in why
 
 
 def keeping(place: Path) -> JobSpec:
