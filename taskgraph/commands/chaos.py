@@ -71,7 +71,6 @@ class _Chaos:
         self._unwell: set[str] = set()
         self._stopped: dict[str, int] = {}  # node -> pid
         self._done: Counter[str] = Counter()
-        self._began = time.time()
 
     @property
     def _view(self) -> JobView:
@@ -96,7 +95,7 @@ class _Chaos:
             loop.add_signal_handler(number, handle, number)
         work = [
             asyncio.ensure_future(self.keeper.run()),
-            asyncio.ensure_future(self._tell()),
+            asyncio.ensure_future(self._tell(after=self._view.revision)),
             asyncio.ensure_future(self._faults()),
             asyncio.ensure_future(self._ended()),
             asyncio.ensure_future(launcher_gone(self._reached.entry)),
@@ -126,11 +125,10 @@ class _Chaos:
         await self.keeper.wait_until(lambda view: not view.running)
         await asyncio.sleep(_LAST_EVENT_S)  # the events of its end are shown, too
 
-    async def _tell(self) -> None:
-        """What the job says from now on."""
-        async for event in follow_events(self._reached.coordinator, self._reached.name):
-            if event.at >= self._began:
-                print_event(event, as_json=False)
+    async def _tell(self, *, after: int) -> None:
+        """What the job says after that revision."""
+        async for event in follow_events(self._reached.coordinator, self._reached.name, after=after):
+            print_event(event, as_json=False)
 
     async def _faults(self) -> None:
         """For ever. Faults that take time go on beside the next."""

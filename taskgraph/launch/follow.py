@@ -482,10 +482,14 @@ def _event(value: bytes) -> Event | None:
         return None
 
 
-async def follow_events(coordinator: Coordinator, job: str) -> AsyncIterator[Event]:
-    """Events kept in etcd, those there and those to come. What history no longer has is read from what is there."""
+async def follow_events(coordinator: Coordinator, job: str, *, after: int = 0) -> AsyncIterator[Event]:
+    """Events kept in etcd, those there and those to come. What history no longer has is read from what is there.
+
+    Args:
+        after: those alone that were written after this revision. Their times do not tell: clocks of hosts differ.
+    """
     keys = Keys(job)
-    listing, revision = await coordinator.list(keys.events), 0
+    listing, revision = await coordinator.list(keys.events), after
     while True:
         for kv in in_order(listing):
             if kv.mod_revision > revision and (told := _event(kv.value)) is not None:

@@ -1,0 +1,54 @@
+"""What `taskgraph chaos` shows of a job's events: those that come while it runs, whatever time they say."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from commands_kit import in_memory, options
+
+from taskgraph.commands import acting, chaos
+from taskgraph.driver import JobSpec
+from taskgraph.jobs import Job
+from taskgraph.launch.submit import submit
+from taskgraph.observe.events import Event
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.records import NodeRecord, State, StatusRecord
+from taskgraph.task import Task
+
+KEYS = Keys("fit")
+
+
+def told(text: str, ahead_s: float) -> Put:
+    """By a node whose clock is ahead of ours."""
+    event = Event(time.time() + ahead_s, "n1", "takeover", text)
+    return Put(KEYS.event(f"{event.at:017.6f}-n1-1"), event.to_bytes())
+
+
+async def test_events_since_it_began_are_shown_whatever_the_clocks_of_their_nodes_say(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It asked whether their time was after its own: of a node that is an hour behind none was shown, and of one that
+    is ahead those of before, too."""
+    etcd, begun = in_memory(monkeypatch), asyncio.Event()
+
+    def pause_s(*_: object) -> float:
+        begun.set()
+        return 1000.0
+
+    monkeypatch.setattr(chaos, "pause_s", pause_s)
+    monkeypatch.setattr(acting, "is_here", lambda record: True)
+    spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
+    node = NodeRecord(name="n1", run=spec.run, host="h", pid=1, endpoints=(), control="", fingerprint="", lease=0)
+    await submit(etcd, spec)
+    await etcd.txn(Txn(success=(Put(KEYS.node("n1-7f"), node.to_bytes()), told("long before", 3600.0))))
+    async with asyncio.timeout(10):
+        running = asyncio.ensure_future(chaos._chaos(options("chaos"), ("kill",), 1))
+        await begun.wait()
+        finished = StatusRecord(state=State.FINISHED)
+        await etcd.txn(Txn(success=(told("meanwhile", -3600.0), Put(KEYS.status, finished.to_bytes()))))
+        assert await running == 0
+    shown = capsys.readouterr().out
+    assert "meanwhile" in shown and "long before" not in shown
