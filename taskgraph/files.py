@@ -35,8 +35,14 @@ _NOT_IN_ADDRESS = frozenset("#?%,|")
 
 
 def may_hold_sockets(folder: Path, most_bytes: int) -> bool:
-    """Whether sockets in a folder can be addressed: its path has at most so many bytes, and means nothing else."""
-    return len(os.fsencode(folder)) <= most_bytes and _NOT_IN_ADDRESS.isdisjoint(str(folder))
+    """Whether sockets in a folder can be addressed: its path has at most so many bytes, and means nothing else.
+
+    An address is text in UTF-8, which a path need not be, nor is by every locale.
+    """
+    path = os.fsencode(folder)
+    if str(folder).encode(errors="replace") != path:
+        return False
+    return len(path) <= most_bytes and _NOT_IN_ADDRESS.isdisjoint(str(folder))
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from taskgraph import host
+from taskgraph.coordination import embedded
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.launch import runtime as runtime_module
 from taskgraph.launch.runtime import JobEntry, Runtime, alive
@@ -346,13 +347,19 @@ def test_sockets_have_short_paths_and_private_folders_wherever_the_directory_is(
     assert not first.path.exists() and not second.path.exists()
 
 
-@pytest.mark.parametrize("name", ["t", "a#b", "a?b", "a%41b", "a,b", "a|b"])
-def test_sockets_are_elsewhere_where_an_address_cannot_say_their_path(name: str) -> None:
-    """gRPC takes it for a URI: nodes listened at one path and were asked at another, or could not listen."""
+@pytest.mark.parametrize("name", ["t", "\xe9", "a#b", "a?b", "a%41b", "a,b", "a|b", os.fsdecode(b"\xe9")])
+def test_sockets_are_elsewhere_where_an_address_cannot_say_their_path(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC takes it for a URI: nodes listened at one path and were asked at another, or could not listen. What is not
+    text in UTF-8 ended every run with a UnicodeEncodeError."""
     with tempfile.TemporaryDirectory(prefix="tg-", dir="/tmp") as short:
-        folder = Runtime(Path(short) / name).sockets("fit")
-        folder.remove()
-        assert folder.path.is_relative_to(short) == (name == "t")
+        folders = [Runtime(Path(short) / name).sockets("fit")]
+        monkeypatch.setattr(tempfile, "tempdir", os.path.join(short, name))  # as TMPDIR has it
+        folders.append(embedded._new_folder(short=True))
+        for folder in folders:
+            folder.remove()
+            assert folder.path.is_relative_to(short) == (name in ("t", "\xe9"))
 
 
 @pytest.mark.parametrize("below", ["t", "a-very-long-name-" * 6])
