@@ -31,13 +31,19 @@ def arithmetic() -> tuple[str, ...]:
 def why_unlike(ours: NodeRecord, others: Mapping[str, NodeRecord]) -> str:
     """In what a node differs from the first of the others that it differs from; "" where they are all alike."""
     for other in others.values():
-        theirs = other.arithmetic
-        pairs = [(a, b) for a, b in zip(ours.arithmetic, theirs, strict=False) if a != b]
+        mine, its = ours.arithmetic, other.arithmetic
+        if mine[1:2] != its[1:2]:  # each numpy has names of its own for what a processor has
+            mine, its = _without_features(mine), _without_features(its)
+        pairs = [(a, b) for a, b in zip(mine, its, strict=False) if a != b]
         if pairs:
-            mine, its = (", ".join(side) for side in zip(*pairs, strict=True))
+            here, there = (", ".join(side) for side in zip(*pairs, strict=True))
             return (
-                f"{ours.name} on {ours.host} computes with {mine}, {other.name} on {other.host} with {its}: the last "
+                f"{ours.name} on {ours.host} computes with {here}, {other.name} on {other.host} with {there}: the last "
                 f"bits of their results may differ. Whatever fails, the job's result is that of one whole run, but it "
                 f"may depend on which node computed what"
             )
     return ""
+
+
+def _without_features(computes: tuple[str, ...]) -> tuple[str, ...]:
+    return (*computes[:2], *[processor.partition(" (")[0] for processor in computes[2:]])

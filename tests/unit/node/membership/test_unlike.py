@@ -64,6 +64,15 @@ def test_only_what_differs_is_told() -> None:
     assert "numpy" not in why
 
 
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_names_of_two_versions_of_numpy_for_what_a_processor_has_are_not_told_as_two_processors(machine: str) -> None:
+    """Of two nodes of one machine it was told that they differ in some twenty words."""
+    ours = record("n2", "Python 3.12", "numpy 1.26.0", f"{machine} (SSE SSE2 AVX2)")
+    theirs = record("n1", "Python 3.12", "numpy 2.4.6", "x86_64 (X86_V2 X86_V3)")
+    why, (a, b) = why_unlike(ours, {"n1": theirs}), ("", "") if machine == "x86_64" else (", aarch64", ", x86_64")
+    assert f"n2 on h-n2 computes with numpy 1.26.0{a}, n1 on h-n1 with numpy 2.4.6{b}: the last" in why
+
+
 def test_a_node_of_before_that_says_nothing_of_it_is_not_told_of() -> None:
     assert why_unlike(record("n2", "Python 3.12"), {"n1": record("n1")}) == ""
 
