@@ -21,7 +21,7 @@ from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.follow import Follower, follow_events, kept_events, node_statuses
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import fitted, kept_json, nobody_text, status_json, status_text, values_text
+from taskgraph.observe.format import clock_text, fitted, kept_json, nobody_text, status_json, status_text, values_text
 from taskgraph.observe.screen import one_line, printable
 from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol.keys import Keys
@@ -210,9 +210,8 @@ def print_event(event: Event, *, as_json: bool) -> None:
     if as_json:
         print(event.to_bytes().decode(), flush=True)
         return
-    at = time.strftime("%H:%M:%S", time.localtime(event.at)) + f".{int(event.at * 1000) % 1000:03d}"
     epoch = f"epoch {event.epoch}" if event.epoch is not None else ""
-    print(one_line(f"{at}  {event.node:<8} {epoch:<12} {event.kind:<10} {event.text}"), flush=True)
+    print(one_line(f"{clock_text(event.at)}  {event.node:<8} {epoch:<12} {event.kind:<10} {event.text}"), flush=True)
 
 
 def result(options: argparse.Namespace) -> int:

@@ -74,13 +74,7 @@ def client_of(record: NodeRecord, token: bytes, tls: Tls | None = None) -> Contr
 async def kept_events(coordinator: Coordinator, job: str) -> tuple[list[Event], int]:
     """Events kept in etcd, oldest first, and the revision they were read at."""
     listing = await coordinator.list(Keys(job).events)
-    found = []
-    for kv in in_order(listing):
-        try:
-            found.append(Event.from_bytes(kv.value))
-        except DecodeError as error:
-            log.warning("%s", error)
-    return found, listing.revision
+    return [event for kv in in_order(listing) if (event := _event(kv.value)) is not None], listing.revision
 
 
 async def node_statuses(

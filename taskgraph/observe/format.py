@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from taskgraph.results import plain_value
 from taskgraph.settings import Settings
 
 __all__ = [
+    "clock_text",
     "fitted",
     "holders",
     "ids_text",
@@ -43,6 +45,11 @@ _NAMED = 8
 """Nodes that a line names."""
 _LINES = 5000
 """Lines of a list: one value per epoch is what many jobs return, and `--json` has them all."""
+
+
+def clock_text(at: float) -> str:
+    """The time of day here, to the millisecond."""
+    return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at * 1000) % 1000:03d}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

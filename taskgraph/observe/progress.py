@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import holders, ids_text, last_text
+from taskgraph.observe.format import clock_text, holders, ids_text, last_text
 from taskgraph.observe.screen import cut, one_line, printable
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
@@ -129,7 +129,7 @@ class Progress:
             self._tell(ending.at, ending.text)
 
     def _tell(self, at: float, text: str) -> None:
-        self._line(f"{_clock_text(at)} {one_line(text)}")
+        self._line(f"{clock_text(at)} {one_line(text)}")
 
     def _flush_merged(self, *, now: bool = False) -> None:
         if not self._merging or (not now and self._clock() - self._merging_since < _MERGE_S):
@@ -268,7 +268,3 @@ def numbers_text(numbers: Mapping[str, str | int | float]) -> str:
 def _of_its_task(event: Event) -> str:
     """The text without whose it is."""
     return event.text.removeprefix(f"task {event.task}: ") if event.task is not None else event.text
-
-
-def _clock_text(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at * 1000) % 1000:03d}"

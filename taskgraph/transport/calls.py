@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
-from taskgraph.errors import Refused, TransportError
+from taskgraph.errors import PeerLost, Refused, TransportError
 from taskgraph.protocol.messages import Accepted, Call, Pull, Reason, Refusal, Reply
 from taskgraph.transport.api import Begun, Coming, Serve, ServeAll, ServeNow
 from taskgraph.transport.wire import REPLY_OF
@@ -21,6 +21,7 @@ __all__ = [
     "answer_later",
     "answer_now",
     "answer_quietly",
+    "call_self",
     "describe",
     "unwrap",
 ]
@@ -193,3 +194,20 @@ class OwnedTasks:
                 task.cancel()
             await asyncio.wait(tasks)
             await asyncio.sleep(0)  # lets their done callbacks run
+
+
+async def call_self(tasks: OwnedTasks, serve: Serve, node: str, call: Call) -> Reply:
+    """What a node answers to itself, in one of its tasks.
+
+    Raises:
+        PeerLost: its transport was closed meanwhile.
+        Refused: it does not serve the call.
+    """
+    task = tasks.spawn(answer(serve, node, call), name=f"serve {node} itself")
+    try:
+        await asyncio.wait((task,))
+    finally:
+        task.cancel()
+    if task.cancelled():
+        raise PeerLost("this node's transport is closed")
+    return unwrap(task.result())

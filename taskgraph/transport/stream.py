@@ -26,7 +26,7 @@ from taskgraph.tls import Tls, advice, check_listener
 from taskgraph.transport import endpoints
 from taskgraph.transport.accepting import CLOSE_S, TlsListener
 from taskgraph.transport.api import Coming, OnLost, Peer, Serve
-from taskgraph.transport.calls import BegunCall, OwnedTasks, all_now, answer, answer_now, describe, unwrap
+from taskgraph.transport.calls import BegunCall, OwnedTasks, all_now, answer_now, call_self, describe
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Digesting
 from taskgraph.transport.mappings import Mappings
@@ -340,7 +340,7 @@ class StreamTransport:
     async def _call(self, peer: Peer, message: Call) -> Reply:
         self._check_running()
         if peer.node == self._node:
-            return await self._call_self(message)
+            return await call_self(self.tasks, self.serve, self._node, message)
         session = self._dialled.get(peer.node)
         if session is None or not session.open:
             session = await self._session(peer)
@@ -349,16 +349,6 @@ class StreamTransport:
     def _check_running(self) -> None:
         if self._state != "running":
             raise PeerLost(f"this node's transport is {self._state}")
-
-    async def _call_self(self, message: Call) -> Reply:
-        task = self.tasks.spawn(answer(self.serve, self._node, message), name=f"serve {self._node} itself")
-        try:
-            await asyncio.wait((task,))
-        finally:
-            task.cancel()
-        if task.cancelled():
-            raise PeerLost("this node's transport is closed")
-        return unwrap(task.result())
 
     async def probe(self, peer: Peer, *, timeout_s: float) -> None:
         self._check_running()

@@ -15,7 +15,7 @@ import grpc
 from taskgraph.coordination.api import AccessRefused, TooLarge
 from taskgraph.errors import CoordinationError, LeaseGone
 
-__all__ = ["PermissionRefused", "Verdict", "judge", "refusal", "space_used_up", "way_out"]
+__all__ = ["PermissionRefused", "Verdict", "judge", "refusal", "space_used_up", "way_out", "why"]
 
 
 class PermissionRefused(AccessRefused):
@@ -65,6 +65,13 @@ _REFUSED_CODES = frozenset(
         grpc.StatusCode.UNAUTHENTICATED,
     }
 )
+
+
+def why(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
+    """The code of a call that failed, and what is said of it."""
+    if not isinstance(error, grpc.Call):
+        return grpc.StatusCode.UNKNOWN, str(error)
+    return error.code(), error.details() or error.code().name
 
 
 def judge(code: grpc.StatusCode, details: str) -> Verdict:

@@ -29,7 +29,7 @@ from typing import Protocol
 import grpc
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.failures import Verdict, judge
+from taskgraph.coordination.etcd.failures import Verdict, judge, why
 from taskgraph.coordination.etcd.login import Entered, Login, LoginFailed, credentials
 from taskgraph.coordination.etcd.methods import LEASE_KEEP_ALIVE
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
@@ -336,7 +336,7 @@ class _Stream:
                 self._listener.answered(self._unanswered.popleft(), answer.ttl)
             self.ended = "etcd ended the stream"
         except grpc.RpcError as error:
-            self.ended = _details(error)
+            _, self.ended = why(error)
             if self._token is not None and isinstance(error, grpc.Call) and _not_let_in(error.code(), self.ended):
                 self._listener.refused(self._token)
         except ValueError as error:  # what gRPC raises for a call on a channel that was closed
@@ -359,7 +359,3 @@ class _Stream:
 def _not_let_in(code: grpc.StatusCode, details: str) -> bool:
     """Whether another token may help: of one that it forgot etcd may say no more than that this is not permitted."""
     return judge(code, details) is Verdict.LOGIN or code is grpc.StatusCode.PERMISSION_DENIED
-
-
-def _details(error: grpc.RpcError) -> str:
-    return (error.details() or error.code().name) if isinstance(error, grpc.Call) else str(error)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import grpc
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.failures import Verdict, judge
+from taskgraph.coordination.etcd.failures import Verdict, judge, why
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread
@@ -221,7 +221,7 @@ class Login:
         except LoginFailed as error:
             failed = error
         except grpc.RpcError as error:
-            code, details = _why(error)
+            code, details = why(error)
             failed = LoginFailed(endpoint, code, self.told() if code is grpc.StatusCode.DEADLINE_EXCEEDED else details)
         except Exception as error:  # no file for its socket, a TLS file that is being replaced, closed meanwhile
             if not isinstance(error, CoordinationError | OSError | ValueError):
@@ -282,14 +282,8 @@ def _probe(channel: grpc.Channel, endpoint: Endpoint, patience: Patience) -> Non
         status(v3.StatusRequest(), timeout=limit_s)
         patience.answered(time.monotonic() - asked_at)
     except grpc.RpcError as error:
-        code, details = _why(error)
+        code, details = why(error)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             patience.silent()
         if judge(code, details) in (Verdict.NOT_EXECUTED, Verdict.UNKNOWN):
             raise LoginFailed(endpoint, grpc.StatusCode.UNAVAILABLE, details) from error
-
-
-def _why(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
-    if not isinstance(error, grpc.Call):
-        return grpc.StatusCode.UNKNOWN, str(error)
-    return error.code(), error.details() or error.code().name

@@ -22,7 +22,7 @@ from taskgraph.settings import Settings
 from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.transport.api import Coming, OnLost, Peer, Serve
-from taskgraph.transport.calls import OwnedTasks, answer, answer_all_now, answer_quietly, describe, unwrap
+from taskgraph.transport.calls import OwnedTasks, answer, answer_all_now, answer_quietly, call_self, describe, unwrap
 
 __all__ = ["SimNetwork", "SimTransport"]
 
@@ -285,7 +285,7 @@ class SimTransport:
         try:
             async with asyncio.timeout(timeout_s):
                 if peer.node == self.node:
-                    return unwrap(await self._call_self(message))
+                    return await self._call_self(message)
                 return unwrap(await self._exchange(await self._connection(peer.node), message))
         except TimeoutError:
             raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
@@ -327,14 +327,7 @@ class SimTransport:
     async def _call_self(self, message: Call) -> Reply:
         assert self._serve is not None
         self.network.on_message(self.node, self.node, message)
-        task = self._tasks.spawn(answer(self._serve, self.node, message), name=f"serve {self.node} itself")
-        try:
-            await asyncio.wait((task,))
-        finally:
-            task.cancel()
-        if task.cancelled():
-            raise PeerLost("this node's transport is closed")
-        return task.result()
+        return await call_self(self._tasks, self._serve, self.node, message)
 
     async def _exchange(self, connection: _Connection, message: Call, *, quiet: bool = False) -> Reply:
         self._calls += 1
