@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from taskgraph.protocol.kv import Compare, Delete, Get, KeyValue, Op, Put, Txn, TxnResult
+from taskgraph.protocol.kv import Compare, Delete, Get, Op, Put, Txn, TxnResult
 from taskgraph.protocol.records import (
     CheckpointRecord,
     EpochRecord,
@@ -279,23 +279,11 @@ def _reads_of_take_over(view: JobView, task: int) -> tuple[Op, ...]:
 def taken_over(result: TxnResult, view: JobView, task: int) -> TakenOver:
     """Reads the success branch of a takeover."""
     epoch_reads, member_reads, primary_reads = result.reads
-    return read_taken_over(result.revision, epoch_reads, member_reads, primary_reads, view, task)
-
-
-def read_taken_over(
-    revision: int,
-    epoch_reads: tuple[KeyValue, ...],
-    member_reads: tuple[KeyValue, ...],
-    primary_reads: tuple[KeyValue, ...],
-    view: JobView,
-    task: int,
-) -> TakenOver:
-    """The same from three reads at one revision."""
     epoch = EpochRecord.from_bytes(epoch_reads[0].value)
     primary = PrimaryRecord.from_bytes(primary_reads[0].value)
     prefix = view.keys.members(task)
     return TakenOver(
-        revision=revision,
+        revision=result.revision,
         term=primary.term,
         epoch=epoch.epoch,
         attempt=epoch.attempt,

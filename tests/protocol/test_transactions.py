@@ -8,7 +8,7 @@ import pytest
 from protocol_kit import RUN, World, node_record
 
 from taskgraph.protocol import transactions
-from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import GoneRecord, MemberRecord, State, StatusRecord
 from taskgraph.protocol.view import JobView
@@ -283,8 +283,7 @@ def test_a_take_over_whose_answer_was_lost_reads_the_same_again(world: World) ->
     result = world.take_over(0, "b", view=view)
     told = transactions.taken_over(result, view, 0)
     again = world.run(transactions.reread_take_over(view, 0))
-    epoch, members, primary = again.reads
-    assert transactions.read_taken_over(result.revision, epoch, members, primary, view, 0) == told
+    assert transactions.taken_over(TxnResult(True, result.revision, again.reads), view, 0) == told
 
 
 def test_a_hand_over_is_no_failover(world: World) -> None:
