@@ -99,7 +99,6 @@ class JobSpec:
             names = {f.name for f in dataclasses.fields(cls)}
             driver = raw.get("driver")
             known = {k: v for k, v in raw.items() if k in names}
-            known.setdefault("protocol", 1)  # which did not say so
             return cls(**{**known, "driver": DriverRef(**driver) if driver else None})
         except (ValueError, TypeError, AttributeError) as error:
             raise DecodeError(f"not a job's spec: {data[:200]!r} ({error})") from error

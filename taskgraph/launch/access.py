@@ -19,7 +19,6 @@ from taskgraph.tls import CA, CERT, KEY
 __all__ = ["advice", "configured", "etcd_access", "insecure_listen", "node_access"]
 
 _FILES = {"ca": "etcd_ca", "cert": "etcd_cert", "key": "etcd_key"}
-_OLD_NAMES = {"etcd_ca": "cacert", "etcd_cert": "cert", "etcd_key": "key"}
 _NODE_FILES = {"ca": ("tls_ca", CA), "cert": ("tls_cert", CERT), "key": ("tls_key", KEY)}
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _TOML = "taskgraph.toml"
@@ -62,7 +61,7 @@ def configured(name: str) -> str | None:
 
 def _wrong(key: str, value: object) -> str:
     """What is wrong with a line of the file; "": nothing. A word that nobody reads would be taken for granted."""
-    if key not in (*_TEXTS, *_FLAGS, *_OLD_NAMES.values()):
+    if key not in (*_TEXTS, *_FLAGS):
         table = ", outside of any table" if isinstance(value, dict) else ""
         return f"nothing here is called {key!r}; it may say {', '.join((*_TEXTS, *_FLAGS))}{table}"
     if key in _FLAGS:
@@ -90,8 +89,7 @@ def etcd_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]
     options = dict(given or {})
 
     def find(name: str) -> str | None:
-        old = _OLD_NAMES.get(name)
-        return options.get(name) or configured(name) or (configured(old) if old else None)
+        return options.get(name) or configured(name)
 
     # Absolute: others read them from another working directory.
     access = {ours: str(Path(path).absolute()) for ours, name in _FILES.items() if (path := find(name))}

@@ -64,7 +64,7 @@ class JobEntry:
         embedded: its etcd ends with it.
         started: when that process began, as the kernel tells it, since process ids come again.
         created: unix time, seconds.
-        run: the id of its run, as etcd's `spec` has it; "" in entries of an earlier release.
+        run: the id of its run, as etcd's `spec` has it; "" where that is not known.
     """
 
     name: str

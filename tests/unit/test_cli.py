@@ -156,13 +156,13 @@ def test_etcd_comes_from_the_option_else_the_environment_else_the_file(
     assert etcd_of(options()) is None
     (apart / "taskgraph.toml").write_text('etcd = ["a:1", "b:2"]\netcd_ca = "ca.pem"\n')
     assert etcd_of(options()) == "a:1,b:2"
-    files = access_of(options("--etcd-key", "k.pem", "--cert", "c.pem"))  # --cert: its name before
+    files = access_of(options("--etcd-key", "k.pem", "--cert", "c.pem"))  # as etcdctl calls it
     assert files == {name: str(apart / f"{file}.pem") for name, file in (("ca", "ca"), ("cert", "c"), ("key", "k"))}
     monkeypatch.setenv("TASKGRAPH_ETCD", "env:3")
     monkeypatch.setenv("TASKGRAPH_ETCD_CA", "env.pem")
-    monkeypatch.setenv("TASKGRAPH_KEY", "/old.pem")
+    monkeypatch.setenv("TASKGRAPH_ETCD_KEY", "/env.key")
     assert etcd_of(options()) == "env:3"
-    assert access_of(options()) == {"ca": str(apart / "env.pem"), "key": "/old.pem"}
+    assert access_of(options()) == {"ca": str(apart / "env.pem"), "key": "/env.key"}
     assert etcd_of(options("--etcd", "given:4")) == "given:4"
 
 

@@ -464,8 +464,7 @@ def test_another_version_of_the_driver_is_refused_with_both_fingerprints(tmp_pat
 def test_a_job_of_another_protocol_is_refused_and_both_are_named(tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
     raw = json.loads(spec.to_bytes())
-    del raw["protocol"]  # as it was written before there was a second one
-    old = JobSpec.from_bytes(json.dumps(raw).encode())
+    old = JobSpec.from_bytes(json.dumps({**raw, "protocol": 1}).encode())
     assert (spec.protocol, old.protocol) == (PROTOCOL, 1)
     for call in (old.load_job, old.check_protocol):
         with pytest.raises(tg.FingerprintMismatch, match=f"speak protocol 1; taskgraph .* here speaks {PROTOCOL}"):
