@@ -26,6 +26,7 @@ from taskgraph.commands.common import (
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction
+from taskgraph.launch.access import Access
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails, passing_on, printed
@@ -95,7 +96,6 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
 
     if options.nodes:  # with none, tasks run here, and may write more than anybody reads at once
         never_wait()
-    listening = listening_of(options, options.nodes)
     running = asyncio.ensure_future(
         arun(
             job,
@@ -105,13 +105,12 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
             fresh=options.fresh,
             timeout_s=options.timeout,
             hooks=Hooks(on_event, on_start),
-            tls=access_of(options),
-            node_tls=node_access_of(options),
-            listen=listening.host,
-            insecure_listen=listening.insecure,
-            ports=listening.ports,
-            advertise=listening.advertise,
-            token=token.token if token is not None else None,
+            access=Access(
+                etcd=access_of(options),
+                nodes=node_access_of(options),
+                listening=listening_of(options, options.nodes),
+                token=token.token if token is not None else None,
+            ),
         )
     )
     interrupts = _on_interrupt(running, started, finished)

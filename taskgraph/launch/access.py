@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from taskgraph.coordination.etcd.failures import PermissionRefused
 from taskgraph.errors import CoordinationError, JobError
+from taskgraph.listening import NOWHERE, Listening
 from taskgraph.tls import CA, CERT, KEY
 
-__all__ = ["advice", "configured", "etcd_access", "insecure_listen", "node_access"]
+__all__ = ["Access", "advice", "configured", "etcd_access", "insecure_listen", "node_access"]
 
 _FILES = {"ca": "etcd_ca", "cert": "etcd_cert", "key": "etcd_key"}
 _NODE_FILES = {"ca": ("tls_ca", CA), "cert": ("tls_cert", CERT), "key": ("tls_key", KEY)}
@@ -36,6 +38,23 @@ _TEXTS = (
 )
 _FLAGS = ("insecure_listen",)
 """What the file may say; `etcd` may be a list of texts, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a job's etcd and its nodes are reached, where the command line says so.
+
+    Attributes:
+        etcd: what `EtcdCoordinator.connect` takes beside endpoints; None: as `etcd_access` finds it.
+        nodes: the files of TLS between nodes; None: as `node_access` finds them.
+        listening: where nodes listen for those of other hosts.
+        token: the job's token, hex; None: a new one.
+    """
+
+    etcd: dict[str, str] | None = None
+    nodes: dict[str, str] | None = None
+    listening: Listening = NOWHERE
+    token: str | None = field(default=None, repr=False)
 
 
 def configured(name: str) -> str | None:

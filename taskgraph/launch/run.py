@@ -34,7 +34,7 @@ from taskgraph.errors import (
     no_thread,
 )
 from taskgraph.jobs import Job, check_job
-from taskgraph.launch.access import etcd_access, node_access
+from taskgraph.launch.access import Access, etcd_access, node_access
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.forkserver import ForkServer
@@ -43,7 +43,6 @@ from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import showing
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
-from taskgraph.listening import Listening
 from taskgraph.loading import check_no_loop, check_not_importing
 from taskgraph.node.loggers import guard_loggers_here
 from taskgraph.protocol.keys import Keys
@@ -153,18 +152,11 @@ async def arun(
     name: str = "",
     progress: bool = False,
     hooks: Hooks | None = None,
-    tls: dict[str, str] | None = None,
-    node_tls: dict[str, str] | None = None,
-    listen: str = "",
-    insecure_listen: bool = False,
-    ports: str = "",
-    advertise: str = "",
-    token: str | None = None,
+    access: Access | None = None,
 ) -> JobResult:
     """`run`, for a running event loop. Cancelling it ends the job.
 
-    `hooks`, `tls`, `node_tls`, `listen` (an address for nodes on other hosts), `insecure_listen`, `ports`, `advertise`
-    and `token` (hex; None: a new one) are for the command line. With `progress` there are no other hooks.
+    `hooks` and `access` are for the command line. With `progress` there are no other hooks.
     """
     nodes = _as_count(nodes)
     if timeout_s is not None:
@@ -192,14 +184,11 @@ async def arun(
                     job,
                     nodes,
                     hooks,
+                    access or Access(),
                     etcd=etcd,
                     resume=resume,
                     fresh=fresh,
                     timeout_s=timeout_s,
-                    tls=tls,
-                    node_tls=node_tls,
-                    listening=Listening(host=listen, ports=ports, advertise=advertise, insecure=insecure_listen),
-                    token=token,
                 )
             except BaseException as error:
                 rpc.forget_frames(error, before)  # whoever keeps it keeps no connection
@@ -213,18 +202,15 @@ async def _on_nodes(
     job: Job,
     nodes: int,
     hooks: Hooks,
+    access: Access,
     *,
     etcd: str | None,
     resume: Resume,
     fresh: bool,
     timeout_s: float | None,
-    tls: dict[str, str] | None,
-    node_tls: dict[str, str] | None,
-    listening: Listening,
-    token: str | None,
 ) -> JobResult:
     """Runs it on node processes of this host."""
-    listening.check(nodes)
+    access.listening.check(nodes)
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         log.warning("this program ignores SIGCHLD: how a node or etcd ended is not known, and told as exit code 255")
     spec = JobSpec.of(job, expected_nodes=nodes)
@@ -240,15 +226,14 @@ async def _on_nodes(
             # What nodes need is loaded while etcd starts.
             ahead = await stack.enter_async_context(ForkServer(etcd_log.parent, spec.settings.get("blas_threads", 1)))
             embedded = await stack.enter_async_context(EmbeddedEtcd(private=True, log=etcd_log))
-        access = {} if etcd is None else etcd_access() if tls is None else tls  # the embedded one wants none
         entry = JobEntry(
             name=spec.name,
             etcd=embedded.endpoint if embedded is not None else etcd or "",
-            token=token or secrets.token_hex(32),
+            token=access.token or secrets.token_hex(32),
             pid=os.getpid(),
             embedded=embedded is not None,
-            tls=access,
-            node_tls=node_access() if node_tls is None else node_tls,
+            tls={} if etcd is None else etcd_access() if access.etcd is None else access.etcd,  # ours wants none
+            node_tls=node_access() if access.nodes is None else access.nodes,
             run=spec.run,
         )
         coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
@@ -268,7 +253,7 @@ async def _on_nodes(
             coordinator,
             follower,
             hooks,
-            listening=listening,
+            listening=access.listening,
             etcd_ended=etcd_ended,
             ahead=ahead,
         )
