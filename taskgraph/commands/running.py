@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvloop
@@ -65,124 +64,136 @@ def run(options: argparse.Namespace, function: JobFunction[...] | None = None) -
     listening_of(options, options.nodes)  # refused before anything is written
     token = token_for(options)
     try:
-        return uvloop.run(_run(options, job, token))
+        return uvloop.run(_Run(options, job).until_over(token))
     except (JobError, CheckpointError):
         if token is not None:
             token.forget()
         raise
 
 
-async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) -> int:
-    name = job.name
-    progress = Progress(name, job.tasks, job.epochs, job.backups)
-    started: list[tuple[Follower, LocalNodes]] = []
-    tails: list[LogTails] = []
-    told_finished = asyncio.Event()
+class _Run:
+    """A job that runs for this command, from its start to its end."""
 
-    def on_event(event: Event) -> None:
+    def __init__(self, options: argparse.Namespace, job: Job) -> None:
+        self._options = options
+        self._job = job
+        self._progress = Progress(job.name, job.tasks, job.epochs, job.backups)
+        self._tails: list[LogTails] = []
+        self._follower: Follower | None = None  # like the nodes, only where these are processes
+        self._nodes: LocalNodes | None = None
+        self._told_finished = False
+        self._interrupted = False
+
+    def _on_event(self, event: Event) -> None:
         if event.kind == State.FINISHED:
-            told_finished.set()
-        progress.event(event)
+            self._told_finished = True
+        self._progress.event(event)
 
-    def finished() -> bool:
+    def _on_start(self, follower: Follower, nodes: LocalNodes) -> None:
+        self._progress.follow(follower.view)
+        self._follower, self._nodes = follower, nodes
+        if self._options.logs:
+            self._tails.append(LogTails(nodes.logs(), self._progress.line))
+
+    @property
+    def _finished(self) -> bool:
         # Of nodes in this process only the event tells.
-        return told_finished.is_set() or any(follower.view.finished for follower, _ in started)
+        return self._told_finished or (self._follower is not None and self._follower.view.finished)
 
-    def on_start(follower: Follower, nodes: LocalNodes) -> None:
-        progress.follow(follower.view)
-        started.append((follower, nodes))
-        if options.logs:
-            tails.append(LogTails(nodes.logs(), progress.line))
-
-    if options.nodes:  # with none, tasks run here, and may write more than anybody reads at once
-        never_wait()
-    running = asyncio.ensure_future(
-        arun(
-            job,
-            nodes=options.nodes,
-            etcd=etcd_of(options),
-            resume=options.resume,
-            fresh=options.fresh,
-            timeout_s=options.timeout,
-            hooks=Hooks(on_event, on_start),
-            access=Access(
-                etcd=access_of(options),
-                nodes=node_access_of(options),
-                listening=listening_of(options, options.nodes),
-                token=token.token if token is not None else None,
-            ),
+    async def until_over(self, token: NewToken | None) -> int:
+        """The exit code."""
+        options, progress = self._options, self._progress
+        if options.nodes:  # with none, tasks run here, and may write more than anybody reads at once
+            never_wait()
+        running = asyncio.ensure_future(
+            arun(
+                self._job,
+                nodes=options.nodes,
+                etcd=etcd_of(options),
+                resume=options.resume,
+                fresh=options.fresh,
+                timeout_s=options.timeout,
+                hooks=Hooks(self._on_event, self._on_start),
+                access=Access(
+                    etcd=access_of(options),
+                    nodes=node_access_of(options),
+                    listening=listening_of(options, options.nodes),
+                    token=token.token if token is not None else None,
+                ),
+            )
         )
-    )
-    interrupts = _on_interrupt(running, started, finished)
-    ticking = asyncio.ensure_future(tick(progress, tails))
-    try:
-        here = options.logs and options.nodes == 0
+        self._take_orders(running)
+        ticking = asyncio.ensure_future(tick(progress, self._tails))
         try:
-            with passing_on(progress.line) if here else contextlib.nullcontext():
-                result = await running
-        finally:
-            for tail in tails:
-                tail.close()
-        progress.end(result.reports)
-    except JobFailed:
-        progress.end()
-        if started and (logs := Runtime().kept_logs(name)).is_dir():
-            print(f"the logs of its nodes are in {logs}", file=sys.stderr)
-        raise
-    except asyncio.CancelledError as error:
-        if interrupts:
+            result = await self._result_of(running)
+            progress.end(result.reports)
+        except JobFailed:
             progress.end()
-            notes = getattr(error, "__notes__", ())  # of nodes in this process, or of an etcd that is away
-            if finished():
-                ended = f"; {_left_text(name, [follower for follower, _ in started])} nothing is left behind"
-            else:
-                ended = "" if notes and options.nodes else f"; job {name!r} was ended, nothing is left behind"
-            hint = "".join(follower.way_on("; ") for follower, _ in started)
-            hint += "".join(f"; {note}" for note in notes)
-            print(f"taskgraph: interrupted{ended}{hint}", file=sys.stderr)
+            if self._nodes is not None and self._logs.is_dir():
+                print(f"the logs of its nodes are in {self._logs}", file=sys.stderr)
+            raise
+        except asyncio.CancelledError as error:
+            if not self._interrupted:
+                raise
+            progress.end()
+            print(f"taskgraph: interrupted{self._left_text(error)}", file=sys.stderr)
             return 130
-        raise
-    finally:
-        ticking.cancel()
-        await asyncio.gather(ticking, return_exceptions=True)
-        progress.end()
-    as_before()
-    if options.json and options.nodes == 0:
-        print()  # tasks print to the same output, and perhaps not to the end of a line
-    print_result(result, as_json=options.json, kept=bool(started))
-    if started and not options.logs and printed(logs := Runtime().kept_logs(name)):
-        print(f"what its tasks printed is in {logs}; --logs shows it at once", file=sys.stderr)
-    return 0
+        finally:
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
+            progress.end()
+        as_before()
+        self._show(result)
+        return 0
 
+    def _take_orders(self, running: asyncio.Future[JobResult]) -> None:
+        """The first Ctrl-C (SIGTERM, SIGHUP) ends the job cleanly, the second at once."""
 
-def _left_text(name: str, followers: Sequence[Follower]) -> str:
-    """What became of the values of a job that had finished when its run was ended."""
-    if any(follower.kept_json for follower in followers):
-        return f"job {name!r} had finished, and `taskgraph result {name}` has its values;"
-    return f"job {name!r} had finished, and its values were not collected;"
+        def obey() -> None:
+            if not self._interrupted:
+                self._interrupted = True
+                what = "without its results" if self._finished else "the job"
+                print(f"\ntaskgraph: ending {what}; once more to force it", file=sys.stderr, flush=True)
+                running.cancel()
+            elif self._nodes is not None:
+                self._nodes.kill_now()
 
+        take_orders(finished=lambda: self._finished, obeyed=lambda: self._interrupted, obey=obey)
 
-def _on_interrupt(
-    running: asyncio.Future[JobResult], started: list[tuple[Follower, LocalNodes]], finished: Callable[[], bool]
-) -> list[str]:
-    """The first Ctrl-C (SIGTERM, SIGHUP) ends the job cleanly, the second at once.
+    async def _result_of(self, running: asyncio.Future[JobResult]) -> JobResult:
+        """Meanwhile what tasks print is shown, where that is asked for."""
+        here = self._options.logs and self._options.nodes == 0
+        try:
+            with passing_on(self._progress.line) if here else contextlib.nullcontext():
+                return await running
+        finally:
+            for tail in self._tails:
+                tail.close()
 
-    Returns:
-        What the first one ended, once it did.
-    """
-    ended: list[str] = []
+    @property
+    def _logs(self) -> Path:
+        """Where those of its nodes are kept."""
+        return Runtime().kept_logs(self._job.name)
 
-    def obey() -> None:
-        if not ended:
-            ended.append(what := "without its results" if finished() else "the job")
-            print(f"\ntaskgraph: ending {what}; once more to force it", file=sys.stderr, flush=True)
-            running.cancel()
+    def _left_text(self, interrupted: asyncio.CancelledError) -> str:
+        """What is left of the job, and how it is continued."""
+        name = self._job.name
+        notes = getattr(interrupted, "__notes__", ())  # of nodes in this process, or of an etcd that is away
+        if self._finished and self._follower is not None and self._follower.kept_json:
+            left = f"; job {name!r} had finished, and `taskgraph result {name}` has its values; nothing is left behind"
+        elif self._finished:
+            left = f"; job {name!r} had finished, and its values were not collected; nothing is left behind"
         else:
-            for _, nodes in started:
-                nodes.kill_now()
+            left = "" if notes and self._options.nodes else f"; job {name!r} was ended, nothing is left behind"
+        way_on = self._follower.way_on("; ") if self._follower is not None else ""
+        return left + way_on + "".join(f"; {note}" for note in notes)
 
-    take_orders(finished=finished, obeyed=lambda: bool(ended), obey=obey)
-    return ended
+    def _show(self, result: JobResult) -> None:
+        if self._options.json and self._options.nodes == 0:
+            print()  # tasks print to the same output, and perhaps not to the end of a line
+        print_result(result, as_json=self._options.json, kept=self._nodes is not None)
+        if self._nodes is not None and not self._options.logs and printed(self._logs):
+            print(f"what its tasks printed is in {self._logs}; --logs shows it at once", file=sys.stderr)
 
 
 def print_result(result: JobResult, *, as_json: bool, kept: bool) -> None:
