@@ -10,8 +10,8 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from etcd_kit import free_port
 from kept_kit import keeping_options
+from processes_kit import free_port
 
 from taskgraph.coordination.embedded import find_etcd, version_of
 from taskgraph.coordination.etcd import EtcdCoordinator

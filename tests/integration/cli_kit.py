@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etcd_kit import becomes
+from processes_kit import becomes
 
 DRIVER = Path(__file__).parent / "drivers" / "sums.py"
 LIMIT_S = 60.0

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_kit import LIMIT_S, Cli, Command, Done, kill_at_once, shell
-from etcd_kit import becomes
+from processes_kit import becomes
 from safetensors.numpy import load_file, save_file
 
 import taskgraph as tg

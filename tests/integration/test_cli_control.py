@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cli_kit import DRIVER, Cli, Command, Done, printed, shell, sums
-from etcd_kit import running
+from processes_kit import running
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import grpc
 import pytest
-from etcd_kit import Certificates, becomes, etcd_with_tls, etcd_with_users, etcdctl, following, make_certificates
+from etcd_kit import Certificates, etcd_with_tls, etcd_with_users, etcdctl, following, make_certificates
+from processes_kit import becomes
 
 from taskgraph.coordination.api import AccessRefused
 from taskgraph.coordination.embedded import EmbeddedEtcd

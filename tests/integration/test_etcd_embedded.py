@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
-from etcd_kit import becomes, free_port, gone, running
 from kept_kit import KeptEtcd, keeping_options
+from processes_kit import becomes, free_port, gone, running
 
 import taskgraph
 from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd

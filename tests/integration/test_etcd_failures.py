@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_kit import becomes, following, free_port, kill, stopped
+from etcd_kit import following
 from kept_kit import KeptEtcd
+from processes_kit import becomes, free_port, kill, stopped
 
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_kit import Cli
-from etcd_kit import becomes
+from processes_kit import becomes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from etcd_kit import becomes, following, free_port, kill, running
+from etcd_kit import following
+from processes_kit import becomes, free_port, kill, running
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
