@@ -182,12 +182,13 @@ async def _tell_end(
     name = reached.name
     if result is not None:
         print_result(result, as_json=False, kept=True)
-        if follower.only_there:
-            print(f"job {name}: {await _values_text(reached)}", file=sys.stderr)
-        return 0
     if status.state == State.FINISHED and follower.not_kept:
         print(f"taskgraph: job {name} finished, but its values are lost: {follower.not_kept}", file=sys.stderr)
         return 1
+    if result is not None:
+        if follower.only_there:
+            print(f"job {name}: {await _values_text(reached)}", file=sys.stderr)
+        return 0
     if status.state == State.FINISHED:
         print(f"job {name} finished; {await _values_text(reached)}", file=sys.stderr)
         return 0

@@ -29,6 +29,7 @@ __all__ = [
     "mib",
     "not_kept",
     "size_bytes",
+    "why_given_up",
     "why_not_kept",
 ]
 
@@ -208,6 +209,13 @@ def why_not_kept(collected: KeyValue | None) -> str:
     if collected is None:
         return "nobody has collected them (`taskgraph result` does, while its nodes are there)"
     return str(json.loads(collected.value).get("not_kept", ""))
+
+
+def why_given_up(collected: KeyValue | None) -> str:
+    """Why nobody has collected the values of a job whose nodes did not keep them any longer; empty where they do."""
+    if collected is None or "writer" not in (said := json.loads(collected.value)):  # as nodes say it, and nobody else
+        return ""
+    return str(said["not_kept"])
 
 
 def not_kept(why: str) -> UnknownJob:

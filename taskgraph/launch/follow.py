@@ -20,7 +20,7 @@ from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
-from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, kept_record, size_bytes
+from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, kept_record, size_bytes, why_given_up
 from taskgraph.launch.resuming import lost_text, way_on
 from taskgraph.launch.runtime import Runtime
 from taskgraph.observe.control_client import ControlClient, StillAtWork, control_address
@@ -332,8 +332,7 @@ class Follower:
         found = None if over(self.view) else await self._results_unless(over)
         if found is None:
             await self.tell_rest()
-            if self.finished and not self.view.collected:
-                self.not_kept = lost_text(self._spec.name, self.view.checkpoint)
+            await self._see_lost()
             return None
         result = self.assemble(found, max(each.lasted_s for each in found))  # who collects may have come just now
         if let_go:
@@ -416,6 +415,17 @@ class Follower:
         """
         self._say("waits", self.only_there_text())
         await self.keeper.wait_until(lambda v: v.collected or not self.finished or here.done(), structure=True)
+        await self._see_lost()
+
+    async def _see_lost(self) -> None:
+        """Where nobody has the values of a job that finished, and nobody will: `not_kept`."""
+        view = self.view
+        if self.finished and not view.collected and not view.live_nodes(self._spec.run):
+            self.not_kept = lost_text(self._spec.name, view.checkpoint)
+        elif self.finished and view.collected:
+            with contextlib.suppress(CoordinationError, TimeoutError):
+                async with asyncio.timeout(_REST_S):
+                    self.not_kept = why_given_up(await self._coordinator.get(view.keys.collected))
 
     async def tell_taken(self, why: str) -> None:
         """Lets the nodes go whose values were written where a user wanted them; `why` they are kept nowhere else."""

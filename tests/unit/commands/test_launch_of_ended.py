@@ -18,11 +18,14 @@ from taskgraph.commands import joining
 from taskgraph.commands.common import Reached
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
+from taskgraph.launch.follow import Follower
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
+from taskgraph.protocol import transactions
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.results import JobResult
 
 KEYS = Keys("fit")
 ENTRY = JobEntry(name="fit", etcd="a:1", token="ab" * 32, pid=0, embedded=False, tls={})
@@ -87,6 +90,38 @@ async def test_one_whose_results_nobody_has_collected_still_needs_nodes(
 ) -> None:
     assert await launched(monkeypatch, StatusRecord(state=State.FINISHED)) == 0
     assert started == [1]
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("how", ["given up", "gone", "taken"])
+async def test_values_that_nobody_took_of_the_nodes_that_alone_had_them_are_a_failure_of_launch(
+    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It had announced them, and ended with 0 when they were lost: a batch script went on without them."""
+
+    async def launch_nodes(
+        entry: JobEntry, coordinator: MemoryCoordinator, follower: Follower, *arguments: object
+    ) -> tuple[StatusRecord, JobResult]:
+        here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        follower.only_there = "they are too large"
+        waiting = asyncio.ensure_future(follower.taken(here))
+        if how == "given up":
+            await coordinator.txn(transactions.give_results_up(follower.view, "nobody came", by="launcher", writer="w"))
+        elif how == "taken":
+            await follower.tell_taken(follower.only_there)
+        else:
+            here.set_result(None)
+            follower.keeper.notify_later()
+        await waiting
+        return StatusRecord(state=State.FINISHED), JobResult(name="fit", values={0: 1.5})
+
+    monkeypatch.setattr(joining, "launch_nodes", launch_nodes)
+    code = await launched(monkeypatch, StatusRecord(state=State.FINISHED))
+    told = capsys.readouterr()
+    assert told.out == "1.5\n" and code == (0 if how == "taken" else 1)
+    lost = "nobody came" if how == "given up" else "nobody had collected them when its last node was gone"
+    says = "they are too large; `taskgraph result --json` wrote them" if how == "taken" else f"values are lost: {lost}"
+    assert says in told.err
 
 
 @pytest.mark.parametrize("state", [State.FINISHED, ""])
