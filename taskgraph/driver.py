@@ -33,6 +33,7 @@ class JobSpec:
         checkpoint, checkpoint_every: as in the job.
         checkpoint_series: one more for every start from the beginning, so that older checkpoints are told from newer.
         checkpoint_changed: checkpoints that another version of the driver wrote are used, too.
+        token_mark: by which whoever has a token sees whether it is this job's, without being told it; "": nobody said.
         version, protocol: of the taskgraph that submitted it.
     """
 
@@ -52,15 +53,17 @@ class JobSpec:
     checkpoint_every: int = 10
     checkpoint_series: int = 1
     checkpoint_changed: bool = False
+    token_mark: str = ""
     version: str = VERSION
     protocol: int = PROTOCOL
 
     @classmethod
-    def of(cls, job: Job, *, name: str = "", expected_nodes: int = 0) -> JobSpec:
+    def of(cls, job: Job, *, name: str = "", expected_nodes: int = 0, token_mark: str = "") -> JobSpec:
         """The spec of a job made by a job function; raises JobError where other processes cannot make it."""
         check_not_importing(job.name)
         function, kwargs = job.origin()
-        return cls._make(job, reference_of(function), kwargs, fingerprint(function), name, expected_nodes)
+        made = cls._make(job, reference_of(function), kwargs, fingerprint(function), name, expected_nodes)
+        return dataclasses.replace(made, token_mark=token_mark)
 
     @classmethod
     def local(cls, job: Job) -> JobSpec:

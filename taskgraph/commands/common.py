@@ -28,6 +28,7 @@ from taskgraph.protocol.records import State
 from taskgraph.protocol.view import readable
 from taskgraph.signals import Orders, obey_sigterm
 from taskgraph.tls import Tls, check_listener
+from taskgraph.transport.hello import mark
 
 __all__ = [
     "NewToken",
@@ -225,6 +226,18 @@ class Reached:
     entry: JobEntry
     spec: JobSpec
     coordinator: EtcdCoordinator
+
+    def check_token(self) -> None:
+        """Raises JobError where the job's nodes would refuse whoever has the token that is known here."""
+        wanted, name = self.spec.token_mark, self.name
+        if not wanted or (self.entry.token and mark(self.entry.token_bytes) == wanted):
+            return
+        if not self.entry.token:
+            raise JobError(f"the token of job {name!r} is not known here: give --token-file")
+        raise JobError(
+            f"job {name!r} was submitted with another token than the one that is known here: give the file that "
+            f"`taskgraph submit` wrote (--token-file)"
+        )
 
 
 def find_entry(options: argparse.Namespace) -> JobEntry:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import os
 import sys
 from functools import partial
@@ -31,6 +32,7 @@ from taskgraph.commands.common import (
     token_of,
 )
 from taskgraph.commands.running import print_result, run
+from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, TaskGraphError, UnknownJob
 from taskgraph.jobs import JobFunction
@@ -51,10 +53,15 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.streams import never_wait
+from taskgraph.transport.hello import mark
 
 __all__ = ["launch", "node"]
 
+log = logging.getLogger("taskgraph.node")
+
 _LAST_LOOK_S = 2.0
+_TOKEN_AGAIN_S = 2.0
+"""How often a node that waits with another token than the job's looks whether it has that now."""
 
 
 def launch(options: argparse.Namespace, function: JobFunction[...] | None = None) -> int:
@@ -97,6 +104,7 @@ async def _launch(options: argparse.Namespace) -> int:
         token = reached.entry.token
         if not token:
             raise JobError(f"the nodes need the token of job {reached.name!r}: give --token-file")
+        reached.check_token()
         entry = JobEntry(
             name=reached.name,
             etcd=reached.entry.etcd,
@@ -268,16 +276,14 @@ def _leave(runtime: Runtime, entry: JobEntry) -> None:
 
 def node(options: argparse.Namespace) -> int:
     """One node, in this process."""
-    etcd, token = etcd_of(options), token_of(options)
+    etcd = etcd_of(options)
     local = Runtime().find(options.job)
     if etcd is None and local is not None:
         etcd = local.etcd
     if etcd is None:
         raise JobError(f"where is the etcd of job {options.job!r}? Give --etcd")
     known = known_at(options.job, etcd)
-    if token is None and (local := local or known) is not None:
-        token = local.token
-    if token is None:
+    if (token := _token_at(options, etcd)) is None:
         raise JobError(f"a node needs the token of job {options.job!r}: give --token-file")
     listening = listening_of(options, 1)
     node_tls = node_access_of(options) or (known.node_tls if known is not None else {})
@@ -286,7 +292,8 @@ def node(options: argparse.Namespace) -> int:
 
     process.end_on_sigterm()
     process.log_to_stderr()
-    _take_threads(uvloop.run(_submitted(etcd, tls, options.job, known)))
+    spec, token = uvloop.run(_submitted(etcd, tls, options, token, known))
+    _take_threads(spec)
     process.main(
         NodeConfig(
             job=options.job,
@@ -303,17 +310,48 @@ def node(options: argparse.Namespace) -> int:
     raise AssertionError("process.main ends the process")
 
 
-async def _submitted(etcd: str, tls: dict[str, str], name: str, entry: JobEntry | None) -> JobSpec:
-    """The job, once it is submitted; not where it ended with its launcher, which has this entry."""
+def _token_at(options: argparse.Namespace, etcd: str) -> str | None:
+    """The token of a job in that etcd, hex: of the file that is named, else of its run on this host."""
+    token = token_of(options)
+    if token is None and (local := Runtime().find(options.job) or known_at(options.job, etcd)) is not None:
+        token = local.token
+    return token
+
+
+async def _with_its_token(
+    coordinator: Coordinator, options: argparse.Namespace, etcd: str, token: str
+) -> tuple[JobSpec, str]:
+    """The job, once it is submitted and its token is here: a node that waits may have that of the run before."""
     from taskgraph.node import process
 
+    told = ""
+    while True:
+        spec = await process.wait_for_job(coordinator, options.job)
+        if spec.token_mark and mark(bytes.fromhex(token)) != spec.token_mark:
+            token = _token_at(options, etcd) or token
+        if spec.token_mark in ("", mark(bytes.fromhex(token))):
+            return spec, token
+        if told != spec.run:
+            log.warning(
+                "job %r was submitted with another token than the one that is known here: waiting for that, which "
+                "`taskgraph submit` wrote, in the file that --token-file names",
+                options.job,
+            )
+            told = spec.run
+        await asyncio.sleep(_TOKEN_AGAIN_S)
+
+
+async def _submitted(
+    etcd: str, tls: dict[str, str], options: argparse.Namespace, token: str, entry: JobEntry | None
+) -> tuple[JobSpec, str]:
+    """The job and its token, once it is submitted; not where it ended with its launcher, which has this entry."""
     async with await connect(etcd, tls) as coordinator:
-        waiting = asyncio.ensure_future(process.wait_for_job(coordinator, name))
+        waiting = asyncio.ensure_future(_with_its_token(coordinator, options, etcd, token))
         gone = asyncio.ensure_future(launcher_gone(entry))
         try:
             await asyncio.wait([waiting, gone], return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
-                raise UnknownJob(f"job {name!r} has ended with its launcher, whose etcd it was in")
+                raise UnknownJob(f"job {options.job!r} has ended with its launcher, whose etcd it was in")
             return await waiting
         finally:
             for task in (waiting, gone):

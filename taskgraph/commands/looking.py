@@ -296,6 +296,7 @@ async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str, _OnlyT
     Where they are gone, why there is none; and where it is kept nowhere else, what to say of that. One that somebody
     runs is that one's to collect.
     """
+    reached.check_token()
     follower = Follower(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
     await follower.start()
     try:

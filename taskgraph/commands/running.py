@@ -44,6 +44,7 @@ from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.streams import never_wait, settle
+from taskgraph.transport.hello import mark
 
 __all__ = ["job_of", "print_result", "run", "submit_command"]
 
@@ -227,6 +228,7 @@ def submit_command(options: argparse.Namespace, function: JobFunction[...] | Non
     spec = JobSpec.of(job)
     token = token_for(options, Path(f"{spec.name}.token"))
     assert token is not None
+    spec = dataclasses.replace(spec, token_mark=mark(bytes.fromhex(token.token)))
 
     async def put() -> None:
         try:

@@ -48,6 +48,7 @@ from taskgraph.node.loggers import guard_loggers_here
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
+from taskgraph.transport.hello import mark
 
 __all__ = ["arun", "connect", "result", "run"]
 
@@ -213,7 +214,8 @@ async def _on_nodes(
     access.listening.check(nodes)
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         log.warning("this program ignores SIGCHLD: how a node or etcd ended is not known, and told as exit code 255")
-    spec = JobSpec.of(job, expected_nodes=nodes)
+    token = access.token or secrets.token_hex(32)
+    spec = JobSpec.of(job, expected_nodes=nodes, token_mark=mark(bytes.fromhex(token)))
     async with AsyncExitStack() as stack:
         runtime = Runtime()
         if not stack.enter_context(runtime.claim(spec.name)) or runtime.find(spec.name) is not None:
@@ -229,7 +231,7 @@ async def _on_nodes(
         entry = JobEntry(
             name=spec.name,
             etcd=embedded.endpoint if embedded is not None else etcd or "",
-            token=access.token or secrets.token_hex(32),
+            token=token,
             pid=os.getpid(),
             embedded=embedded is not None,
             tls={} if etcd is None else etcd_access() if access.etcd is None else access.etcd,  # ours wants none

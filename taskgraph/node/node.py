@@ -226,6 +226,11 @@ class Node(NodeServices):
             )
         if submitted.run != self.spec.run:
             raise JobError(f"job {self.spec.name!r} was submitted anew while this node started: start the node again")
+        if submitted.token_mark and self._token_mark and submitted.token_mark != self._token_mark:
+            raise JobError(
+                f"job {self.spec.name!r} was submitted with another token than this node has: give it the file that "
+                f"`taskgraph submit` wrote (--token-file)"
+            )
 
     async def _until_over(self) -> None:
         """Returns when there is nothing left to do here; raises what makes going on impossible."""

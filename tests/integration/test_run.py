@@ -19,12 +19,15 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
+from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.driver import JobSpec
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.supervise import Hooks
 from taskgraph.loading import load_driver
 from taskgraph.observe.events import Event
+from taskgraph.protocol.keys import Keys
 
 pytestmark = pytest.mark.slow
 
@@ -213,9 +216,17 @@ async def test_under_another_name_two_of_a_job_run_at_a_time() -> None:
     assert (one.name, other.name) == ("sums", "other") and one.values == other.values
 
 
+async def spec_at(endpoint: str) -> JobSpec:
+    async with await EtcdCoordinator.connect(endpoint) as etcd:
+        found = await etcd.get(Keys("sums").spec)
+    assert found is not None
+    return JobSpec.from_bytes(found.value)
+
+
 def test_the_result_of_a_job_on_ones_own_etcd_is_read_there(embedded_etcd: EmbeddedEtcd, runtime: Runtime) -> None:
     tg.run(sums(), nodes=1, etcd=embedded_etcd.endpoint, timeout_s=60)
     assert tg.result("sums", etcd=embedded_etcd.endpoint).value == VALUES
+    assert len(asyncio.run(spec_at(embedded_etcd.endpoint)).token_mark) == 16, "nodes with another token wait"
     with pytest.raises(tg.UnknownJob, match="'absent'"):
         tg.result("absent", etcd=embedded_etcd.endpoint)
     with pytest.raises(tg.UnknownJob, match="'absent'"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 from cluster_kit import Gated, blindable, change_leader, die, eyes, gated, job, play
 
+from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership.registration import Registration
@@ -52,6 +54,25 @@ def test_a_node_with_another_token_never_registers(gated: type[Gated]) -> None:
         await first.keeper.wait_until(lambda view: same.id in view.nodes)
 
     play(job(gated), scenario, nodes=1)
+
+
+def test_nor_does_one_whose_token_is_not_the_jobs_where_it_is_the_first(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It decided which token the others needed: those with the job's own were refused."""
+    local = JobSpec.local
+    monkeypatch.setattr(JobSpec, "local", lambda job: dataclasses.replace(local(job), token_mark="ours"))
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        strange = marked(cluster, "another")
+        await asyncio.wait([run_of(cluster, strange)])
+        error = cluster._node_failed.result()
+        assert isinstance(error, JobError) and "was submitted with another token than this node has" in str(error)
+        right = marked(cluster, "ours")
+        await registered(right)
+        assert not strange.node_revision and not right.keeper.view.gone
+
+    play(job(gated), scenario, nodes=0)
 
 
 def test_of_two_that_register_at_once_the_later_one_leaves(gated: type[Gated], monkeypatch: pytest.MonkeyPatch) -> None:

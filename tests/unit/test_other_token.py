@@ -1,0 +1,127 @@
+"""Who has another token than the job that was submitted: nodes wait for the right one, commands refuse at once."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands_kit import ETCD, in_memory, options
+
+from taskgraph.cli import parser
+from taskgraph.commands import joining, running
+from taskgraph.commands.looking import _result
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.driver import JobSpec
+from taskgraph.errors import JobError
+from taskgraph.jobs import Job
+from taskgraph.launch.submit import submit
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.task import Task
+from taskgraph.transport.hello import mark
+
+KEYS = Keys("fit")
+OLD, NEW = "ab" * 32, "cd" * 32
+DRIVER = """
+import taskgraph as tg
+@tg.job
+def fit(): return tg.Job(tasks=1, epochs=9, builder=tg.Task)
+"""
+
+
+@pytest.fixture
+def etcd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MemoryCoordinator:
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    return in_memory(monkeypatch)
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """The token's file of the run before."""
+    path = tmp_path / "token"
+    path.write_text(OLD)
+    return path
+
+
+async def submitted(etcd: MemoryCoordinator, token_mark: str) -> None:
+    spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
+    await submit(etcd, dataclasses.replace(spec, token_mark=token_mark))
+
+
+def token_of_node(etcd: MemoryCoordinator, path: Path) -> Coroutine[Any, Any, tuple[JobSpec, str]]:
+    node = parser().parse_args(["node", "--job", "fit", "--etcd", ETCD, "--token-file", str(path)])
+    return joining._with_its_token(etcd, node, ETCD, OLD)
+
+
+async def test_a_node_that_waits_with_an_old_token_waits_for_that_of_the_job(
+    etcd: MemoryCoordinator, old: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It took the job, refused the right nodes, and whoever asked for the values: these were lost."""
+    monkeypatch.setattr(joining, "_TOKEN_AGAIN_S", 0.01)
+    await submitted(etcd, mark(bytes.fromhex(NEW)))
+    waiting = asyncio.ensure_future(token_of_node(etcd, old))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    (told,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "job 'fit' was submitted with another token" in told and "--token-file" in told
+    await asyncio.to_thread(old.write_text, NEW)
+    async with asyncio.timeout(5):
+        spec, token = await waiting
+    assert token == NEW and spec.name == "fit"
+
+
+@pytest.mark.parametrize("token_mark", ["", mark(bytes.fromhex(OLD))])
+async def test_with_the_jobs_token_or_where_nobody_said_which_that_is_it_takes_part(
+    etcd: MemoryCoordinator, old: Path, token_mark: str
+) -> None:
+    await submitted(etcd, token_mark)
+    async with asyncio.timeout(5):
+        assert (await token_of_node(etcd, old))[1] == OLD
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("command", [_result, joining._launch])
+async def test_what_needs_the_jobs_nodes_says_at_once_that_they_would_refuse(
+    etcd: MemoryCoordinator, old: Path, command: Callable[[Any], Coroutine[Any, Any, Any]], given: bool
+) -> None:
+    """`result` asked nodes for a minute that did not take its token."""
+    await submitted(etcd, mark(bytes.fromhex(NEW)))
+    await etcd.txn(Txn(success=(Put(KEYS.status, StatusRecord(state=State.FINISHED).to_bytes()),)))
+    words = ["--token-file", str(old)] if given else []
+    more = [] if command is _result else ["--nodes", "1"]
+    with pytest.raises(JobError, match=r"another token.*--token-file" if given else "token of job 'fit'.*--token-file"):
+        async with asyncio.timeout(5):
+            await command(options("result" if command is _result else "launch", *more, *words))
+
+
+class Connected(MemoryCoordinator):
+    """As what `connect` returns."""
+
+    async def __aenter__(self) -> Connected:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """It goes on."""
+
+
+def test_a_job_is_submitted_with_a_mark_of_its_token(
+    old: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "fit.py").write_text(DRIVER)
+    etcd = Connected(MemoryStore())
+
+    async def connect(*access: object) -> Connected:
+        return etcd
+
+    monkeypatch.setattr(running, "connect", connect)
+    words = ["submit", str(tmp_path / "fit.py"), "--etcd", ETCD, "--token-file", str(old)]
+    assert running.submit_command(parser().parse_args(words)) == 0
+    spec = asyncio.run(etcd.get(KEYS.spec))
+    assert spec is not None and JobSpec.from_bytes(spec.value).token_mark == mark(bytes.fromhex(OLD))
+    assert OLD.encode() not in spec.value
