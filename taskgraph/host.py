@@ -9,7 +9,7 @@ import platform
 import sys
 from pathlib import Path
 
-__all__ = ["began", "children", "command", "cores", "group", "memory_bytes", "running", "state"]
+__all__ = ["began", "children", "command", "cores", "first", "group", "memory_bytes", "running", "state"]
 
 
 def memory_bytes() -> int:
@@ -39,6 +39,12 @@ def running() -> str:
     with contextlib.suppress(OSError):
         since = Path("/proc/sys/kernel/random/boot_id").read_text()
     return hashlib.sha256(since.encode()).hexdigest()[:8]
+
+
+def first() -> bool:
+    """Whether this process is the first one of its container: what it does not handle of the signals that are sent from
+    within, SIGKILL and SIGSTOP always, the kernel drops, and tells nobody."""
+    return os.getpid() == 1
 
 
 def state(pid: int) -> str:

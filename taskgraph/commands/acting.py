@@ -92,8 +92,8 @@ async def _kill(options: argparse.Namespace, number: signal.Signals) -> int:
 
 
 def is_here(record: NodeRecord) -> bool:
-    """Whether a node runs on this host, and is ours to signal."""
-    if _folder(record) is None:
+    """Whether a node runs on this host, and is ours to signal; not where it is the first process of its container."""
+    if _folder(record) is None or record.pid == 1:
         return False
     with contextlib.suppress(ProcessLookupError):  # whoever signals it finds that it is gone
         try:
@@ -122,11 +122,16 @@ def signal_here(record: NodeRecord, number: signal.Signals) -> bool:
 
     Raises:
         JobError: it is gone.
-        TransportError: it is another user's.
+        TransportError: it is another user's; or the first process of its container, which would not get it.
     """
     folder = _folder(record)
     if folder is None:
         return False
+    if record.pid == 1 and number in (signal.SIGKILL, signal.SIGSTOP):
+        raise TransportError(
+            f"{record.name} does not answer, and is the first process (pid 1) of its container, which {number.name} "
+            f"from within does not reach: end the container"
+        )
     try:
         if number == signal.SIGKILL:
             lastwords.meant(folder)

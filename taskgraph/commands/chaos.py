@@ -21,6 +21,7 @@ from taskgraph.commands.mischief import Fault, draw, kinds_of, pause_s
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, JobError
 from taskgraph.launch.follow import follow_events
+from taskgraph.launch.runtime import alive
 from taskgraph.observe.events import Event
 from taskgraph.observe.screen import printable
 from taskgraph.protocol.records import State, name_of
@@ -32,6 +33,8 @@ _AGAIN_S = 0.2
 """Where no node can be spared, it is looked again after this time."""
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 _LAST_EVENT_S = 0.3
+_GONE_S = 1.0
+"""A process that gets SIGKILL is gone within this time, unless it waits for its disk."""
 
 
 def chaos(options: argparse.Namespace) -> int:
@@ -51,7 +54,10 @@ async def _chaos(options: argparse.Namespace, kinds: tuple[str, ...], seed: int)
         if not run.keeper.view.running:
             raise JobError(f"job {reached.name} has ended")
         if not run.here():
-            raise JobError(f"no node of job {reached.name} runs on this host as yours: only those can be hit")
+            raise JobError(
+                f"no node of job {reached.name} runs on this host as yours: only those can be hit, and none that is "
+                f"the first process (pid 1) of its container"
+            )
         print(f"chaos on job {reached.name}: a fault every {options.mtbf:g} s, seed {seed}; Ctrl-C ends it", flush=True)
         return await run.until_over(options.for_s)
 
@@ -70,6 +76,7 @@ class _Chaos:
         self._lossy = lossy
         self._unwell: set[str] = set()
         self._stopped: dict[str, int] = {}  # node -> pid
+        self._killed: dict[str, int] = {}  # likewise
         self._done: Counter[str] = Counter()
 
     @property
@@ -110,13 +117,26 @@ class _Chaos:
             for each in work:
                 each.cancel()
             await asyncio.gather(*work, return_exceptions=True)
-        return self._sum_up()
+        return self._sum_up(await self._unkilled())
 
-    def _sum_up(self) -> int:
+    async def _unkilled(self) -> dict[str, int]:
+        """The nodes that SIGKILL did not end, and their processes: that it was sent ends none."""
+        until = time.monotonic() + _GONE_S
+        while True:
+            left = {node: pid for node, pid in self._killed.items() if node in self._view.nodes and alive(pid)}
+            if not left or time.monotonic() > until:
+                return left
+            await asyncio.sleep(_AGAIN_S / 10)
+
+    def _sum_up(self, unkilled: dict[str, int]) -> int:
+        if gone := len(self._killed) - len(unkilled):
+            self._done["kill"] = gone
         status = self._view.status
         state = status.record.state if status is not None else "unknown"
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self._done.items())) or "none"
         print(f"faults: {counts}; job {self._reached.name}: {state}", flush=True)
+        for node, pid in unkilled.items():
+            print(f"  {name_of(node)} (process {pid}) lives on after SIGKILL", flush=True)
         if status is not None and status.record.reason:
             print(f"  {printable(status.record.reason)}", flush=True)
         return 1 if state == State.FAILED else 0
@@ -142,7 +162,10 @@ class _Chaos:
                 self._unwell.add(fault.node)
                 with contextlib.suppress(JobError):  # it ended by itself just now
                     acting.signal_here(record, _SIGNALS[fault.kind])
-                    self._done[fault.kind] += 1
+                    if fault.kind == "kill":
+                        self._killed[fault.node] = record.pid
+                    else:
+                        self._done[fault.kind] += 1
                 if fault.kind == "stop":
                     self._stopped[fault.node] = record.pid
                     group.create_task(self._wake(fault))

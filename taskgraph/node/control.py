@@ -16,12 +16,14 @@ import signal
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 import xxhash
 
+from taskgraph import host
 from taskgraph.errors import TaskGraphError, TransportError
 from taskgraph.listening import ANY_PORT
 from taskgraph.node.tracing import Traced, traced
@@ -219,11 +221,21 @@ class ControlServer:
 
     async def _kill(self, node: Controlled, request: pb.KillRequest) -> pb.KillReply:
         number = signal.Signals(request.signal)
+        obey: Callable[[], object] = partial(os.kill, os.getpid(), number)
+        if host.first():
+            if number == signal.SIGKILL:
+                obey = partial(os._exit, 128 + number)
+            elif signal.getsignal(number) == signal.SIG_DFL and number != signal.SIGCONT:
+                raise ValueError(
+                    f"this node is the first process (pid 1) of its container, which {number.name} from within does "
+                    f"not reach: send it from outside of the container, or run an init in it (`docker run --init`, "
+                    f"shareProcessNamespace)"
+                )
         log.warning("told to send %s to this process", number.name)
         if number == signal.SIGKILL:
             lastwords.mean()
         after_s = 0.0 if number == signal.SIGKILL else _SIGNAL_AFTER_S
-        asyncio.get_running_loop().call_later(after_s, os.kill, os.getpid(), number)
+        asyncio.get_running_loop().call_later(after_s, obey)
         return pb.KillReply(pid=os.getpid())
 
     async def _drain(self, node: Controlled, request: pb.DrainRequest) -> pb.DrainReply:

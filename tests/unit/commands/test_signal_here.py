@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,10 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from taskgraph.commands import chaos
 from taskgraph.commands.acting import is_here, signal_here, signal_process
+from taskgraph.commands.common import Reached
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError, TransportError
+from taskgraph.jobs import Job
+from taskgraph.launch.submit import submit
 from taskgraph.node.usercode import lastwords
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import NodeRecord
+from taskgraph.task import Task
 from taskgraph.transport.endpoints import unix_endpoint
 
 
@@ -92,6 +102,35 @@ def test_a_process_that_is_not_ours_gets_no_signal() -> None:
         assert not signal_process(process.pid, signal.SIGKILL)
         process.communicate(b"\n")
         assert process.returncode == 0
+
+
+def test_the_first_process_of_a_container_is_not_said_to_get_what_the_kernel_drops(tmp_path: Path) -> None:
+    node = record(1, unix_endpoint(tmp_path / "c"))
+    assert not is_here(node), "chaos spares it"
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        with pytest.raises(
+            TransportError, match=rf"n1 .* first process \(pid 1\).* {number.name} .*: end the container"
+        ):
+            signal_here(node, number)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+async def test_chaos_counts_a_kill_where_it_sees_the_node_gone(
+    lives: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that reached nobody were counted, too."""
+    etcd = MemoryCoordinator(MemoryStore())
+    spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
+    await submit(etcd, spec)
+    await etcd.txn(Txn(success=(Put(Keys("fit").node("n1-7f"), record(os.getpid()).to_bytes()),)))
+    monkeypatch.setattr(chaos, "_GONE_S", 0.0)
+    mischief = chaos._Chaos(Reached("fit", None, spec, etcd), random.Random(1), ("kill",), mtbf_s=1.0, lossy=False)  # type: ignore[arg-type]
+    await mischief.keeper.load()
+    mischief._killed = {"n1-7f": os.getpid() if lives else (1 << 31) - 1}  # no process has that number
+    assert mischief._sum_up(await mischief._unkilled()) == 0
+    told = capsys.readouterr().out
+    assert ("n1 (process" in told and "lives on after SIGKILL" in told) is lives
+    assert f"faults: {'none' if lives else '1 kill'}; job fit: running" in told
 
 
 def test_another_users_node_is_said_to_be_one(

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from taskgraph import host
 from taskgraph.errors import DecodeError, PeerGone, PeerLost, TaskGraphError, TransportError
 from taskgraph.graph.values import decode, encode, verify
 from taskgraph.node import control
@@ -189,6 +190,24 @@ async def test_kill_sends_the_signal_after_the_reply(service: Service) -> None:
             await came.wait()
     finally:
         loop.remove_signal_handler(signal.SIGUSR1)
+
+
+async def test_the_first_process_of_a_container_ends_itself_and_says_what_does_not_reach_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel drops what is sent from within: it was said to be sent, and nothing happened."""
+    ended = asyncio.Queue[int]()
+    monkeypatch.setattr(host, "first", lambda: True)
+    monkeypatch.setattr(os, "_exit", ended.put_nowait)
+    monkeypatch.setattr(os, "kill", lambda pid, number: ended.put_nowait(-number))
+    async with service.client() as client, asyncio.timeout(5):
+        with pytest.raises(
+            TaskGraphError, match=r"first process \(pid 1\) of its container, which SIGSTOP from within"
+        ):
+            await client.kill(signal.SIGSTOP)
+        for number, how in ((signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, 137)):  # pytest handles the first
+            await client.kill(number)
+            assert await ended.get() == how
 
 
 async def test_a_signal_that_is_none_is_refused(service: Service) -> None:
