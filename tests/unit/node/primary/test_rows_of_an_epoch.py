@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_kit import Counting, play
+from cluster_kit import Counting, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
@@ -50,8 +51,8 @@ def asked(check: Callable[[LeaderRole], Awaitable[None]], *, epoch: int = 0) -> 
 
     checked, wrong = asyncio.Event(), list[AssertionError]()
     settings = tg.Settings(epochs_ahead=0 if epoch else 3)
-    job = tg.Job(tasks=2, epochs=3, builder=lambda _: Counting(), settings=settings)
-    play(job, scenario, nodes=1, stages={("compose", 0, epoch): begin})
+    made = tg.Job(tasks=2, epochs=3, builder=lambda _: Counting(), settings=settings)
+    play(made, scenario, nodes=1, stages={("compose", 0, epoch): begin})
 
 
 def test_a_task_that_is_only_idle_has_not_reported_its_numbers() -> None:
@@ -148,3 +149,19 @@ def test_that_reports_are_thinned_is_told_whoever_added_them(monkeypatch: pytest
         assert told.count("reports thinned") == 1
 
     asked(check)
+
+
+def test_who_takes_over_the_leaders_task_and_another_one_writes_a_checkpoint_of_both(tmp_path: Path) -> None:
+    """Its leader was not told yet what was reported: the other task waited for that, and was lacking in it itself."""
+
+    async def dies_with_the_other(cluster: InProcessCluster, node: str) -> None:
+        for primary in {holder(cluster, task).id for task in (0, 1)}:
+            cluster.crash(primary)
+        await asyncio.Event().wait()
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        assert (await cluster.result()).values == {0: 6, 1: 6}
+        assert cluster.crashes == 2 and len(told(cluster, "takeover")) == 2
+
+    made = job(Counting, epochs=6, backups=2, checkpoint=f"file://{tmp_path}", checkpoint_every=1)
+    play(made, scenario, nodes=3, stages={("committed", 0, 2): dies_with_the_other})

@@ -1,0 +1,121 @@
+"""Takeovers: one for each loss, and what the new primary begins with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster_kit import Counting, Gated, die, gated, holder, job, play, told
+
+import taskgraph as tg
+from taskgraph.graph.values import encode
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.node import Node
+from taskgraph.protocol.boundaries import Boundary
+from taskgraph.protocol.messages import Stamp
+
+__all__ = ["gated"]
+
+
+def test_of_two_backups_that_see_a_death_the_later_one_looks_again(gated: type[Gated]) -> None:
+    """What it had decided before its turn came was to take over: it did so from the one that had just begun."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        ended = asyncio.ensure_future(cluster.result())
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        await first.keeper.wait_until(lambda view: len(view.in_sync(0)) == 3)
+        gated.reached.clear()
+        die(cluster, first.id)
+        await gated.reached.wait()
+        await asyncio.sleep(5)
+        gated.gate.set()
+        assert (await ended).failovers == 1
+        assert len(told(cluster, "takeover")) == 1
+
+    play(job(gated, tasks=1, backups=2), scenario, nodes=3)
+
+
+class Stands(Counting, state=["total"]):
+    """Task 1 waits in epoch `at` for `gate`."""
+
+    at: int
+    gate: asyncio.Event
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.task_id == 1 and epoch.number == self.at:
+            await self.gate.wait()
+        await super().count(epoch, ins, outs)
+
+
+@pytest.fixture
+def stands() -> type[Stands]:
+    class Fresh(Stands, state=["total"]):
+        gate = asyncio.Event()
+
+    return Fresh
+
+
+class Stateless(tg.Task):
+    """Reports the number of each epoch."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.work)
+
+    async def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        epoch.report(n=epoch.number)
+
+
+def alone(builder: Callable[[int], tg.Task], where: Path) -> tg.Job:
+    """No task has a backup; boundaries 2 and 4 are checkpoints."""
+    settings = tg.Settings(epochs_ahead=0, admit_wait_s=0.5)
+    return job(builder, epochs=6, backups=0, checkpoint=f"file://{where}", checkpoint_every=2, settings=settings)
+
+
+async def stands_at(cluster: InProcessCluster, epoch: int) -> tuple[Node, Node]:
+    """Once there is a checkpoint, and that epoch is at work: the node of task 0, and the other one."""
+    await cluster.nodes[0].keeper.wait_until(
+        lambda view: view.checkpoint is not None and view.stamp is not None and view.stamp.epoch == epoch
+    )
+    first = holder(cluster, 0)
+    return first, next(node for node in cluster.nodes if node is not first)
+
+
+def test_what_a_replica_held_counts_for_nothing_where_its_task_begins_anew(
+    stands: type[Stands], tmp_path: Path
+) -> None:
+    """It is a boundary of that very epoch, and passed for the one that was committed: the file has that."""
+    stands.at = 2
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first, other = await stands_at(cluster, 2)
+        replica = other.roles.replica(0)
+        replica.promise(1, 1)
+        wrong = encode({"state": {"total": 77}, "numbers": {}, "log": {}}, what="a boundary that did not commit")
+        assert replica.boundaries.hold(Boundary(Stamp(1, 2), 1, wrong), committed=True)
+        cluster.crash(first.id)
+        await other.keeper.wait_until(lambda view: view.primary_node(0) == other.id)
+        stands.gate.set()
+        assert (await cluster.result()).values == {0: 6, 1: 6}
+        assert told(cluster, "rolled back") == []
+
+    play(alone(stands, tmp_path), scenario, nodes=2)
+
+
+def test_a_task_without_state_takes_no_numbers_of_a_checkpoint_of_before(stands: type[Stands], tmp_path: Path) -> None:
+    """The checkpoint has a file of task 0 in any case; what was reported before that one is not of this epoch."""
+    stands.at = 3
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first, other = await stands_at(cluster, 3)
+        cluster.crash(first.id)
+        await other.keeper.wait_until(lambda view: view.primary_node(0) == other.id)
+        stands.gate.set()
+        result = await cluster.result()
+        assert told(cluster, "rolled back") == [] and result.values == {1: 6}
+        reported = {row.epoch: row.by_task[0] for row in result.reports}
+        assert {3, 4, 5} <= reported.keys() and reported == {epoch: {"n": epoch} for epoch in reported}
+
+    play(alone(lambda task: stands() if task else Stateless(), tmp_path), scenario, nodes=2)
