@@ -16,6 +16,7 @@ from taskgraph.coordination.memory import MemoryCoordinator
 from taskgraph.errors import OutcomeUnknown, Unavailable
 from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.membership.registration import Registration
 from taskgraph.node.node import Node, Point
 from taskgraph.node.reconciler import Reconciler
 from taskgraph.protocol.kv import Put, Txn, TxnResult
@@ -274,6 +275,17 @@ def die(cluster: InProcessCluster, node_id: str, *, host: bool = False) -> None:
 def crashes(cluster: InProcessCluster) -> int:
     """How many nodes were killed."""
     return sum(member.crashed for member in cluster._members.values())
+
+
+@contextlib.asynccontextmanager
+async def paused(node: Node) -> AsyncIterator[None]:
+    """Within, it has paused, and its key is there; after that it has resumed."""
+    unproved = Registration._unproved
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Registration, "_unproved", lambda self, lease: self is node.registration or unproved(self, lease))
+        await node.keeper.wait_until(lambda _: node.paused)
+        yield
+    await node.while_paused()
 
 
 def change_leader(cluster: InProcessCluster) -> None:

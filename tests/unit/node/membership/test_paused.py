@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Counting, Gated, gated, holder, job, play, told
+from cluster_kit import Counting, Gated, gated, holder, job, paused, play, told
 
 import taskgraph as tg
 from taskgraph.coordination.api import Listing
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryLease
+from taskgraph.errors import Refused
 from taskgraph.launch.inprocess import InProcessCluster, arun_inprocess
 from taskgraph.observe.events import Event
 from taskgraph.protocol.kv import Delete, Txn
+from taskgraph.protocol.messages import Call, Reason, Release, Seal, Stamp, Waits
 from taskgraph.results import JobResult
 from taskgraph.testing.clock import FastForwardLoop
 
@@ -38,6 +40,40 @@ def test_a_pause_says_why_the_lease_was_not_renewed(gated: type[Gated], monkeypa
     assert play(job(gated), scenario, nodes=1) == [
         "the lease could not be renewed in time (can't start new thread): serving stops, work is kept"
     ]
+
+
+def test_a_node_pauses_a_third_of_the_ttl_before_its_key_may_go(gated: type[Gated]) -> None:
+    """Others may take over from it once that goes: it has to know sooner than they do."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        node = holder(cluster, 0)
+        assert node.registration is not None
+        lease = node.registration._lease
+        assert isinstance(lease, MemoryLease)
+        lease.stop()
+        await node.keeper.wait_until(lambda _: node.paused)
+        left_s = lease.valid_until() - asyncio.get_running_loop().time()
+        assert 0 <= lease.ttl_s / 3 - left_s < 0.2
+        gated.gate.set()
+        return await cluster.result()
+
+    assert play(job(gated, tasks=1), scenario, nodes=2).values == {0: 3}
+
+
+@pytest.mark.parametrize("call", [Waits(Stamp(1, 1), 0), Release(0, 1, 99, 0), Seal(Stamp(1, 1), 0, 99)], ids=type)
+def test_a_node_that_is_paused_answers_no_call(gated: type[Gated], call: Call) -> None:
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        node = holder(cluster, 0)
+        async with paused(node):
+            with pytest.raises(Refused, match="n1 cannot prove its lease") as caught:
+                await node.serving("somebody", call)
+            assert caught.value.reason == Reason.PAUSED
+        gated.gate.set()
+        return await cluster.result()
+
+    assert play(job(gated, tasks=1), scenario, nodes=1).values == {0: 3}
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])

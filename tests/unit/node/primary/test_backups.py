@@ -17,6 +17,7 @@ from cluster_kit import (
     holder,
     job,
     joining,
+    paused,
     play,
     set_up_when_offered,
     told,
@@ -106,21 +107,42 @@ def test_a_member_that_was_unwanted_before_a_pause_and_is_not_after_it_stays(
         await gated.reached.wait()
         first = holder(cluster, 0)
         backups = first.roles.primaries[0].backups
-        first.pause(True)
         asked: list[str] = []
-        with monkeypatch.context() as unwanted:
-            unwanted.setattr(Backups, "_unwanted", lambda self, node: bool(asked.append(node)) or self is backups)
-            first.keeper.notify_later()
-            await asyncio.sleep(0.1)
-        assert asked
-        first.pause(False)
-        await asyncio.sleep(0.1)
+        async with paused(first):
+            with monkeypatch.context() as unwanted:
+                unwanted.setattr(Backups, "_unwanted", lambda self, node: bool(asked.append(node)) or self is backups)
+                first.keeper.notify_later()
+                await asyncio.sleep(1.0)
+            assert asked
+        await asyncio.sleep(1.0)
         assert not told(cluster, "evicted")
         assert len(truth(cluster).staying(0)) == 2
         gated.gate.set()
         return await cluster.result()
 
     assert play(job(gated, tasks=1), scenario, nodes=2).values == {0: 3}
+
+
+def test_a_candidate_that_died_in_a_pause_is_not_admitted_after_it(joining: type[Joining]) -> None:
+    """It held every boundary as the pause began, and was to be admitted when that ended. No launcher tells of it."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await joining.reached.wait()
+        joining.joins = True
+        first, joined = holder(cluster, 0), cluster.add()
+        await joining.joining.wait()
+        async with paused(first):
+            joining.may_join.set()
+            await asyncio.sleep(1.0)
+            assert first.roles.primaries[0].backups._insync.may_admit(joined)
+            die(cluster, joined)
+            await first.keeper.wait_until(lambda view: joined not in view.nodes)
+        await asyncio.sleep(5.0)
+        assert joined not in truth(cluster).members_of(0)
+        joining.gate.set()
+        return await cluster.result()
+
+    assert play(job(joining, tasks=1), scenario, nodes=1).values == {0: 3}
 
 
 def test_whom_a_predecessor_evicted_is_admitted_anew(gated: type[Gated]) -> None:
