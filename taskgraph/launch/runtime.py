@@ -400,7 +400,12 @@ def _default_root() -> Path:
     if not given:
         xdg = os.environ.get("XDG_RUNTIME_DIR", "")
         given = xdg if os.path.isdir(xdg) and os.access(xdg, os.W_OK | os.X_OK) else ""
-    shared = Path(tempfile.gettempdir())
-    if not given or Path(given) == shared:
-        return shared / f"taskgraph-{os.getuid()}"
+    try:
+        shared = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:  # none that can be written to, as in a container whose root is read-only
+        if not given:
+            raise TaskGraphError(f"{error.strerror}: set TASKGRAPH_RUNTIME_DIR to a directory of your own") from error
+    else:
+        if not given or Path(given) == shared:
+            return shared / f"taskgraph-{os.getuid()}"
     return Path(given).absolute() / "taskgraph"

@@ -333,6 +333,21 @@ def test_it_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.Mo
         Runtime()
 
 
+def test_it_needs_no_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the root is read-only, as a container's may be, there is none: every command failed."""
+
+    def none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", none)
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    assert Runtime().root == tmp_path / "taskgraph"
+    monkeypatch.delenv("TASKGRAPH_RUNTIME_DIR")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    with pytest.raises(TaskGraphError, match=r"'/tmp'\]: set TASKGRAPH_RUNTIME_DIR to a directory of your own"):
+        Runtime()
+
+
 @pytest.mark.parametrize("below", ["t", "a-very-long-name-" * 6])
 def test_sockets_have_short_paths_and_private_folders_wherever_the_directory_is(tmp_path: Path, below: str) -> None:
     runtime = Runtime(tmp_path / below)
