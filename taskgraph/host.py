@@ -9,7 +9,7 @@ import platform
 import sys
 from pathlib import Path
 
-__all__ = ["began", "children", "command", "cores", "first", "group", "memory_bytes", "running", "state"]
+__all__ = ["began", "children", "command", "cores", "first", "group", "memory_bytes", "running", "state", "tells"]
 
 
 def memory_bytes() -> int:
@@ -50,6 +50,11 @@ def first() -> bool:
 def state(pid: int) -> str:
     """What a process does, in Linux's letter for it, e.g. "Z"; "" elsewhere, or without such a process."""
     return "".join(_stat(pid)[:1])
+
+
+def tells() -> bool:
+    """Whether it says anything of processes: not elsewhere than on Linux, nor where /proc is not there."""
+    return bool(_stat(os.getpid()))
 
 
 def began(pid: int) -> str:

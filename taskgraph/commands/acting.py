@@ -13,6 +13,7 @@ from pathlib import Path
 
 import uvloop
 
+from taskgraph import host
 from taskgraph.commands.common import Reached, access_of, ended_text, etcd_of, find_entry, reach, see_text
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
@@ -149,10 +150,10 @@ def signal_process(pid: int, number: signal.Signals) -> bool:
     """Whether a process of ours of that id was there to get the signal."""
     try:
         with _held(pid) as send:
-            if b"taskgraph" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return False  # the id came again
+            if host.tells() and "taskgraph" not in host.command(pid):
+                return False  # it has ended, or the id came again
             send(number)
-    except (FileNotFoundError, ProcessLookupError):
+    except ProcessLookupError:
         return False
     return True
 

@@ -97,6 +97,23 @@ def test_where_no_process_can_be_held_its_number_is_signalled(
     assert not signal_process(process.pid, signal.SIGKILL)
 
 
+def test_where_the_host_tells_nothing_of_processes_its_number_counts(
+    tmp_path: Path, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere than on Linux, or without /proc: of a living node it was said that it does not exist any more."""
+
+    def nothing(path: Path) -> bytes:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", nothing)
+    node = record(process.pid, unix_endpoint(tmp_path / "c"))
+    assert signal_here(node, signal.SIGCONT)
+    process.kill()
+    process.wait()
+    with pytest.raises(JobError, match="does not exist any more"):
+        signal_here(node, signal.SIGCONT)
+
+
 def test_a_process_that_is_not_ours_gets_no_signal() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert not signal_process(process.pid, signal.SIGKILL)
