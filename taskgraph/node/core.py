@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from taskgraph.observe.events import EventLog
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Compare, Txn
-from taskgraph.protocol.records import GoneRecord, Ran, StatusRecord
+from taskgraph.protocol.records import ENDED_ITSELF, GoneRecord, Ran, StatusRecord
 from taskgraph.transport.api import Transport
 
 __all__ = ["NodeCore", "Point"]
@@ -149,6 +150,20 @@ class NodeCore:
         if self._point is not None:
             await self._point(stage, task, epoch)
 
+    @property
+    def place(self) -> str:
+        """Where it runs, after its name: what is missing on one host, or in one directory, may be there on others.
+
+        "" of one that shares its process: there is one place.
+        """
+        if not self.own_process:
+            return ""
+        try:
+            directory = os.getcwd()
+        except OSError:
+            directory = "one that is removed"
+        return f" (host {self.host}, working directory {directory})"
+
     # -- etcd -------------------------------------------------------------------------------------
 
     def writer(self) -> str:
@@ -219,7 +234,7 @@ class NodeCore:
             finished: also where its epochs are all committed (a `result()` that raises).
         """
         writer = self.writer()
-        status = failure_record(error, task, epoch, writer, also)
+        status = failure_record(error, task, epoch, writer, also, node=f"{self.name}{self.place}" if self.place else "")
         view = self.keeper.view
         if view.status is None or not (view.running or (finished and view.finished)):
             return False
@@ -257,7 +272,7 @@ class NodeCore:
             ran: what it ends for, where that may end its successors, too: it counts as a death does.
         """
         if self._failure is not None and not self._failure.done():
-            self._why_left, self._ran = ended_itself(error) if ran else _LEFT, ran
+            self._why_left, self._ran = ended_itself(error), ran
             self._failure.set_exception(error)
 
     def farewell(self) -> GoneRecord:
@@ -266,4 +281,4 @@ class NodeCore:
 
 
 def ended_itself(error: BaseException) -> str:
-    return f"ended itself: {said(error)}"[:_WHY_CHARS]
+    return f"{ENDED_ITSELF}: {said(error)}"[:_WHY_CHARS]

@@ -23,6 +23,7 @@ from taskgraph.node.membership.fatal import FatalCode
 from taskgraph.node.membership.noticing import Noticing
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.membership.suspicion import Suspicion
+from taskgraph.node.membership.unable import SetUps
 from taskgraph.node.primary.takeovers import TakeOvers
 from taskgraph.node.reconciler import Reconciler
 from taskgraph.node.roles import Roles
@@ -99,6 +100,7 @@ class Node(NodeServices):
         self.suspicion = Suspicion(self, self.roles.primaries, unproved=self._unproved, changed=self.roles.reconsider)
         fatal_code = FatalCode(self, self.roles.reconsider)
         self.takeovers = TakeOvers(self, self.roles, suspicion=self.suspicion, fatal_code=fatal_code)
+        self.set_ups = SetUps(self, lambda: bool(self.roles.primaries or self.roles.runs or self.takeovers.under_way))
         self.noticing = Noticing(self, self.roles)
         self.reconciler = Reconciler(
             self,

@@ -143,7 +143,7 @@ class Roles:
         try:
             await replica.set_up()
         except (UserCodeError, TaskGraphError) as error:
-            await self._node.fail_early(error, replica.task)
+            await self._node.fail_set_up(error, replica.task)
 
     def release(self, message: Release) -> None:
         """A primary does not count on what this node holds for it any more."""

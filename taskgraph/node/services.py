@@ -13,11 +13,12 @@ from taskgraph.jobs import Job
 from taskgraph.node.core import NodeCore, Point
 from taskgraph.node.epochs.sharing import Sharing
 from taskgraph.node.membership.deviceloss import DeviceLoss
+from taskgraph.node.membership.unable import SetUps
 from taskgraph.node.membership.wishes import Wishes
 from taskgraph.node.primary.checkpoint_reader import FILES_AT_A_TIME, CheckpointReader
 from taskgraph.node.primary.gathering import Gathering
 from taskgraph.node.replica import Replica
-from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.node.usercode.errors import UserCodeError, met
 from taskgraph.node.usercode.threads import PooledThreads, Threads
 from taskgraph.observe.events import EventLog
 from taskgraph.protocol.kv import Compare
@@ -37,9 +38,12 @@ class NodeServices(NodeCore):
         replicas: the tasks that are here, as primary, as backup, or on their way to be. Filled by `Roles`.
         leader: the leader's role, where it is here. Set by `Roles`.
         sharing: what uncommitted epochs of the primaries here may hold.
+        set_ups: what becomes of this node where a backup cannot be set up. Set by `Node`.
         told_unheld: what was told of attributes that no snapshot holds (`Unheld`): of many tasks of a class it is the
             same.
     """
+
+    set_ups: SetUps
 
     def __init__(
         self,
@@ -108,6 +112,11 @@ class NodeServices(NodeCore):
             error, task, epoch = self.device_loss.behind(error, task, epoch)
             also = self.device_loss.why_fail(error, task, epoch or 0)
         return also is not None and await self.fail_with(error, task, epoch, fences, also, finished=finished)
+
+    async def fail_set_up(self, error: UserCodeError | TaskGraphError, task: int) -> None:
+        """A backup cannot be set up: this node ends, where the job goes on without it. Otherwise as `fail_early`."""
+        if met(error) is not None or not self.set_ups.ends(error, task):
+            await self.fail_early(error, task)
 
     async def fail_early(self, error: UserCodeError | TaskGraphError, task: int, *, finished: bool = False) -> bool:
         """User code failed before there was a primary: this node's own key is the fence. Otherwise as `fail_job`."""

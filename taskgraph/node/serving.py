@@ -18,7 +18,6 @@ from taskgraph.node.primary.leader import within_reach
 from taskgraph.node.usercode.errors import StuckError, UserCodeError
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
-from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import (
     Accepted,
     Audit,
@@ -279,9 +278,7 @@ class Serving:
         try:
             await replica.set_up()
         except (UserCodeError, TaskGraphError) as error:
-            epoch = keeper.view.stamp.epoch if keeper.view.stamp else None
-            fences = (Compare(keeper.view.keys.node(node.id), node.node_revision),)
-            await node.fail_job(error, offer.task, epoch, fences)
+            await node.fail_set_up(error, offer.task)
             raise
         log = await self._log_in(replica, offer)
         if node.paused:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from taskgraph.errors import DecodeError
 from taskgraph.protocol.frozen import frozen
@@ -176,6 +176,10 @@ class Ran(NamedTuple):
         return f"{self.where!r} of task {self.task}"
 
 
+ENDED_ITSELF: Final = "ended itself"
+"""How a node gives the reason for its end that could not go on."""
+
+
 @frozen(kw_only=True)
 class GoneRecord(Record):
     """`gone/{node}`: whoever started the node's process saw it end, or its absence was long enough.
@@ -204,6 +208,11 @@ class GoneRecord(Record):
     def died(self) -> bool:
         """Whether its process was seen to end: it neither left nor was missed for too long."""
         return self.reason.startswith(("killed", "exited"))
+
+    @property
+    def ended_itself(self) -> bool:
+        """Whether it could not go on, and said why."""
+        return self.reason.startswith(ENDED_ITSELF)
 
     @property
     def told(self) -> str:

@@ -10,6 +10,7 @@ from taskgraph.loading import place_of
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
+from taskgraph.protocol.setups import RESTS_ON_NODE
 
 __all__ = ["culprit_text", "deaths_text", "failure_record", "fatal_record"]
 
@@ -18,12 +19,19 @@ _MAX_REASON, _MAX_TRACEBACK = 10_000, 200_000
 
 
 def failure_record(
-    error: UserCodeError | TaskGraphError, task: int | None, epoch: int | None, writer: str, also: str = ""
+    error: UserCodeError | TaskGraphError,
+    task: int | None,
+    epoch: int | None,
+    writer: str,
+    also: str = "",
+    *,
+    node: str = "",
 ) -> StatusRecord:
     """Of user code the place and the traceback; an error of ours says both itself.
 
     Args:
         also: what else is to be said, after it.
+        node: which one it is, and where it runs: said of code that rests on what is there.
     """
     inner: BaseException = error
     where = traceback = ""
@@ -34,7 +42,7 @@ def failure_record(
     else:
         place = [f"task {task}"] if task is not None else []
         place += [f"epoch {epoch}"] if epoch is not None else []
-        place += [repr(where)] if where else []
+        place += [f"{where!r}{f' on {node}' if node and where in RESTS_ON_NODE else ''}"] if where else []
         more = also or hint(inner)
         reason = f"{', '.join(place)}: {worded(inner)}{'; ' if more else ''}{more}"
     return StatusRecord(

@@ -244,7 +244,7 @@ class Suspicion:
             if not (view.running and self._node.speaks()):
                 continue
             name = name_of(node)
-            if record.running or record.task is not None:
+            if record.running or record.task is not None or record.ended_itself:
                 self._node.events.emit("gone", f"{name} {record.told}", fields={"lost": node})
             elif record.died and node not in self._missed:  # its launcher was faster than whoever missed it
                 self._node.events.emit("lost", f"{name} is gone: {record.reason}", fields={"lost": node})

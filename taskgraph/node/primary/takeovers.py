@@ -50,6 +50,11 @@ class TakeOvers:
         """Whether a try for `task` is under way."""
         return task in self._under_way
 
+    @property
+    def under_way(self) -> bool:
+        """Whether any is."""
+        return bool(self._under_way)
+
     def _decide(self, task: int) -> Succession:
         view = self._node.keeper.view
         wish = self._node.wish(task)

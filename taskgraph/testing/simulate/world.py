@@ -16,6 +16,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import CheckpointError, CoordinationError, TaskGraphError
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.submit import submit
+from taskgraph.node.membership.unable import NotSetUp
 from taskgraph.node.node import Node, Point
 from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import TaskResult
@@ -187,6 +188,7 @@ class World:
             place=place,
             point=self._point(node_id),
         )
+        node.set_ups.alone = True  # as in a process of its own
         run = self.loop.create_task(self._run(node), name=f"node {name}", context=process.fresh())
         known = self.nodes[node_id] = SimNode(node_id, name, process, threads, coordinator, place, node, run)
         return known
@@ -200,6 +202,14 @@ class World:
             if not known.dead:
                 self.transcript.add(node.id, "ended", str(error))
                 self.say_gone(node.id, "it ended")
+        except NotSetUp as error:
+            self.transcript.add(node.id, "ended", str(error))
+            self.transcript.state("a node ended that could not set up a backup")
+            mistake = self.workload.mistake
+            if mistake is None or not mistake.raised:
+                self.violated(Violation(f"{node.id} ended: {error}"))
+            elif not self._over and len(self.existing()) - 1 <= self.settings.min_in_sync:  # it is still one of them
+                self.add()
         except TaskGraphError as error:
             known = self.nodes[node.id]
             if known.dead:

@@ -1,0 +1,51 @@
+"""Ends this node where it cannot set up a backup that a job goes on without; see `protocol.setups`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import TaskGraphError, worded
+from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.protocol.setups import job_goes_on
+
+if TYPE_CHECKING:
+    from taskgraph.node.core import NodeCore
+
+__all__ = ["NotSetUp", "SetUps"]
+
+
+class NotSetUp(TaskGraphError):
+    """Why a node ends: it cannot set up a replica, as others could."""
+
+
+class SetUps:
+    """One node's. A node that shares its process with others does not end for it: what it lacks, all lack.
+
+    Args:
+        busy: whether it is primary of anything, or about to become that, whatever the view shows.
+    """
+
+    def __init__(self, node: NodeCore, busy: Callable[[], bool]) -> None:
+        self._node = node
+        self._busy = busy
+        self.alone = node.own_process
+        self._error: NotSetUp | None = None
+
+    def ends(self, error: UserCodeError | TaskGraphError, task: int) -> bool:
+        """Whether this node ends, and not the job. Of several set-ups that fail the first is told."""
+        if self._error is not None:
+            return True
+        node = self._node
+        if not self.alone or self._busy() or not isinstance(error, UserCodeError):
+            return False
+        settings = node.settings
+        if not job_goes_on(node.keeper.view, node.id, task, suspects=node.suspects, min_in_sync=settings.min_in_sync):
+            return False
+        self._error = NotSetUp(
+            f"{node.name}{node.place} cannot hold a backup of task {task}: {error.where!r} raised "
+            f"{worded(error.error)}; it ends, and the job goes on without it"
+        )
+        node.log.warning("task %d cannot be set up, %r raised:\n%s", task, error.where, error.traceback_text)
+        node.end_with(self._error)
+        return True

@@ -1,0 +1,56 @@
+"""Where a backup cannot be set up: whether the job goes on without that node, which ends then."""
+
+from __future__ import annotations
+
+import pytest
+from protocol_kit import World
+
+from taskgraph.protocol.records import EpochRecord, State, StatusRecord
+from taskgraph.protocol.setups import job_goes_on
+
+
+@pytest.fixture
+def world() -> World:
+    """Task 0 is led by a and backed by b, task 1 the other way round; c is in sync of task 0. They work on epoch 3."""
+    world = World("a", "b", "c")
+    for task, (primary, *backups) in enumerate((("a", "b", "c"), ("b", "a"))):
+        world.first(task, primary)
+        for backup in backups:
+            assert world.admit(task, primary, backup).succeeded
+    world.put(world.keys.epoch, EpochRecord(epoch=3, attempt=1).to_bytes())
+    return world
+
+
+def goes_on(world: World, me: str = "c", *, suspects: str = "", min_in_sync: int = 1) -> bool:
+    return job_goes_on(world.view(), me, 1, suspects=frozenset(suspects), min_in_sync=min_in_sync)
+
+
+def test_it_goes_on_where_others_hold_all_that_the_node_holds(world: World) -> None:
+    assert goes_on(world)
+    assert goes_on(world, min_in_sync=2)
+
+
+@pytest.mark.parametrize("suspects", ["b", "a", "ab"], ids=["the task's primary", "another's", "both"])
+def test_a_node_that_may_have_to_take_over_is_needed(world: World, suspects: str) -> None:
+    assert not goes_on(world, suspects=suspects)
+
+
+def test_so_is_a_primary_whose_node_is_gone(world: World) -> None:
+    world.die("a")
+    assert not goes_on(world)
+
+
+def test_a_primary_of_anything_stays(world: World) -> None:
+    assert not goes_on(world, "a")
+
+
+def test_members_that_an_epoch_needs_stay(world: World) -> None:
+    assert not goes_on(world, min_in_sync=3)
+
+
+def test_before_the_first_commit_and_after_the_end_it_is_told_as_a_failure(world: World) -> None:
+    world.put(world.keys.epoch, EpochRecord(epoch=0, attempt=1).to_bytes())
+    assert not goes_on(world)
+    world.put(world.keys.epoch, EpochRecord(epoch=3, attempt=1).to_bytes())
+    world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    assert not goes_on(world)
