@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any, TypeVar
 
 import taskgraph as tg
 from taskgraph.protocol.records import State
@@ -37,6 +38,8 @@ from taskgraph.testing.simulate.workload import Mistake, Workload
 from taskgraph.testing.simulate.world import Errors, World
 
 __all__ = ["Outcome", "run_seed"]
+
+T = TypeVar("T")
 
 HEAL_S = 15.0
 """Virtual time at which failures end."""
@@ -260,43 +263,42 @@ def _unhandled(context: dict[str, object]) -> Violation:
 
 async def _until_over(world: World, faults: Faults) -> str:
     status = asyncio.ensure_future(world.status())
-    waits: list[asyncio.Future[object]] = [status, world.failed]  # type: ignore[list-item]
+    waiting: list[asyncio.Future[Any]] = [status]
     try:
-        await asyncio.wait(waits, timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
-        if not status.done() and not world.failed.done():
-            _heal(world, faults)
-            await asyncio.wait(waits, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-        if world.failed.done():
-            world.failed.result()
-        if not status.done():
-            raise Violation(f"it hangs: {hanging(world)}")
-        record = status.result()
+        record = await _until(status, world, faults, "it hangs")
         if record.state != State.FINISHED:
             return _judge_failure(world, record.reason, faults.ruthless or faults.bold)
         result = asyncio.ensure_future(world.result())
-        waits = [result, world.failed]  # type: ignore[list-item]
-        try:
-            await asyncio.wait(waits, timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
-            if not result.done() and not world.failed.done():
-                _heal(world, faults)
-                await asyncio.wait(waits, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-            if world.failed.done():
-                world.failed.result()
-            if not result.done():
-                raise Violation(f"the results do not come: {hanging(world)}")
-            found = result.result()
-            if found is None:
-                assert world.invariants.view.status is not None
-                return _judge_failure(world, world.invariants.view.status.record.reason, faults.ruthless or faults.bold)
-        finally:
-            result.cancel()
-            await asyncio.gather(result, return_exceptions=True)
+        waiting.append(result)
+        found = await _until(result, world, faults, "the results do not come")
+        if found is None:
+            assert world.invariants.view.status is not None
+            return _judge_failure(world, world.invariants.view.status.record.reason, faults.ruthless or faults.bold)
         world.invariants.check_told()
         world.invariants.check_result(found)
         return "finished"
     finally:
-        status.cancel()
-        await asyncio.gather(status, return_exceptions=True)
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _until(work: asyncio.Future[T], world: World, faults: Faults, otherwise: str) -> T:
+    """What comes of it: in a while, or once nothing fails any more.
+
+    Raises:
+        Violation: it does not come even then; `otherwise` says what that is.
+    """
+    waits: list[asyncio.Future[Any]] = [work, world.failed]
+    await asyncio.wait(waits, timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
+    if not work.done() and not world.failed.done():
+        _heal(world, faults)
+        await asyncio.wait(waits, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+    if world.failed.done():
+        world.failed.result()
+    if not work.done():
+        raise Violation(f"{otherwise}: {hanging(world)}")
+    return work.result()
 
 
 def _heal(world: World, faults: Faults) -> None:

@@ -585,10 +585,6 @@ class _Listening(_NoState):
         self._recorder.told_committed(self.task_id, number, None if state is None else int(state["value"][0]))
 
 
-class _ListeningNoState(_Listening):
-    """Channels only."""
-
-
 class _ListeningPlain(_Listening, _Plain):
     """With a state."""
 
@@ -706,7 +702,7 @@ class _Steady(_SteadyNoState, state=["value"]):
 
 _KINDS: dict[tuple[bool, bool, bool], type[_NoState]] = {  # talks, stateful, listens
     (False, False, False): _NoState,
-    (False, False, True): _ListeningNoState,
+    (False, False, True): _Listening,
     (False, True, False): _Plain,
     (False, True, True): _ListeningPlain,
     (True, False, False): _NoStateTalking,
