@@ -1,12 +1,19 @@
-"""A commit is fenced by the view it was decided from, however long it takes until it is written."""
+"""A commit is fenced by the view it was decided from, however long it is until it is written. So is the end of a job."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import pytest
 from cluster_kit import Counting, blindable, eyes, holder, job, play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.services import NodeServices
+from taskgraph.protocol.commit import Leader
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.messages import Report
 from taskgraph.results import JobResult
 
 __all__ = ["blindable"]
@@ -58,3 +65,52 @@ def test_a_takeover_between_the_write_and_its_answer_comes_after_the_commit() ->
     stages = {("commit", 0, 3): answer_late, ("committed", 0, 3): look}
     assert play(given, scenario, nodes=3, stages=stages).values == {0: 6, 1: 6}
     assert after == [True]
+
+
+class Crossed(tg.Task):
+    """Each answers before it says."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.answer, inbound={"word": "peers"}, outbound={"answer": "peers"})
+        epoch.processor(self.say, outbound={"word": "peers"})
+        epoch.processor(self.hear, inbound={"answer": "peers"})
+
+    def answer(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("answer", ins["word"])
+
+    def say(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("word", epoch.number)
+
+    def hear(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None: ...
+
+
+@pytest.mark.parametrize("changes", ["epoch", "generation"])
+@pytest.mark.parametrize("builder", [Crossed, Counting], ids=["cycle", "disagreement"])
+def test_what_the_leader_fails_the_job_for_is_looked_for_anew_where_something_changed_before_it_is_written(
+    builder: type[tg.Task], changes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart, or a takeover, that the leader has not read yet: what was found is of before that."""
+    why: list[str] = []
+    fail_job, take = NodeServices.fail_job, Leader.report
+
+    async def fails(self: NodeServices, error: Any, *args: Any, **options: Any) -> bool:
+        why.append(str(error))
+        if len(why) == 1:
+            view = self.keeper.view
+            assert view.epoch is not None
+            written = {"epoch": view.epoch.record.to_bytes(), "generation": b"another primary"}[changes]
+            await self.coordinator.txn(Txn(success=(Put(getattr(view.keys, changes), written),)))
+        return await fail_job(self, error, *args, **options)
+
+    def disagrees(self: Leader, *reports: Report) -> bool:
+        return take(self, *[dataclasses.replace(one, sent=one.sent + one.task) for one in reports])
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        with pytest.raises(tg.JobFailed, match=r"a cycle of waits|do not agree on what was exchanged"):
+            await cluster.result()
+
+    monkeypatch.setattr(NodeServices, "fail_job", fails)
+    if builder is Counting:
+        monkeypatch.setattr(Leader, "report", disagrees)
+    play(job(builder), scenario, nodes=2)
+    assert len(why) == 2 and why[0] == why[1]
