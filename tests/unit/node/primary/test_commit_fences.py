@@ -1,4 +1,4 @@
-"""A commit is fenced by the view it was decided from, however long it is until it is written. So is the end of a job."""
+"""A commit is fenced by the view it was decided from, however late it is written. So is the end of a job that fails."""
 
 from __future__ import annotations
 
