@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from taskgraph.errors import DecodeError, JobError, worded
+from taskgraph.graph.codecs import codec_of
 
 __all__ = ["EpochReport", "JobResult", "json_pieces", "plain_value"]
 
@@ -172,8 +173,9 @@ def plain_value(value: Any) -> Any:
         from google.protobuf.json_format import MessageToDict
 
         return plain_value(MessageToDict(value, preserving_proto_field_name=True))
+    known = codec_of(type(value))
     try:
-        return str(value)
+        return str(value) if known is None else plain_value(known.encode(value))
     except Exception as error:  # a type of the user's, beside whose values others are worth to be seen
         return f"<{type(value).__name__}: {worded(error)}>"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from taskgraph.errors import JobCancelled, JobFailed, UnknownJob, worded
+from taskgraph.graph.codecs import codec_of
 from taskgraph.graph.values import decode, verify
 from taskgraph.node.reports import ReportLog, Rows
 from taskgraph.observe.events import Event
@@ -152,6 +154,9 @@ def _elements(value: Any, limit: int) -> int:
                 break
         return count
     if not hasattr(value, "tolist"):
+        known = codec_of(type(value))
+        with contextlib.suppress(Exception):  # a codec raises what it likes: then its error is written, one text
+            return 1 if known is None else _elements(known.encode(value), limit)
         return 1
     size = getattr(value, "size", None)
     return size if isinstance(size, int) else int(value.nbytes)  # torch's `size` is a method

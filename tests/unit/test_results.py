@@ -78,6 +78,16 @@ def test_what_is_no_result_is_refused(text: str | bytes) -> None:
         tg.JobResult.from_json(text)
 
 
+class Bag:
+    """As a type that users declare a codec for: its `str` says nothing."""
+
+    def __init__(self, has: Any) -> None:
+        self.has = has
+
+
+tg.codec(Bag, lambda bag: bag.has, Bag, name="a bag of results")
+
+
 @tg.message
 class Found:
     at: Any
@@ -110,6 +120,8 @@ class Found:
         (Found(np.arange(2), math.nan), {"at": [0, 1], "cost": "nan"}),
         (Struct(fields={}), {}),
         (Path("/x"), "/x"),
+        (Bag([1, Bag(np.arange(2))]), [1, [0, 1]]),
+        ({"a": (Bag({"b": b"x"}),)}, {"a": [{"b": "eA=="}]}),
     ],
 )
 def test_any_value_is_said_in_json(value: Any, plain: Any) -> None:

@@ -290,6 +290,12 @@ def test_a_copy_that_cannot_be_made_says_why() -> None:
     assert copy.not_here.startswith("they cannot be written as JSON (AttributeError: ")
 
 
+class ManyInside: ...
+
+
+tg.codec(ManyInside, lambda _: [np.ones(1 << 21)], lambda _: ManyInside())
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -297,8 +303,9 @@ def test_a_copy_that_cannot_be_made_says_why() -> None:
         [[0] * 1024] * 2048,
         {"a": (np.ones(1 << 20), 1)},
         tg.EpochReport(0, {}, np.ones(1 << 21)),
+        ManyInside(),
     ],
-    ids=["array", "lists", "mapping", "dataclass"],
+    ids=["array", "lists", "mapping", "dataclass", "codec"],
 )
 def test_of_very_many_numbers_no_copy_is_begun(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """A 15 MiB array of bytes took nine seconds and 330 MB."""
