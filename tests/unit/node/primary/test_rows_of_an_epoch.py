@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_kit import Counting, holder, job, play, told
+from cluster_kit import Counting, crashes, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
@@ -161,7 +161,7 @@ def test_who_takes_over_the_leaders_task_and_another_one_writes_a_checkpoint_of_
 
     async def scenario(cluster: InProcessCluster) -> None:
         assert (await cluster.result()).values == {0: 6, 1: 6}
-        assert cluster.crashes == 2 and len(told(cluster, "takeover")) == 2
+        assert crashes(cluster) == 2 and len(told(cluster, "takeover")) == 2
 
     made = job(Counting, epochs=6, backups=2, checkpoint=f"file://{tmp_path}", checkpoint_every=1)
     play(made, scenario, nodes=3, stages={("committed", 0, 2): dies_with_the_other})
