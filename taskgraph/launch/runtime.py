@@ -402,9 +402,9 @@ def _default_root() -> Path:
         given = xdg if os.path.isdir(xdg) and os.access(xdg, os.W_OK | os.X_OK) else ""
     try:
         shared = Path(tempfile.gettempdir())
-    except FileNotFoundError as error:  # none that can be written to, as in a container whose root is read-only
+    except FileNotFoundError:  # none that can be written to, as in a container whose root is read-only
         if not given:
-            raise TaskGraphError(f"{error.strerror}: set TASKGRAPH_RUNTIME_DIR to a directory of your own") from error
+            raise
     else:
         if not given or Path(given) == shared:
             return shared / f"taskgraph-{os.getuid()}"

@@ -513,6 +513,8 @@ def test_a_host_without_room_for_temporary_files_is_told_what_to_set(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/no/such"])
+    monkeypatch.delenv("TASKGRAPH_RUNTIME_DIR")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     assert cli.main(["status"]) == 1
     said = "taskgraph: No usable temporary directory found in ['/no/such']: set TMPDIR to a directory that can be "
     assert capsys.readouterr().err == f"{said}written\n"
