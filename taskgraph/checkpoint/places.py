@@ -71,7 +71,12 @@ def check_url(url: str) -> None:
         if not os.path.isabs(local):
             raise JobError(
                 f"Job(checkpoint={url!r}): nodes do not share a working directory; give the whole path, e.g. "
-                f"'file://{Path(local).absolute()}'"
+                f"'{_whole(local.removeprefix('file:'))}'"
+            )
+        if (rest := local.lstrip("/")).partition("/")[0] == "~":
+            raise JobError(
+                f"Job(checkpoint={url!r}): ~ is nobody's home there, but a directory of that name; give the whole "
+                f"path, e.g. '{_whole(rest)}'"
             )
         if not _is_path(local):
             raise JobError(f"Job(checkpoint={url!r}): no path of a file: it has a NUL, or what is no Unicode")
@@ -85,6 +90,13 @@ def _is_path(text: str) -> bool:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
+
+
+def _whole(path: str) -> str:
+    """The URL of a path of this host that is relative, or begins with a home."""
+    if not _is_path(path):
+        return "file:///scratch/checkpoints"
+    return Path(os.path.abspath(os.path.expanduser(path))).as_uri()
 
 
 def open_place(url: str) -> Place:
@@ -107,9 +119,12 @@ def _local_path(url: str) -> str | None:
         return None
     host, slash, path = rest.partition("/")  # a path may have a # or a ?: a file has no query and no fragment
     if host not in ("", "localhost"):
+        named, whole = f"it names the host {host!r}", _whole(unquote(f"{host}{slash}{path}"))
+        if host.startswith((".", "~")):
+            raise JobError(f"Job(checkpoint={url!r}): {named}; give the whole path, e.g. '{whole}'")
         raise JobError(
-            f"Job(checkpoint={url!r}): it names the host {host!r}; a path has three slashes, e.g. "
-            f"'file:///{host}{slash}{path}'"
+            f"Job(checkpoint={url!r}): {named}; a path has three slashes, and is the whole one, e.g. "
+            f"'file:///{host}{slash}{path}', or, from this directory, '{whole}'"
         )
     return unquote(slash + path)
 

@@ -535,7 +535,7 @@ def test_what_other_runs_wrote_is_found(store: Store) -> None:
     assert store.of_others("mine", [str(others[0])]) == others[1:]
 
 
-@pytest.mark.parametrize("url", ["file:///scratch/x", "/scratch/x", "file://localhost/scratch/x", "memory://x"])
+@pytest.mark.parametrize("url", ["file:///scratch/x", "/scratch/~/x", "file://localhost/scratch/x", "memory://x"])
 def test_urls(url: str) -> None:
     check_url(url)
 
@@ -552,14 +552,32 @@ def test_a_path_is_that_of_the_url_to_its_end(name: str, prefix: str, tmp_path: 
     ("url", "text"),
     [
         ("", "must be a URL"),
-        ("checkpoints", "nodes do not share a working directory; give the whole path, e.g. 'file:///"),
-        ("file://scratch/x", "a path has three slashes, e.g. 'file:///scratch/x'"),
+        (
+            "check points",
+            "nodes do not share a working directory; give the whole path, e.g. 'file:///w/check%20points'",
+        ),
+        ("file://scratch/x", "e.g. 'file:///scratch/x', or, from this directory, 'file:///w/scratch/x'"),
+        ("./ck/../x", "e.g. 'file:///w/x'"),
+        ("file:ck", "e.g. 'file:///w/ck'"),
+        ("file://a\ud800b", "'file:///scratch/checkpoints'"),
+        ("a\0\ud800b", "'file:///scratch/checkpoints'"),
+        ("file://./ck", "it names the host '.'; give the whole path, e.g. 'file:///w/ck'"),
+        ("~/ck", "e.g. 'file:///home/me/ck'"),
+        ("file://~/ck", "it names the host '~'; give the whole path, e.g. 'file:///home/me/ck'"),
+        (
+            "file:///~/ck",
+            "~ is nobody's home there, but a directory of that name; give the whole path, e.g. 'file:///home",
+        ),
+        ("/~", "e.g. 'file:///home/me'"),
         ("nosuch://x", "nosuch"),
         ("file:///a%00b", "no path of a file"),
         ("/a\ud800b", "no path of a file"),
     ],
 )
-def test_wrong_urls(url: str, text: str) -> None:
+def test_wrong_urls(url: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that is suggested is the one that was meant: of a relative path it was one in the root directory."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr(os, "getcwd", lambda: "/w")
     with pytest.raises(JobError, match=r"Job\(checkpoint=") as caught:
         check_url(url)
     assert text in str(caught.value)
