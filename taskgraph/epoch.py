@@ -47,9 +47,21 @@ class AttemptEnded(BaseException):
 
     It is no `Exception`, so that `except Exception` in user code does not keep a dead attempt alive. What the code
     returns after it is ignored.
+
+    Attributes:
+        held: the epoch was held open, as whoever goes on beside a method has to see to.
     """
 
+    def __init__(self, *, held: bool = False) -> None:
+        super().__init__()
+        self.held = held
+
     def __str__(self) -> str:
+        if self.held:
+            return (
+                "the epoch restarts, or its task goes on elsewhere: what was done in it counts for nothing, and is "
+                "done anew. A thread or coroutine of your own ends by this, as it should; clean up in `finally`"
+            )
         return (
             "the epoch is over, or it restarts: nothing can be done with it any more. A thread of your own that goes "
             'on beside the method that was given the epoch keeps it open with epoch.hold("why"), and returns where '

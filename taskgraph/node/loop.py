@@ -8,12 +8,18 @@ from typing import Any
 import uvloop
 
 from taskgraph.errors import JobError, class_name, worded
+from taskgraph.node.usercode.ended import as_expected
 
 __all__ = ["NodeLoop"]
 
 
 class NodeLoop(uvloop.Loop):
     """Code of users that is a coroutine finds it by `asyncio.get_running_loop()`."""
+
+    def default_exception_handler(self, context: Any) -> None:
+        """Tells what nobody took notice of, unless it is as it should be. Not called where users set a handler."""
+        if not as_expected(context.get("exception")):
+            super().default_exception_handler(context)
 
     def set_task_factory(self, factory: Any) -> None:
         """Takes one whose tasks begin as asyncio's own do: all tasks of the node are made by it from then on.

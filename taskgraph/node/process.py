@@ -51,6 +51,7 @@ from taskgraph.node.loop import NodeLoop
 from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
 from taskgraph.node.usercode import lastwords
+from taskgraph.node.usercode.ended import pass_ended_threads_over
 from taskgraph.observe.events import EventLog, keep_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Get, Txn
@@ -419,6 +420,7 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
     untaken = Untaken()
     log_to_stderr()
     guard_loggers()
+    pass_ended_threads_over()
     allow_more_files()
     search_garbage_less_often()  # a driver, which is loaded later, may say otherwise
     if config.devices is not None:

@@ -389,6 +389,10 @@ class Attempt:
         else:
             self.replica.threads.tell(function, *args)
 
+    def ended(self) -> AttemptEnded:
+        """What ends code that goes on with this attempt, which is over."""
+        return AttemptEnded(held=self.quiet.held is not None and not self.finished)
+
     def neighbors(self, link: str) -> tuple[int, ...]:
         replica = self.replica
         tasks = replica.job.tasks
@@ -403,7 +407,7 @@ class Attempt:
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         if self.cancelled:
-            raise AttemptEnded
+            raise self.ended()
         if threading.get_ident() != self._thread:
             self.replica.threads.tell(self._put_told, tag, consumers, value)
             return
@@ -431,11 +435,11 @@ class Attempt:
         Its receiver may have been sealed. A restart would not help: it would be too late in every attempt.
         """
         if self.cancelled and not self.finished:
-            raise AttemptEnded
+            raise self.ended()
         if self.quiet.closed:
             error = self._too_late(where, what)
             self._on_loop(self._end_by, error)
-            raise AttemptEnded if self.cancelled else error
+            raise self.ended() if self.cancelled else error
 
     def _too_late(self, where: str, what: str) -> GraphError:
         return GraphError(
@@ -466,7 +470,7 @@ class Attempt:
             if self._send(where, "request", send):
                 self.mailbox.expect(where, to, method, future)
             else:
-                future.set_exception(AttemptEnded())
+                future.set_exception(self.ended())
 
         self._on_loop(start)
         return future
@@ -505,7 +509,7 @@ class Attempt:
     def _check_not_done(self) -> None:
         """Raises where it is over, or done though not committed: its report may be on its way to the leader."""
         if self.cancelled or self._group is None:
-            raise AttemptEnded
+            raise self.ended()
 
     # -- what it waits for ------------------------------------------------------------------------
 

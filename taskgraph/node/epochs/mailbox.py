@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from taskgraph.epoch import AttemptEnded, Epoch, PureEpoch, in_words
+from taskgraph.epoch import Epoch, PureEpoch, in_words
 from taskgraph.errors import GraphError, Refused, ValueNotEncodable
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import encode
@@ -54,7 +54,7 @@ class Mailbox:
         """The attempt is over. Threads that wait for an answer unwind: the attempt waits for them, not they for it."""
         for future in list(self._awaited):
             if not future.done():
-                future.set_exception(AttemptEnded())
+                future.set_exception(self._attempt.ended())
         self._awaited.clear()
 
     def drop(self) -> None:
@@ -108,7 +108,7 @@ class Mailbox:
         finally:
             self._awaited.pop(future, None)
             if not future.done():
-                future.set_exception(AttemptEnded())
+                future.set_exception(attempt.ended())
 
     async def _call(self, to: int, message: Callable[[], Flag | Request], what: str, where: str) -> Answer | Accepted:
         attempt = self._attempt
