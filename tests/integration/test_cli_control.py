@@ -325,7 +325,7 @@ async def test_nodes_with_another_token_are_refused_and_the_job_goes_on(embedded
     await launch.until("epoch 1/")
     (cli.cwd / "wrong.token").write_text("ab" * 32)
     done = await cli("launch", "sub10", "--nodes", "1", *etcd, "--token-file", "wrong.token")
-    assert done.code == 1 and "has another token than n1 on" in done.err, done.err
+    assert done.code == 2 and "'sub10' was submitted with another token than the one that" in done.err, done.err
     assert [node["name"] for node in (await status(cli, "sub10", *etcd))["nodes"]] == ["n1"]
     cli.open()
     done = await launch.done()
