@@ -9,7 +9,19 @@ import platform
 import sys
 from pathlib import Path
 
-__all__ = ["began", "children", "command", "cores", "first", "group", "memory_bytes", "running", "state", "tells"]
+__all__ = [
+    "began",
+    "children",
+    "command",
+    "cores",
+    "first",
+    "group",
+    "memory_bytes",
+    "pids",
+    "running",
+    "state",
+    "tells",
+]
 
 
 def memory_bytes() -> int:
@@ -50,6 +62,14 @@ def first() -> bool:
 def state(pid: int) -> str:
     """What a process does, in Linux's letter for it, e.g. "Z"; "" elsewhere, or without such a process."""
     return "".join(_stat(pid)[:1])
+
+
+def pids() -> str:
+    """By what process ids here are told from those of another host, or container; "" elsewhere than on Linux."""
+    try:
+        return f"{running()}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
 
 
 def tells() -> bool:

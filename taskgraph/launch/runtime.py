@@ -1,6 +1,6 @@
 """The user's runtime directory: by what a job of this host is found from any shell, and what is kept of finished ones.
 
-{runtime}/jobs/{name}/job.json    endpoints and token; only the owner can read it
+{runtime}/jobs/{name}/job.json    endpoints and token; only the owner can read it, and the launcher holds a lock on it
 {runtime}/jobs/{name}/launcher-*  the same, of further launchers of nodes for it
 {runtime}/jobs/{name}/*.log       what its nodes print, and its embedded etcd
 {runtime}/joining.lock            held by the launcher that joins or leaves a job just now: its process id
@@ -27,7 +27,7 @@ from typing import Any
 
 from taskgraph import host
 from taskgraph.errors import JobError, TaskGraphError
-from taskgraph.files import HeldFolder, may_hold_sockets, write_whole
+from taskgraph.files import HeldFolder, may_hold_sockets, whole_file, write_whole
 from taskgraph.jobs import NAME_RULE, is_name
 from taskgraph.tls import Tls
 
@@ -63,6 +63,9 @@ class JobEntry:
         pid: the process that launched it; the entry is stale when that is gone.
         embedded: its etcd ends with it.
         started: when that process began, as the kernel tells it, since process ids come again.
+        pids: where that process id holds, as `host.pids` tells it; "" in entries of an earlier release.
+        lives: of a launcher of another container, whose process is not seen here: whether it held its entry when that
+            was read. None: it is of this one.
         created: unix time, seconds.
         run: the id of its run, as etcd's `spec` has it; "" where that is not known.
     """
@@ -77,10 +80,14 @@ class JobEntry:
     created: float = 0.0
     node_tls: dict[str, str] = field(default_factory=dict)
     run: str = ""
+    pids: str = ""
+    lives: bool | None = None
 
     @property
     def stale(self) -> bool:
         """Whether the launcher is gone."""
+        if self.lives is not None:
+            return not self.lives
         return not alive(self.pid) or (self.started != "" and host.began(self.pid) != self.started)
 
     @property
@@ -152,8 +159,13 @@ class Runtime:
         self._write(entry, "job.json")
 
     def _write(self, entry: JobEntry, file: str) -> None:
-        entry = replace(entry, started=host.began(entry.pid), created=entry.created or time.time())
-        write_whole(self.folder(entry.name) / file, json.dumps(asdict(entry)).encode())
+        started, created = host.began(entry.pid), entry.created or time.time()
+        known = asdict(replace(entry, started=started, created=created, pids=host.pids()))
+        del known["lives"]
+        path = self.folder(entry.name) / file
+        with whole_file(path) as written:
+            written.write(json.dumps(known).encode())
+            _hold(path, written.fileno())
 
     def join(self, entry: JobEntry) -> None:
         """The process of `entry` launches nodes for a job, and others of this host may do so, too."""
@@ -163,7 +175,7 @@ class Runtime:
                 self.remove(entry.name)  # what a launcher that was killed left
                 self.put(entry)
             elif not found.embedded:  # else the job ends with who launched it first
-                self._write(entry, f"launcher-{entry.pid}.json")
+                self._write(entry, f"launcher-{entry.pid}-{host.pids()}.json")
 
     def leave(self, entry: JobEntry) -> None:
         """It launches no more: the last one that goes takes the job and its logs with it.
@@ -175,8 +187,9 @@ class Runtime:
             ours = False
             for path in self._files(folder):
                 known = self._read(path)
-                if known is not None and known.pid == entry.pid:
+                if known is not None and (known.pid, known.pids) == (entry.pid, host.pids()):
                     path.unlink(missing_ok=True)
+                    _let_go(path)
                     ours = True
             if ours and self.find(entry.name) is None:
                 self.remove(entry.name)
@@ -258,7 +271,8 @@ class Runtime:
     def _read(self, path: Path) -> JobEntry | None:
         try:
             raw = json.loads(path.read_text())
-            return JobEntry(**{f.name: raw[f.name] for f in fields(JobEntry) if f.name in raw})
+            entry = JobEntry(**{f.name: raw[f.name] for f in fields(JobEntry) if f.name in raw})
+            return entry if entry.pids in ("", host.pids()) else replace(entry, lives=_is_held(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
@@ -266,7 +280,10 @@ class Runtime:
 
     def remove(self, name: str) -> None:
         """Forgets a job and its logs."""
-        shutil.rmtree(self._folder(name), ignore_errors=True)
+        folder = self._folder(name)
+        shutil.rmtree(folder, ignore_errors=True)
+        for path in [path for path in _holding if path.parent == folder]:
+            _let_go(path)
 
     def keep_finished(self, name: str, record: dict[str, Any], result: str | None = None) -> None:
         """Keeps what is left of a job; the oldest go.
@@ -353,6 +370,41 @@ def alive(pid: int) -> bool:
     except PermissionError:
         return True
     return host.state(pid) != "Z"
+
+
+_holding: dict[Path, int] = {}
+"""The entries that this process wrote, each locked until it is removed. By that it is seen to live where its process is
+not seen: in other containers that have the directory, too."""
+
+
+def _hold(path: Path, file: int) -> None:
+    """Locks an entry before it is there."""
+    _let_go(path)
+    held = os.dup(file)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        log.debug("%s cannot be locked: %s", path, error)
+        os.close(held)
+    else:
+        _holding[path] = held
+
+
+def _let_go(path: Path) -> None:
+    if (held := _holding.pop(path, None)) is not None:
+        os.close(held)
+
+
+def _is_held(path: Path) -> bool:
+    """Whether the process that wrote an entry lives; also where nobody can tell, as it loses what is taken from it."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def _locked(path: Path) -> int | None:

@@ -101,6 +101,36 @@ def test_the_last_of_several_launchers_takes_the_job_with_it(runtime: Runtime, a
     assert runtime.find("fit") is None and not (runtime.root / "jobs" / "fit").exists()
 
 
+def test_a_launcher_of_another_container_lives_as_long_as_it_holds_its_entry(
+    runtime: Runtime, ended_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is not seen there: it was taken for dead, and what it had written was removed."""
+    theirs, ours = replace(launcher(ended_pid), pids="theirs"), launcher()
+
+    def inside(container: str) -> None:
+        monkeypatch.setattr(host, "pids", lambda: container, raising=False)
+
+    inside("theirs")
+    runtime.join(theirs)
+    file = runtime.folder("fit") / "job.json"
+    (log := file.with_name("n1.log")).write_text("of theirs")
+    inside("ours")
+    found = runtime.find("fit")
+    assert found is not None and found.pid == ended_pid and "lives" not in file.read_text()
+    runtime.join(ours)
+    runtime.leave(ours)
+    runtime.leave(replace(ours, pid=ended_pid))  # the same number here is another process
+    assert log.read_text() == "of theirs" and runtime.find("fit") == found
+    assert [path.name for path in file.parent.glob("*.json")] == ["job.json"]
+    runtime_module._let_go(file)  # as the kernel does when its process ends
+    killed = runtime.killed("fit")
+    assert runtime.find("fit") is None and killed is not None and killed.pid == ended_pid
+    runtime.join(ours)
+    assert not log.exists() and [job.pid for job in runtime.jobs()] == [os.getpid()]
+    runtime.leave(ours)
+    assert file not in runtime_module._holding
+
+
 def test_a_launcher_is_found_though_the_first_was_killed(runtime: Runtime, another: int, ended_pid: int) -> None:
     runtime.put(entry("fit", ended_pid))
     runtime._write(launcher(another), f"launcher-{another}.json")
