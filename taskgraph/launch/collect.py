@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from taskgraph.errors import JobCancelled, JobFailed, UnknownJob, worded
 from taskgraph.graph.codecs import codec_of
 from taskgraph.graph.values import decode, verify
-from taskgraph.node.reports import ReportLog, Rows
+from taskgraph.node.reports import PlainRows, ReportLog
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import KeyValue
@@ -65,7 +65,7 @@ def assemble(
     name: str, found: Sequence[TaskResult], primaries: Iterable[Versioned[PrimaryRecord]], wall_s: float
 ) -> JobResult:
     """The job's result from the complete results of its tasks."""
-    log, last = ReportLog(), dict[int, Rows]()
+    log, last = ReportLog(), dict[int, PlainRows]()
     for part in found:
         if part.log:
             log.fold(ReportLog.unpacked(part.log))

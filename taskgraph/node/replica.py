@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -19,13 +19,14 @@ from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.compose import Graph
 from taskgraph.graph.values import begin_hosted, decode, encode, hosted, verify
 from taskgraph.jobs import Job
-from taskgraph.node.reports import ReportLog, Rows, carried, with_log
+from taskgraph.node.reports import PlainRows, ReportLog, Rows, carried, with_log
 from taskgraph.node.usercode.actor import Actor
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, met
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.messages import Encoded
+from taskgraph.protocol.numbers import held
 from taskgraph.protocol.records import EpochRecord
 from taskgraph.shape import TaskShape
 from taskgraph.task import Task, shape_of
@@ -92,7 +93,7 @@ class Replica:
         self.actor = Actor(threads, task=task, cancel_s=job.settings.cancel_s, tracing=self.tracing, device=device)
         self.boundaries = Boundaries()
         self.log = ReportLog()
-        self.previous: dict[str, float] = {}  # the task's own numbers of the epoch before
+        self.previous: Mapping[str, float] = {}  # the task's own numbers of the epoch before
         self.graph: Graph | None = None
         """What it composed last, if it may compose the same again."""
         self.standing: Graph | None = None
@@ -190,7 +191,7 @@ class Replica:
     def stateful(self) -> bool:
         return self.shape.stateful
 
-    async def snapshot(self, numbers: dict[str, float], rows: dict[int, Any], *, stays: bool = False) -> Encoded:
+    async def snapshot(self, numbers: dict[str, float], rows: dict[int, PlainRows], *, stays: bool = False) -> Encoded:
         """The task's state as a boundary, with the reports that travel in it.
 
         Args:
@@ -230,7 +231,7 @@ class Replica:
         """Puts the user's object into the state of a boundary, from a fresh decode."""
         task = self.user_task
 
-        def put() -> dict[str, float]:
+        def put() -> Mapping[str, float]:
             if not intact(value):
                 raise DecodeError(
                     f"the boundary of task {self.task} lies in memory shared with other processes of this host, and "
@@ -239,7 +240,7 @@ class Replica:
             raw: dict[str, Any] = decode(value, writable=True, device=self.device)
             if self.stateful:
                 task.restore(raw["state"])
-            return dict(raw["numbers"])
+            return held(raw["numbers"])
 
         self.previous = await self.actor.call("restore", put)
 
@@ -272,7 +273,7 @@ class Replica:
         log = self.log.packed() if self.task == 0 else []
         return partial(with_log, value, log) if log else lambda: value
 
-    async def with_rows(self, value: Encoded, rows: dict[int, Any]) -> Encoded:
+    async def with_rows(self, value: Encoded, rows: dict[int, PlainRows]) -> Encoded:
         """The same boundary, which carried no reports yet, with these."""
         add = partial(with_log, value, rows)
         return add() if value.size_bytes <= _SMALL_BYTES else await self.actor.call("reports", add, alone=False)

@@ -37,7 +37,7 @@ from taskgraph.errors import DecodeError
 from taskgraph.graph.values import decode, encode, value_end
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["ReportLog", "Rows", "carried", "with_log"]
+__all__ = ["PlainRows", "ReportLog", "Rows", "carried", "plain", "with_log"]
 
 _BLOCK_BYTES: Final = 1 << 20
 """A block that has as many is full. The names in it are 2 % of that for 3,000 numbers an epoch; and to copy what is not
@@ -48,8 +48,10 @@ _OPEN: Final = -1
 _NEWEST: Final = -2
 """The same, of the newest epoch, which is in no block yet."""
 
-Rows = dict[int, dict[str, float]]
+Rows = Mapping[int, Mapping[str, float]]
 """task -> its numbers, of one epoch."""
+PlainRows = dict[int, dict[str, float]]
+"""The same as it is encoded, or shown."""
 _Names = tuple[tuple[int, tuple[str, ...]], ...]
 """task -> the names of what it reported, by task."""
 
@@ -154,17 +156,17 @@ class _Block:
     def last(self) -> int:
         return max(epochs[-1] for epochs, _ in self.groups.values())
 
-    def of_epoch(self, epoch: int) -> Rows:
+    def of_epoch(self, epoch: int) -> PlainRows:
         for names, (epochs, numbers) in self.groups.items():
             at = bisect_left(epochs, epoch)
             if at < len(epochs) and epochs[at] == epoch:
                 return _row(names, numbers, at * _width(names))
         return {}
 
-    def rows(self) -> Iterator[tuple[int, Rows]]:
+    def rows(self) -> Iterator[tuple[int, PlainRows]]:
         """Epoch after epoch."""
 
-        def of(names: _Names, epochs: array[int], numbers: array[float]) -> Iterator[tuple[int, Rows]]:
+        def of(names: _Names, epochs: array[int], numbers: array[float]) -> Iterator[tuple[int, PlainRows]]:
             width = _width(names)
             for at, epoch in enumerate(epochs):
                 yield epoch, _row(names, numbers, at * width)
@@ -181,7 +183,8 @@ class ReportLog:
     def __init__(self) -> None:
         self._full: list[bytes] = []
         self._open = _Block()
-        self._newest, self._rows = -1, Rows()  # in no block yet: more may come of it
+        self._newest = -1
+        self._rows: Rows = {}  # in no block yet: more may come of it
 
     def __bool__(self) -> bool:
         return self._newest >= 0
@@ -195,7 +198,7 @@ class ReportLog:
         """Adds rows of the newest epoch, or of one after it; those of earlier ones are here, and change nothing."""
         if epoch < self._newest:
             return
-        given = {task: dict(numbers) for task, numbers in rows.items() if numbers}
+        given = {task: numbers for task, numbers in rows.items() if numbers}
         if not given:
             return
         if epoch == self._newest:
@@ -235,12 +238,12 @@ class ReportLog:
         if not newest_first:
             yield self._open
 
-    def rows(self) -> Iterator[tuple[int, Rows]]:
+    def rows(self) -> Iterator[tuple[int, PlainRows]]:
         """All of them, epoch after epoch."""
         for block in self._blocks():
             yield from block.rows()
         if self._rows:
-            yield self._newest, self._rows
+            yield self._newest, plain(self._rows)
 
     def cut(self, epoch: int) -> None:
         """Forgets the rows from `epoch` on: those epochs were undone."""
@@ -310,12 +313,16 @@ def _width(names: _Names) -> int:
     return sum([len(row) for _, row in names])
 
 
-def _row(names: _Names, numbers: array[float], at: int) -> Rows:
-    rows = Rows()
+def _row(names: _Names, numbers: array[float], at: int) -> PlainRows:
+    rows = PlainRows()
     for task, row in names:
         rows[task] = dict(zip(row, numbers[at : at + len(row)], strict=True))
         at += len(row)
     return rows
+
+
+def plain(rows: Rows) -> PlainRows:
+    return {task: dict(numbers.items()) for task, numbers in rows.items()}
 
 
 def _little_endian(column: array[Any]) -> bytes:
@@ -345,7 +352,7 @@ def carried(value: Encoded) -> dict[int, Rows] | ReportLog:
         raise DecodeError(f"this is no boundary of task 0: {error!r}") from error
 
 
-def with_log(value: Encoded, log: list[bytes] | dict[int, Rows]) -> Encoded:
+def with_log(value: Encoded, log: list[bytes] | dict[int, PlainRows]) -> Encoded:
     """A boundary of task 0 that carries these reports: all, or an epoch's. May be called in any thread."""
     raw: dict[str, Any] = decode(value)
     made = encode({**raw, "log": log}, what="snapshot of task 0", ordered=True)

@@ -100,7 +100,7 @@ class _Told:
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}
-        self.rows: dict[int, dict[str, float]] = {}
+        self.rows: dict[int, Mapping[str, float]] = {}
         self.done = self.finishing = 0
         self.kept: Mapping[int, Mapping[str, float]] | None = None
 
@@ -235,7 +235,7 @@ class Leader:
         told = self._told.get(epoch)
         return dict(told.reports) if told is not None else {}
 
-    def numbers(self, epoch: int, own: Mapping[str, float] | None = None) -> dict[int, dict[str, float]] | None:
+    def numbers(self, epoch: int, own: Mapping[str, float] | None = None) -> dict[int, Mapping[str, float]] | None:
         """task -> what it reported in that epoch, of tasks that did; None while not all of them are done with it.
 
         Args:
@@ -245,12 +245,12 @@ class Leader:
         all_done = told.done == self._tasks
         if not all_done and (own is None or not self._lacks_task_0(told)):
             return None
-        rows = {task: dict(numbers) for task, numbers in told.rows.items()} if told.rows else {}
+        rows = dict(told.rows)  # what is in a report does not change
         if own and not all_done:
-            rows[0] = dict(own)
+            rows[0] = own
         return rows
 
-    def keep_numbers(self, epoch: int, own: Mapping[str, float]) -> dict[int, dict[str, float]] | None:
+    def keep_numbers(self, epoch: int, own: Mapping[str, float]) -> dict[int, Mapping[str, float]] | None:
         """The same, for a boundary of task 0: the epoch is not committed with others any more, in this attempt."""
         rows = self.numbers(epoch, own)
         if rows is not None and epoch in self._told:  # a single task may be the first to say anything of it

@@ -10,6 +10,7 @@ as the object it is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar, Final, NamedTuple
 
@@ -291,8 +292,8 @@ class Report:
     sent: int
     received: int
     finish: bool = False
-    numbers: dict[str, float] | None = None
-    previous: dict[str, float] | None = None
+    numbers: Mapping[str, float] | None = None
+    previous: Mapping[str, float] | None = None
     ahead: bool = False
 
 

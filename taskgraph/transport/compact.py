@@ -9,11 +9,13 @@ begin with a byte 0, which no protobuf message does, and the message's number. W
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
+from weakref import WeakValueDictionary
 
 from taskgraph.errors import DecodeError
 from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Offer, Offers, Pull, Report, Reports, stamp_of
+from taskgraph.protocol.numbers import FEW, Names, Numbers
 
 __all__ = ["MARK", "PACK", "UNPACK", "unpack"]
 
@@ -34,7 +36,7 @@ _OFFERS_HEAD = struct.Struct("!BBqqqqqH16s")  # attempt, epoch, term, task, invi
 _OFFERS_PART = struct.Struct("!qI16s")  # epoch, size, digest
 _COMMITTED, _CANDIDATE = 1, 2
 _DONE, _FINISH = 1, 2
-_NUMBERS, _PREVIOUS = 4, 8  # they are a dict, where they are None otherwise
+_NUMBERS, _PREVIOUS = 4, 8  # they are a mapping, where they are None otherwise
 _NAMED, _NAMED_PREVIOUS = 16, 32  # which is not empty, and stands behind the head
 _AHEAD = 64
 _OF_MOST = _DONE | _FINISH | _NUMBERS | _PREVIOUS | _AHEAD  # what is said by the flag alone
@@ -122,20 +124,31 @@ def _unpack_reports(data: bytes, _: bytes) -> tuple[Reports, None]:
 def _read_reports(data: bytes, at: int) -> list[Report]:
     """The reports that lie one behind the other from there on, up to the end."""
     reports, size, number = [], len(data), int.from_bytes
+    last: Mapping[str, float] | None = None  # of the epoch before, as a rule: it is not held twice
+    last_data = b""
     while at < size:
         mark, kind, attempt, epoch, task, term, flags, version, sent, received = _REPORT_HEAD.unpack_from(data, at)
         at += _REPORT_HEAD_BYTES
         if mark != MARK or kind != _REPORT:
             raise DecodeError(f"something of kind {kind} among reports")
-        numbers: dict[str, float] | None = {} if flags & _NUMBERS else None
-        previous: dict[str, float] | None = {} if flags & _PREVIOUS else None
+        numbers: Mapping[str, float] | None = {} if flags & _NUMBERS else None
+        previous: Mapping[str, float] | None = {} if flags & _PREVIOUS else None
         if flags & ~_OF_MOST:
             if flags & ~_KNOWN:
                 raise DecodeError(f"a report with unknown flags {flags}")
+            if (numbers is None and flags & _NAMED) or (previous is None and flags & _NAMED_PREVIOUS):
+                raise DecodeError("a report with numbers that are none")
+            before, before_data = last, last_data
             if flags & _NAMED:
-                at = _unpack_numbers(data, at, numbers)
+                start = at
+                numbers, at = _unpack_numbers(data, start)
+                last, last_data = numbers, data[start:at]
             if flags & _NAMED_PREVIOUS:
-                at = _unpack_numbers(data, at, previous)
+                if before is not None and data.startswith(before_data, at):
+                    previous = before
+                    at += len(before_data)
+                else:
+                    previous, at = _unpack_numbers(data, at)
         report = Report(
             stamp_of((attempt, epoch)),
             task,
@@ -155,28 +168,54 @@ def _read_reports(data: bytes, at: int) -> list[Report]:
     return reports
 
 
-def _pack_numbers(numbers: dict[str, float]) -> bytes:
+def _pack_numbers(numbers: Mapping[str, float]) -> bytes:
     names = [name.encode() for name in numbers]
     count = len(names)
+    if type(numbers) is Numbers:
+        return b"".join([_COUNT.pack(count), numbers.packed, struct.pack(f"!{count}H", *map(len, names)), *names])
     sizes = struct.pack(f"!{count}d{count}H", *numbers.values(), *map(len, names))
     return _COUNT.pack(count) + sizes + b"".join(names)
 
 
-def _unpack_numbers(data: bytes, start: int, into: dict[str, float] | None) -> int:
-    """Reads named numbers that begin at `start`; returns where they end."""
+_known: Final[WeakValueDictionary[bytes, Names]] = WeakValueDictionary()
+"""Sizes and names, as they travel -> these names, where somebody holds numbers of theirs: not read in every report."""
+
+
+def _unpack_numbers(data: bytes, start: int) -> tuple[Mapping[str, float], int]:
+    """Named numbers that begin at `start`, and where they end."""
     (count,) = _COUNT.unpack_from(data, start)
+    if not count:
+        raise DecodeError("a report with numbers that are none")
     start += _COUNT.size
+    if count > FEW:
+        return _unpack_many(data, start, count)
+    into: dict[str, float] = {}
     read = struct.Struct(f"!{count}d{count}H")
     found = read.unpack_from(data, start)
     start += read.size
-    if into is None or not count:
-        raise DecodeError("a report with numbers that are none")
     for number, size in zip(found[:count], found[count:], strict=True):
         into[data[start : start + size].decode()] = number
         start += size
     if len(into) != count:
         raise DecodeError("a report with a name twice")
-    return start
+    return into, start
+
+
+def _unpack_many(data: bytes, start: int, count: int) -> tuple[Numbers, int]:
+    middle = start + 8 * count
+    sizes = struct.unpack_from(f"!{count}H", data, middle)
+    end = middle + 2 * count + sum(sizes)
+    block = data[middle:end]
+    names = _known.get(block)
+    if names is None:
+        found, at = [], 2 * count
+        for size in sizes:
+            found.append(block[at : at + size].decode())
+            at += size
+        if len(set(found)) != count:
+            raise DecodeError("a report with a name twice")
+        names = _known[block] = Names.of(tuple(found))
+    return Numbers(names, data[start:middle]), end
 
 
 def _pack_accepted(message: Accepted) -> bytes:

@@ -14,7 +14,7 @@ import dataclasses
 import struct
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -25,6 +25,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from taskgraph.errors import DecodeError
 from taskgraph.protocol import messages
 from taskgraph.protocol.messages import Call, Encoded, Message, Reply, Stamp
+from taskgraph.protocol.numbers import held
 from taskgraph.transport import compact
 from taskgraph.transport._proto import frame_pb2
 
@@ -141,13 +142,13 @@ def _digest_to_wire(value: Encoded) -> ProtobufMessage:
     return frame_pb2.Encoded(digest=value.digest)
 
 
-def _numbers_to_wire(numbers: dict[str, float]) -> ProtobufMessage:
+def _numbers_to_wire(numbers: Mapping[str, float]) -> ProtobufMessage:
     entries = [frame_pb2.Number(name=name, value=value) for name, value in numbers.items()]
     return frame_pb2.Numbers(entries=entries)
 
 
-def _numbers_from_wire(proto: Any) -> dict[str, float]:
-    return {entry.name: entry.value for entry in proto.entries}
+def _numbers_from_wire(proto: Any) -> Mapping[str, float]:
+    return held({entry.name: entry.value for entry in proto.entries})
 
 
 def _pairs(field: FieldDescriptor) -> tuple[_ToWire, _FromWire]:
@@ -205,7 +206,7 @@ def _field(cls: type, name: str, hint: Any, field: FieldDescriptor) -> _Field:
         to_wire = _text_to_wire
     elif hint is int and field.type == FieldDescriptor.TYPE_BYTES:
         to_wire, from_wire = _sum_to_wire, _sum_from_wire
-    elif get_origin(hint) is dict and get_args(hint) == (str, float):
+    elif get_origin(hint) is Mapping and get_args(hint) == (str, float):
         to_wire, from_wire = _numbers_to_wire, _numbers_from_wire
     elif get_origin(hint) is tuple and get_args(hint)[1:] == (...,):
         inner = get_args(hint)[0]

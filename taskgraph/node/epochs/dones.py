@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,9 +41,9 @@ class Worked:
     attempt: Attempt
     following: Stamp
     value: Encoded
-    numbers: dict[str, float]
+    numbers: Mapping[str, float]
     finishing: bool
-    previous: dict[str, float]
+    previous: Mapping[str, float]
     rows: Rows | None = None
     since: int = 0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import TaskGraphError
@@ -20,10 +20,12 @@ from taskgraph.node.epochs.dones import Dones, Worked
 from taskgraph.node.epochs.sharing import EPOCH_BYTES
 from taskgraph.node.epochs.strict import Recording, check_as_left, check_replay
 from taskgraph.node.epochs.turns import Turns
+from taskgraph.node.reports import plain
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, met
 from taskgraph.observe.trace import BEGINS, clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Report, Stamp, stamp_of
+from taskgraph.protocol.numbers import held
 from taskgraph.shape import is_stateless
 
 if TYPE_CHECKING:
@@ -327,7 +329,9 @@ class Lanes:
             await node.point("snapshot", self._task, stamp.epoch)
         if self._leaves_device and self._state_bytes > sharing.AHEAD_BYTES and self.dones.open:
             await self.dones.all()  # or there would be two copies of so much on the device
-        numbers = dict(attempt.numbers)
+        numbers: Mapping[str, float] = {}
+        if reported := attempt.numbers:
+            numbers, attempt.numbers = held(reported), {}  # who is ahead has many epochs of these
         previous, replica.previous = replica.previous, numbers
         if finishing := attempt.finishing:
             self.finishing = True
@@ -346,7 +350,8 @@ class Lanes:
         if self._stays and self._bare is not None and not rows and not numbers:
             value = self._bare  # the boundary before, which is held already: nothing is encoded
         else:
-            value = await replica.snapshot(numbers, {stamp.epoch - 1: rows} if rows else {}, stays=True)
+            log = {stamp.epoch - 1: plain(rows)} if rows else {}
+            value = await replica.snapshot(dict(numbers.items()), log, stays=True)
             self._state_bytes = value.size_bytes
             self._leaves_device = type(value) is EncodedOnDevice
             attempt.snapshot_bytes = self._state_bytes
@@ -429,7 +434,7 @@ class Lanes:
                 leader = self._node.leader
                 rows = await leader.rows_before(attempt.stamp, worked.previous) if leader is not None else {}
                 if rows:
-                    value = await replica.with_rows(value, {attempt.number - 1: rows})
+                    value = await replica.with_rows(value, {attempt.number - 1: plain(rows)})
         finally:
             self.lacking = ""
         worked.value, worked.rows = value, rows
@@ -522,7 +527,7 @@ class Lanes:
         attempt, epoch = waiting[1].following
         return self._primary.backups.acknowledged((epoch, attempt, self._term))
 
-    async def _checkpoint(self, stamp: Stamp, previous: dict[str, float]) -> None:
+    async def _checkpoint(self, stamp: Stamp, previous: Mapping[str, float]) -> None:
         """Begins to write the committed boundary, where it is one to become a checkpoint. Task 0's has all reports.
 
         Args:

@@ -7,6 +7,7 @@ epochs that stand still or do not add up.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -129,7 +130,7 @@ class LeaderRole:
             self._wake.set()
         return self._accepted
 
-    async def rows_before(self, stamp: Stamp, own: dict[str, float]) -> Rows:
+    async def rows_before(self, stamp: Stamp, own: Mapping[str, float]) -> Rows:
         """What the tasks reported in the epoch before that of `stamp`, as soon as all of it is here.
 
         Args:
@@ -144,7 +145,7 @@ class LeaderRole:
         finally:
             self._rows_wanted -= 1
 
-    def rows_now(self, stamp: Stamp, own: dict[str, float]) -> Rows | None:
+    def rows_now(self, stamp: Stamp, own: Mapping[str, float]) -> Rows | None:
         """The same where all of it is here; else None.
 
         This leader committed it, or has it to commit, or is told by everybody what a leader before it committed.
@@ -343,7 +344,7 @@ class LeaderRole:
             epoch=epoch,
         )
 
-    def _tell_committed(self, attempt: int, committed: dict[int, Rows], view: JobView) -> None:
+    def _tell_committed(self, attempt: int, committed: Mapping[int, Rows], view: JobView) -> None:
         """Tells of epochs what the tasks reported in them."""
         node, base = self._node, view.epoch.record.base if view.epoch is not None else 0
         if base in committed:
@@ -355,7 +356,7 @@ class LeaderRole:
         for epoch, rows in committed.items():
             fields: dict[str, float] = {}
             for task in sorted(rows, reverse=True):
-                fields.update(rows[task])
+                fields.update(rows[task].items())
             node.events.emit(
                 "commit", f"epoch {epoch} committed", epoch=epoch, attempt=attempt, transient=True, fields=fields
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from taskgraph.node.reports import Rows
@@ -22,8 +23,8 @@ class Leading(Protocol):
     def lacks_own(self) -> bool:
         """Whether it lacks nothing but the report of task 0."""
 
-    def rows_now(self, stamp: Stamp, own: dict[str, float]) -> Rows | None:
+    def rows_now(self, stamp: Stamp, own: Mapping[str, float]) -> Rows | None:
         """What tasks reported in the epoch before `stamp`'s; None where it has to be waited for."""
 
-    async def rows_before(self, stamp: Stamp, own: dict[str, float]) -> Rows:
+    async def rows_before(self, stamp: Stamp, own: Mapping[str, float]) -> Rows:
         """The same, when it is known."""
