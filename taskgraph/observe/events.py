@@ -22,6 +22,7 @@ from taskgraph.errors import CoordinationError, DecodeError
 from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Delete, KeyValue, Put, Txn
+from taskgraph.protocol.numbers import Numbers
 
 __all__ = ["Event", "EventLog", "careful", "in_order", "keep_events", "put_events"]
 
@@ -29,6 +30,8 @@ log = logging.getLogger("taskgraph.events")
 
 _RING = 4096
 """Events a node remembers; older ones are only in etcd."""
+_RING_FIELDS = 1 << 18
+"""What they may have beside their texts, in all: with commits that is all that tasks reported, 8 bytes for a number."""
 _BATCH = 32
 """Durable events written in one transaction: below etcd's 128 operations."""
 _GATHER_S = 0.1
@@ -59,13 +62,16 @@ class Event:
     attempt: int | None = None
     term: int | None = None
     transient: bool = False
-    fields: dict[str, str | int | float] = field(default_factory=dict)
+    fields: Mapping[str, str | int | float] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         return self.to_json().encode()
 
     def to_json(self) -> str:
-        return _encode(dict(zip(_FIELDS, _values(self), strict=True)))
+        plain = dict(zip(_FIELDS, _values(self), strict=True))
+        if type(self.fields) is Numbers:
+            plain["fields"] = self.fields.plain()
+        return _encode(plain)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Event:
@@ -111,7 +117,8 @@ class EventLog:
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._ring: deque[Event] = deque(maxlen=_RING)
+        self._ring: deque[Event] = deque()
+        self._ring_fields = 0
         self._listeners: list[Callable[[Event], None]] = []
         self._durable_listeners: list[Callable[[Event], None]] = []
         self._keepers: list[_Keeper] = []
@@ -130,8 +137,13 @@ class EventLog:
     ) -> None:
         """Tells an event to the log and to everyone who listens."""
         text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
-        event = Event(time.time(), self._node, kind, text, task, epoch, attempt, term, transient, dict(fields or {}))
-        self._ring.append(event)
+        beside = fields if type(fields) is Numbers else dict(fields or {})
+        event = Event(time.time(), self._node, kind, text, task, epoch, attempt, term, transient, beside)
+        ring = self._ring
+        ring.append(event)
+        self._ring_fields += len(event.fields)
+        while len(ring) > _RING or (self._ring_fields > _RING_FIELDS and len(ring) > 1):
+            self._ring_fields -= len(ring.popleft().fields)
         if not transient:
             log.info("%s: %s", kind, text)
             for listener in tuple(self._durable_listeners):

@@ -31,6 +31,7 @@ from taskgraph.protocol.messages import (
     Waits,
     WaitsPage,
 )
+from taskgraph.protocol.numbers import held
 from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
@@ -357,8 +358,9 @@ class LeaderRole:
             fields: dict[str, float] = {}
             for task in sorted(rows, reverse=True):
                 fields.update(rows[task].items())
+            told = held(fields) if fields else fields  # many may wait to be sent to who follows the job
             node.events.emit(
-                "commit", f"epoch {epoch} committed", epoch=epoch, attempt=attempt, transient=True, fields=fields
+                "commit", f"epoch {epoch} committed", epoch=epoch, attempt=attempt, transient=True, fields=told
             )
 
     def _lineage(self) -> int:

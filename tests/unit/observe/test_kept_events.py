@@ -13,6 +13,7 @@ from taskgraph.errors import DecodeError, Unavailable
 from taskgraph.observe.events import Event, EventLog, in_order, keep_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
+from taskgraph.protocol.numbers import Numbers, held
 
 JOB = "job"
 
@@ -204,3 +205,25 @@ def test_the_log_says_of_which_kind_an_event_is(caplog: pytest.LogCaptureFixture
         ("INFO", "failed: task 0: ValueError: boom"),
         ("DEBUG", "commit: epoch 3"),
     ]
+
+
+@pytest.mark.parametrize(("fields", "remembered"), [(0, 40), (1, 40), (10, 10), (60, 1), (200, 1)])
+def test_a_node_remembers_fewer_events_that_say_much(
+    fields: int, remembered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With commits these are all that the tasks reported, of thousands of epochs."""
+    monkeypatch.setattr("taskgraph.observe.events._RING", 40)
+    monkeypatch.setattr("taskgraph.observe.events._RING_FIELDS", 100)
+    events = EventLog("n1")
+    for number in range(100):
+        events.emit("commit", f"{number}", transient=True, fields={f"f{place}": 0.5 for place in range(fields)})
+    assert [event.text for event in events.recent()] == [f"{number}" for number in range(100 - remembered, 100)]
+
+
+def test_what_is_packed_beside_an_event_travels_as_it_is() -> None:
+    fields, events = {f"loss of part {part}": part / 8 for part in range(50)}, EventLog("n1")
+    for beside in (fields, held(fields)):
+        events.emit("commit", "an epoch", epoch=1, transient=True, fields=beside)
+    told = events.recent()
+    assert [type(event.fields) for event in told] == [dict, Numbers]
+    assert [Event.from_bytes(event.to_bytes()).fields for event in told] == [fields, fields]

@@ -96,6 +96,9 @@ def test_who_works_ahead_holds_what_it_reported_once() -> None:
         for error in wrong:
             raise error
         assert checked.is_set()
+        told = [event.fields for event in cluster.events if event.kind == "commit"]
+        assert told == [numbers_of(epoch) for epoch in range(5)]
+        assert {type(fields) for fields in told} == {Numbers}, "many may wait to be sent to who follows the job"
 
     checked, wrong = asyncio.Event(), list[AssertionError]()
     job = tg.Job(tasks=1, epochs=5, builder=lambda _: Wide(), settings=tg.Settings(epochs_ahead=4))
