@@ -178,12 +178,14 @@ class Lanes:
         Raises:
             StuckError: a thread does not return.
         """
-        self._sharing.changed(self._most_bytes, 0)
-        self._most_bytes = 0
         try:
             await self.dones.end()
         finally:
-            await self.helds.end()
+            try:
+                await self.helds.end()
+            finally:
+                self._sharing.changed(self._most_bytes, 0)
+                self._most_bytes = 0
 
     @property
     def not_done(self) -> BaseException | None:
@@ -359,9 +361,7 @@ class Lanes:
                 self._bare = value if type(value) is Encoded and not numbers and not rows else None
         self._epoch_bytes = EPOCH_BYTES + attempt.put_bytes + attempt.inbound.taken_bytes + self._state_bytes
         if self._epoch_bytes > self._recent_bytes:
-            self._recent_bytes = self._epoch_bytes
-            if self._epoch_bytes > self._most_bytes:
-                self._largest(self._epoch_bytes)
+            self._is_large(self._epoch_bytes)
         primary.stage = ""
         later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self.dones.open))
         worked = Worked(attempt, following, value, numbers, finishing, previous, rows)
@@ -373,6 +373,12 @@ class Lanes:
         if not goes_on:
             await self.dones.all()
         return goes_on
+
+    def _is_large(self, epoch_bytes: int) -> None:
+        """An epoch holds more than any did since that was looked at last."""
+        self._recent_bytes = epoch_bytes
+        if epoch_bytes > self._most_bytes:
+            self._largest(epoch_bytes)
 
     def _look_back(self) -> None:
         """What was snapshotted when it was looked back last is committed: how large that was counts no more.
@@ -435,6 +441,10 @@ class Lanes:
                 rows = await leader.rows_before(attempt.stamp, worked.previous) if leader is not None else {}
                 if rows:
                     value = await replica.with_rows(value, {attempt.number - 1: plain(rows)})
+                    attempt.snapshot_bytes = value.size_bytes
+                    epoch_bytes = EPOCH_BYTES + attempt.put_bytes + attempt.inbound.taken_bytes + value.size_bytes
+                    if epoch_bytes > self._recent_bytes:
+                        self._is_large(epoch_bytes)
         finally:
             self.lacking = ""
         worked.value, worked.rows = value, rows

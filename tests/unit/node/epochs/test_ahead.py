@@ -231,6 +231,35 @@ def test_what_uncommitted_epochs_hold_is_shared_by_the_primaries_of_a_node(
     assert play(job(Fresh, tasks=5, epochs=80, backups=0), scenario, nodes=nodes) == 80
 
 
+@pytest.mark.parametrize(("numbers", "furthest"), [(0, range(40, 41)), (10, range(30))])
+def test_what_all_tasks_reported_counts_for_task_0(
+    numbers: int, furthest: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its boundaries carry that, also where it comes after the snapshot."""
+    monkeypatch.setattr(lanes, "_AHEAD_BYTES", 400_000)
+
+    class Telling(Free, state=["total"]):
+        shared = SimpleNamespace(waits={}, begun=-1, changed=asyncio.Event())
+
+        def then(self, epoch: tg.Epoch) -> None:
+            begun[self.task_id] = epoch.number
+            epoch.report(**{f"number {place}": 0.5 for place in range(numbers)})
+
+    async def blocked(cluster: InProcessCluster, node: str) -> None:
+        await let.wait()
+
+    async def scenario(cluster: InProcessCluster) -> int:
+        await asyncio.sleep(30)
+        assert begun.pop(0) in furthest
+        assert set(begun.values()) == {40}
+        let.set()
+        return (await cluster.result()).epochs
+
+    begun, let = dict[int, int](), asyncio.Event()
+    given = job(lambda _: Telling(), tasks=20, epochs=60, backups=0, settings=tg.Settings(epochs_ahead=40))
+    assert play(given, scenario, nodes=2, stages={("commit", 0, 0): blocked}) == 60
+
+
 def test_and_anew_when_the_node_has_more_primaries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "AHEAD_BYTES", 1_000_000)
 
