@@ -7,7 +7,7 @@ import logging
 from typing import NoReturn
 
 import pytest
-from cluster_kit import blindable, eyes, holder, job, play, told
+from cluster_kit import Counting, blindable, eyes, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
@@ -203,3 +203,109 @@ def test_a_frozen_primary_delays_nobody_once_its_lease_has_ended(
         return await cluster.result()
 
     assert play(job(slow, epochs=6), scenario, nodes=3).values == {0: 6, 1: 6}
+
+
+class Lingers(Counting, state=["total"]):
+    """What computes its epoch 1 first goes on once it is cancelled, until `let_go`. Its epoch 4 waits for `gate`."""
+
+    seen: list[tuple[str, bool]]
+    reached: asyncio.Event
+    lingers: asyncio.Event
+    let_go: asyncio.Event
+    gate: asyncio.Event
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if epoch.number == 1 and not self.reached.is_set():
+            self.reached.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.lingers.set()
+                await self.let_go.wait()
+                self.seen.append(("ended", self.primary))
+        if epoch.number == 4:
+            await self.gate.wait()
+        await super().count(epoch, ins, outs)
+
+    def on_event(self, event: tg.Event) -> None:
+        if isinstance(event, tg.BecameBackup):
+            self.seen.append(("became a backup", self.primary))
+
+    def teardown(self) -> None:
+        self.seen.append(("torn down", self.primary))
+
+
+@pytest.fixture
+def lingering() -> type[Lingers]:
+    class Fresh(Lingers, state=["total"]):
+        reached, lingers, let_go, gate = asyncio.Event(), asyncio.Event(), asyncio.Event(), asyncio.Event()
+        seen: list[tuple[str, bool]] = []  # noqa: RUF012
+
+    return Fresh
+
+
+async def ends_its_term(cluster: InProcessCluster, lingering: type[Lingers]) -> tuple[Node, Node]:
+    """A node that is back, is no member any more, and whose term still ends; and the one that leads by then."""
+    await lingering.reached.wait()
+    zombie = holder(cluster, 0)
+    other = next(node for node in cluster.nodes if node is not zombie)
+    eyes(zombie).refuse(cluster.keys.node(zombie.id))
+    lose_lease(cluster, zombie)
+    await epoch_begins(other, 4)
+    assert zombie.id not in other.keeper.view.in_sync(0)
+    eyes(zombie).refuse("")
+    await zombie.while_paused()
+    await lingering.lingers.wait()
+    assert 0 in zombie.roles.stepping_down
+    return zombie, holder(cluster, 0)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_replica_stays_until_its_term_has_ended_and_is_a_backup_then(lingering: type[Lingers]) -> None:
+    """Nobody wishes for it any more: it was brought to its end while its code was at work."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        zombie, _ = await ends_its_term(cluster, lingering)
+        await asyncio.sleep(2.0)
+        assert 0 in zombie.roles.replicas and not lingering.seen
+        lingering.let_go.set()
+        await asyncio.sleep(2.0)
+        assert 0 not in zombie.roles.replicas
+        assert lingering.seen == [("ended", True), ("became a backup", False), ("torn down", False)]
+        lingering.gate.set()
+        return await cluster.result()
+
+    assert play(job(lingering, tasks=1, epochs=6), scenario, nodes=3).values == {0: 6}
+
+
+@pytest.mark.usefixtures("blindable")
+def test_who_leads_no_more_has_nothing_to_say_of_an_epoch(lingering: type[Lingers]) -> None:
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        zombie, leads = await ends_its_term(cluster, lingering)
+        lingering.let_go.set()
+        await asyncio.sleep(10 * leads.settings.stall_check_s)
+        assert [event.node for event in cluster.events if "epoch 4 waits" in event.text] == [leads.name]
+        assert zombie.roles.leader is None and zombie in cluster.nodes
+        lingering.gate.set()
+        return await cluster.result()
+
+    assert play(job(lingering, tasks=1, epochs=6), scenario, nodes=3).values == {0: 6}
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_node_does_not_leave_while_a_term_of_its_own_still_ends(lingering: type[Lingers]) -> None:
+    """Its code is the last to know of it, and may have work to save."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        zombie, leads = await ends_its_term(cluster, lingering)
+        zombie.drain("a test")
+        await leads.keeper.wait_until(lambda view: zombie.id in view.nodes and view.nodes[zombie.id].record.draining)
+        await asyncio.sleep(2.0)
+        assert zombie.running
+        lingering.let_go.set()
+        await asyncio.wait([cluster._members[zombie.id].run])
+        assert lingering.seen == [("ended", True), ("became a backup", False), ("torn down", False)]
+        lingering.gate.set()
+        return await cluster.result()
+
+    assert play(job(lingering, tasks=1, epochs=6), scenario, nodes=3).values == {0: 6}
