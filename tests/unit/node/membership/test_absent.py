@@ -142,6 +142,35 @@ def test_who_does_not_come_back_in_that_moment_is_succeeded(
     play(job(gated), scenario, nodes=2)
 
 
+@pytest.mark.usefixtures("blindable")
+def test_who_is_about_to_pause_suspects_nobody_whose_key_vanished_first(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both stood still. It read that the key of the other one is gone before it looked at its own lease."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        ended = asyncio.ensure_future(cluster.result())
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        other = next(node for node in cluster.nodes if node is not first)
+        await first.keeper.wait_until(lambda view: len(view.in_sync(0)) == 2)
+        eyes(first).refuse(cluster.keys.node(first.id))
+        with monkeypatch.context() as about:
+            about.setattr(other.suspicion, "_unproved", lambda: True)
+            cluster.store.revoke(first.keeper.view.nodes[first.id].record.lease)
+            await other.keeper.wait_until(lambda view: first.id not in view.nodes)
+            await asyncio.sleep(0.01)
+            assert first.id not in other.suspects
+        await asyncio.sleep(0.5)
+        eyes(first).refuse("")
+        await first.while_paused()
+        gated.gate.set()
+        assert (await ended).values == {0: 3}
+        assert not told(cluster, "takeover") and not told(cluster, "evicted")
+
+    play(job(gated, tasks=1), scenario, nodes=2)
+
+
 async def joins(cluster: InProcessCluster, joining: type[Joining]) -> tuple[Node, Node]:
     """The primary of a task, and a node that sets up a replica of it for the first time, if two are there already."""
     await joining.reached.wait()

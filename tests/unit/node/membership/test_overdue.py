@@ -47,7 +47,7 @@ class _Node:
         self.keeper = self
         self.view = JobView("fit")
         self._revision = 0
-        self.write(KEYS.epoch, EpochRecord(epoch=3, attempt=1))
+        self.commit(3)
         self.write(KEYS.primary(0), PrimaryRecord(node=OTHER, term=1, stateful=True))
         self.write(KEYS.member(0, ME), MemberRecord())
         self.register(lease=7)
@@ -56,6 +56,14 @@ class _Node:
         self._revision += 1
         kv = KeyValue(key, record.to_bytes(), self._revision, self._revision)
         self.view.apply(self._revision, [KeyEvent("put", kv)])
+
+    def commit(self, epoch: int) -> None:
+        self.write(KEYS.epoch, EpochRecord(epoch=epoch, attempt=1))
+
+    def vanish(self) -> None:
+        """etcd deletes the key of the other node."""
+        self._revision += 1
+        self.view.apply(self._revision, [KeyEvent("delete", KeyValue(KEYS.node(OTHER), b"", 0, self._revision))])
 
     def register(self, *, lease: int) -> None:
         """What the other node does."""
@@ -95,6 +103,31 @@ def test_a_node_that_registered_with_another_lease_is_no_more_the_one_whose_leas
         etcd.left_s = {8: 0}
         await asyncio.sleep(10)
         assert overdue.nodes == {OTHER} and told[1:] == [(OTHER, 8, True)]
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    runner.run(scenario())
+
+
+def test_a_lease_that_ended_is_known_to_have_until_its_key_is_gone(runner: asyncio.Runner) -> None:
+    """Others took over, and epochs commit again: it was forgotten, and whoever was evicted for it passed for alive."""
+    node, told = _Node(), list[tuple[str, int, bool]]()
+    overdue = Overdue(cast(Any, node), lambda name, lease, ended: told.append((name, lease, ended)))
+
+    async def scenario() -> None:
+        watching = asyncio.ensure_future(overdue.watch())
+        node.coordinator.left_s = {7: 0}
+        await asyncio.sleep(10)
+        assert overdue.nodes == {OTHER}
+        for epoch in range(4, 40):
+            node.commit(epoch)
+            await asyncio.sleep(0.1)
+            assert overdue.nodes == {OTHER}
+        node.vanish()
+        assert overdue.nodes == frozenset()
+        node.coordinator.asked.clear()
+        await asyncio.sleep(10)
+        assert node.coordinator.asked == [] and told == [(OTHER, 7, True)]
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
 

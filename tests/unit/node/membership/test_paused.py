@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Counting, Gated, gated, holder, job, paused, play, told
+from cluster_kit import Counting, Gated, blindable, eyes, gated, holder, job, paused, play, told
 
 import taskgraph as tg
 from taskgraph.coordination.api import Listing
@@ -18,7 +18,7 @@ from taskgraph.protocol.messages import Call, Reason, Release, Seal, Stamp, Wait
 from taskgraph.results import JobResult
 from taskgraph.testing.clock import FastForwardLoop
 
-__all__ = ["gated"]
+__all__ = ["blindable", "gated"]
 
 
 def stand_still(for_s: float) -> None:
@@ -59,6 +59,28 @@ def test_a_node_pauses_a_third_of_the_ttl_before_its_key_may_go(gated: type[Gate
         return await cluster.result()
 
     assert play(job(gated, tasks=1), scenario, nodes=2).values == {0: 3}
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_node_whose_lease_has_ended_by_the_answer_has_not_resumed(gated: type[Gated]) -> None:
+    """etcd took long to say that its key is there: it served again though that was gone by then."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        node = holder(cluster, 0)
+        key = cluster.keys.node(node.id)
+        eyes(node).answer_late(key)
+        await node.coordinator.txn(Txn(success=(Delete(key),)))
+        await eyes(node).written.wait()
+        await asyncio.sleep(node.settings.lease_stall_s + node.settings.lease_ttl_s + 1.0)
+        eyes(node).answer()
+        await node.while_paused()
+        assert node.registration is not None and not node.registration.unproved
+        assert len(told(cluster, "paused")) == len(told(cluster, "resumed")) == 1
+        gated.gate.set()
+        return await cluster.result()
+
+    assert play(job(gated, tasks=1, backups=0), scenario, nodes=1).values == {0: 3}
 
 
 @pytest.mark.parametrize("call", [Waits(Stamp(1, 1), 0), Release(0, 1, 99, 0), Seal(Stamp(1, 1), 0, 99)], ids=type)
