@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Counting, blindable, eyes, job, play, told
+from cluster_kit import Counting, Gated, blindable, eyes, gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.node import Node
 
-__all__ = ["blindable"]
+__all__ = ["blindable", "gated"]
 
 SETTINGS = tg.Settings(epochs_ahead=0, drain_s=2.0)
 
@@ -118,6 +118,29 @@ def test_of_two_writes_of_its_key_a_node_compares_the_later_one_whichever_is_ans
         assert (await cluster.result()).values == dict.fromkeys(range(4), 300)
 
     play(paced(), scenario, nodes=2)
+
+
+def test_who_was_evicted_stays_until_the_next_commit(gated: type[Gated]) -> None:
+    """It holds the committed boundary until then, and is the last to do so if the others die."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        leaves = cluster.node(next(node for node in first.keeper.view.in_sync(0) if node != first.id))
+        leaves.drain("a test")
+        await first.keeper.wait_until(lambda view: leaves.id not in view.staying(0))
+        assert leaves.id in first.keeper.view.in_sync(0)
+        for node in cluster.nodes:
+            if node is not leaves:
+                cluster.crash(node.id)
+        await asyncio.sleep(5)
+        assert leaves.running and leaves.id == leaves.keeper.view.primary_node(0)
+        gated.gate.set()
+        cluster.add()
+        assert (await cluster.result()).values == {0: 3}
+        assert not [text for text in told(cluster, "drain") if "without" in text]
+
+    play(job(gated, tasks=1), scenario, nodes=3)
 
 
 def few() -> tg.Job:

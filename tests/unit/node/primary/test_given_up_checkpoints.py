@@ -1,4 +1,7 @@
-"""A leader removes what was written of a checkpoint that it gave up only while it knows that nobody else leads."""
+"""A leader removes what was written of a checkpoint that it gave up only while it knows that nobody else leads.
+
+It gives up what it hears nothing of; so what it did not hear is told again.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cluster_kit import Gated, gated, holder, job, play
+from cluster_kit import Counting, Gated, gated, holder, job, play
 
 from taskgraph.checkpoint.manifest import Name
 from taskgraph.checkpoint.store import Store
+from taskgraph.errors import PeerLost
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.node.primary.checkpointer import Checkpointer
-from taskgraph.protocol.messages import Stamp, Written
+from taskgraph.node.router import Router
+from taskgraph.protocol.messages import Call, Reply, Stamp, Written
 
 __all__ = ["gated"]
 
@@ -78,3 +83,28 @@ def test_one_that_pauses_waits_with_it(gated: type[Gated], tmp_path: Path, monke
 
     play(job(gated, tasks=1, backups=0, checkpoint=f"file://{tmp_path}", checkpoint_every=100), scenario, nodes=1)
     assert len(removed) == 1
+
+
+def test_a_file_of_which_the_leader_has_not_heard_is_told_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[Call] = []
+    to_primary = Router.to_primary
+
+    async def loses(self: Router, task: int, message: Callable[[], Call], **options: Any) -> Reply:
+        if isinstance(message(), Written) and not lost:
+            lost.append(message())
+            raise PeerLost("its session broke")
+        return await to_primary(self, task, message, **options)
+
+    monkeypatch.setattr(Router, "to_primary", loses)
+
+    async def waits(cluster: InProcessCluster, node: str) -> None:
+        """Before anything is written of a later boundary."""
+        await cluster.node(node).keeper.wait_until(lambda view: view.checkpoint is not None)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        assert (await cluster.result()).values == {0: 3} and lost
+
+    made = job(Counting, tasks=1, backups=0, checkpoint=f"file://{tmp_path}", checkpoint_every=1)
+    play(made, scenario, nodes=1, stages={("snapshot", 0, 2): waits})
