@@ -231,12 +231,12 @@ def test_what_uncommitted_epochs_hold_is_shared_by_the_primaries_of_a_node(
     assert play(job(Fresh, tasks=5, epochs=80, backups=0), scenario, nodes=nodes) == 80
 
 
-@pytest.mark.parametrize(("numbers", "furthest"), [(0, range(40, 41)), (10, range(30))])
+@pytest.mark.parametrize(("numbers", "furthest"), [(0, range(40, 41)), (100, range(30))])
 def test_what_all_tasks_reported_counts_for_task_0(
     numbers: int, furthest: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its boundaries carry that, also where it comes after the snapshot."""
-    monkeypatch.setattr(lanes, "_AHEAD_BYTES", 400_000)
+    monkeypatch.setattr(sharing, "AHEAD_BYTES", 4_000_000)
 
     class Telling(Free, state=["total"]):
         shared = SimpleNamespace(waits={}, begun=-1, changed=asyncio.Event())
