@@ -311,14 +311,20 @@ def admit(
     candidate: str,
     writer: str,
 ) -> Txn:
-    """The primary puts a candidate into the in-sync set; the candidate's process must still be registered."""
+    """The primary puts a candidate into the in-sync set; the candidate's process must still be registered.
+
+    Raises:
+        LookupError: in the view it is not. Compared with that, its key would have to be absent.
+    """
     keys = view.keys
+    if candidate not in view.nodes:
+        raise LookupError(f"node {candidate} is not registered: it cannot be admitted to task {task}")
     current = view.members_of(task).get(candidate)
     return Txn(
         compares=(
             *_fences(view, task, primary_revision, node, node_revision),
             Compare(keys.member(task, candidate), _mod(current)),
-            Compare(keys.node(candidate), _mod(view.nodes.get(candidate))),
+            Compare(keys.node(candidate), view.nodes[candidate].mod_revision),
             Compare(keys.gone(candidate), 0),
         ),
         success=(Put(keys.member(task, candidate), MemberRecord(writer=writer).to_bytes()),),

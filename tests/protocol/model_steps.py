@@ -180,7 +180,7 @@ class Steps:
 
     def begin_admit(self, node: int, other: int, task: int, slot: int, view: int) -> int | None:
         name, candidate = self.names[node], self.names[other]
-        if not self._role(slot).insync.may_admit(candidate):
+        if candidate not in self.etcd(view).view.nodes or not self._role(slot).insync.may_admit(candidate):
             return None
         found = self.slot(slot).copy()
         role = found.role

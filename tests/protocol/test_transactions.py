@@ -335,6 +335,12 @@ def test_admitting_makes_a_member(world: World) -> None:
     assert world.view().members_of(0)["c"].record.until is None
 
 
+def test_who_is_not_registered_is_not_admitted(world: World) -> None:
+    """What the write compares is the candidate's key: of one that has none it compared that there is none."""
+    with pytest.raises(LookupError, match="node d is not registered: it cannot be admitted to task 0"):
+        world.admit(0, "a", "d")
+
+
 def test_an_evicted_member_may_be_admitted_again(world: World) -> None:
     world.evict(0, "a", "b")
     assert world.admit(0, "a", "b").succeeded
