@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from taskgraph.errors import DecodeError, JobError, worded
-from taskgraph.graph.codecs import codec_of
+from taskgraph.graph.codecs import Codec, codec_of
 
 __all__ = ["EpochReport", "JobResult", "json_pieces", "plain_value"]
 
@@ -149,6 +149,11 @@ def _floats(numbers: Mapping[str, Any]) -> dict[str, float]:
 
 def plain_value(value: Any) -> Any:
     """A value as JSON can say it. Not exact: a view for people and scripts, not a way back."""
+    if (known := declared(value)) is not None:
+        try:
+            return plain_value(known.encode(value))
+        except Exception as error:  # beside its values others are worth to be seen
+            return _unsaid(value, error)
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -173,11 +178,20 @@ def plain_value(value: Any) -> Any:
         from google.protobuf.json_format import MessageToDict
 
         return plain_value(MessageToDict(value, preserving_proto_field_name=True))
-    known = codec_of(type(value))
     try:
-        return str(value) if known is None else plain_value(known.encode(value))
-    except Exception as error:  # a type of the user's, beside whose values others are worth to be seen
-        return f"<{type(value).__name__}: {worded(error)}>"
+        return str(value)
+    except Exception as error:  # a type of the user's
+        return _unsaid(value, error)
+
+
+def declared(value: Any) -> Codec | None:
+    """The codec that a user declared for exactly this type. Arrays of libraries have one, and say themselves more."""
+    kind = type(value)
+    return None if hasattr(kind, "__dlpack__") else codec_of(kind)
+
+
+def _unsaid(value: Any, error: Exception) -> str:
+    return f"<{type(value).__name__}: {worded(error)}>"
 
 
 def _has_digits(value: int) -> bool:

@@ -327,16 +327,16 @@ async def _with_its_token(
     told = ""
     while True:
         spec = await process.wait_for_job(coordinator, options.job)
+        why = "waiting for that, which `taskgraph submit` wrote, in the file that --token-file names"
         if spec.token_mark and mark(bytes.fromhex(token)) != spec.token_mark:
-            token = _token_at(options, etcd) or token
+            try:
+                token = _token_at(options, etcd) or token
+            except JobError as error:  # it is just being replaced, perhaps
+                why = f"waiting for that, which `taskgraph submit` wrote: {error}"
         if spec.token_mark in ("", mark(bytes.fromhex(token))):
             return spec, token
         if told != spec.run:
-            log.warning(
-                "job %r was submitted with another token than the one that is known here: waiting for that, which "
-                "`taskgraph submit` wrote, in the file that --token-file names",
-                options.job,
-            )
+            log.warning("job %r was submitted with another token than the one that is known here: %s", options.job, why)
             told = spec.run
         await asyncio.sleep(_TOKEN_AGAIN_S)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from taskgraph.errors import JobCancelled, JobFailed, UnknownJob, worded
-from taskgraph.graph.codecs import codec_of
 from taskgraph.graph.values import decode, verify
 from taskgraph.node.reports import PlainRows, ReportLog
 from taskgraph.observe.events import Event
@@ -18,7 +17,7 @@ from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import PrimaryRecord, State, StatusRecord
 from taskgraph.protocol.view import Versioned
-from taskgraph.results import EpochReport, JobResult, json_pieces
+from taskgraph.results import EpochReport, JobResult, declared, json_pieces
 
 __all__ = [
     "KeptCopy",
@@ -143,6 +142,10 @@ def _no_copy(why: str) -> KeptCopy:
 
 def _elements(value: Any, limit: int) -> int:
     """How many numbers and texts a value is made of; some number above `limit` where there are more."""
+    if (known := declared(value)) is not None:
+        with contextlib.suppress(Exception):  # a codec raises what it likes: then its error is written, one text
+            return _elements(known.encode(value), limit)
+        return 1
     if isinstance(value, Mapping):
         value = list(value.values())
     elif dataclasses.is_dataclass(value):
@@ -154,9 +157,6 @@ def _elements(value: Any, limit: int) -> int:
                 break
         return count
     if not hasattr(value, "tolist"):
-        known = codec_of(type(value))
-        with contextlib.suppress(Exception):  # a codec raises what it likes: then its error is written, one text
-            return 1 if known is None else _elements(known.encode(value), limit)
         return 1
     size = getattr(value, "size", None)
     return size if isinstance(size, int) else int(value.nbytes)  # torch's `size` is a method

@@ -21,7 +21,7 @@ def job_goes_on(view: JobView, me: str, task: int, *, suspects: Set[str], min_in
     """Whether the job goes on as it is where `me` ends, which cannot set up its replica of `task`.
 
     That is so where an epoch is committed, `me` is primary of nothing, and every task of which it is in sync, or was
-    to be, has its primary and members enough on other nodes that live.
+    to be, has its primary and members enough on other nodes that live, and stay.
     """
     if not view.running or view.stamp is None or view.stamp.epoch == 0:
         return False
@@ -31,7 +31,8 @@ def job_goes_on(view: JobView, me: str, task: int, *, suspects: Set[str], min_in
         if primary == me:
             return False
         if each in concerned:
-            others = {n for n in view.in_sync(each) if n in view.nodes and n not in view.gone and n not in suspects}
-            if primary not in others or len(others - {me}) < min_in_sync:
+            alive = {n for n in view.in_sync(each) if n in view.nodes and n not in view.gone and n not in suspects}
+            staying = [n for n in alive - {me} if not view.nodes[n].record.draining]
+            if primary not in alive or len(staying) < max(1, min_in_sync):
                 return False
     return True

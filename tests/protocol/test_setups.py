@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from protocol_kit import World
+from protocol_kit import World, node_record
 
 from taskgraph.protocol.records import EpochRecord, State, StatusRecord
 from taskgraph.protocol.setups import job_goes_on
@@ -38,6 +38,15 @@ def test_a_node_that_may_have_to_take_over_is_needed(world: World, suspects: str
 def test_so_is_a_primary_whose_node_is_gone(world: World) -> None:
     world.die("a")
     assert not goes_on(world)
+
+
+def test_where_the_others_leave_it_is_needed(world: World) -> None:
+    """Of a job whose only other node was leaving it was said that it goes on; ten seconds later it had no node."""
+    for node in "ab":
+        world.put(world.keys.node(node), node_record(node, draining=True).to_bytes())
+    assert not goes_on(world)
+    world.put(world.keys.node("a"), node_record("a").to_bytes())
+    assert goes_on(world), "a stays, and takes over from b"
 
 
 def test_a_primary_of_anything_stays(world: World) -> None:

@@ -88,6 +88,22 @@ class Bag:
 tg.codec(Bag, lambda bag: bag.has, Bag, name="a bag of results")
 
 
+@dataclasses.dataclass
+class Handle:
+    """As a dataclass that holds what cannot be said."""
+
+    number: int
+    handle: object
+
+
+class Row(list[int]):
+    """As a list that is more."""
+
+
+tg.codec(Handle, lambda handle: {"number": handle.number}, lambda raw: Handle(raw["number"], None))
+tg.codec(Row, lambda row: [len(row), list(row)], lambda raw: Row(raw[1]))
+
+
 @tg.message
 class Found:
     at: Any
@@ -122,6 +138,8 @@ class Found:
         (Path("/x"), "/x"),
         (Bag([1, Bag(np.arange(2))]), [1, [0, 1]]),
         ({"a": (Bag({"b": b"x"}),)}, {"a": [{"b": "eA=="}]}),
+        (Handle(3, object()), {"number": 3}),
+        ([Row([5, 6])], [[2, [5, 6]]]),
     ],
 )
 def test_any_value_is_said_in_json(value: Any, plain: Any) -> None:

@@ -200,8 +200,11 @@ class Mailbox:
         what = f"task {attempt.task}, epoch {attempt.number}, handler {message.method!r}"
         name, call = f"handler {message.method}", _call_and_encode(handler, f"{what}: its answer", attempt.allocate)
         watch = None
-        if pure and attempt.recording is not None:
-            watch = PureWatch(vars(attempt.scratch), lambda: bool(attempt.quiet.held) or replica.actor.others(name))
+        if pure and attempt.recording is not None and attempt.recording.looks_at(message.method):
+            quiet, actor = attempt.quiet, replica.actor
+            # Of a coroutine each step is looked at by itself: on the event loop nothing runs beside that.
+            alone = is_async(handler)
+            watch = PureWatch(vars(attempt.scratch), lambda: bool(quiet.held) or (actor.waiting > 0 and not alone))
         value = await replica.actor.call(
             name,
             call if watch is None else watch.around(call),

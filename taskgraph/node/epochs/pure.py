@@ -22,8 +22,10 @@ from taskgraph.protocol.deviceloss import device_error
 
 __all__ = ["PureWatch"]
 
+_STEPS = 8
+"""So many steps of a handler that awaits are looked at: what it holds in `epoch.scratch` may be large."""
 _HOLDS_OTHERS = (list, tuple, dict, set, frozenset, deque, defaultdict, OrderedDict, Counter)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, np.ndarray)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, np.ndarray, pickle.PickleBuffer)
 
 
 class PureWatch:
@@ -32,13 +34,14 @@ class PureWatch:
     Args:
         scratch: what `epoch.scratch` holds.
         beside: whether something of the user's may run meanwhile that nobody keeps apart: threads and asyncio tasks of
-            code that waits, or holds the epoch. What changes then may be their doing.
+            code that holds the epoch, or awaits something. What changes then may be their doing.
     """
 
     def __init__(self, scratch: dict[str, object], beside: Callable[[], bool]) -> None:
         self._scratch = scratch
         self._beside = beside
         self._changed: set[str] = set()
+        self._left = _STEPS
 
     def around(self, handler: Callable[..., Any]) -> Callable[..., Any]:
         """The handler, looked at."""
@@ -64,8 +67,9 @@ class PureWatch:
             )
 
     def _look(self, run: Callable[[], Any]) -> Any:
-        if self._beside():
+        if self._left <= 0 or self._beside():
             return run()
+        self._left -= 1
         before = _held(self._scratch)
         try:
             return run()

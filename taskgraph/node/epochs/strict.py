@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,8 @@ __all__ = ["Recording", "check_as_left", "check_replay", "check_result", "left_b
 R = TypeVar("R")
 
 Fields = dict[str, bytes]
+_PURE_CALLS = 4
+"""So many calls of a pure handler are looked at in an epoch: all of `epoch.scratch` is, before and after each."""
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Types of what cannot travel and is no state."""
 
@@ -76,6 +79,12 @@ class Recording:
         self._open = 0
         self.interleaved = False
         self._written: Given | None = None
+        self._looked: Counter[str] = Counter()
+
+    def looks_at(self, method: str) -> bool:
+        """Whether a call of this pure handler is looked at: the first ones are, which tell what it does."""
+        self._looked[method] += 1
+        return self._looked[method] <= _PURE_CALLS
 
     async def begin(self) -> None:
         """The epoch begins: the state is the boundary's."""

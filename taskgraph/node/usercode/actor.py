@@ -105,16 +105,14 @@ class Actor:
         self._calls = 0
         self._brief: dict[str, int] = {}  # what is brief, and how often it may take long before it is not
         self._ends_at: float | None = None  # where its last call is under way
+        self.waiting = 0
+        """Coroutines that have begun and await something: what else these began on the event loop runs in no turn."""
         self.abandoned = False
 
     @property
     def running(self) -> tuple[Running, ...]:
         """User code that has begun and not returned, oldest first, but for what the event loop runs just now."""
         return tuple([Running(where, since) for where, since in self._running.values()])
-
-    def others(self, where: str) -> bool:
-        """Whether user code other than `where` has begun and not returned, as it waits for something; in any thread."""
-        return any(name != where for name, _ in self._running.copy().values())
 
     async def call(
         self,
@@ -263,6 +261,7 @@ class Actor:
         """Drives a coroutine on that awaits something: from now on others can see that it is under way."""
         words = lastwords.here
         mark = self._begin(where, stamp)
+        self.waiting += 1
         if words is not None:
             words.ran()
         try:
@@ -271,6 +270,7 @@ class Actor:
         finally:
             if words is not None:
                 words.runs(self.task, stamp, where)
+            self.waiting -= 1
             self._end(mark)
 
     def end_child(self, where: str) -> NoReturn:

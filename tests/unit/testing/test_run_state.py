@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -557,6 +558,55 @@ def test_what_a_pure_handler_changes_in_place_is_named(name: str, asynchronous: 
     says(
         error, "task 0, epoch 0, handler 'get'", "marked pure", f"changed epoch.scratch.{name},", "leave pure=True out"
     )
+
+
+HELD: dict[str, Callable[[], object]] = {
+    "deque": lambda: deque([np.zeros(3)]),
+    "defaultdict": lambda: defaultdict(list, {0: [np.zeros(3)]}),
+    "beside a set": lambda: {"rows": np.zeros((2, 2)), "seen": {1, 2}},
+    "beside an object": lambda: [np.zeros(3), object()],
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_pure_handler_that_only_reads_changes_nothing(held: str) -> None:
+    """Arrays in what cannot travel as a value were looked at by where their copy lay."""
+
+    class Reads(Counts):
+        def compose(self, epoch: tg.Epoch) -> None:
+            super().compose(epoch)
+            epoch.scratch.held = HELD[held]()
+
+        @tg.handles("get", pure=True)
+        def get(self, epoch: tg.Epoch, sender: int, payload: None) -> int:
+            return len(epoch.scratch.held)
+
+    assert run(job(Reads, tasks=3)).status == "finished"
+
+
+def test_what_a_pure_handler_changes_is_found_while_a_processor_waits_for_a_reply() -> None:
+    """A thread that waits writes nothing: it counted as code that may."""
+
+    class Waits(Counts):
+        def compose(self, epoch: tg.Epoch) -> None:
+            super().compose(epoch)
+            epoch.processor(self.ask, outbound={"asked": self.task_id})
+            epoch.processor(self.taken, inbound={"asked": self.task_id})
+
+        def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            for _ in range(20):
+                epoch.request(1 - self.task_id, "get").wait()
+            outs.put("asked", 1)
+
+        def taken(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None: ...
+
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: None) -> None: ...
+
+        @tg.handles("get", pure=True)
+        def get(self, epoch: tg.Epoch, sender: int, payload: None) -> None:
+            epoch.scratch.by[sender] = epoch.scratch.by.get(sender, 0) + 1
+
+    says(fails(job(Waits, tasks=2)), "handler 'get'", "changed epoch.scratch.by,")
 
 
 def test_what_a_pure_handler_changes_is_found_where_all_ask_one_another() -> None:

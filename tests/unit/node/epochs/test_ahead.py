@@ -279,6 +279,33 @@ def test_and_anew_when_the_node_has_more_primaries(monkeypatch: pytest.MonkeyPat
     assert play(job(Exchanging, epochs=200, settings=tg.Settings(epochs_ahead=4)), scenario, nodes=2).failovers == 1
 
 
+def test_an_attempt_that_is_over_needs_no_room() -> None:
+    """Else all of a node would be left with the least, for as long as it lives."""
+
+    def held(cluster: InProcessCluster) -> dict[str, tuple[int, int]]:
+        found = {}
+        for node in cluster.nodes:
+            lanes = [primary._lanes for primary in node.roles.primaries.values()]
+            found[node.name] = (node.sharing._sum, sum(one._most_bytes for one in lanes if one is not None))
+        return found
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        for number in (1, 2):
+            await cluster.nodes[0].keeper.wait_until(partial(_committed, 60 * number))
+            lost = holder(cluster, 1).id
+            cluster.add()
+            await cluster.nodes[0].keeper.wait_until(lambda view: len(view.nodes) == 3)
+            cluster.crash(lost)
+            left = holder(cluster, 0) if holder(cluster, 0).id != lost else cluster.nodes[-1]
+            await left.keeper.wait_until(lambda view, number=number: view.term(1) > number)
+        await left.keeper.wait_until(partial(_committed, 190))
+        assert all(summed == of_lanes > 0 for summed, of_lanes in held(cluster).values() if of_lanes), held(cluster)
+        assert any(of_lanes for _, of_lanes in held(cluster).values())
+        return await cluster.result()
+
+    assert play(job(Exchanging, epochs=250), scenario, nodes=2).epochs == 250
+
+
 @pytest.mark.parametrize("task", [0, 1])
 def test_one_large_epoch_does_not_count_for_all_that_come_after_it(
     task: int, free: type[Free], monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,22 @@ async def test_a_node_that_waits_with_an_old_token_waits_for_that_of_the_job(
     async with asyncio.timeout(5):
         spec, token = await waiting
     assert token == NEW and spec.name == "fit"
+
+
+@pytest.mark.parametrize("left", [None, "", "ab"], ids=["gone", "empty", "part"])
+async def test_and_while_its_file_is_replaced(
+    etcd: MemoryCoordinator, old: Path, left: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended, where it was to wait."""
+    monkeypatch.setattr(joining, "_TOKEN_AGAIN_S", 0.01)
+    await submitted(etcd, mark(bytes.fromhex(NEW)))
+    await asyncio.to_thread(old.unlink if left is None else partial(old.write_text, left))
+    waiting = asyncio.ensure_future(token_of_node(etcd, old))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await asyncio.to_thread(old.write_text, NEW)
+    async with asyncio.timeout(5):
+        assert (await waiting)[1] == NEW
 
 
 @pytest.mark.parametrize("token_mark", ["", mark(bytes.fromhex(OLD))])
