@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -30,7 +30,7 @@ from taskgraph.protocol.kv import Compare, Txn
 from taskgraph.protocol.records import ENDED_ITSELF, GoneRecord, Ran, StatusRecord
 from taskgraph.transport.api import Transport
 
-__all__ = ["NodeCore", "Point"]
+__all__ = ["CoreArguments", "NodeCore", "Point", "ended_itself"]
 
 T = TypeVar("T")
 Point = Callable[[str, int, int], Awaitable[None]]
@@ -40,6 +40,23 @@ _RETRY_S = 0.05
 """Pause before a failed call or transaction is tried again: long for a socket, short for a person."""
 _LEFT = "it left"
 _WHY_CHARS = 2000
+
+
+class CoreArguments(TypedDict):
+    """What a `NodeCore` is made of."""
+
+    spec: JobSpec
+    job: Job
+    coordinator: Coordinator
+    transport: Transport
+    name: str
+    node_id: str
+    events: EventLog
+    devices: NotRequired[int]
+    host: NotRequired[str | None]
+    threads: NotRequired[Threads | None]
+    point: NotRequired[Point | None]
+    own_process: NotRequired[bool]
 
 
 class NodeCore:
@@ -66,11 +83,11 @@ class NodeCore:
         name: str,
         node_id: str,
         events: EventLog,
-        devices: int,
-        host: str | None,
-        threads: Threads | None,
-        point: Point | None,
-        own_process: bool,
+        devices: int = 0,
+        host: str | None = None,
+        threads: Threads | None = None,
+        point: Point | None = None,
+        own_process: bool = False,
     ) -> None:
         self.id = node_id
         self.name = name

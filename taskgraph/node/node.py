@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from typing import Unpack
 
-from taskgraph.checkpoint.places import Place
-from taskgraph.coordination.api import Coordinator
 from taskgraph.device.visible import device_ids
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError
-from taskgraph.jobs import Job
 from taskgraph.node.core import Point, ended_itself
 from taskgraph.node.membership.arithmetic import arithmetic
 from taskgraph.node.membership.draining import Draining
@@ -27,18 +25,15 @@ from taskgraph.node.membership.unable import SetUps
 from taskgraph.node.primary.takeovers import TakeOvers
 from taskgraph.node.reconciler import Reconciler
 from taskgraph.node.roles import Roles
-from taskgraph.node.services import NodeServices
+from taskgraph.node.services import NodeServices, ServicesArguments
 from taskgraph.node.serving import Serving
 from taskgraph.node.telling import node_status, task_results
 from taskgraph.node.usercode import lastwords
 from taskgraph.node.usercode.forks import kept_from_children
-from taskgraph.node.usercode.threads import Threads
-from taskgraph.observe.events import EventLog
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
 from taskgraph.protocol.records import NodeRecord, Ran
 from taskgraph.protocol.view import JobView
-from taskgraph.transport.api import Transport
 
 __all__ = ["Node", "Point"]
 
@@ -55,43 +50,17 @@ class Node(NodeServices):
     def __init__(
         self,
         *,
-        spec: JobSpec,
-        job: Job,
-        coordinator: Coordinator,
-        transport: Transport,
-        name: str,
-        node_id: str,
-        events: EventLog,
         control: str = "",
         token_mark: str = "",
-        devices: int = 0,
-        host: str | None = None,
-        threads: Threads | None = None,
-        file_threads: Threads | None = None,
-        place: Place | None = None,
-        point: Point | None = None,
-        own_process: bool = False,
         kept_on: bool = False,
+        **services: Unpack[ServicesArguments],
     ) -> None:
         """Args:
+        control: where its control service listens.
+        token_mark: of the token that it has.
         kept_on: results are kept for as long as it takes: whoever collects them has this node end with itself.
         """
-        super().__init__(
-            spec=spec,
-            job=job,
-            coordinator=coordinator,
-            transport=transport,
-            name=name,
-            node_id=node_id,
-            events=events,
-            devices=devices,
-            host=host,
-            threads=threads,
-            file_threads=file_threads,
-            place=place,
-            point=point,
-            own_process=own_process,
-        )
+        super().__init__(**services)
         self._control, self._token_mark = control, token_mark
         self._results_kept_s = None if kept_on else self.settings.results_kept_s
         self._known_spec: bytes | None = None

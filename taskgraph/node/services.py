@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NotRequired, Unpack
 
 from taskgraph.checkpoint.places import Place
-from taskgraph.coordination.api import Coordinator
-from taskgraph.driver import JobSpec
 from taskgraph.errors import TaskGraphError
-from taskgraph.jobs import Job
-from taskgraph.node.core import NodeCore, Point
+from taskgraph.node.core import CoreArguments, NodeCore
 from taskgraph.node.epochs.sharing import Sharing
 from taskgraph.node.membership.deviceloss import DeviceLoss
 from taskgraph.node.membership.unable import SetUps
@@ -20,15 +17,20 @@ from taskgraph.node.primary.gathering import Gathering
 from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import UserCodeError, met
 from taskgraph.node.usercode.threads import PooledThreads, Threads
-from taskgraph.observe.events import EventLog
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.placement import Wish
-from taskgraph.transport.api import Transport
 
 if TYPE_CHECKING:
     from taskgraph.node.primary.leading import Leading
 
-__all__ = ["NodeServices"]
+__all__ = ["NodeServices", "ServicesArguments"]
+
+
+class ServicesArguments(CoreArguments):
+    """What a `NodeServices` is made of."""
+
+    file_threads: NotRequired[Threads | None]
+    place: NotRequired[Place | None]
 
 
 class NodeServices(NodeCore):
@@ -46,37 +48,9 @@ class NodeServices(NodeCore):
     set_ups: SetUps
 
     def __init__(
-        self,
-        *,
-        spec: JobSpec,
-        job: Job,
-        coordinator: Coordinator,
-        transport: Transport,
-        name: str,
-        node_id: str,
-        events: EventLog,
-        devices: int,
-        host: str | None,
-        threads: Threads | None,
-        file_threads: Threads | None,
-        place: Place | None,
-        point: Point | None,
-        own_process: bool,
+        self, *, file_threads: Threads | None = None, place: Place | None = None, **core: Unpack[CoreArguments]
     ) -> None:
-        super().__init__(
-            spec=spec,
-            job=job,
-            coordinator=coordinator,
-            transport=transport,
-            name=name,
-            node_id=node_id,
-            events=events,
-            devices=devices,
-            host=host,
-            threads=threads,
-            point=point,
-            own_process=own_process,
-        )
+        super().__init__(**core)
         self.replicas: dict[int, Replica] = {}
         self.leader: Leading | None = None
         self.sharing = Sharing()
@@ -85,7 +59,8 @@ class NodeServices(NodeCore):
         self.gathering = Gathering(self)
         self.device_loss = DeviceLoss(self, self.replicas)
         # Threads of their own: a place that hangs must take none from user code.
-        self.file_threads = file_threads or threads or PooledThreads(f"{name}-files", limit=FILES_AT_A_TIME)
+        own = file_threads or core.get("threads")
+        self.file_threads = own or PooledThreads(f"{self.name}-files", limit=FILES_AT_A_TIME)
         self.checkpoints = CheckpointReader(self, self.file_threads, place)
 
     def wish(self, task: int) -> Wish | None:
