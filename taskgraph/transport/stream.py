@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import logging
 import socket
@@ -62,6 +63,10 @@ class _Listener(Protocol):
 
 
 T = TypeVar("T")
+
+
+_WENT = (errno.ECONNRESET, errno.ENOTCONN)
+"""A port that went while it took the connection, or right after: what a socket says then of the other end."""
 
 
 class _CutOff(PeerLost):
@@ -429,7 +434,7 @@ class StreamTransport:
         try:
             sock = await endpoints.connect(endpoint, self._settings)
         except PeerLost as error:
-            if isinstance(error.__cause__, ConnectionResetError):  # its port went while it took the connection
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _WENT:
                 raise _CutOff(str(error)) from error
             raise
         hello = Dialling(self._token, self._job, self._node, probe=probe)
@@ -466,7 +471,8 @@ class StreamTransport:
             why = str(error)
             if self._tls is not None and endpoint.startswith("tcp:"):
                 why = f"no TLS handshake: {why or 'its end closed the connection: was it started without TLS (--tls)?'}"
-            raise PeerLost(f"{endpoint}: {why}{advice(error)}") from error
+            lost = _CutOff if error.errno == errno.ENOTCONN else PeerLost
+            raise lost(f"{endpoint}: {why}{advice(error)}") from error
         except BaseException:
             session.abort()
             raise

@@ -92,8 +92,9 @@ async def test_a_descriptor_is_closed_once_though_the_peer_is_gone_when_it_is_di
             os.close(end)
 
 
-async def test_who_is_reset_while_it_connects_asks_again_whether_the_peer_is_gone(
-    streams: Cluster, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.ECONNRESET, errno.ENOTCONN])
+async def test_who_is_cut_off_while_it_connects_asks_again_whether_the_peer_is_gone(
+    streams: Cluster, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that is killed, and was just about to take the connection: lost was all that it said."""
     a, gone = await streams.node(), await streams.node()
@@ -105,7 +106,7 @@ async def test_who_is_reset_while_it_connects_asks_again_whether_the_peer_is_gon
             nonlocal resets
             resets += 1
             if resets <= 2:
-                raise ConnectionResetError(errno.ECONNRESET, "Connect call failed")
+                raise OSError(number, "Connect call failed")
             return await connect(*where)
 
         return connect_to_the_dying

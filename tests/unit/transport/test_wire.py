@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ BY_HINT: dict[Any, st.SearchStrategy[Any]] = {
     str: text,
     m.Stamp: stamps,
     m.Encoded: values,
-    dict[str, float] | None: numbers,
+    Mapping[str, float] | None: numbers,
     tuple[m.LedgerEntry, ...]: st.lists(entries, max_size=3).map(tuple),
     tuple[tuple[int, int, bytes], ...]: st.lists(parts, min_size=1, max_size=3).map(tuple),
     tuple[m.Report, ...]: st.lists(reports, min_size=1, max_size=3).map(tuple),
