@@ -296,10 +296,11 @@ async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str, _OnlyT
     Where they are gone, why there is none; and where it is kept nowhere else, what to say of that. One that somebody
     runs is that one's to collect.
     """
-    reached.check_token()
     follower = Follower(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
     await follower.start()
     try:
+        if not follower.view.collected:  # else nobody is asked: it is told what became of them
+            reached.check_token()
         async with asyncio.timeout(_COLLECT_S):
             collected = await follower.collect(let_go=not reached.spec.expected_nodes)
         if collected is None and follower.view.running:
