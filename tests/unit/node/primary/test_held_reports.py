@@ -35,6 +35,7 @@ def arrived(message: Message) -> Message:
 
 @pytest.fixture
 def traced() -> Iterator[None]:
+    gc.collect()  # what others left: its end may be told in a log, which is kept
     tracemalloc.start()
     yield
     tracemalloc.stop()
