@@ -63,7 +63,7 @@ class JobEntry:
         pid: the process that launched it; the entry is stale when that is gone.
         embedded: its etcd ends with it.
         started: when that process began, as the kernel tells it, since process ids come again.
-        pids: where that process id holds, as `host.pids` tells it; "" in entries of an earlier release.
+        pids: where that process id holds, as `host.pids` tells it; "" where the host does not.
         lives: of a launcher of another container, whose process is not seen here: whether it held its entry when that
             was read. None: it is of this one.
         created: unix time, seconds.
