@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import taskgraph as tg
@@ -64,6 +65,14 @@ def test_readmes_program_is_the_same_on_any_number_of_nodes() -> None:
     assert one.value.tobytes() == four.value.tobytes()
     assert one.value == pytest.approx([1.0, 2.0, 3.0])
     assert one.reports == four.reports
+
+
+def test_the_plate_is_the_one_of_the_loop_whatever_is_killed() -> None:
+    driver = load_driver(str(ROOT / "examples" / "heat.py"))
+    alone = driver.__wrapped__.__globals__["alone"]
+    result = tg.run(driver(rows=2, cols=3, size=50, tolerance=0.2), nodes=4, timeout_s=LIMIT_S)
+    blocks = [result.values[task] for task in range(6)]
+    assert (np.block([blocks[:3], blocks[3:]]) == alone(50, sweeps=result.epochs)).all()
 
 
 # -- with kills -------------------------------------------------------------------------------------------------------

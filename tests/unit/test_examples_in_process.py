@@ -17,7 +17,7 @@ from taskgraph.results import JobResult
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BOTH_STYLES = ["framework_regression", "framework_regression_events"]
-ALL = [*BOTH_STYLES, "linear_regression", "readme", "gpu_kmeans", "gpu_regression"]
+ALL = [*BOTH_STYLES, "linear_regression", "readme", "heat", "gpu_kmeans", "gpu_regression"]
 STAGES = ["compose", "processor", "sync", "snapshot", "done", "commit", "committed"]
 
 
@@ -100,7 +100,8 @@ def test_linear_regression_is_least_squares_to_the_last_bit_whatever_is_killed()
 )
 def test_no_example_changes_what_no_snapshot_holds(example: str) -> None:
     events: list[Event] = []
-    asyncio.run(arun_inprocess(job(example, epochs=2), on_event=events.append))
+    few = {"tolerance": 20.0} if example == "heat" else {"epochs": 2}
+    asyncio.run(arun_inprocess(job(example, **few), on_event=events.append))
     assert "finished" in {event.kind for event in events}
     assert not [event.text for event in events if event.kind == "unheld"]
 
