@@ -20,7 +20,7 @@ from taskgraph.node.node import Point
 from taskgraph.node.usercode.actor import call_under_way
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
-from taskgraph.testing.clock import SPEED, Turn
+from taskgraph.testing.clock import SPEED, FastForwardLoop, Turn
 from taskgraph.testing.guard import WHOLE, Idle, Stuck, run_guarded
 from taskgraph.testing.threads import LockStepThreads
 
@@ -28,6 +28,12 @@ __all__ = ["STAGES", "run"]
 
 _EPOCHS_PER_S = 200
 """A small job commits as many in a second: one that nobody finishes fails about when it should have ended."""
+
+_TAKE_TIME = ("processor", "sync", "done")
+_TAKES_TIME = 20
+_TIME_S = 0.1
+"""In strict mode the clock, which stands while code computes, leaps at the first of these stages, as if that had taken
+time: timers of coroutines that run beside the job are due then, as they would be in life. No lease ends of it."""
 
 STAGES = ("compose", "processor", "sync", "snapshot", "done", "commit", "committed")
 """Where a node can be killed: before the task composes, before its first processor, before its sync points, before
@@ -181,6 +187,7 @@ class _Run:
         self._limit = f"did not end within {timeout_s:g} s"
         self._most = max(1, int(timeout_s * _EPOCHS_PER_S)) if job.epochs is None else None
         self._endless = False
+        self._took_time = 0
         self._deadline: asyncio.Timeout | None = None
         self._cluster: InProcessCluster | None = None
 
@@ -208,7 +215,14 @@ class _Run:
         return result
 
     def _point(self, cluster: InProcessCluster, node_id: str) -> Point:
+        loop, strict = asyncio.get_running_loop(), self._job.settings.strict
+        assert isinstance(loop, FastForwardLoop)
+
         async def at(stage: str, task: int, epoch: int) -> None:
+            if strict and stage in _TAKE_TIME and self._took_time < _TAKES_TIME:
+                self._took_time += 1
+                loop.stand_still(_TIME_S)
+                await asyncio.sleep(0)
             if stage == "commit" and self._most is not None and epoch >= self._most and not self._endless:
                 self._endless = True  # all epochs before have been committed
                 self.waits_too_long()

@@ -24,7 +24,7 @@ from taskgraph.node.epochs.inbound import Inbound, raised
 from taskgraph.node.epochs.items import Items
 from taskgraph.node.epochs.mailbox import Mailbox
 from taskgraph.node.epochs.quiet import Quiet
-from taskgraph.node.epochs.strict import Recording, left_by, seen
+from taskgraph.node.epochs.recording import Recording, left_by, seen
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.usercode.errors import cancelled_by_users
 from taskgraph.observe.trace import clock
@@ -269,14 +269,15 @@ class Attempt:
         inputs = Inputs(self, processor, items)
         outputs = Outputs(self, processor, inputs)
         after = close = outputs.close
+        compute = processor.compute
         if recording is not None:
-            recording.started(name, processor)
+            compute = recording.marked(recording.started(name, processor), compute)
             close = partial(recording.closes, name, outputs)
             after = recording.watched(processor, close)
             before = await seen(self.replica, partial(left_by, self)) if self.replica.shape.in_flight else {}
         actor.stamp = self.stamp
         alone = not processor.parallel
-        await actor.call(name, processor.compute, epoch, inputs, outputs, alone=alone, after=after, attempt=self)
+        await actor.call(name, compute, epoch, inputs, outputs, alone=alone, after=after, attempt=self)
         if recording is not None:
             if self.replica.shape.in_flight:
                 recording.left[name] = (before, await seen(self.replica, partial(left_by, self)))

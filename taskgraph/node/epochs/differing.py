@@ -16,7 +16,7 @@ from taskgraph.errors import class_name
 from taskgraph.graph import dtypes
 from taskgraph.graph.values import encode
 
-__all__ = ["equal_unlike", "made_of_state", "padding_of", "shared_state"]
+__all__ = ["equal_unlike", "made_of_state", "padding_of", "pickled", "shared_state"]
 
 _UNCHANGING = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, np.generic)
 """Values that nobody writes to: to have one of them twice is no mistake."""
@@ -85,12 +85,13 @@ def equal_unlike(one: object, other: object) -> bool:
     It writes whatever is there twice as often. How arrays lie in memory makes no difference to either.
     """
     try:
-        return encode(one, what="").digest != encode(other, what="").digest and _pickled(one) == _pickled(other)
+        return encode(one, what="").digest != encode(other, what="").digest and pickled(one) == pickled(other)
     except Exception:  # user classes raise what they like where they cannot be pickled
         return False
 
 
-def _pickled(value: object) -> bytes:
+def pickled(value: object) -> bytes:
+    """A value in bytes that do not tell which of its parts are one object; raises what its class raises."""
     pickled = io.BytesIO()
     pickler = pickle.Pickler(pickled, protocol=5)
     pickler.fast = True

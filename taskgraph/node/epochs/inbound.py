@@ -17,7 +17,7 @@ from taskgraph.transport.api import Begun
 
 if TYPE_CHECKING:
     from taskgraph.graph.compose import Graph
-    from taskgraph.node.epochs.strict import Recording
+    from taskgraph.node.epochs.recording import Recording
     from taskgraph.node.epochs.term import Term
     from taskgraph.protocol.sums import Ledger
 

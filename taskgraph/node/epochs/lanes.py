@@ -17,8 +17,9 @@ from taskgraph.errors import TaskGraphError
 from taskgraph.node.epochs import sharing
 from taskgraph.node.epochs.attempt import Attempt, first_error
 from taskgraph.node.epochs.dones import Dones, Worked
+from taskgraph.node.epochs.recording import Recording
 from taskgraph.node.epochs.sharing import EPOCH_BYTES
-from taskgraph.node.epochs.strict import Recording, check_as_left, check_replay
+from taskgraph.node.epochs.strict import check_as_left, check_replay
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.reports import plain
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, met
@@ -559,20 +560,19 @@ class Lanes:
     async def _look(self, attempt: Attempt) -> None:
         """In strict mode an epoch is replayed; else the first ones are looked at."""
         if attempt.recording is not None:
+            attempt.recording.numbers, attempt.recording.finishing = attempt.numbers, attempt.finishing
             await self._replay(attempt.recording, attempt.stamp)
         else:
             self._looks = self._primary.unheld.look(attempt.number)
 
     async def _replay(self, recording: Recording, stamp: Stamp) -> None:
         """Strict mode: the epoch again, on a fresh object restored from the boundary."""
-        if recording.interleaved:
-            return  # async hooks that ran into each other: their order cannot be replayed step by step
         replica, boundary = self._replica, self._replica.boundaries.committed
         assert boundary is not None
         value, twins, error = boundary.value, self._primary.twins, None
-        if replica.stateful:
+        if replica.stateful and not recording.interleaved:
             error = await twins.check_as_left(stamp.epoch, lambda twin: check_as_left(replica, twin, recording, stamp))
-        await twins.check(lambda twin: check_replay(replica, twin, value, recording, stamp))
+        await twins.check(lambda twin: check_replay(replica, twin, value, recording, stamp, twins.fresh))
         if error is not None:  # of what does not come out the same twice, that is said
             raise error
 

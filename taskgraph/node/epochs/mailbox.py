@@ -74,6 +74,8 @@ class Mailbox:
         """Delivers a flag; returns when it is acknowledged."""
         attempt = self._attempt
         attempt.ledger.sent("flag", attempt.task, to, value.digest.hex(), value.digest)
+        if attempt.recording is not None:
+            attempt.recording.flagged.add((to, value.digest))
         reply = await self._call(
             to, lambda: Flag(attempt.stamp, attempt.task, attempt.term, to, value), "a flag", where
         )
@@ -86,7 +88,7 @@ class Mailbox:
         """Delivers a request and resolves `future` with its answer; `count` and `expect` came before."""
         attempt = self._attempt
         if attempt.recording is not None:
-            attempt.recording.asked.setdefault((where, to, method, value.digest), []).append(count)
+            attempt.recording.asks((where, to, method, count), value)
         number = xxhash.xxh3_64_intdigest(f"{where}#{count}".encode()) >> 1  # of its place in the code that sends it
         try:
             reply = await self._call(
@@ -102,7 +104,7 @@ class Mailbox:
                 attempt.ledger.received("answer", to, attempt.task, name, reply.value.digest)
                 self.terms[to] = max(self.terms.get(to, 0), reply.term)
             if attempt.recording is not None:
-                attempt.recording.answers[(where, to, method, count)] = reply.value
+                attempt.recording.has_answer((where, to, method, count), reply.value)
             if not future.done():
                 future.set_result(reply.value)
         finally:
@@ -145,12 +147,14 @@ class Mailbox:
         task = attempt.replica.user_task
         meta = await attempt.replica.arrived(message.value)
         where = f"on_flag/{message.sender}/{message.value.digest.hex()}"
-        if attempt.recording is not None:
-            attempt.recording.started(where, method="on_flag", sender=message.sender, payload=message.value)
-        epoch, actor = Epoch(attempt, where), attempt.replica.actor
-        await actor.call("on_flag", task.on_flag, epoch, message.sender, meta, attempt=attempt)
-        if attempt.recording is not None:
-            await attempt.recording.finished("on_flag")
+        epoch, actor, recording = Epoch(attempt, where), attempt.replica.actor, attempt.recording
+        on_flag: Callable[..., Any] = task.on_flag
+        if recording is not None:
+            step = recording.started(where, method="on_flag", sender=message.sender, payload=message.value)
+            on_flag = recording.marked(step, on_flag)
+        await actor.call("on_flag", on_flag, epoch, message.sender, meta, attempt=attempt)
+        if recording is not None:
+            await recording.finished("on_flag")
 
     async def take_request(self, message: Request) -> Answer:
         """Runs the handler, once; returns its answer as often as it is asked for."""
@@ -194,27 +198,32 @@ class Mailbox:
         replica = attempt.replica
         payload = await replica.arrived(message.value)
         where = f"{message.method}/{message.sender}/{message.number}"
-        if attempt.recording is not None:
-            attempt.recording.started(where, method=method_name, sender=message.sender, payload=message.value)
+        recording = attempt.recording
         handler = getattr(replica.user_task, method_name)
         what = f"task {attempt.task}, epoch {attempt.number}, handler {message.method!r}"
         name, call = f"handler {message.method}", _call_and_encode(handler, f"{what}: its answer", attempt.allocate)
         watch = None
-        if pure and attempt.recording is not None and attempt.recording.looks_at(message.method):
+        if pure and recording is not None and recording.looks_at(message.method):
             quiet, actor = attempt.quiet, replica.actor
             # Of a coroutine each step is looked at by itself: on the event loop nothing runs beside that.
             alone = is_async(handler)
             watch = PureWatch(vars(attempt.scratch), lambda: bool(quiet.held) or (actor.waiting > 0 and not alone))
+        if watch is not None:
+            call = watch.around(call)
+        if recording is not None:
+            step = recording.started(where, method=method_name, sender=message.sender, payload=message.value)
+            call = recording.marked(step, call)
         value = await replica.actor.call(
             name,
-            call if watch is None else watch.around(call),
+            call,
             PureEpoch(attempt, where) if pure else Epoch(attempt, where),
             message.sender,
             payload,
             attempt=attempt,
         )
-        if attempt.recording is not None:
-            await attempt.recording.finished(message.method)
+        if recording is not None:
+            recording.answered[where] = value.digest
+            await recording.finished(message.method)
         if watch is not None:
             watch.check(what)
         if not pure:

