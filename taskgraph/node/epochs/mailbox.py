@@ -203,7 +203,7 @@ class Mailbox:
         what = f"task {attempt.task}, epoch {attempt.number}, handler {message.method!r}"
         name, call = f"handler {message.method}", _call_and_encode(handler, f"{what}: its answer", attempt.allocate)
         watch = None
-        if pure and recording is not None and recording.looks_at(message.method):
+        if pure and recording is not None and recording.claim_look(message.method):
             quiet, actor = attempt.quiet, replica.actor
             # Of a coroutine each step is looked at by itself: on the event loop nothing runs beside that.
             alone = is_async(handler)

@@ -84,8 +84,8 @@ class Recording:
         self._written: Given | None = None
         self._looked: Counter[str] = Counter()
 
-    def looks_at(self, method: str) -> bool:
-        """Whether a call of this pure handler is looked at: the first ones are, which tell what it does."""
+    def claim_look(self, method: str) -> bool:
+        """Counts a call of this pure handler. Whether it is looked at: the first ones are, which tell what it does."""
         self._looked[method] += 1
         return self._looked[method] <= _PURE_CALLS
 
