@@ -40,7 +40,6 @@ class Roles:
         self.runs: dict[int, asyncio.Task[None]] = {}
         """Of primaries: there until they have returned."""
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
-        self.leader: LeaderRole | None = None
         self._leading: asyncio.Task[None] | None = None
         self.leaving: list[Replica] = []
         """Replicas whose code is brought to its end: others may be here of the same tasks."""
@@ -106,14 +105,21 @@ class Roles:
 
     # -- the leader -------------------------------------------------------------------------------
 
+    @property
+    def leader(self) -> LeaderRole | None:
+        """The node's, whole: primaries see what they ask of it (`Leading`)."""
+        leader = self._node.leader
+        assert leader is None or isinstance(leader, LeaderRole)
+        return leader
+
     def follow_leadership(self) -> None:
         primary = self.primaries.get(0)
-        if primary is not None and self.leader is None:
-            self._node.leader = self.leader = LeaderRole(self._node, primary)
-            self._leading = self._node.own(self.leader.run(), "leader")
+        if primary is not None and self._node.leader is None:
+            self._node.leader = leader = LeaderRole(self._node, primary)
+            self._leading = self._node.own(leader.run(), "leader")
 
     def _stop_leading(self) -> None:
-        self._node.leader = self.leader = None
+        self._node.leader = None
         if self._leading is not None:
             self._leading.cancel()
             self._leading = None

@@ -97,8 +97,8 @@ class Serving:
             return None
         if type(message) is Pull:
             return self._item(message)
-        if type(message) in _REPORTS and self._roles.leader is not None:
-            return self._roles.leader.report_now(message)  # type: ignore[arg-type]
+        if type(message) in _REPORTS and node.leader is not None:
+            return node.leader.report_now(message)  # type: ignore[arg-type]
         return self._offer_now(peer, message) if type(message) in _OFFERS else None  # type: ignore[arg-type]
 
     def _item(self, pull: Pull) -> Reply | Coming | None:
