@@ -14,6 +14,7 @@ from collections import Counter
 
 import uvloop
 
+from taskgraph.alongside import alongside
 from taskgraph.commands import acting
 from taskgraph.commands.common import Reached, ending_signals, hung_up, launcher_gone, reach
 from taskgraph.commands.looking import print_event
@@ -100,23 +101,20 @@ class _Chaos:
 
         for number in ending_signals():  # who is stopped is woken up first
             loop.add_signal_handler(number, handle, number)
-        work = [
-            asyncio.ensure_future(self.keeper.run()),
-            asyncio.ensure_future(self._tell(after=self._view.revision)),
-            asyncio.ensure_future(self._faults()),
-            asyncio.ensure_future(self._ended()),
-            asyncio.ensure_future(launcher_gone(self._reached.entry)),
-            asyncio.ensure_future(interrupted.wait()),
-        ]
-        try:
-            done, _ = await asyncio.wait(work, timeout=for_s, return_when=asyncio.FIRST_COMPLETED)
-            for each in done:
-                await each
-        finally:
-            self._thaw(*self._stopped)
-            for each in work:
-                each.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
+        async with alongside(
+            self.keeper.run(),
+            self._tell(after=self._view.revision),
+            self._faults(),
+            self._ended(),
+            launcher_gone(self._reached.entry),
+            interrupted.wait(),
+        ) as work:
+            try:
+                done, _ = await asyncio.wait(work, timeout=for_s, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    await each
+            finally:
+                self._thaw(*self._stopped)
         return self._sum_up(await self._unkilled())
 
     async def _unkilled(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import uvloop
 
+from taskgraph.alongside import alongside, any_done
 from taskgraph.commands.common import (
     Reached,
     access_of,
@@ -148,7 +149,7 @@ async def _launch(options: argparse.Namespace) -> int:
         ticking = asyncio.ensure_future(tick(progress, tails))
         gone = asyncio.ensure_future(launcher_gone(reached.entry))
         try:
-            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+            await any_done(work, gone)
             if not work.done():  # it may have read how the job ended
                 await asyncio.wait([work], timeout=_LAST_LOOK_S)
             if not work.done() and follower.view.open:
@@ -346,17 +347,12 @@ async def _submitted(
 ) -> tuple[JobSpec, str]:
     """The job and its token, once it is submitted; not where it ended with its launcher, which has this entry."""
     async with await connect(etcd, tls) as coordinator:
-        waiting = asyncio.ensure_future(_with_its_token(coordinator, options, etcd, token))
-        gone = asyncio.ensure_future(launcher_gone(entry))
-        try:
-            await asyncio.wait([waiting, gone], return_when=asyncio.FIRST_COMPLETED)
+        submitted = _with_its_token(coordinator, options, etcd, token)
+        async with alongside(submitted, launcher_gone(entry)) as (waiting, gone):
+            await any_done(waiting, gone)
             if not waiting.done():
                 raise UnknownJob(f"job {options.job!r} has ended with its launcher, whose etcd it was in")
             return await waiting
-        finally:
-            for task in (waiting, gone):
-                task.cancel()
-            await asyncio.gather(waiting, gone, return_exceptions=True)
 
 
 def _take_threads(spec: JobSpec) -> None:

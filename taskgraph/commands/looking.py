@@ -14,6 +14,7 @@ from typing import Any
 
 import uvloop
 
+from taskgraph.alongside import alongside, any_done
 from taskgraph.commands.common import Reached, check_launcher, etcd_of, known_at, launcher_gone, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, Unavailable, UnknownJob
@@ -165,18 +166,12 @@ async def _events(options: argparse.Namespace) -> int:
                 print_event(event, as_json=options.json)
             return 0
         printed: list[Event] = []
-        following = asyncio.ensure_future(_follow(reached, printed, as_json=options.json))
-        gone = asyncio.ensure_future(launcher_gone(reached.entry))
-        ended = asyncio.ensure_future(_ended(reached))
-        try:
-            await asyncio.wait([following, gone, ended], return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                await following
+        following = _follow(reached, printed, as_json=options.json)
+        async with alongside(following, launcher_gone(reached.entry), _ended(reached)) as waits:
+            await any_done(*waits)
+            if waits[0].done():
+                await waits[0]
                 return 0
-        finally:
-            for task in (following, gone, ended):
-                task.cancel()
-            await asyncio.gather(following, gone, ended, return_exceptions=True)
     check_launcher(reached.entry)
     for raw in (Runtime().finished(reached.name) or {"events": []})["events"]:
         if (event := Event(**raw)) not in printed:
@@ -188,13 +183,9 @@ async def _ended(reached: Reached) -> None:
     """Returns when the job's status says that it ended, and its last event had time to be kept."""
     keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_REFRESH_S)
     await keeper.load()
-    watching = asyncio.ensure_future(keeper.run())
-    try:
+    async with alongside(keeper.run()):
         await keeper.wait_until(lambda view: not view.running, structure=True)
         await asyncio.sleep(_LAST_EVENT_S)
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
 
 
 async def _follow(reached: Reached, printed: list[Event], *, as_json: bool) -> None:

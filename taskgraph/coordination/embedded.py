@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 from taskgraph import host
+from taskgraph.alongside import alongside, any_done
 from taskgraph.children import signal_name, tell_child
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError, Unavailable
@@ -227,16 +228,8 @@ class EmbeddedEtcd:
 
     async def _ready(self, guard: asyncio.subprocess.Process, endpoint: str, name: str) -> str:
         """Waits for etcd's first answer or its end, whichever comes first."""
-        ended = asyncio.ensure_future(guard.wait())
-        answered = asyncio.ensure_future(_answers(endpoint, name))
-        try:
-            async with asyncio.timeout(_START_S):
-                await asyncio.wait({ended, answered}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for waiting in (ended, answered):
-                if not waiting.done():
-                    waiting.cancel()
-            await asyncio.gather(ended, answered, return_exceptions=True)
+        async with alongside(guard.wait(), _answers(endpoint, name)) as (ended, answered), asyncio.timeout(_START_S):
+            await any_done(ended, answered)
         if ended.cancelled():
             answered.result()
             self._endpoint = endpoint

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from taskgraph.alongside import alongside, any_done
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
@@ -217,17 +218,12 @@ class Follower:
             await self.keeper.wait_until(lambda v: v.primary_node(0) in v.nodes, structure=True)
             node = self.view.primary_node(0)
             assert node is not None
-            changed = asyncio.ensure_future(self._other_leader(node))
-            streaming = asyncio.ensure_future(self._commits(self.view.nodes[node].record, last, on_event))
-            try:
-                await asyncio.wait([changed, streaming], return_when=asyncio.FIRST_COMPLETED)
+            commits = self._commits(self.view.nodes[node].record, last, on_event)
+            async with alongside(self._other_leader(node), commits) as (changed, streaming):
+                await any_done(changed, streaming)
                 if streaming.done():
                     last = max(last, streaming.result())
                     await asyncio.sleep(_RETRY_S)
-            finally:
-                for task in (changed, streaming):
-                    task.cancel()
-                await asyncio.gather(changed, streaming, return_exceptions=True)
 
     async def _other_leader(self, node: str) -> None:
         await self.keeper.wait_until(lambda view: view.primary_node(0) != node, structure=True)
@@ -341,15 +337,9 @@ class Follower:
 
     async def _results_unless(self, over: Callable[[JobView], bool]) -> list[TaskResult] | None:
         """`results`, or None as soon as it is `over`."""
-        collecting = asyncio.ensure_future(self.results())
-        ending = asyncio.ensure_future(self.keeper.wait_until(over, structure=True))
-        try:
-            await asyncio.wait([collecting, ending], return_when=asyncio.FIRST_COMPLETED)
+        async with alongside(self.results(), self.keeper.wait_until(over, structure=True)) as (collecting, ending):
+            await any_done(collecting, ending)
             return collecting.result() if collecting.done() else None
-        finally:
-            for task in (collecting, ending):
-                task.cancel()
-            await asyncio.gather(collecting, ending, return_exceptions=True)
 
     def assemble(self, found: list[TaskResult], wall_s: float) -> JobResult:
         return assemble(self._spec.name, found, self.view.primaries.values(), wall_s)

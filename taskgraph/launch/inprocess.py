@@ -12,8 +12,8 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from typing import Any
 
+from taskgraph.alongside import alongside, any_done
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.device.cuda import device_count
 from taskgraph.driver import JobSpec
@@ -184,31 +184,19 @@ class InProcessCluster:
                     if batch.events:
                         break
 
-        watching = asyncio.ensure_future(watch())
-        try:
-            waits: list[asyncio.Future[Any]] = [watching, self._node_failed]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        async with alongside(watch()) as (watching,):
+            await any_done(watching, self._node_failed)
             if watching.done():
                 return watching.result()
             raise JobFailed(f"a node could not go on: {self._node_failed.result()}", job=self.spec.name)
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
 
     async def _collect_or_fail(self) -> list[TaskResult]:
         """The results; a `result()` that raises fails a job that had finished."""
-        collecting = asyncio.ensure_future(self._collect())
-        failing = asyncio.ensure_future(self._ended((State.RUNNING, State.FINISHED)))
-        try:
-            waits: list[asyncio.Future[Any]] = [collecting, failing]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        async with alongside(self._collect(), self._ended((State.RUNNING, State.FINISHED))) as (collecting, failing):
+            await any_done(collecting, failing)
             if collecting.done():
                 return collecting.result()
             raise job_failed(self.spec.name, failing.result())
-        finally:
-            for task in waits:
-                task.cancel()
-            await asyncio.gather(collecting, failing, return_exceptions=True)
 
     async def _collect(self) -> list[TaskResult]:
         while True:
@@ -220,13 +208,9 @@ class InProcessCluster:
     @staticmethod
     async def _results_of(member: _Member) -> list[TaskResult]:
         """What that node has; nothing where it ends meanwhile: it would never say so."""
-        asking = asyncio.ensure_future(member.node.results())
-        try:
-            await asyncio.wait((asking, member.run), return_when=asyncio.FIRST_COMPLETED)
+        async with alongside(member.node.results()) as (asking,):
+            await any_done(asking, member.run)
             return asking.result() if asking.done() else []
-        finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
 
     def checkpoint(self) -> CheckpointRecord | None:
         """The newest complete one."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
+from taskgraph.alongside import alongside
 from taskgraph.jobs import Job
 from taskgraph.launch.logs import LogTails
 from taskgraph.launch.supervise import Hooks
@@ -20,12 +21,10 @@ _TICK_S = 0.25
 async def showing(job: Job) -> AsyncIterator[tuple[Progress, Hooks]]:
     """Shows a job that is run with these hooks."""
     progress = Progress(job.name, job.tasks, job.epochs, job.backups)
-    ticking = asyncio.ensure_future(tick(progress))
     try:
-        yield progress, Hooks(progress.event, lambda follower, nodes: progress.follow(follower.view))
+        async with alongside(tick(progress)):
+            yield progress, Hooks(progress.event, lambda follower, nodes: progress.follow(follower.view))
     finally:
-        ticking.cancel()
-        await asyncio.gather(ticking, return_exceptions=True)
         progress.end()
 
 

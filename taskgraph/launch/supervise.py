@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from taskgraph.alongside import alongside, any_done
 from taskgraph.children import signal_name
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
@@ -161,13 +162,12 @@ class Supervisor:
 
     async def _result(self) -> tuple[list[TaskResult], JobResult]:
         """Whichever comes first: the job's end, that of all nodes, of etcd, or of our own following."""
-        ending = asyncio.ensure_future(self._to_the_end())
-        stopped = [asyncio.ensure_future(self._nobody_left()), asyncio.ensure_future(self._follower.broken())]
+        stops = [self._nobody_left(), self._follower.broken()]
         if self._etcd_ended is not None:
-            stopped.append(asyncio.ensure_future(self._no_etcd(self._etcd_ended)))
-        try:
-            done, _ = await asyncio.wait([ending, *stopped], return_when=asyncio.FIRST_COMPLETED)
-            if ending not in done and (not self._without_etcd or not self._follower.view.running):
+            stops.append(self._no_etcd(self._etcd_ended))
+        async with alongside(self._to_the_end()) as (ending,), alongside(*stops) as stopped:
+            await any_done(ending, *stopped)
+            if not ending.done() and (not self._without_etcd or not self._follower.view.running):
                 await asyncio.wait([ending], timeout=_ALL_ENDED_S)
             if ending.done():
                 return ending.result()
@@ -175,10 +175,6 @@ class Supervisor:
                 if other.done():
                     await other
             raise AssertionError("each of them raises")
-        finally:
-            for task in (ending, *stopped):
-                task.cancel()
-            await asyncio.gather(ending, *stopped, return_exceptions=True)
 
     async def _to_the_end(self) -> tuple[list[TaskResult], JobResult]:
         """What its tasks keep of a job that finished, and the result that this makes."""
@@ -186,18 +182,12 @@ class Supervisor:
         if status.state != State.FINISHED:
             await self._follower.tell_rest()
             raise self._noted(job_failed(self._spec.name, with_stands(status, self._nodes.stands)))
-        failed = asyncio.ensure_future(self._failed_after_all())
-        collecting = asyncio.ensure_future(self._follower.results())
-        try:
-            await asyncio.wait([failed, collecting], return_when=asyncio.FIRST_COMPLETED)
+        async with alongside(self._failed_after_all(), self._follower.results()) as (failed, collecting):
+            await any_done(failed, collecting)
             if failed.done():
                 await self._follower.tell_rest()
                 raise self._noted(job_failed(self._spec.name, failed.result()))
             found = collecting.result()
-        finally:
-            for task in (failed, collecting):
-                task.cancel()
-            await asyncio.gather(failed, collecting, return_exceptions=True)
         return found, self._follower.assemble(found, time.monotonic() - self._began)
 
     async def _failed_after_all(self) -> StatusRecord:
@@ -391,13 +381,13 @@ async def launch_nodes(
     try:
         await _start_unless(leave, nodes, count)
         on_start(nodes)
-        gone = asyncio.ensure_future(nodes.wait(None))
-        gone.add_done_callback(lambda _: follower.keeper.notify_later())
-        ending = asyncio.ensure_future(_to_the_end(follower, gone))
-        broken = asyncio.ensure_future(follower.broken())
-        leaving = asyncio.ensure_future(_leave_when(leave, nodes, drain_s(spec)))
-        try:
-            await asyncio.wait([ending, gone, broken, leaving], return_when=asyncio.FIRST_COMPLETED)
+        leaves = _leave_when(leave, nodes, drain_s(spec))
+        async with (
+            alongside(nodes.wait(None)) as (gone,),
+            alongside(_to_the_end(follower, gone), follower.broken(), leaves) as (ending, broken, leaving),
+        ):
+            gone.add_done_callback(lambda _: follower.keeper.notify_later())
+            await any_done(ending, gone, broken, leaving)
             for service in (broken, leaving):
                 if service.done():
                     await service
@@ -407,33 +397,24 @@ async def launch_nodes(
                 reason = f"every node started here has ended\n{_tails(nodes)}\n" if nodes.deaths() else ""
                 return StatusRecord(state=State.RUNNING, reason=reason), None
             # Nodes keep results until somebody collects them, and leave then. Those elsewhere may still have them.
-            await asyncio.wait([ending, broken], return_when=asyncio.FIRST_COMPLETED)
+            await any_done(ending, broken)
             if not ending.done():
                 await broken
             await nodes.wait_to_end(_NODE_END_S, _cancel_s(spec))
             return ending.result()
-        finally:
-            for task in (ending, gone, broken, leaving):
-                task.cancel()
-            await asyncio.gather(ending, gone, broken, leaving, return_exceptions=True)
     finally:
         await nodes.stop(0.0 if leave.is_set() else _NODE_END_S)
 
 
 async def _start_unless(leave: asyncio.Event, nodes: LocalNodes, count: int) -> None:
     """Starts them. Once we are told to leave, no more: those that are there will."""
-    starting, told = asyncio.ensure_future(nodes.start(count)), asyncio.ensure_future(leave.wait())
-    try:
-        await asyncio.wait([starting, told], return_when=asyncio.FIRST_COMPLETED)
+    async with alongside(nodes.start(count), leave.wait()) as (starting, told):
+        await any_done(starting, told)
         if starting.done() and starting.exception() is not None:
             # Where a whole group is told to end, what nodes are forked from is, too, and may be sooner.
             await asyncio.wait([told], timeout=_SAME_SIGNAL_S)
         if not told.done():
             await starting
-    finally:
-        for task in (starting, told):
-            task.cancel()
-        await asyncio.gather(starting, told, return_exceptions=True)
 
 
 async def _to_the_end(follower: Follower, gone: asyncio.Future[None]) -> tuple[StatusRecord, JobResult | None]:

@@ -11,11 +11,12 @@ import contextlib
 import math
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
+from taskgraph.alongside import alongside, any_done
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import JobError, PeerLost, TaskGraphError, Unavailable
 from taskgraph.launch.follow import client_of
@@ -211,14 +212,9 @@ class Tracer:
 
     async def _choose(self) -> None:
         """Chooses the epochs: from the first that begins while all nodes that can be traced are."""
-        waits = [asyncio.ensure_future(heard.wait()) for heard in self._heard.values()]
-        try:
+        async with alongside(*(heard.wait() for heard in self._heard.values())) as waits:
             if waits:
                 await asyncio.wait(waits, timeout=_FIRST_S)
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
         told = [trace for trace in self.nodes.values() if trace.readings and not self._follows[trace.node].done()]
         if not told:
             why = "; ".join(trace.missing for trace in self.nodes.values()) or "it has none at the moment"
@@ -266,15 +262,9 @@ class Tracer:
             self._heard[trace.node].set()
 
     async def _gather(self, call: TraceCall, trace: NodeTrace) -> None:
-        parts: list[Coroutine[Any, Any, None]] = [self._take(call, trace), self._gone(trace), self._steer(call)]
-        taking, gone, steering = tasks = [asyncio.ensure_future(part) for part in parts]
-        try:
-            await asyncio.wait([taking, gone], return_when=asyncio.FIRST_COMPLETED)
+        async with alongside(self._take(call, trace), self._gone(trace), self._steer(call)) as (taking, gone, _):
+            await any_done(taking, gone)
             (taking if taking.done() else gone).result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(taking, gone, steering, return_exceptions=True)
 
     async def _take(self, call: TraceCall, trace: NodeTrace) -> None:
         """Spools what the node tells, until it says that this was all."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Unpack
 
+from taskgraph.alongside import alongside, any_done
 from taskgraph.device.visible import device_ids
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError
@@ -206,15 +207,11 @@ class Node(NodeServices):
     async def _until_over(self) -> None:
         """Returns when there is nothing left to do here; raises what makes going on impossible."""
         assert self._failure is not None
-        over = asyncio.ensure_future(self._over())
-        try:
-            await asyncio.wait([over, self._failure], return_when=asyncio.FIRST_COMPLETED)
+        async with alongside(self._over()) as (over,):
+            await any_done(over, self._failure)
             if self._failure.done():
                 self._failure.result()
             await over
-        finally:
-            over.cancel()
-            await asyncio.gather(over, return_exceptions=True)
 
     async def _over(self) -> None:
         view = self.keeper.view

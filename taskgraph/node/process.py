@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 
 import uvloop
 
+from taskgraph.alongside import alongside
 from taskgraph.children import end_mine
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.etcd import EtcdCoordinator
@@ -276,15 +277,14 @@ def _emit_soon(loop: asyncio.AbstractEventLoop, events: EventLog, text: str) -> 
 @contextlib.asynccontextmanager
 async def _while(service: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Runs a service within a block. That it failed is told, and costs the node nothing."""
-    task = asyncio.ensure_future(service)
-    task.add_done_callback(
-        lambda t: None if t.cancelled() or not t.exception() else log.error("a service failed", exc_info=t.exception())
-    )
-    try:
+    async with alongside(service) as (task,):
+        task.add_done_callback(_tell_failed)
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+
+
+def _tell_failed(service: asyncio.Future[None]) -> None:
+    if not service.cancelled() and (error := service.exception()) is not None:
+        log.error("a service failed", exc_info=error)
 
 
 def _remove_sockets(config: NodeConfig, *, launcher_gone: bool = False) -> None:

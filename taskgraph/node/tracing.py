@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
+from taskgraph.alongside import alongside, any_done
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.events import EventLog
 from taskgraph.observe.trace import Tracing
@@ -81,28 +82,18 @@ async def _first_request(requests: AsyncIterator[pb.TraceRequest], ending: async
     async def asked() -> pb.TraceRequest | None:
         return await anext(requests, None)
 
-    first, end = waits = asyncio.ensure_future(asked()), asyncio.ensure_future(ending.wait())
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    async with alongside(asked(), ending.wait()) as (first, end):
+        await any_done(first, end)
         return first.result() if first.done() else None
-    finally:
-        for one in waits:
-            one.cancel()
-        await asyncio.gather(first, end, return_exceptions=True)
 
 
 async def _first_of(ending: asyncio.Event, node: Traced, requests: AsyncIterator[pb.TraceRequest]) -> None:
     """Returns when tracing is over: the epoch asked for was read, nothing more is asked, or the node ends."""
     named: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    waits = [asyncio.ensure_future(wait) for wait in (ending.wait(), _asked(requests, named), _read(node, named))]
-    try:
+    async with alongside(ending.wait(), _asked(requests, named), _read(node, named)) as waits:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for one in done:
             one.result()
-    finally:
-        for one in waits:
-            one.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
 
 
 async def _asked(requests: AsyncIterator[pb.TraceRequest], named: asyncio.Future[int]) -> None:

@@ -15,8 +15,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from taskgraph.alongside import alongside, any_done
 from taskgraph.errors import Refused, TransportError
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary.gathered import Gathered, message_of
@@ -423,15 +424,12 @@ class Backups:
         settings = self._node.settings
         timeout_s = settings.setup_s if candidate else None
         began = self._node.tracing.on and clock()
-        call = asyncio.ensure_future(self._node.router.to_node(node, message, timeout_s=timeout_s))
         # A candidate's is not given up because an epoch committed: what takes longer than an epoch would never be over.
         dead = self._when(tender, lambda: not candidate and key not in self._insync.missing(node))
-        both: tuple[asyncio.Future[Any], ...] = (call, dead)
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if call.done():
-                reply = call.result()
-                if isinstance(reply, Accepted):
+            async with alongside(self._node.router.to_node(node, message, timeout_s=timeout_s), dead) as (call, _):
+                await any_done(call, dead)
+                if call.done() and isinstance(call.result(), Accepted):
                     self._insync.acknowledge(node, key)
                     if candidate and not tender.caught_up_by:
                         tender.caught_up_by = self._node.now() + settings.admit_wait_s
@@ -446,10 +444,6 @@ class Backups:
         except TransportError as error:
             self._node.log.debug("task %d: offer to node %s: %s", self._task, node, error)
             await backoff.pause()
-        finally:
-            for one in both:
-                one.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
 
     def _trace_offer(self, began: int, node: str, boundaries: list[Boundary]) -> None:
         """One span, of the first whose epoch is looked at, however many were in the message."""
