@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.driver import JobSpec
-from taskgraph.launch.follow import Follower
+from taskgraph.launch.collector import Collector
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -63,7 +63,7 @@ class RunningJob:
             stack.callback(runtime.remove, spec.name)
             self.run, self.token = spec.run, entry.token_bytes
             self.etcd_pid = embedded.pid
-            self.follower = Follower(coordinator, spec, self.token)
+            self.follower = Collector(coordinator, spec, self.token)
             stack.push_async_callback(self.follower.stop)
             await self.follower.start(self._told)
             stack.callback(self.follower.keeper.on_change(self._changed))

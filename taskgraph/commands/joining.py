@@ -39,6 +39,7 @@ from taskgraph.errors import CoordinationError, JobError, TaskGraphError, Unknow
 from taskgraph.jobs import JobFunction
 from taskgraph.launch.begin import command, options
 from taskgraph.launch.collect import job_failed, why_not_kept
+from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails
@@ -116,7 +117,7 @@ async def _launch(options: argparse.Namespace) -> int:
             node_tls=reached.entry.node_tls,
             run=reached.spec.run,
         )
-        follower = Follower(reached.coordinator, reached.spec, entry.token_bytes, entry.node_access)
+        follower = Collector(reached.coordinator, reached.spec, entry.token_bytes, entry.node_access)
         await follower.keeper.load_persistently()
         if (found := follower.view.status) is not None and not follower.view.open:
             return await _tell_ended(reached, found.record)
@@ -181,7 +182,7 @@ def _without_launcher(reached: Reached) -> UnknownJob:
 
 
 async def _tell_end(
-    reached: Reached, follower: Follower, status: StatusRecord, result: JobResult | None, *, left: bool
+    reached: Reached, follower: Collector, status: StatusRecord, result: JobResult | None, *, left: bool
 ) -> int:
     """Says what became of the job; returns the exit code.
 

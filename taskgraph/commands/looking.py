@@ -19,7 +19,8 @@ from taskgraph.commands.common import Reached, check_launcher, etcd_of, known_at
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, Unavailable, UnknownJob
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
-from taskgraph.launch.follow import Follower, follow_events, kept_events, node_statuses
+from taskgraph.launch.collector import Collector
+from taskgraph.launch.follow import follow_events, kept_events, node_statuses
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import clock_text, fitted, kept_json, nobody_text, status_json, status_text, values_text
@@ -250,7 +251,7 @@ async def _let_go(options: argparse.Namespace, of: _OnlyThere) -> None:
     async with reach(options) as reached:
         if reached.spec.run != of.run:
             return
-        follower = Follower(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
+        follower = Collector(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
         await follower.start()
         try:
             await follower.tell_taken(of.why)
@@ -287,7 +288,7 @@ async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str, _OnlyT
     Where they are gone, why there is none; and where it is kept nowhere else, what to say of that. One that somebody
     runs is that one's to collect.
     """
-    follower = Follower(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
+    follower = Collector(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
     await follower.start()
     try:
         if not follower.view.collected:  # else nobody is asked: it is told what became of them

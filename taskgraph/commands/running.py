@@ -26,7 +26,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction
 from taskgraph.launch.access import Access
-from taskgraph.launch.follow import Follower
+from taskgraph.launch.collector import Collector
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails, passing_on, printed
 from taskgraph.launch.resuming import mark_begun, plan
@@ -80,7 +80,7 @@ class _Run:
         self._job = job
         self._progress = Progress(job.name, job.tasks, job.epochs, job.backups)
         self._tails: list[LogTails] = []
-        self._follower: Follower | None = None  # like the nodes, only where these are processes
+        self._follower: Collector | None = None  # like the nodes, only where these are processes
         self._nodes: LocalNodes | None = None
         self._told_finished = False
         self._interrupted = False
@@ -90,7 +90,7 @@ class _Run:
             self._told_finished = True
         self._progress.event(event)
 
-    def _on_start(self, follower: Follower, nodes: LocalNodes) -> None:
+    def _on_start(self, follower: Collector, nodes: LocalNodes) -> None:
         self._progress.follow(follower.view)
         self._follower, self._nodes = follower, nodes
         if self._options.logs:

@@ -36,6 +36,7 @@ from taskgraph.errors import (
 from taskgraph.jobs import Job, check_job
 from taskgraph.launch.access import Access, etcd_access, node_access
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
+from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.resuming import Resume, mark_begun, plan
@@ -240,7 +241,7 @@ async def _on_nodes(
         )
         coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
         spec, beginning = await plan(coordinator, spec, resume=resume, fresh=fresh, timeout_s=timeout_s)
-        follower = Follower(coordinator, spec, entry.token_bytes, entry.node_access)
+        follower = Collector(coordinator, spec, entry.token_bytes, entry.node_access)
         if embedded is None:
             stack.push_async_exit(partial(_cancel_unbegun, follower, entry))
         await submit(coordinator, spec, beginning)

@@ -17,7 +17,8 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.launch.collect import job_failed, kept_record, why_not_kept
-from taskgraph.launch.follow import DELETED, Follower, kept_events, node_statuses
+from taskgraph.launch.collector import Collector
+from taskgraph.launch.follow import DELETED, kept_events, node_statuses
 from taskgraph.launch.forkserver import ForkServer, NotStarted
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -62,7 +63,7 @@ class Hooks:
     """
 
     on_event: Callable[[Event], None] | None = None
-    on_start: Callable[[Follower, LocalNodes], None] | None = None
+    on_start: Callable[[Collector, LocalNodes], None] | None = None
 
 
 class Supervisor:
@@ -78,7 +79,7 @@ class Supervisor:
         spec: JobSpec,
         entry: JobEntry,
         coordinator: Coordinator,
-        follower: Follower,
+        follower: Collector,
         hooks: Hooks,
         *,
         listening: Listening = NOWHERE,
@@ -350,7 +351,7 @@ def _how(code: int, death: GoneRecord | None) -> str:
 async def launch_nodes(
     entry: JobEntry,
     coordinator: Coordinator,
-    follower: Follower,
+    follower: Collector,
     spec: JobSpec,
     count: int,
     listening: Listening,
@@ -417,7 +418,7 @@ async def _start_unless(leave: asyncio.Event, nodes: LocalNodes, count: int) -> 
             await starting
 
 
-async def _to_the_end(follower: Follower, gone: asyncio.Future[None]) -> tuple[StatusRecord, JobResult | None]:
+async def _to_the_end(follower: Collector, gone: asyncio.Future[None]) -> tuple[StatusRecord, JobResult | None]:
     """What becomes of the job, and its result; also of one that has finished, and runs again without its last nodes.
 
     Args:

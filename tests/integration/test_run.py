@@ -21,7 +21,7 @@ import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
-from taskgraph.launch.follow import Follower
+from taskgraph.launch.collector import Collector
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.supervise import Hooks
@@ -162,7 +162,7 @@ async def test_cancelling_ends_the_job_and_its_processes(runtime: Runtime) -> No
         if event.kind == "began":
             began.set()
 
-    def on_start(follower: Follower, nodes: LocalNodes) -> None:
+    def on_start(follower: Collector, nodes: LocalNodes) -> None:
         pids.extend(nodes.pids().values())
 
     job = sums(pause_at=1, gate="/nowhere")

@@ -18,7 +18,7 @@ from taskgraph.commands import joining
 from taskgraph.commands.common import Reached
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
-from taskgraph.launch.follow import Follower
+from taskgraph.launch.collector import Collector
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.protocol import transactions
@@ -100,7 +100,7 @@ async def test_values_that_nobody_took_of_the_nodes_that_alone_had_them_are_a_fa
     """It had announced them, and ended with 0 when they were lost: a batch script went on without them."""
 
     async def launch_nodes(
-        entry: JobEntry, coordinator: MemoryCoordinator, follower: Follower, *arguments: object
+        entry: JobEntry, coordinator: MemoryCoordinator, follower: Collector, *arguments: object
     ) -> tuple[StatusRecord, JobResult]:
         here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         follower.only_there = "they are too large"

@@ -23,7 +23,7 @@ from taskgraph.errors import DecodeError
 from taskgraph.graph.values import encode
 from taskgraph.launch import collect
 from taskgraph.launch.collect import damaged, kept_copy
-from taskgraph.launch.follow import Follower
+from taskgraph.launch.collector import Collector
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.node.control import ControlServer
@@ -63,7 +63,7 @@ class Holder:
 @contextlib.asynccontextmanager
 async def following(
     holder: Holder, folder: Path, on_event: Callable[[Event], None] | None = None, *, tasks: int = 1
-) -> AsyncIterator[Follower]:
+) -> AsyncIterator[Collector]:
     """A follower of a job whose first task's results `holder` tells, over a socket."""
     coordinator = MemoryCoordinator(MemoryStore())
     events = EventLog("n1")
@@ -80,7 +80,7 @@ async def following(
         keys, primary = Keys("fit"), PrimaryRecord(node="n1-1", term=1, stateful=True)
         puts = (Put(keys.node("n1-1"), node.to_bytes()), Put(keys.primary(0), primary.to_bytes()))
         await coordinator.txn(Txn(success=puts))
-        follower = Follower(coordinator, spec, TOKEN)
+        follower = Collector(coordinator, spec, TOKEN)
         if on_event is None:
             await follower.keeper.load()
         else:
@@ -156,7 +156,7 @@ async def test_results_that_nobody_can_ask_for_are_told_of_once(
 ) -> None:
     """Their sockets went with the login, or a firewall keeps the launcher from them. On a terminal it was told twice:
     as an event, and by the log."""
-    monkeypatch.setattr("taskgraph.launch.follow._UNCOLLECTED_S", 0.2)
+    monkeypatch.setattr("taskgraph.launch.collector._UNCOLLECTED_S", 0.2)
     told: list[str] = []
     async with following(Holder(GOOD), tmp_path) as follower:
         if followed:
@@ -176,9 +176,9 @@ async def test_results_that_take_long_to_compute_are_waited_for_without_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a minute it was told that they cannot be collected."""
-    monkeypatch.setattr("taskgraph.launch.follow._UNCOLLECTED_S", 0.0)
-    monkeypatch.setattr("taskgraph.launch.follow._SILENT_S", 0.05)
-    monkeypatch.setattr("taskgraph.launch.follow._RETRY_S", 0.01)
+    monkeypatch.setattr("taskgraph.launch.collector._UNCOLLECTED_S", 0.0)
+    monkeypatch.setattr("taskgraph.launch.collector._SILENT_S", 0.05)
+    monkeypatch.setattr("taskgraph.launch.collector._RETRY_S", 0.01)
 
     class Computing(Holder):
         async def results(self) -> list[TaskResult]:

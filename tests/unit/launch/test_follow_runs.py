@@ -27,7 +27,7 @@ from taskgraph.errors import JobError, OutcomeUnknown, Unavailable
 from taskgraph.graph.values import encode
 from taskgraph.launch import run as launch_run
 from taskgraph.launch.collect import why_not_kept
-from taskgraph.launch.follow import Follower
+from taskgraph.launch.collector import Collector
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.run import _cancel_unbegun
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -96,8 +96,8 @@ async def state(coordinator: MemoryCoordinator) -> str:
 
 
 @contextlib.asynccontextmanager
-async def followed(coordinator: MemoryCoordinator, run: JobSpec) -> AsyncIterator[Follower]:
-    follower = Follower(coordinator, run, b"")
+async def followed(coordinator: MemoryCoordinator, run: JobSpec) -> AsyncIterator[Collector]:
+    follower = Collector(coordinator, run, b"")
     await follower.start()
     try:
         yield follower
@@ -128,7 +128,7 @@ def reported(values: object, epochs: int) -> JobResult:
     return JobResult(name=NAME, values={0: values}, reports=reports, epochs=epochs)
 
 
-async def kept(result: JobResult) -> tuple[MemoryCoordinator, Follower]:
+async def kept(result: JobResult) -> tuple[MemoryCoordinator, Collector]:
     """An etcd that keeps what it does of this result, and who collected it."""
     coordinator, run = MemoryCoordinator(MemoryStore()), spec()
     await submit(coordinator, run)
@@ -333,7 +333,7 @@ async def test_who_read_nothing_of_its_runs_end_does_not_follow_the_next_one() -
 async def test_a_result_that_is_here_does_not_get_lost_with_etcd(
     error: Exception, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("taskgraph.launch.follow._COLLECTED_S", 0.5)
+    monkeypatch.setattr("taskgraph.launch.collector._COLLECTED_S", 0.5)
     coordinator = Deaf(MemoryStore())
     run = spec()
     await submit(coordinator, run)
@@ -379,7 +379,7 @@ async def test_an_etcd_that_is_away_while_a_run_starts_is_waited_for(caplog: pyt
 
 async def test_a_run_that_gives_up_while_etcd_is_away_names_the_job_that_it_leaves() -> None:
     coordinator, run, error = Away(MemoryStore()), spec(), Unavailable("away")
-    follower = Follower(coordinator, run, b"")
+    follower = Collector(coordinator, run, b"")
     await submit(coordinator, run)
     coordinator.times = 1
     await _cancel_unbegun(follower, ENTRY, Unavailable, error, None)
@@ -414,7 +414,7 @@ async def test_a_run_that_gives_up_says_that_a_job_may_be_left_only_where_it_may
     """It said so of jobs that etcd had lost, and of those that it had not taken."""
     coordinator = Away(MemoryStore())
     coordinator.times, coordinator.error = 1, answer
-    await _cancel_unbegun(Follower(coordinator, spec(), b""), ENTRY, type(why), why, None)
+    await _cancel_unbegun(Collector(coordinator, spec(), b""), ENTRY, type(why), why, None)
     notes = getattr(why, "__notes__", [])
     assert notes == [] if not says else notes[0].startswith(says)
 
@@ -438,12 +438,12 @@ async def finished_on_a_node(expected_nodes: int = 0) -> tuple[MemoryCoordinator
 def on_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nodes tell `LARGE`; what is kept is kept in a place of the test's own."""
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("taskgraph.launch.follow._OTHERS_FIRST_S", 0.01)
+    monkeypatch.setattr("taskgraph.launch.collector._OTHERS_FIRST_S", 0.01)
 
-    async def results(self: Follower) -> list[TaskResult]:
+    async def results(self: Collector) -> list[TaskResult]:
         return [TaskResult(0, LARGE.epochs, 1, encode(LARGE.values[0]), (), (), 12.5)]
 
-    monkeypatch.setattr(Follower, "results", results)
+    monkeypatch.setattr(Collector, "results", results)
 
 
 @pytest.mark.usefixtures("on_this_host")

@@ -18,7 +18,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import JobCancelled, JobError, JobFailed, PeerLost
 from taskgraph.jobs import Job
 from taskgraph.launch import supervise
-from taskgraph.launch.follow import Follower
+from taskgraph.launch.collector import Collector
 from taskgraph.launch.forkserver import NodeProcess, NotStarted
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -117,7 +117,7 @@ class Launched:
         tmp_path: Path,
         script: str,
         settings: Settings,
-        follower: Follower | None = None,
+        follower: Collector | None = None,
     ) -> None:
         monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
         monkeypatch.setattr(supervise, "LocalNodes", Scripted)
@@ -196,7 +196,7 @@ async def test_a_launcher_waits_for_its_nodes_to_compute_results_again_and_says_
     keys = Keys("fit")
     await submit(etcd, SPEC)
     await etcd.txn(Txn(success=(Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes()),)))
-    follower = Follower(etcd, SPEC, b"")
+    follower = Collector(etcd, SPEC, b"")
     await follower.start()
     try:
         launched = Launched(monkeypatch, tmp_path, _NEVER_LEAVES, Settings(), follower)
@@ -229,7 +229,7 @@ async def test_where_another_one_collected_first_a_run_says_so_and_where_the_val
     why = json.dumps({"by": "n1", "not_kept": "nobody collected them within 300 s"}).encode()
     finished = Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes())
     await etcd.txn(Txn(success=(finished, Put(keys.collected, why), *([values] if kept else []))))
-    follower = Follower(etcd, SPEC, b"")
+    follower = Collector(etcd, SPEC, b"")
     await follower.start()
     try:
         job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
@@ -257,7 +257,7 @@ async def test_a_run_whose_nodes_have_ended_reads_what_its_watch_does_not_tell(m
     monkeypatch.setattr(etcd, "watch", MemoryCoordinator(MemoryStore()).watch)  # in which nothing happens
     node = NodeRecord(name="n1", run=SPEC.run, host="", pid=1, endpoints=(), control="", fingerprint="", lease=0)
     await etcd.txn(Txn(success=(Put(Keys("fit").node("n1-1"), node.to_bytes()),)))
-    follower = Follower(etcd, SPEC, b"")
+    follower = Collector(etcd, SPEC, b"")
     await follower.start()
     try:
         job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
