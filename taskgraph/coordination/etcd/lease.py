@@ -35,7 +35,7 @@ from taskgraph.coordination.etcd.methods import LEASE_KEEP_ALIVE
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread
 
-__all__ = ["EtcdLease"]
+__all__ = ["EtcdLease", "Rounds"]
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,45 @@ _JOIN_S = 2.0
 #: that thread for ever. Hardly ever one: no call is begun where no thread can be started (`_Stream._read`), so somebody
 #: else took the last one in between.
 _UNCLOSABLE: list[grpc.Channel] = []
+
+
+class Rounds:
+    """When a lease is renewed next, and at which of so many endpoints: decisions, without a clock.
+
+    Args:
+        ttl_s: of the lease.
+        endpoints: how many there are.
+        endpoint: the first that is asked.
+        now: when the lease was granted.
+    """
+
+    def __init__(self, ttl_s: float, endpoints: int, endpoint: int, now: float) -> None:
+        self.endpoint = endpoint
+        self.next_at = now + ttl_s / _RENEWALS_PER_TTL
+        self._interval_s = ttl_s / _RENEWALS_PER_TTL
+        self._endpoints = endpoints
+
+    def due(self, now: float) -> bool:
+        """Whether it is time; then the next time is an interval later."""
+        if now < self.next_at:
+            return False
+        self.next_at = now + self._interval_s
+        return True
+
+    def broke(self, now: float) -> None:
+        """The stream did: the next endpoint is asked, soon."""
+        self._move_on()
+        self.next_at = min(self.next_at, now + self._interval_s / 4)
+
+    def entered(self, now: float, *, failed: bool) -> None:
+        """A login has ended that the renewal waited for: it goes at once, or, where it `failed`, soon and elsewhere."""
+        self.next_at = now
+        if failed:
+            self._move_on()
+            self.next_at += self._interval_s / 4
+
+    def _move_on(self) -> None:
+        self.endpoint = (self.endpoint + 1) % self._endpoints
 
 
 class EtcdLease:
@@ -94,6 +133,7 @@ class EtcdLease:
         self._valid_until = sent_at + ttl_s
         self._lost = False
         self._trouble = ""
+        self._why_none = ""  # why no stream could be opened, last
         self._ticked_at = time.monotonic()
         self._closing = False
         self._wake = threading.Event()  # the renewer has a reason to look before its time
@@ -154,61 +194,31 @@ class EtcdLease:
 
     def _renew(self) -> None:
         stream: _Stream | None = None
-        endpoint, why_none = self._endpoint, ""  # why there is no stream
-        interval_s = self._ttl_s / _RENEWALS_PER_TTL
-        overdue_s = self._ttl_s / 3
-        next_at = time.monotonic() + interval_s
+        rounds = Rounds(self._ttl_s, len(self._options.endpoints), self._endpoint, time.monotonic())
         try:
             while not self._closing and not self._lost:
-                look_at = next_at if stream is None else min(next_at, stream.silent_at())
+                look_at = rounds.next_at if stream is None else min(rounds.next_at, stream.silent_at())
                 self._wake.wait(max(0.0, look_at - time.monotonic()))
                 self._wake.clear()
                 now = time.monotonic()
                 if stream is not None and (why := stream.ended or stream.silence(now)):
-                    if not stream.ended and not stream.answered:
-                        self._login.patience.silent()
-                    self._trouble = f"etcd {stream.endpoint.target}: {why}"
-                    log.warning("renewal of lease %x at %s; trying the next endpoint", self._id, self._trouble)
-                    stream.close()
+                    self._give_up(stream, why)
                     stream = None
-                    endpoint = (endpoint + 1) % len(self._options.endpoints)
-                    next_at = min(next_at, now + interval_s / 4)
+                    rounds.broke(now)
                 if self._entering is not None and self._entering.done():
                     failed, self._entering = self._entering.exception(), None
                     if stream is None:
-                        next_at = now
-                    if stream is None and isinstance(failed, LoginFailed):
-                        self._trouble = f"etcd {failed.endpoint.target}: {failed}"
-                        log.warning("renewal of lease %x at %s; trying the next endpoint", self._id, self._trouble)
-                        endpoint = (endpoint + 1) % len(self._options.endpoints)
-                        next_at = now + interval_s / 4
-                if now < next_at or self._closing or self._lost:
+                        if isinstance(failed, LoginFailed):
+                            self._tell_failed(failed.endpoint, str(failed))
+                        rounds.entered(now, failed=isinstance(failed, LoginFailed))
+                if self._closing or self._lost or not rounds.due(now):
                     continue
-                next_at = now + interval_s
                 if now - self._ticked_at > self._stall_limit_s:
                     continue  # the main loop is stuck
                 if stream is None:
-                    at, token = self._options.endpoints[endpoint], self._login.token
-                    if token is None and self._login.last != self._refused:
-                        token = self._login.last  # many versions of etcd look at no token here
-                    if token is None and self._login.needed:
-                        if self._entering is None:
-                            self._entering = self._login.begin(at)
-                            self._entering.add_done_callback(lambda _: self._wake.set())
-                        continue
-                    try:
-                        limits_s = (self._login.patience.limit_s, overdue_s)
-                        stream = _Stream(self._options, at, self, token, limits_s)
-                    except (CoordinationError, OSError, RuntimeError) as error:
-                        # A TLS file is being replaced, no thread can be started or no file opened: tried again each
-                        # time, since that passes.
-                        self._trouble = no_thread(error) or str(error)
-                        if self._trouble != why_none:
-                            log.warning("renewal of lease %x: %s; trying again", self._id, self._trouble)
-                        why_none = self._trouble
-                        continue
-                    why_none = ""
-                stream.send(self._id, now)
+                    stream = self._opened(self._options.endpoints[rounds.endpoint])
+                if stream is not None:
+                    stream.send(self._id, now)
         except Exception:
             log.exception("the renewal of lease %x failed; the lease will expire", self._id)
         finally:
@@ -216,6 +226,39 @@ class EtcdLease:
                 stream.close()
             with contextlib.suppress(RuntimeError):  # the loop was closed before the lease: nobody waits
                 self._loop.call_soon_threadsafe(self._ended.set)
+
+    def _give_up(self, stream: _Stream, why: str) -> None:
+        if not stream.ended and not stream.answered:
+            self._login.patience.silent()
+        self._tell_failed(stream.endpoint, why)
+        stream.close()
+
+    def _tell_failed(self, endpoint: Endpoint, why: str) -> None:
+        self._trouble = f"etcd {endpoint.target}: {why}"
+        log.warning("renewal of lease %x at %s; trying the next endpoint", self._id, self._trouble)
+
+    def _opened(self, endpoint: Endpoint) -> _Stream | None:
+        """A stream to it; None: there is none yet, since a login comes first, or for a reason that passes."""
+        token = self._login.token
+        if token is None and self._login.last != self._refused:
+            token = self._login.last  # many versions of etcd look at no token here
+        if token is None and self._login.needed:
+            if self._entering is None:
+                self._entering = self._login.begin(endpoint)
+                self._entering.add_done_callback(lambda _: self._wake.set())
+            return None
+        try:
+            stream = _Stream(self._options, endpoint, self, token, (self._login.patience.limit_s, self._ttl_s / 3))
+        except (CoordinationError, OSError, RuntimeError) as error:
+            # A TLS file is being replaced, no thread can be started or no file opened: tried again each time, since
+            # that passes.
+            self._trouble = no_thread(error) or str(error)
+            if self._trouble != self._why_none:
+                log.warning("renewal of lease %x: %s; trying again", self._id, self._trouble)
+            self._why_none = self._trouble
+            return None
+        self._why_none = ""
+        return stream
 
     # Called by the reader thread.
 

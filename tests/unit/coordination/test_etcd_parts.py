@@ -20,7 +20,7 @@ from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection, OtherCluster, TookLonger, pause_s
 from taskgraph.coordination.etcd.convert import event, key_value, range_of, txn_request, writes
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
-from taskgraph.coordination.etcd.lease import EtcdLease
+from taskgraph.coordination.etcd.lease import EtcdLease, Rounds
 from taskgraph.coordination.etcd.login import Login, Patience
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, LeaseGone, Unavailable
@@ -75,6 +75,37 @@ def test_a_tls_file_that_cannot_be_read_is_named() -> None:
     options = EtcdOptions.make("a:1", ca="/no/such/ca.pem")
     with pytest.raises(CoordinationError, match=r"/no/such/ca\.pem"):
         options.channel_credentials()
+
+
+def test_a_lease_is_renewed_five_times_in_its_ttl() -> None:
+    rounds = Rounds(5.0, endpoints=1, endpoint=0, now=10.0)
+    assert rounds.next_at == 11.0 and not rounds.due(10.9)
+    assert rounds.due(11.0) and rounds.next_at == 12.0
+    assert rounds.due(14.5) and rounds.next_at == 15.5, "from when it was sent: what was missed is not made up for"
+
+
+def test_a_lease_whose_stream_breaks_is_renewed_at_the_next_endpoint_within_a_quarter_of_the_interval() -> None:
+    rounds = Rounds(5.0, endpoints=3, endpoint=1, now=10.0)
+    rounds.broke(10.1)
+    assert rounds.endpoint == 2 and rounds.next_at == 10.35
+    rounds.broke(10.2)
+    assert rounds.endpoint == 0 and rounds.next_at == 10.35, "no later than it was due"
+    assert rounds.due(10.35) and rounds.next_at == 11.35
+
+
+def test_a_lease_that_waited_for_a_login_is_renewed_at_once_and_after_one_that_failed_elsewhere() -> None:
+    rounds = Rounds(5.0, endpoints=2, endpoint=0, now=10.0)
+    rounds.entered(10.5, failed=False)
+    assert rounds.endpoint == 0 and rounds.due(10.5)
+    rounds.entered(10.6, failed=True)
+    assert rounds.endpoint == 1 and not rounds.due(10.8) and rounds.due(10.85)
+
+
+def test_a_lease_at_one_endpoint_stays_there() -> None:
+    rounds = Rounds(5.0, endpoints=1, endpoint=0, now=10.0)
+    rounds.broke(10.0)
+    rounds.entered(10.0, failed=True)
+    assert rounds.endpoint == 0
 
 
 async def test_a_lease_waits_for_a_tls_file_that_is_being_replaced(
