@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -524,28 +524,11 @@ class Attempt:
         earlier: str | None = None
         replies = self._mailbox.awaited if self._mailbox is not None else []
         for processor in (*graph.ordered, *graph.sync_points, *graph.parallel):
-            state = self._states[processor.name]
-            if state == "done":
+            if self._states[processor.name] == "done":
                 continue
-            provides = tuple(
-                (tag, to) for tag, ids in processor.outbound.items() for to in ids if self.out.lacks(tag, to)
-            )
-
-            def wait(kind: str, task: int, name: str, p: Processor = processor, gives: Any = provides) -> None:
-                found.append(Wait(p.name, kind, task, name, since, gives))
-
-            if state == "running":
-                open_replies = [(to, method) for where, to, method in replies if where == processor.name]
-                for to, method in open_replies:
-                    wait("reply", to, method)
-                if not open_replies:
-                    wait("running", self.task, processor.name)
-            for tag, producers in processor.inbound.items():
-                for producer in producers:
-                    if (tag, producer) not in self.inbound.items:
-                        wait("item", producer, tag)
-            if earlier is not None and not processor.parallel:
-                wait("order", self.task, earlier)
+            gives = tuple((tag, to) for tag, ids in processor.outbound.items() for to in ids if self.out.lacks(tag, to))
+            for kind, task, name in self._waits_of(processor, replies, earlier):
+                found.append(Wait(processor.name, kind, task, name, since, gives))
             if not processor.parallel:
                 earlier = processor.name
         asking = set()
@@ -560,6 +543,25 @@ class Attempt:
             found.extend(Wait(handler, kind, self.task, holder, since) for handler in queued)
         found.extend(Wait("hold", "running", self.task, why, since) for why in self.quiet.holds)
         return tuple(found)
+
+    def _waits_of(
+        self, processor: Processor, replies: list[tuple[str, int, str]], earlier: str | None
+    ) -> Iterator[tuple[str, int, str]]:
+        """Of which kind, task and name is what one that is not done waits for.
+
+        Args:
+            replies: (where, task, method) of every request without an answer.
+            earlier: the last one before it that is not done.
+        """
+        if self._states[processor.name] == "running":
+            asked = [("reply", to, method) for where, to, method in replies if where == processor.name]
+            yield from asked or [("running", self.task, processor.name)]
+        for tag, producers in processor.inbound.items():
+            for producer in producers:
+                if (tag, producer) not in self.inbound.items:
+                    yield "item", producer, tag
+        if earlier is not None and not processor.parallel:
+            yield "order", self.task, earlier
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
