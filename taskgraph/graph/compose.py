@@ -320,30 +320,38 @@ class Composition:
             return None
         if type(parallel) is not bool or (name is not None and type(name) is not str):
             return None
-        found: list[tuple[tuple[str, ...], tuple[Any, ...]]] = []
-        changing = {}
-        for given in inbound, outbound:
-            tags: list[str] = []
-            tos: list[Any] = []
-            for tag, to in given.items() if given else ():
-                kind = type(to)
-                if not isinstance(tag, str):
-                    return None
-                if kind is str:
-                    if to not in self._lasting:
-                        changing[to] = self.linked[to]
-                elif kind is list or kind is tuple:
-                    for one in to:
-                        if type(one) is not int and (type(one) is not str or one not in self._lasting):
-                            return None
-                    to = kind(to)  # a list may be another when it comes again
-                elif kind is not int:
-                    return None
-                tags.append(tag)
-                tos.append(to)
-            found.append((tuple(tags), tuple(tos)))
-        takes, puts = found
+        changing: dict[str, tuple[int, ...]] = {}
+        if (takes := self._plain(inbound, changing)) is None or (puts := self._plain(outbound, changing)) is None:
+            return None
         return Declaration(compute, name, parallel, takes, puts, tuple(changing.items()))
+
+    def _plain(
+        self, links: Links, changing: dict[str, tuple[int, ...]]
+    ) -> tuple[tuple[str, ...], tuple[Any, ...]] | None:
+        """Tags, and where each of them leads, as plain values; None where they are none.
+
+        Args:
+            changing: gets the links among them that may lead elsewhere in another epoch.
+        """
+        tags: list[str] = []
+        tos: list[Any] = []
+        for tag, to in links.items() if links else ():
+            kind = type(to)
+            if not isinstance(tag, str):
+                return None
+            if kind is str:
+                if to not in self._lasting:
+                    changing[to] = self.linked[to]
+            elif kind is list or kind is tuple:
+                for one in to:
+                    if type(one) is not int and (type(one) is not str or one not in self._lasting):
+                        return None
+                to = kind(to)  # a list may be another when it comes again
+            elif kind is not int:
+                return None
+            tags.append(tag)
+            tos.append(to)
+        return tuple(tags), tuple(tos)
 
     def _no_text(self, tag: str) -> GraphError:
         return GraphError(f"{self._at()}: the tag {tag!a} is no text that can be encoded: name the channel otherwise")
