@@ -78,23 +78,39 @@ def status_text(
     Args:
         nobody: what to say where no node is registered: `nobody_text`.
     """
+    lines = _head(name, epochs, view)
+    lines += ["", *_node_table(tasks, view, statuses), *_unanswered(view, statuses)] if view.nodes else ["", nobody]
+    if view.status and not view.running and not view.nodes:
+        return "\n".join(lines)  # nobody holds anything any more
+    lines += ["", *_task_table(tasks, view, statuses)]
+    if view.running and view.nodes and (lacking := lacking_text(view, name, tasks, backups)):
+        lines += ["", lacking]
+    waits = [w for said in statuses.values() if isinstance(said, NodeStatus) for w in said.waits]
+    if waits:
+        lines += ["", "waits:", *(f"  {one_line(w)}" for w in waits)]
+    return "\n".join(lines)
+
+
+def _head(name: str, epochs: int | None, view: JobView) -> list[str]:
     state = view.status.record.state if view.status else "unknown"
     at = f"epoch {view.stamp.epoch}{last_text(epochs)}" if view.stamp else "no epoch"
     if view.stamp and state == State.FINISHED:
         at = f"{view.stamp.epoch} epochs"
     attempt = f", attempt {view.stamp.attempt}" if view.stamp and view.stamp.attempt > 1 else ""
-    lines = [f"job {name}: {state}, {at}{attempt}"]
-    if view.status and view.status.record.reason:
-        lines.append(f"  {printable(view.status.record.reason)}")
+    reason = view.status.record.reason if view.status else ""
+    return [f"job {name}: {state}, {at}{attempt}", *([f"  {printable(reason)}"] if reason else [])]
+
+
+def _node_table(tasks: int, view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError]) -> list[str]:
     some = any(v.record.devices for v in view.nodes.values())  # no column for what nobody has
     # The lists last: with many tasks they are wider than a screen.
-    nodes = [["NODE", "HOST", "PID", "MEMORY", *(["DEVICES"] if some else []), "STATE", "PRIMARY OF", "BACKUP OF"]]
+    rows = [["NODE", "HOST", "PID", "MEMORY", *(["DEVICES"] if some else []), "STATE", "PRIMARY OF", "BACKUP OF"]]
     for node, versioned in sorted(view.nodes.items()):
         record = versioned.record
         said = statuses.get(node)
         primary = [t for t, p in view.primaries.items() if p.record.node == node]
         backup = [t for t in range(tasks) if node in holders(view, t) and t not in primary]
-        nodes.append(
+        rows.append(
             [
                 record.name,
                 record.host,
@@ -106,32 +122,25 @@ def status_text(
                 ids_text(backup),
             ]
         )
-    lines += ["", *table(nodes), *_unanswered(view, statuses)] if len(nodes) > 1 else ["", nobody]
-    if view.status and not view.running and not view.nodes:
-        return "\n".join(lines)  # nobody holds anything any more
+    return table(rows)
+
+
+def _task_table(tasks: int, view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError]) -> list[str]:
     rows = [["TASK", "PRIMARY", "TERM", "IN SYNC", "BACKUPS", "DOING"]]
     for task in range(tasks):
         holder = view.primary_node(task)
-        replica = _replica(statuses.get(holder or ""), task)
         held = holders(view, task)
-        others = [name_of(n) for n in held if n != holder]
         rows.append(
             [
                 str(task),
                 name_of(holder) if holder else "-",
                 str(view.term(task)),
                 str(len(held)),
-                " ".join(others) or "-",
-                _doing(replica),
+                " ".join(name_of(n) for n in held if n != holder) or "-",
+                _doing(_replica(statuses.get(holder or ""), task)),
             ]
         )
-    lines += ["", *table(rows)]
-    if view.running and len(nodes) > 1 and (lacking := lacking_text(view, name, tasks, backups)):
-        lines += ["", lacking]
-    waits = [w for said in statuses.values() if isinstance(said, NodeStatus) for w in said.waits]
-    if waits:
-        lines += ["", "waits:", *(f"  {one_line(w)}" for w in waits)]
-    return "\n".join(lines)
+    return table(rows)
 
 
 def fitted(text: str, columns: int, rows: int) -> str:
