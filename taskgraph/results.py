@@ -90,7 +90,8 @@ class JobResult:
     def to_json(self) -> str:
         """One line of JSON, values too: arrays as nested lists, bytes as base64, nan and infinities as strings.
 
-        So are ints of some thousand digits, as hexadecimal ones.
+        So are ints of some thousand digits, as hexadecimal ones. Keys of a dict become texts; where two would become
+        the same one, the dict is a list of [key, value] pairs.
         """
         return "".join(json_pieces(self))
 
@@ -167,7 +168,10 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, np.longdouble | np.clongdouble):  # their items are of their own type again
         return plain_value(complex(value) if isinstance(value, np.clongdouble) else float(value))
     if isinstance(value, Mapping):
-        return {str(key): plain_value(item) for key, item in value.items()}
+        named = {str(key): plain_value(item) for key, item in value.items()}
+        if len(named) == len(value):
+            return named
+        return [[plain_value(key), plain_value(item)] for key, item in value.items()]  # 1 and "1": no entry is lost
     if isinstance(value, list | tuple):
         return [plain_value(item) for item in value]
     if hasattr(value, "__dataclass_fields__"):

@@ -147,6 +147,20 @@ def test_any_value_is_said_in_json(value: Any, plain: Any) -> None:
     json.dumps(plain_value(value), allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    ("value", "pairs"),
+    [
+        ({1: "int", "1": "str"}, [[1, "int"], ["1", "str"]]),
+        ({"None": 1, None: (2,), "x": 3}, [["None", 1], [None, [2]], ["x", 3]]),
+        ({(1, 2): b"\x00", "(1, 2)": {True: 0}}, [[[1, 2], "AA=="], ["(1, 2)", {"True": 0}]]),
+        ({math.nan: 1, float("nan"): 2}, [["nan", 1], ["nan", 2]]),
+    ],
+)
+def test_of_keys_that_read_the_same_none_is_lost(value: Any, pairs: list[Any]) -> None:
+    text = tg.JobResult(name="x", values={0: value, 1: {"in": [value]}}).to_json()
+    assert json.loads(text)["values"] == {"0": pairs, "1": {"in": [pairs]}}
+
+
 def test_at_a_prompt_a_result_is_short() -> None:
     reports = tuple(tg.EpochReport(epoch, {"loss": 0.5}, {0: {"loss": 0.5}}) for epoch in range(1000))
     found = tg.JobResult(name="fit", values={0: np.array([1.0, 2.0])}, reports=reports, epochs=1000, wall_s=1.23456)
