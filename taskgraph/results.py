@@ -168,7 +168,7 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, np.longdouble | np.clongdouble):  # their items are of their own type again
         return plain_value(complex(value) if isinstance(value, np.clongdouble) else float(value))
     if isinstance(value, Mapping):
-        named = {str(key): plain_value(item) for key, item in value.items()}
+        named = {_key_text(key): plain_value(item) for key, item in value.items()}
         if len(named) == len(value):
             return named
         return [[plain_value(key), plain_value(item)] for key, item in value.items()]  # 1 and "1": no entry is lost
@@ -186,6 +186,13 @@ def plain_value(value: Any) -> Any:
         return str(value)
     except Exception as error:  # a type of the user's
         return _unsaid(value, error)
+
+
+def _key_text(key: Any) -> str:
+    try:
+        return str(key)
+    except Exception:  # an int of some thousand digits, a type of the user's
+        return str(plain_value(key))
 
 
 def declared(value: Any) -> Codec | None:

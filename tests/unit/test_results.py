@@ -183,6 +183,11 @@ def test_what_python_makes_no_text_of_is_said_otherwise() -> None:
     huge = 10**5000
     assert plain_value([huge, -huge, 10**600]) == [hex(huge), hex(-huge), 10**600]
     assert plain_value({"x": Untold()}) == {"x": "<Untold: ZeroDivisionError: no words>"}
+    assert plain_value({huge: 1, (huge,): 2, Untold(): 3}) == {
+        hex(huge): 1,
+        str([hex(huge)]): 2,
+        "<Untold: ZeroDivisionError: no words>": 3,
+    }
     assert json.loads(tg.JobResult(name="x", values={0: huge}).to_json())["values"] == {"0": hex(huge)}
     assert values_text({0: huge}) == hex(huge)
     assert values_text({0: [1, huge]}) == str([1, hex(huge)])
