@@ -160,13 +160,22 @@ class Epoch:
 
     @property
     def seed(self) -> int:
-        """64 bits of (job seed, task, epoch, processor or handler): the same on every replay."""
+        """64 bits of (job seed, task, epoch, processor or message): the same on every replay.
+
+        In `on_flag` and in handlers it is of the message: of who sent it, and what it is. So each one has a seed of its
+        own, in whatever order they come.
+        """
         key = f"{self._work.seed}/{self._work.task}/{self._work.number}/{self._where}"
         return xxhash.xxh3_64_intdigest(key.encode())
 
     @property
     def rng(self) -> np.random.Generator:
-        """A generator seeded with `seed`, fresh in each attempt."""
+        """A generator seeded with `seed`, fresh in each attempt.
+
+        In `on_flag` and in handlers it is of the message. Which of several comes last differs from run to run: who
+        waits for all of them draws in a processor or sync point, or from a generator of the task and the epoch,
+        `np.random.default_rng([self.task_id, epoch.number])`.
+        """
         if self._rng is None:
             self._rng = np.random.default_rng(self.seed)
         return self._rng

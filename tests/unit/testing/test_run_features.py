@@ -299,6 +299,42 @@ def test_random_numbers_are_those_that_the_documentation_says() -> None:
     assert tg.testing.compute(dice.roll, epoch=5, seed=-7)["x"].tolist() == draws(5, 3, "roll", 2)
 
 
+class Drawn(Counting):
+    """Task 0 draws for each flag of the others, and for each of their requests, and keeps what came in which order."""
+
+    def setup(self) -> None:
+        self.total: list[tuple[str, int, str, float]] = []
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.scratch.drawn = []
+        if self.task_id == 0:
+            epoch.processor(self.keep)
+            return
+        epoch.flag(0, "a")
+        epoch.flag(0, "b")
+        epoch.flag(self.task_id)
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        if self.task_id == 0:
+            epoch.scratch.drawn.append(("flag", sender, meta, epoch.rng.random()))
+            return
+        await asyncio.gather(*[epoch.request(0, "draw", payload) for payload in ("a", "b")])
+
+    @tg.handles("draw")
+    def draw(self, epoch: tg.Epoch, sender: int, payload: Any) -> None:
+        epoch.scratch.drawn.append(("request", sender, payload, epoch.rng.random()))
+
+    def keep(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total = [*self.total, *epoch.scratch.drawn]
+
+
+def test_each_message_has_random_numbers_of_its_own_in_whatever_order_it_comes() -> None:
+    drawn = [run(job(Drawn, tasks=4), order=order, nodes=1).values[0] for order in range(1, 5)]
+    assert len({tuple(one) for one in drawn}) > 1, "they came in several orders"
+    assert len({frozenset(one) for one in drawn}) == 1, "and each drew the same in all of them"
+    assert len({number for *_, number in drawn[0]}) == len(drawn[0]) == 12 * job(Drawn).epochs
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("order", range(2))
 def test_on_commit_comes_in_order_at_least_once_with_durable_state(stage: str, order: int) -> None:
