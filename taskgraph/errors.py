@@ -98,7 +98,10 @@ class TaskGraphError(Exception):
 
 
 class JobError(TaskGraphError):
-    """The job, its graph, or a call is wrong. Trying again without a change gives the same error."""
+    """The job, its graph, or a call is wrong. Trying again without a change gives the same error.
+
+    Raised within a job, it fails the job: who runs that gets a JobFailed, with its text.
+    """
 
 
 class GraphError(JobError):
