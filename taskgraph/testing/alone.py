@@ -48,7 +48,8 @@ def compute(
     Args:
         function: a task's method, e.g. `task.update`, called as `function(epoch, ins, outs)`.
         ins: tag -> {task id: value}, or tag -> value for a channel with one producer (task 0). A dict is the former
-            where its keys are ints: of a value that is such a dict say `{0: value}`.
+            where its keys are ints, and where it has none: `{}` is a link that leads to nobody. Of a value that is such
+            a dict say `{0: value}`.
         outs: the tags it may put, each of which it has to; default: whatever it puts.
         epoch, seed: the epoch's number, and the job's seed: `epoch.rng` draws what it does in a job, but where the
             processor was given another name there.
@@ -90,6 +91,9 @@ def compute(
     except Exception as error:
         if said := hint(error):
             error.add_note(said)
+        empty = ", ".join(repr(tag) for tag, producers in inbound.items() if not producers)
+        if empty and isinstance(error, GraphError):
+            error.add_note(f"nobody puts {empty}: ins has {{}} there; of an empty dict as value say {{0: {{}}}}")
         raise
     outputs.close()
     missing = [repr(str(tag)) for tag in outs or () if str(tag) not in work.put_values]
@@ -102,7 +106,7 @@ def compute(
 
 
 def _by_producer(given: Any) -> bool:
-    return isinstance(given, Mapping) and bool(given) and all(type(key) is int for key in given)
+    return isinstance(given, Mapping) and all(type(key) is int for key in given)
 
 
 def _decoded(by_task: dict[int, Encoded]) -> Any:

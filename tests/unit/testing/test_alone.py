@@ -25,7 +25,7 @@ def splits(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
     outs.put("y", 5)
 
 
-@pytest.mark.parametrize("value", [{"lr": 0.1}, {"lr": 0.1, "b": 2}, {}, {1: "a", "b": 2}, {True: 1}, [1], None])
+@pytest.mark.parametrize("value", [{"lr": 0.1}, {"lr": 0.1, "b": 2}, {1: "a", "b": 2}, {True: 1}, [1], None])
 def test_a_dict_is_a_value_unless_its_keys_are_tasks(value: Any) -> None:
     assert tg.testing.compute(passes_on, ins={"cfg": value}) == {"out": value}
     assert tg.testing.compute(passes_on, ins={"cfg": {3: value}}) == {"out": value}
@@ -34,6 +34,17 @@ def test_a_dict_is_a_value_unless_its_keys_are_tasks(value: Any) -> None:
 def test_of_several_producers_each_has_its_value() -> None:
     assert tg.testing.compute(passes_all, ins={"cfg": {4: "a", 1: {5: 6}}}) == {"out": [[4, "a"], [1, {5: 6}]]}
     assert tg.testing.compute(passes_on, ins={"cfg": {0: {5: 6}}}) == {"out": {5: 6}}
+
+
+def test_an_empty_dict_says_that_a_link_leads_to_nobody() -> None:
+    def asks(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("out", ("cfg" in ins, ins.all("cfg")))
+
+    assert tg.testing.compute(asks, ins={"cfg": {}}) == {"out": (False, {})}
+    assert tg.testing.compute(passes_on, ins={"cfg": {0: {}}}) == {"out": {}}
+    with pytest.raises(GraphError, match="'cfg' comes from 0 tasks") as caught:
+        tg.testing.compute(passes_on, ins={"cfg": {}})
+    assert caught.value.__notes__ == ["nobody puts 'cfg': ins has {} there; of an empty dict as value say {0: {}}"]
 
 
 @pytest.mark.parametrize("outs", [None, ("x", "y")])
