@@ -18,6 +18,7 @@ __all__ = [
     "GIVEN",
     "HandlerInfo",
     "TaskShape",
+    "arguments_of",
     "check_keywords",
     "checked_state",
     "handles",
@@ -120,6 +121,13 @@ def is_stateless(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__taskgraph_stateless__", False) is True
+
+
+def arguments_of(shape: TaskShape, method: str) -> tuple[str, ...] | None:
+    """What a task's hook or handler is called with; None of another method, as a processor's."""
+    if any(info.method_name == method for info in shape.handlers.values()):
+        return _HANDLER
+    return _HOOKS.get(method)
 
 
 def check_keywords(cls: type, base: type, keywords: Mapping[str, object]) -> None:

@@ -17,6 +17,8 @@ from taskgraph.graph.values import decode, encode
 from taskgraph.hints import hint
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.protocol.messages import Encoded
+from taskgraph.shape import arguments_of
+from taskgraph.task import Task, shape_of
 
 __all__ = ["compute"]
 
@@ -61,10 +63,16 @@ def compute(
         a consumer would receive them.
 
     Raises:
-        What the function raises; GraphError and ValueNotEncodable as in a job. JobError: the arguments do not fit.
+        What the function raises; GraphError and ValueNotEncodable as in a job. JobError: the arguments do not fit, or
+        the function is a handler or a hook.
     """
     if not callable(function):
         raise JobError(f"compute runs a task's method, as in tg.testing.compute(task.update), not {function!r:.100}")
+    if called := _called_otherwise(function):
+        raise JobError(
+            f"compute runs a processor, a method that is called with (epoch, ins, outs), not {called}: test a handler "
+            f"or a hook in a job, with tg.testing.run"
+        )
     for name, given in (("ins", ins), ("scratch", scratch), ("replies", replies)):
         if given is not None and not isinstance(given, Mapping):
             raise JobError(f"compute({name}={given!r:.100}): must be a dict, {{name: value}}")
@@ -103,6 +111,13 @@ def compute(
             f"declared channel is put exactly once per epoch: outs.put(tag, value), with None for nothing"
         )
     return {tag: _decoded(by_task) for tag, by_task in work.put_values.items()}
+
+
+def _called_otherwise(function: Callable[..., Any]) -> str:
+    """How a task's handler or hook is called; "" of everything else."""
+    owner, name = getattr(function, "__self__", None), name_of(function)
+    given = arguments_of(shape_of(type(owner)), name) if isinstance(owner, Task) else None
+    return "" if given is None else f"{name}({', '.join(given)})"
 
 
 def _by_producer(given: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -87,3 +89,39 @@ def test_what_was_declared_has_to_be_put() -> None:
 def test_arguments_that_do_not_fit_are_told_by_name(given: dict[str, Any], words: str) -> None:
     with pytest.raises(tg.JobError, match=words):
         tg.testing.compute(**{"function": passes_on, **given})
+
+
+class Server(tg.Task):
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.update)
+
+    @tg.handles("push")
+    def push(self, epoch: tg.Epoch, sender: int, payload: Any) -> None:
+        epoch.scratch.total = payload + 1
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        epoch.scratch.total = meta + 1
+
+    def update(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("out", 1)
+
+
+class Other(Server):
+    def push(self, epoch: tg.Epoch, sender: int, payload: Any) -> None:
+        """A handler still."""
+
+
+@pytest.mark.parametrize(
+    ("function", "called"),
+    [
+        (Server().push, "push(epoch, sender, payload)"),
+        (Other().push, "push(epoch, sender, payload)"),
+        (Server().on_flag, "on_flag(epoch, sender, meta)"),
+        (Server().compose, "compose(epoch)"),
+        (Server().setup, "setup()"),
+    ],
+)
+def test_what_is_no_processor_is_not_called_as_one(function: Callable[..., Any], called: str) -> None:
+    with pytest.raises(tg.JobError, match=rf"processor.*, not {re.escape(called)}: .*tg\.testing\.run"):
+        tg.testing.compute(function)
+    assert tg.testing.compute(Other().update) == {"out": 1}
