@@ -2,7 +2,7 @@
 
 Both sides show a certificate, and both want it signed by the one authority that `ca` names: the system's authorities
 count for nothing here. Between nodes, TLS 1.3 only. Files are read again when they changed, so that renewed
-certificates are taken up by the next connection; a node's control service keeps those it started with.
+certificates are taken up by the next connection, to a node's control service too.
 
 Nothing here knows what is said inside.
 """
@@ -16,8 +16,9 @@ import math
 import socket
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import cast
 
 import grpc
 
@@ -52,6 +53,7 @@ class Tls:
     def __init__(self, ca: str | Path, cert: str | Path, key: str | Path) -> None:
         self.ca, self.cert, self.key = Path(ca), Path(cert), Path(key)
         self._contexts: dict[bool, ssl.SSLContext] = {}
+        self._read = (b"", b"", b"")  # what was in the files, in this order, when the contexts were made
         self._stamp: _Stamp = ()
         self._again_at = math.inf
 
@@ -71,7 +73,9 @@ class Tls:
         if stamp != self._stamp or time.monotonic() >= self._again_at:
             self._again_at = math.inf
             try:
-                self._contexts = {side: self._make(server=side) for side in (False, True)}
+                contexts = {side: self._make(server=side) for side in (False, True)}
+                self._read = (read_pem(self.ca), read_pem(self.cert), read_pem(self.key))
+                self._contexts = contexts
             except TransportError as error:
                 if not self._contexts:
                     raise
@@ -136,19 +140,35 @@ class Tls:
             raise _unusable(self.cert, _why(error) + name) from error
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a gRPC server, which keeps what the files say now.
+        """For a gRPC server, which asks before each handshake whether the files were renewed.
 
-        gRPC has credentials that ask for renewed files before each handshake. They are not used: with grpcio 1.85,
-        servers that end while strangers are about crash the process.
+        It is given new ones only where they were. That it replaces what it has is not safe (grpcio 1.66 to 1.85): a
+        handshake that begins in the same microseconds may go by what was freed, and servers that were given the same
+        again and again crashed soon.
         """
-        self.context(server=True)  # gRPC says nothing of files that it cannot use
-        pair = (read_pem(self.key), read_pem(self.cert))
-        return grpc.ssl_server_credentials([pair], read_pem(self.ca), require_client_auth=True)
+        files = Tls(self.ca, self.cert, self.key)  # whose state is gRPC's: it asks in threads of its own, one by one
+        used = files.context(server=True)
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal used
+            if (now := files.context(server=True)) is used:
+                return None
+            used = now
+            return files._configuration()
+
+        # None is allowed, whatever its types say.
+        ask = cast("Callable[[], grpc.ServerCertificateConfiguration]", renewed)
+        return grpc.dynamic_ssl_server_credentials(files._configuration(), ask, require_client_authentication=True)
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        ca, cert, key = self._read
+        return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For a gRPC client, which also wants the server's certificate to name the host it dials."""
-        self.context(server=False)
-        return grpc.ssl_channel_credentials(read_pem(self.ca), read_pem(self.key), read_pem(self.cert))
+        self.context(server=False)  # gRPC says nothing of files that it cannot use
+        ca, cert, key = self._read
+        return grpc.ssl_channel_credentials(ca, key, cert)
 
 
 def load_files(context: ssl.SSLContext, ca: Path | None, cert: Path | None, key: Path | None) -> None:

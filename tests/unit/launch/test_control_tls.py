@@ -16,7 +16,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
-from test_control import STATUS, TOKEN, serving
+from test_control import STATUS, TOKEN, Service, serving
 
 from taskgraph.commands.certifying import make_certs
 from taskgraph.errors import PeerLost, TaskGraphError, TransportError
@@ -209,7 +209,7 @@ async def test_what_travels_for_the_token_is_not_the_token() -> None:
 
 
 async def test_servers_end_while_strangers_are_about(ours: Tls) -> None:
-    """They crashed the process with gRPC's credentials that look for renewed files."""
+    """Where gRPC was given certificates anew before each handshake, be they the same, this crashed the process."""
     for _ in range(20):
         async with serving(tcp_host="127.0.0.1", tls=ours) as service:
             host, port = service.control.removeprefix("tcp:").rsplit(":", 1)
@@ -220,3 +220,64 @@ async def test_servers_end_while_strangers_are_about(ours: Tls) -> None:
                 assert await client.status() == STATUS
             for sock in strangers:
                 sock.close()
+
+
+def shown(service: Service, tls: Tls) -> bytes:
+    """The certificate that a new connection is shown."""
+    host, port = service.control.removeprefix("tcp:").rsplit(":", 1)
+    context = tls.context(server=False)
+    with (
+        socket.create_connection((host, int(port)), timeout=5) as sock,
+        context.wrap_socket(sock, server_hostname=host) as encrypted,
+    ):
+        found = encrypted.getpeercert(binary_form=True)
+        assert found is not None
+        return found
+
+
+def renewed(folder: Path) -> Tls:
+    """Files of the same authority, beside those that are there."""
+    new = folder.with_name("new")
+    make_certs(new, authority=folder, force=True)
+    return files(new)
+
+
+def in_file(tls: Tls) -> bytes:
+    return x509.load_pem_x509_certificate(tls.cert.read_bytes()).public_bytes(serialization.Encoding.DER)
+
+
+async def test_renewed_files_are_used_for_the_next_connection(ours: Tls) -> None:
+    """A job outlives its certificates, and nobody could ask its nodes for their results."""
+    folder, loop = ours.ca.parent, asyncio.get_running_loop()
+    async with serving(tcp_host="127.0.0.1", tls=ours) as service, service.client(tls=ours) as before:
+        assert await before.status() == STATUS
+        first = in_file(ours)
+        assert await loop.run_in_executor(None, shown, service, ours) == first
+        for _ in range(2):
+            new = renewed(folder)
+            new.cert.replace(ours.cert)  # and the key does not fit yet
+            assert await loop.run_in_executor(None, shown, service, ours) == first
+            async with service.client(tls=ours) as client:
+                assert await client.status() == STATUS
+            new.key.replace(ours.key)
+            first = in_file(ours)
+            assert await loop.run_in_executor(None, shown, service, ours) == first
+            async with service.client(tls=ours) as client:
+                assert await client.status() == STATUS
+        assert await before.status() == STATUS  # whose connection stands
+
+
+async def test_who_has_a_certificate_of_a_former_authority_is_refused_from_then_on(ours: Tls, tmp_path: Path) -> None:
+    shutil.copytree(ours.ca.parent, tmp_path / "former")
+    former = files(tmp_path / "former")
+    make_certs(tmp_path / "next", force=False)
+    async with serving(tcp_host="127.0.0.1", tls=ours) as service:
+        async with service.client(tls=former) as client:
+            assert await client.status() == STATUS
+        for name in (KEY, CERT, CA):
+            (tmp_path / "next" / name).replace(ours.ca.with_name(name))
+        async with service.client(tls=former) as client:
+            with pytest.raises(PeerLost, match="signed by the same --tls authority"):
+                await client.status()
+        async with service.client(tls=ours) as client:
+            assert await client.status() == STATUS
