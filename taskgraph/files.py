@@ -20,6 +20,7 @@ __all__ = [
     "HeldFolder",
     "chosen_file",
     "may_hold_sockets",
+    "remove_file",
     "whole_file",
     "why_unwritable",
     "write_whole",
@@ -99,6 +100,16 @@ def chosen_file(path: Path) -> Iterator[BinaryIO]:
         if found is not None:
             os.fchmod(file.fileno(), stat.S_IMODE(found))
         yield file
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file that nobody needs any more. Where it cannot be, as once a file system is read-only, that is told,
+    and costs nothing else: what is under way is worth more."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        if os.path.lexists(path):  # a file system that is read-only refuses before it looks
+            log.warning("%s cannot be removed: %s", path, error.strerror)
 
 
 def why_unwritable(path: Path) -> str:

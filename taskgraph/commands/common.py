@@ -19,6 +19,7 @@ from pathlib import Path
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError, TransportError, UnknownJob
+from taskgraph.files import remove_file
 from taskgraph.launch.access import configured, etcd_access, insecure_listen, node_access
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -187,7 +188,7 @@ class NewToken:
     def forget(self) -> None:
         """The job did not begin: what was written for it goes."""
         if self.written:
-            self.path.unlink(missing_ok=True)
+            remove_file(self.path)
 
 
 def token_for(options: argparse.Namespace, otherwise: Path | None = None) -> NewToken | None:

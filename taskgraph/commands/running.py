@@ -82,6 +82,7 @@ class _Run:
         self._tails: list[LogTails] = []
         self._follower: Collector | None = None  # like the nodes, only where these are processes
         self._nodes: LocalNodes | None = None
+        self._logs = Path()  # where those of its nodes are kept
         self._told_finished = False
         self._interrupted = False
 
@@ -93,6 +94,7 @@ class _Run:
     def _on_start(self, follower: Collector, nodes: LocalNodes) -> None:
         self._progress.follow(follower.view)
         self._follower, self._nodes = follower, nodes
+        self._logs = Runtime().kept_logs(self._job.name)
         if self._options.logs:
             self._tails.append(LogTails(nodes.logs(), self._progress.line))
 
@@ -170,11 +172,6 @@ class _Run:
         finally:
             for tail in self._tails:
                 tail.close()
-
-    @property
-    def _logs(self) -> Path:
-        """Where those of its nodes are kept."""
-        return Runtime().kept_logs(self._job.name)
 
     def _left_text(self, interrupted: asyncio.CancelledError) -> str:
         """What is left of the job, and how it is continued."""

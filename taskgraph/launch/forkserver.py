@@ -21,6 +21,7 @@ from types import TracebackType
 
 from taskgraph.children import Adopted, Child, adopting, can_adopt, end_session, tell_child
 from taskgraph.errors import TaskGraphError
+from taskgraph.files import remove_file
 from taskgraph.launch.begin import command
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
@@ -85,7 +86,7 @@ class ForkServer:
             self._socket = None
         if process is not None:
             await _ended(process)
-        self._log.unlink(missing_ok=True)
+        remove_file(self._log)
 
     async def _started(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
         """A process that loads what a node needs and then does what it is asked.

@@ -27,7 +27,7 @@ from typing import Any
 
 from taskgraph import host
 from taskgraph.errors import JobError, TaskGraphError
-from taskgraph.files import HeldFolder, may_hold_sockets, whole_file, write_whole
+from taskgraph.files import HeldFolder, may_hold_sockets, remove_file, whole_file, write_whole
 from taskgraph.jobs import NAME_RULE, is_name
 from taskgraph.tls import Tls
 
@@ -150,7 +150,7 @@ class Runtime:
         try:
             yield True
         finally:
-            path.unlink(missing_ok=True)
+            remove_file(path)
             os.close(file)
 
     def put(self, entry: JobEntry) -> None:
@@ -188,7 +188,7 @@ class Runtime:
             for path in self._files(folder):
                 known = self._read(path)
                 if known is not None and (known.pid, known.pids) == (entry.pid, host.pids()):
-                    path.unlink(missing_ok=True)
+                    remove_file(path)
                     _let_go(path)
                     ours = True
             if ours and self.find(entry.name) is None:
@@ -220,7 +220,7 @@ class Runtime:
                 os.write(file, str(os.getpid()).encode())
             yield
         finally:
-            path.unlink(missing_ok=True)
+            remove_file(path)
             os.close(file)
 
     def find(self, name: str) -> JobEntry | None:

@@ -93,10 +93,11 @@ class Supervisor:
         self._hooks = hooks
         self._etcd_ended = etcd_ended
         self._began = time.monotonic()
+        self._runtime = Runtime()
         self._nodes = LocalNodes(
             entry,
             coordinator,
-            Runtime(),
+            self._runtime,
             blas_threads=spec.settings.get("blas_threads", 1),
             deal_devices=spec.settings.get("deal_devices", True),
             listening=listening,
@@ -227,7 +228,7 @@ class Supervisor:
     async def _take_others(self) -> None:
         """Keeps here what another one who collected the results has kept in etcd, or on this host, or says why not."""
         follower, keys = self._follower, self._follower.view.keys
-        here = Runtime().finished(self._spec.name, self._spec.run)
+        here = self._runtime.finished(self._spec.name, self._spec.run)
         if here is not None and here["result"] is not None:
             follower.kept_json = json.dumps(here["result"])
             return
@@ -248,7 +249,7 @@ class Supervisor:
 
     async def _no_etcd(self, ended: Callable[[], Awaitable[str]]) -> None:
         self._without_etcd = how = await ended()
-        kept = Runtime().kept_logs(self._spec.name)
+        kept = self._runtime.kept_logs(self._spec.name)
         lost = "no epoch can commit any more"
         if self._follower.view.finished:
             lost = "the results, of a job that had finished, cannot be collected"
@@ -311,7 +312,7 @@ class Supervisor:
         follower = self._follower
         kept = kept_record(self._spec.run, status, follower.not_kept, events)
         try:
-            Runtime().keep_finished(self._spec.name, kept, follower.kept_json)
+            self._runtime.keep_finished(self._spec.name, kept, follower.kept_json)
         except (OSError, TaskGraphError) as error:  # a full disk: what became of the job counts for more
             log.warning("what is left of job %s is not kept on this host: %s", self._spec.name, error)
 

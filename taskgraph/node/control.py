@@ -25,6 +25,7 @@ import xxhash
 
 from taskgraph import host
 from taskgraph.errors import TaskGraphError, TransportError
+from taskgraph.files import remove_file
 from taskgraph.listening import ANY_PORT
 from taskgraph.node.tracing import Traced, traced
 from taskgraph.node.usercode import lastwords
@@ -156,7 +157,7 @@ class ControlServer:
             await self._server.stop(_CLOSE_S)
             self._server = None
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            remove_file(self._path)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler

@@ -18,6 +18,7 @@ from taskgraph.device import shared
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.device.staging import EncodedInPart
 from taskgraph.errors import PeerGone, PeerLost, TransportError
+from taskgraph.files import remove_file
 from taskgraph.graph.values import hosted, in_part
 from taskgraph.host import memory_bytes
 from taskgraph.listening import ANY_PORT
@@ -266,7 +267,7 @@ class StreamTransport:
         for server in self._servers:
             server.close()
         if self._socket_file is not None:
-            self._socket_file.unlink(missing_ok=True)
+            remove_file(self._socket_file)
         for session in list(self._connections):
             session.goodbye()
         for reply in tuple(self._own_calls):

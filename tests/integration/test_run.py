@@ -183,6 +183,24 @@ async def test_cancelling_ends_the_job_and_its_processes(runtime: Runtime) -> No
     assert "cancelled" in [event["kind"] for event in kept["events"]]
 
 
+async def test_what_cannot_be_removed_at_the_end_costs_no_result(
+    runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does a runtime directory that is not there any more."""
+
+    def on_start(follower: Follower, nodes: LocalNodes) -> None:
+        lock = runtime.root / "jobs" / ".sums.lock"
+        lock.unlink()
+        lock.mkdir()
+        monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", "/nowhere")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        result = await tg.arun(sums(), nodes=2, timeout_s=60, hooks=Hooks(on_start=on_start))
+    assert result.value == VALUES
+    told = [record.message for record in caplog.records if "cannot be removed" in record.message]
+    assert len(told) == 1 and ".sums.lock cannot be removed" in told[0]
+
+
 async def test_cancelled_while_it_starts_it_leaves_nothing() -> None:
     for pause_s in (0.0, 0.05, 0.3, 0.6):  # somewhere in the start of etcd, of the job, of its nodes
         running = asyncio.ensure_future(tg.arun(sums(pause_at=0, gate="/nowhere"), nodes=2))

@@ -489,6 +489,25 @@ def test_one_launcher_at_a_time_runs_a_job_of_a_name(runtime: Runtime) -> None:
     assert list((runtime.root / "jobs").iterdir()) == []
 
 
+def test_a_lock_that_cannot_be_removed_costs_its_holder_nothing(
+    runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file system that is read-only by then refuses that, too."""
+
+    def held() -> str:
+        with runtime.claim("fit") as alone:
+            assert alone
+            path = runtime.root / "jobs" / ".fit.lock"
+            path.unlink()
+            path.mkdir()
+            return "what it came to"
+
+    assert held() == "what it came to"
+    assert [record.message for record in caplog.records] == [
+        f"{runtime.root}/jobs/.fit.lock cannot be removed: {os.strerror(errno.EISDIR)}"
+    ]
+
+
 def test_a_lock_that_was_removed_between_its_opening_and_its_locking_lets_nobody_in_twice(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
