@@ -188,7 +188,7 @@ async def test_what_cannot_be_removed_at_the_end_costs_no_result(
 ) -> None:
     """Nor does a runtime directory that is not there any more."""
 
-    def on_start(follower: Follower, nodes: LocalNodes) -> None:
+    def on_start(follower: Collector, nodes: LocalNodes) -> None:
         lock = runtime.root / "jobs" / ".sums.lock"
         lock.unlink()
         lock.mkdir()
