@@ -12,6 +12,9 @@ import selectors
 import sys
 import threading
 from types import FrameType
+from typing import Any
+
+from taskgraph.node.usercode.ended import as_expected
 
 __all__ = ["SPEED", "FastForwardLoop", "Turn", "frame_of"]
 
@@ -95,6 +98,11 @@ class FastForwardLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._clock.now_s
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        """Tells what nobody took notice of, unless it is as it should be: as a node's own loop."""
+        if not as_expected(context.get("exception")):
+            super().default_exception_handler(context)
 
     def stand_still(self, for_s: float) -> None:
         """As where everything was frozen for so long: what was due meanwhile is due now, late."""

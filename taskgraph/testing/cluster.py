@@ -18,6 +18,7 @@ from taskgraph.jobs import Job, check_job
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Point
 from taskgraph.node.usercode.actor import call_under_way
+from taskgraph.node.usercode.ended import passing_ended_threads_over
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.testing.clock import SPEED, FastForwardLoop, Turn
@@ -102,6 +103,7 @@ def run(
     settings = dataclasses.replace(job.settings, strict=strict or job.settings.strict)
     job = dataclasses.replace(job, backups=backups, settings=settings)
     with contextlib.ExitStack() as until_over:
+        until_over.enter_context(passing_ended_threads_over())
         if job.checkpoint is not None:  # what a real run goes on from is none of a test's
             place = until_over.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             job = dataclasses.replace(job, checkpoint=f"file://{place}")

@@ -252,7 +252,7 @@ class Replay:
     def end(self) -> None:
         """Nobody waits for an answer any more."""
         for key in self._ungated():
-            self._waiting.pop(key).set_exception(AttemptEnded())
+            self._waiting.pop(key).set_exception(AttemptEnded(held=True))
 
     def _ungated(self) -> list[RequestKey]:
         """Requests that wait; none will from now on."""

@@ -6,11 +6,13 @@ open did what is asked for; of anything else Python tells as ever. What users se
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 from taskgraph.epoch import AttemptEnded
 
-__all__ = ["as_expected", "pass_ended_threads_over"]
+__all__ = ["as_expected", "pass_ended_threads_over", "passing_ended_threads_over"]
 
 
 def as_expected(error: object) -> bool:
@@ -27,3 +29,20 @@ def pass_ended_threads_over() -> None:
 def _tell(args: threading.ExceptHookArgs) -> None:
     if not as_expected(args.exc_value):
         threading.__excepthook__(args)
+
+
+@contextlib.contextmanager
+def passing_ended_threads_over() -> Iterator[None]:
+    """The same within a block, in a process that is the user's: its own hook is told of anything else."""
+    before = threading.excepthook
+
+    def tell(args: threading.ExceptHookArgs) -> None:
+        if not as_expected(args.exc_value):
+            before(args)
+
+    threading.excepthook = tell
+    try:
+        yield
+    finally:
+        if threading.excepthook is tell:  # else somebody set another one meanwhile, who may go on to this one
+            threading.excepthook = before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -120,3 +121,51 @@ def test_how_long_such_a_thread_waits_is_simulated_time() -> None:
     before = GivesUp.gave_up
     assert run(job(GivesUp, epochs=3), strict=False).values == {0: 3 * 20, 1: 0}
     assert GivesUp.gave_up == before + 3
+
+
+class InThreads(tg.Task, state=["total"]):
+    """Each task asks the next one in a thread of its own, and in a coroutine of its own, under a hold."""
+
+    def setup(self) -> None:
+        self.total = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.flag(self.task_id)
+        epoch.processor(self.add)
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        holds, scratch, other = [epoch.hold("a thread"), epoch.hold("a coroutine")], epoch.scratch, 1 - self.task_id
+
+        def ask() -> None:
+            with holds[0]:
+                scratch.one = epoch.request(other, "get").wait()
+
+        async def ask_too() -> None:
+            with holds[1]:
+                scratch.two = await epoch.request(other, "get")
+
+        threading.Thread(target=ask).start()
+        scratch.asking = asyncio.create_task(ask_too())
+
+    @tg.handles("get")
+    async def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> int:
+        await asyncio.sleep(0.01)
+        return 1
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += epoch.scratch.one + epoch.scratch.two
+
+    def result(self) -> int:
+        return self.total
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("stage", ["processor", "sync"])
+def test_those_that_a_kill_ends_are_no_news(stage: str, capfd: pytest.CaptureFixture[str], caplog: Any) -> None:
+    hook = threading.excepthook
+    for order in range(4):
+        job_ = job(InThreads, epochs=4)
+        assert run(job_, kills={(0, 1): stage, (1, 2): stage}, order=order).values == {0: 8, 1: 8}
+    gc.collect()
+    assert "AttemptEnded" not in capfd.readouterr().err + caplog.text
+    assert threading.excepthook is hook
