@@ -183,7 +183,7 @@ async def _events(options: argparse.Namespace) -> int:
 async def _ended(reached: Reached) -> None:
     """Returns when the job's status says that it ended, and its last event had time to be kept."""
     keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_REFRESH_S)
-    await keeper.load()
+    await keeper.load_persistently()
     async with alongside(keeper.run()):
         await keeper.wait_until(lambda view: not view.running, structure=True)
         await asyncio.sleep(_LAST_EVENT_S)

@@ -29,9 +29,9 @@ def lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def test_it_shows_the_example_from_the_first_function_to_the_last_line() -> None:
+def test_it_shows_all_of_the_example() -> None:
     shown = "".join(block for block in BLOCKS if block not in TESTS)
-    assert lines(shown) == lines(EXAMPLE[EXAMPLE.index("def sweep") :])
+    assert lines(shown) == lines(EXAMPLE[EXAMPLE.index("import numpy") :])
 
 
 def test_its_tests_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +40,10 @@ def test_its_tests_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     namespace = ModuleType("guide").__dict__
     for block in TESTS:
         exec(compile(block, "docs/guide.md", "exec"), namespace)
+
+
+def no_task(text: str) -> str:
+    return re.sub(r"task \d", "task N", text)
 
 
 @pytest.mark.parametrize(("right", "wrong"), [
@@ -51,7 +55,8 @@ def test_its_mistakes_are_told_in_the_words_it_shows(right: str, wrong: str, tmp
     driver.write_text(EXAMPLE.replace(right, wrong), "utf-8")
     with pytest.raises(tg.JobFailed) as failed:
         tg.testing.run(load_driver(str(driver))(rows=2, cols=3, size=20, tolerance=0.5))
-    assert f"JobFailed: {failed.value}" in TOLD
+    # Of several tasks that make it in an epoch one is told of.
+    assert no_task(f"JobFailed: {failed.value}") in [no_task(text) for text in TOLD]
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (1, 3), (3, 2)])
