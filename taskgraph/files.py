@@ -20,6 +20,7 @@ __all__ = [
     "HeldFolder",
     "chosen_file",
     "may_hold_sockets",
+    "put_back",
     "remove_file",
     "whole_file",
     "why_unwritable",
@@ -174,6 +175,35 @@ class HeldFolder:
         held, self._held = self._held, None
         if held is not None:
             os.close(held)
+
+
+def put_back(folder: Path) -> int | None:
+    """Makes a private folder in a `HeldFolder` anew, with those above it that are gone, too.
+
+    Nobody holds the new one above it: it is held from now on, by the descriptor that is returned; None: it was there.
+
+    Raises:
+        OSError: a folder cannot be made, or is another user's, who may have taken its name meanwhile.
+    """
+    gone = [part for part in (folder, *folder.parents) if not part.exists()]
+    if gone:
+        _check_owner(gone[-1].parent, os.getuid(), 0)
+    for part in reversed(gone):
+        with contextlib.suppress(FileExistsError):  # another process makes it, too
+            part.mkdir(mode=0o700)
+        _check_owner(part, os.getuid())
+    if folder.parent not in gone:
+        return None
+    file = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    with contextlib.suppress(OSError):  # nobody can hold a folder on this file system, and so nobody removes it
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file
+
+
+def _check_owner(folder: Path, *users: int) -> None:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in users:
+        raise PermissionError(errno.EPERM, "it must be a directory of your own", str(folder))
 
 
 def _held(folder: Path) -> int | None:

@@ -16,20 +16,21 @@ from typing import Any, TypeVar
 from taskgraph.alongside import alongside, any_done
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
+from taskgraph.errors import CoordinationError, DecodeError, JobFailed, OutcomeUnknown, TaskGraphError
 from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, kept_record, size_bytes, why_given_up
 from taskgraph.launch.follow import Follower, client_of, kept_events
 from taskgraph.launch.resuming import lost_text
 from taskgraph.launch.runtime import Runtime
-from taskgraph.observe.control_client import StillAtWork
+from taskgraph.observe.control_client import StillAtWork, control_address
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import Compare, Put, Txn
-from taskgraph.protocol.records import name_of
+from taskgraph.protocol.records import NodeRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.tls import Tls
+from taskgraph.transport.endpoints import host_key
 
 __all__ = ["Collector"]
 
@@ -42,6 +43,9 @@ _REST_S = 1.0
 """How long etcd is asked for what is kept beside a result."""
 _UNCOLLECTED_S = 5.0
 """Results that cannot be collected for longer, with nobody to take over from who keeps them, are told of."""
+_GONE_S = 30.0
+"""A node of this host that nobody can connect to for so long after its lease would have ended will not be reached any
+more: it looks every two seconds whether its socket is there."""
 _SILENT_S = 60.0
 """A node that told nothing for so long is asked again. One that computes its results tells nothing meanwhile."""
 _COLLECTED_S = 10.0
@@ -52,6 +56,15 @@ _RAN_GOT = "who ran the job got them"
 """True of `tg.run` and `taskgraph run` only: others who collect keep what they got."""
 _DAMAGED_TRIES = 3
 """What a network damaged arrives whole the next time; what a memory damaged never does."""
+
+
+def _gone_socket(record: NodeRecord) -> str:
+    """The file of this host by which a node is reached, where it is not there; "" otherwise."""
+    try:
+        kind, _, path = control_address(record.control, host_key()).partition(":")
+    except TaskGraphError:
+        return ""
+    return path if kind == "unix" and not os.path.exists(path) else ""
 
 
 class Collector(Follower):
@@ -67,13 +80,18 @@ class Collector(Follower):
         """Why a result that we got is kept by the job's nodes alone, which were not let go."""
         self.unreachable: TaskGraphError | None = None
         """Why a node did not tell its results, last; None where it computes them still."""
+        self._gone: dict[str, float] = {}  # nodes whose sockets are gone, since when
 
-    async def results(self) -> list[TaskResult]:
+    async def results(self, *, else_lost: bool = False) -> list[TaskResult]:
         """The results of all tasks, of one (epoch, attempt); through takeovers, for as long as it takes.
+
+        Args:
+            else_lost: their nodes keep them for us alone.
 
         Raises:
             DecodeError: values arrive damaged, again and again.
             FingerprintMismatch: the nodes' digests are not those of this version.
+            JobFailed: with `else_lost`, the socket of a node that lives is gone for good.
         """
         self._spec.check_protocol()
         damaged_tries = 0
@@ -81,6 +99,8 @@ class Collector(Follower):
         kept: dict[int, TaskResult] = {}  # of nodes that told all of theirs: what may be large is not asked for twice
         while True:
             failed = await self._ask_for_others(kept)
+            if else_lost:
+                await self._see_gone()
             if failed is not None and time.monotonic() > tell_at:
                 tell_at = math.inf
                 self._say("waits", f"the job has finished, and its results cannot be collected: {failed}")
@@ -100,7 +120,7 @@ class Collector(Follower):
 
     async def _ask_for_others(self, kept: dict[int, TaskResult]) -> TaskGraphError | None:
         """Asks the nodes of tasks that are not `kept`, and adds what they tell. Why the last one that failed did."""
-        failed = None
+        failed, was_gone, self._gone = None, self._gone, {}
         holders = {primary.record.node for task, primary in self.view.primaries.items() if task not in kept}
         for node, record in [(n, v.record) for n, v in sorted(self.view.nodes.items()) if n in holders]:
             try:
@@ -112,7 +132,29 @@ class Collector(Follower):
                 self.unreachable = None
             except TaskGraphError as error:  # lost: its tasks are taken over, and asked for again
                 self.unreachable = failed = error
+                if _gone_socket(record):
+                    self._gone[node] = was_gone.get(node, time.monotonic())
         return failed
+
+    async def _see_gone(self) -> None:
+        """Raises JobFailed where a node lives whose socket was not there for too long. Where etcd does not answer, it
+        cannot tell that the node has ended."""
+        limit_s = _GONE_S + float(self._spec.settings.get("lease_ttl_s", Settings().lease_ttl_s))
+        for node, since in self._gone.items():
+            if time.monotonic() - since <= limit_s:
+                continue
+            with contextlib.suppress(CoordinationError, TimeoutError):
+                async with asyncio.timeout(_REST_S):
+                    await self.keeper.load()
+                if node in self.view.nodes:
+                    path = _gone_socket(self.view.nodes[node].record)
+                    raise JobFailed(
+                        f"job {self._spec.name!r} has finished, and its values cannot be collected: node "
+                        f"{name_of(node)} lives, and keeps them, but its socket {path} is gone, and could not be made "
+                        f"anew. Something removes what is in the runtime directory, such as a cleaner of temporary "
+                        f"files, or a logout: set TASKGRAPH_RUNTIME_DIR to a directory that stays",
+                        job=self._spec.name,
+                    )
 
     def _tell_damaged(self, task: int, tries: int) -> None:
         """Raises DecodeError after the last try."""

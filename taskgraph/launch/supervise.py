@@ -184,7 +184,7 @@ class Supervisor:
         if status.state != State.FINISHED:
             await self._follower.tell_rest()
             raise self._noted(job_failed(self._spec.name, with_stands(status, self._nodes.stands)))
-        async with alongside(self._failed_after_all(), self._follower.results()) as (failed, collecting):
+        async with alongside(self._failed_after_all(), self._follower.results(else_lost=True)) as (failed, collecting):
             await any_done(failed, collecting)
             if failed.done():
                 await self._follower.tell_rest()

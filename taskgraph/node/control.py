@@ -91,7 +91,7 @@ class ControlServer:
         self._refusals = Refusals(log, time.monotonic)
         self._host_key = host_key()
         self._node: Controlled | None = None
-        self._server: grpc.aio.Server | None = None
+        self._servers: list[grpc.aio.Server] = []
         self._path: Path | None = None
         self._followers: set[_Follower] = set()
         self._ending = False
@@ -132,20 +132,41 @@ class ControlServer:
             check_listener(tcp_host, tls is not None, insecure)
             if tls is not None:
                 tls.check(advertise or tcp_host)
-        server = grpc.aio.server(options=_server_options())
-        server.add_generic_rpc_handlers((self._handlers(),))
+        server = self._new_server()
         found = []
         if unix_path is not None:
-            _bind(server, f"unix:{unix_path}", None)
-            os.chmod(unix_path, 0o600)
+            _bind_unix(server, unix_path)
             self._path = unix_path
             found.append(unix_endpoint(unix_path))
         if tcp_host:
             port = _bind_tcp(server, tcp_host, tcp_ports, tls)
             found.append(tcp_endpoint(advertise or tcp_host, port))
         await server.start()
-        self._server = server
+        self._servers.append(server)
         return "|".join(found)
+
+    def _new_server(self) -> grpc.aio.Server:
+        server = grpc.aio.server(options=_server_options())
+        server.add_generic_rpc_handlers((self._handlers(),))
+        return server
+
+    @property
+    def unreachable(self) -> bool:
+        """Whether the file of its unix socket is gone, so that nobody finds it."""
+        return self._path is not None and not self._path.exists()
+
+    async def listen_anew(self) -> None:
+        """Listens once more where that file was. Calls under way are left alone.
+
+        Raises:
+            OSError, TransportError: it cannot.
+        """
+        if self._ending or self._path is None:
+            return
+        server = self._new_server()  # gRPC adds no address to one that serves
+        _bind_unix(server, self._path)
+        await server.start()
+        self._servers.append(server)  # the one before removes that file when it is stopped, whosever it is
 
     async def stop(self) -> None:
         """Tells followers what they have not heard yet, ends every call, removes the socket."""
@@ -153,9 +174,8 @@ class ControlServer:
         self._end.set()
         for follower in self._followers:
             follower.end()
-        if self._server is not None:
-            await self._server.stop(_CLOSE_S)
-            self._server = None
+        await asyncio.gather(*(server.stop(_CLOSE_S) for server in self._servers))
+        self._servers.clear()
         if self._path is not None:
             remove_file(self._path)
 
@@ -379,6 +399,11 @@ def _server_options() -> list[tuple[str, int]]:
         ("grpc.max_connection_idle_ms", _SILENT_MS),
         ("grpc.http2.min_ping_interval_without_data_ms", _PINGS_APART_MS),
     ]
+
+
+def _bind_unix(server: grpc.aio.Server, path: Path) -> None:
+    _bind(server, f"unix:{path}", None)
+    os.chmod(path, 0o600)
 
 
 def _bind_tcp(server: grpc.aio.Server, host: str, ports: Sequence[int], tls: Tls | None) -> int:

@@ -51,6 +51,7 @@ from taskgraph.node.loggers import guard_loggers
 from taskgraph.node.loop import NodeLoop
 from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
+from taskgraph.node.sockets import keep_sockets
 from taskgraph.node.usercode import lastwords
 from taskgraph.node.usercode.ended import pass_ended_threads_over
 from taskgraph.observe.events import EventLog, keep_events
@@ -252,6 +253,8 @@ async def _run(
         if untaken is not None:
             untaken.tell(partial(_emit_soon, asyncio.get_running_loop(), events))
         kept = job.settings.events_kept
+        if folder is not None:
+            await stack.enter_async_context(_while(keep_sockets(folder, (transport, control), events)))
         async with _while(keep_events(events, coordinator, spec.name, node_id=config.node_id, kept=kept)):
             gc.freeze()  # what was imported lives as long as the process: no collection needs to look at it again
             await node.run()

@@ -35,7 +35,7 @@ _LOST_S = 5.0
 _ENDING_S = 2.0
 """That a job ended comes from etcd, its last commits from its leader: the end waits this long to be told last."""
 _MERGED = ("lost", "takeover", "hand-over", "evicted", "admitted", "slow", "teardown failed")
-_ONCE = ("unheld",)
+_ONCE = ("unheld", "sockets")
 """What nodes tell each for itself, and of one task of many: the first one tells what is the matter."""
 _OF_A_NODE = ("paused", "resumed")
 """What a node tells of itself, without its name: `taskgraph events` has a column for that."""

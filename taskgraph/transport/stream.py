@@ -232,9 +232,7 @@ class StreamTransport:
         loop = asyncio.get_running_loop()
         found = []
         if self._unix_dir is not None:
-            name = hashlib.sha256(self._node.encode()).hexdigest()[:16]
-            unix, self._socket_file = endpoints.listen_unix(self._unix_dir, name)
-            self._servers.append(await loop.create_unix_server(self._accept, sock=unix))
+            self._socket_file = await self._listen_unix(self._unix_dir)
             found.append(endpoints.unix_endpoint(self._socket_file))
         if self._tcp_host is not None:
             check_listener(self._tcp_host or "0.0.0.0", self._tls is not None, self._insecure)
@@ -248,6 +246,26 @@ class StreamTransport:
                 self._servers.append(await loop.create_server(self._accept, sock=tcp))
             found.append(endpoints.tcp_endpoint(self._advertise or host, port))
         self._endpoints = tuple(found)
+
+    async def _listen_unix(self, folder: Path) -> Path:
+        name = hashlib.sha256(self._node.encode()).hexdigest()[:16]
+        unix, path = endpoints.listen_unix(folder, name)
+        self._servers.append(await asyncio.get_running_loop().create_unix_server(self._accept, sock=unix))
+        return path
+
+    @property
+    def unreachable(self) -> bool:
+        """Whether the file of its unix socket is gone, so that nobody finds it."""
+        return self._socket_file is not None and not self._socket_file.exists()
+
+    async def listen_anew(self) -> None:
+        """Listens once more where that file was. Connections that stand are left alone.
+
+        Raises:
+            OSError, TransportError: it cannot.
+        """
+        if self._state == "running" and self._unix_dir is not None:
+            await self._listen_unix(self._unix_dir)
 
     def _tls_listener(self, tcp: socket.socket, tls: Tls) -> TlsListener:
         return TlsListener(

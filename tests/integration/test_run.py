@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -199,6 +200,32 @@ async def test_what_cannot_be_removed_at_the_end_costs_no_result(
     assert result.value == VALUES
     told = [record.message for record in caplog.records if "cannot be removed" in record.message]
     assert len(told) == 1 and ".sums.lock cannot be removed" in told[0]
+
+
+async def test_a_job_whose_sockets_are_removed_while_it_runs_goes_on_and_its_values_are_collected(
+    runtime: Runtime, tmp_path: Path
+) -> None:
+    """As a cleaner of temporary files does it. Then a node is killed, so that others have to find one another anew."""
+    pids: list[int] = []
+    told: list[str] = []
+
+    def on_start(follower: Collector, nodes: LocalNodes) -> None:
+        pids.extend(nodes.pids().values())
+
+    def on_event(event: Event) -> None:
+        if event.kind == "began":
+            for folder in (runtime.root / "s").iterdir():
+                shutil.rmtree(folder)
+        if event.kind == "sockets":
+            told.append(event.node)
+            if len(told) == 3:
+                os.kill(pids[0], signal.SIGKILL)
+                (tmp_path / "gate").touch()
+
+    job = sums(pause_at=3, gate=str(tmp_path / "gate"))
+    result = await tg.arun(job, nodes=3, timeout_s=60, hooks=Hooks(on_event, on_start))
+    assert result.value == VALUES and result.failovers > 0
+    assert sorted(told) == ["n1", "n2", "n3"]
 
 
 async def test_cancelled_while_it_starts_it_leaves_nothing() -> None:

@@ -21,7 +21,19 @@ from typing import NamedTuple
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import Ran
 
-__all__ = ["IN_THREAD", "NOTHING", "LastWords", "Left", "OnLoop", "listen", "mean", "meant", "on_loop", "read"]
+__all__ = [
+    "IN_THREAD",
+    "NOTHING",
+    "LastWords",
+    "Left",
+    "OnLoop",
+    "listen",
+    "listen_anew",
+    "mean",
+    "meant",
+    "on_loop",
+    "read",
+]
 
 log = logging.getLogger("taskgraph.node")
 
@@ -191,6 +203,12 @@ def listen(folder: Path) -> None:
         here = LastWords(folder)
     except OSError as error:
         log.warning("what runs here when this process dies will not be known: %s", error)
+
+
+def listen_anew(folder: Path) -> None:
+    """The same, where something removed that file; what was under way then is not known any more."""
+    if here is not None and not (folder / _FILE).exists():
+        listen(folder)
 
 
 def mean() -> None:

@@ -30,7 +30,7 @@ from taskgraph.node.control import ControlServer
 from taskgraph.observe.events import Event, EventLog, keep_events
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.kv import Delete, Put, Txn
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.records import NodeRecord, PrimaryRecord
 from taskgraph.results import json_pieces
@@ -170,6 +170,25 @@ async def test_results_that_nobody_can_ask_for_are_told_of_once(
     (text,) = told + logged
     assert bool(told) == followed
     assert text.startswith("the job has finished, and its results cannot be collected: no node listens at unix:")
+
+
+async def test_results_of_a_node_whose_socket_is_gone_for_good_are_an_error_for_who_runs_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood, and nobody but a person could end it. One that has ended is taken over from, and asked no more."""
+    monkeypatch.setattr("taskgraph.launch.collector._GONE_S", -4.9)  # with the TTL of its lease a tenth of a second
+    async with following(Holder(GOOD), tmp_path) as follower:
+        (tmp_path / "c").unlink()
+        with pytest.raises(tg.JobFailed, match=r"n1 lives, and keeps them, but its socket /.*/c is gone") as caught:
+            await follower.results(else_lost=True)
+        assert caught.value.job == "fit" and "set TASKGRAPH_RUNTIME_DIR" in str(caught.value)
+        await follower._coordinator.txn(Txn(success=(Delete(Keys("fit").node("n1-1")),)))
+        ended = asyncio.ensure_future(follower.results(else_lost=True))
+        await follower.keeper.load()
+        await asyncio.wait([ended], timeout=0.5)
+        assert not ended.done(), "its tasks may be taken over"
+        ended.cancel()
+        await asyncio.gather(ended, return_exceptions=True)
 
 
 async def test_results_that_take_long_to_compute_are_waited_for_without_a_word(

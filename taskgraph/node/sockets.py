@@ -1,0 +1,57 @@
+"""The files of a node's sockets, which something else may remove while it runs, as a cleaner of temporary files does.
+
+Connections that stand outlive that. But whoever has none finds nobody: a peer that dials again, a node that joins, and
+in the end who collects the results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Protocol
+
+from taskgraph.errors import TransportError
+from taskgraph.files import put_back
+from taskgraph.node.usercode import lastwords
+from taskgraph.observe.events import EventLog
+
+__all__ = ["Listens", "keep_sockets"]
+
+_LOOK_S = 2.0
+"""How often it is looked whether they are there: a few system calls."""
+
+
+class Listens(Protocol):
+    """What has such a file."""
+
+    @property
+    def unreachable(self) -> bool: ...
+    async def listen_anew(self) -> None: ...
+
+
+async def keep_sockets(folder: Path, listeners: tuple[Listens, ...], events: EventLog) -> None:
+    """Has those listen anew whose files are gone from a node's folder, until cancelled. No other node has that path."""
+    told, held = "", list[int]()
+    what = f"the sockets of nodes in {folder.parent} were removed, as a cleaner of temporary files does"
+    try:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            gone = [listener for listener in listeners if listener.unreachable]
+            if not gone:
+                continue
+            try:
+                if (file := put_back(folder)) is not None:
+                    held.append(file)
+                for listener in gone:
+                    await listener.listen_anew()
+                lastwords.listen_anew(folder)
+            except (OSError, TransportError) as error:
+                if told != (told := str(error)):
+                    events.emit("sockets", f"{what}, and nobody can connect to them any more: {error}")
+                continue
+            told = ""
+            events.emit("sockets", f"{what}: they listen there anew")
+    finally:
+        for file in held:
+            os.close(file)
