@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -42,6 +43,12 @@ _FIRST_ANSWER_S = 0.5
 _NAME_POLL_S = 0.02
 #: Of its log, when it ended: each is a JSON object of up to a few hundred characters.
 _LAST_LINES = 8
+#: Files that etcd keeps for itself: it takes as many connections as it may have files beside them.
+_OWN_FILES = 150
+#: Connections of whoever runs the job, and of some who look at it; and of each node.
+_LOOKING, _OF_A_NODE = 16, 2
+#: As many files it may have open, where the system allows that: more than 1000 nodes need.
+_FILES = 4096
 #: What else a line of it has.
 _NO_NEWS = ("level", "ts", "caller", "msg", "stacktrace")
 #: Of the directory for temporary files: some kernels take 104 bytes for a unix socket's path.
@@ -82,11 +89,13 @@ class EmbeddedEtcd:
     Args:
         private: on unix sockets, instead of ports.
         log: the file for what it prints, which stays; None: one that is removed at the end.
+        nodes: as many are going to connect.
     """
 
-    def __init__(self, *, private: bool = False, log: Path | None = None) -> None:
+    def __init__(self, *, private: bool = False, log: Path | None = None, nodes: int = 1) -> None:
         self._private = private
         self._log = log
+        self._nodes = nodes
         self._guard: asyncio.subprocess.Process | None = None
         self._endpoint = ""
         self._version = ""
@@ -121,14 +130,16 @@ class EmbeddedEtcd:
         """Starts etcd and waits until it answers a request.
 
         Raises:
-            CoordinationError: there is no binary, or it does not start; carries the end of its log.
+            CoordinationError: there is no binary, it may not have files enough open, or it does not start; carries the
+                end of its log.
         """
         if self._guard is not None:
             raise CoordinationError("this etcd was started already")
         binary = find_etcd()
+        files = _files(self._nodes)
         self._version = await version_of(binary)
         for attempt in range(1, _PORT_TRIES + 1):
-            said = await self._start_once(binary)
+            said = await self._start_once(binary, files)
             if not said:
                 return
             if "address already in use" not in said or attempt == _PORT_TRIES:
@@ -167,7 +178,7 @@ class EmbeddedEtcd:
         if self._folder is not None:
             self._folder.remove()
 
-    async def _start_once(self, binary: Path) -> str:
+    async def _start_once(self, binary: Path, files: int | None) -> str:
         """Starts etcd. Returns "" when it answers, else what it said before it ended."""
         self._folder = held = _new_folder(short=self._private)
         private = held.path
@@ -180,6 +191,7 @@ class EmbeddedEtcd:
                 sys.executable,
                 *("-I", "-S", str(Path(__file__).with_name("guard.py"))),
                 *("--remove", str(private), "--log", str(log), "--parent", str(os.getpid())),
+                *(() if files is None else ("--files", str(files))),
                 *("--", *command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -238,6 +250,25 @@ class EmbeddedEtcd:
         _, said = await guard.communicate()
         self._remove()
         return said.decode(errors="replace").strip() or f"it ended with code {guard.returncode}"
+
+
+def _files(nodes: int) -> int | None:
+    """How many files etcd is to be allowed; None: as many as it is.
+
+    Raises:
+        CoordinationError: those that it may be allowed are too few: it would keep some nodes out.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = _OWN_FILES + _LOOKING + _OF_A_NODE * nodes
+    if hard != resource.RLIM_INFINITY and hard < least:
+        raise CoordinationError(
+            f"only {hard} files may be open at a time here, and the etcd of a job with {nodes} nodes needs {least}: "
+            f"`ulimit -n {max(1024, least)}` allows more"
+        )
+    wanted = max(_FILES, least)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return None
+    return wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
 
 
 def _plain(said: str) -> str:

@@ -1,6 +1,6 @@
 """Runs one command that must not outlive the process that wanted it, not even if that is killed with SIGKILL.
 
-    python -I -S guard.py [--remove DIR]... [--log FILE] --parent PID -- COMMAND ARGUMENT...
+    python -I -S guard.py [--remove DIR]... [--log FILE] [--files N] --parent PID -- COMMAND ARGUMENT...
 
 The parent holds the write end of our standard input. When that closes (or when we are told by SIGTERM, or find that the
 parent is gone), the command gets SIGTERM and, two seconds later, SIGKILL; it has a process group of its own, so that
@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import resource
 import select
 import shutil
 import signal
@@ -95,6 +96,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run a command that ends when standard input does.")
     parser.add_argument("--remove", action="append", default=[], help="directory to remove at the end")
     parser.add_argument("--log", help="file for the command's output")
+    parser.add_argument("--files", type=int, help="as many files the command may have open at a time, if it may")
     parser.add_argument("--parent", type=int, required=True, help="process id of the one who starts us")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
@@ -108,6 +110,10 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
+    if options.files is not None:
+        with contextlib.suppress(OSError, ValueError):  # some systems have another limit of their own
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (options.files, hard))
     child = None
     try:
         with open(options.log or os.devnull, "ab") as log:

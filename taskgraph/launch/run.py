@@ -228,7 +228,7 @@ async def _on_nodes(
             etcd_log = runtime.folder(spec.name) / "etcd.log"
             # What nodes need is loaded while etcd starts.
             ahead = await stack.enter_async_context(ForkServer(etcd_log.parent, spec.settings.get("blas_threads", 1)))
-            embedded = await stack.enter_async_context(EmbeddedEtcd(private=True, log=etcd_log))
+            embedded = await stack.enter_async_context(EmbeddedEtcd(private=True, log=etcd_log, nodes=nodes))
         entry = JobEntry(
             name=spec.name,
             etcd=embedded.endpoint if embedded is not None else etcd or "",

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cli_kit import DRIVER, Cli
 from kept_kit import KeptEtcd, keeping_options
 from processes_kit import becomes, free_port, gone, running
 
@@ -153,6 +154,36 @@ async def test_what_it_says_is_told_in_plain_text(temporary: Path, monkeypatch: 
     assert "file descriptor limit of etcd process is too low" in said and "limit: 64" in said
     assert "ulimit -n" in said and "stacktrace" not in said and "{" not in said
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == soft and private_dirs(temporary) == []
+
+
+async def test_it_may_have_as_many_files_open_as_its_clients_need(temporary: Path) -> None:
+    """With 151 it kept all out, with 160 every other node of 16."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (151, hard))
+    try:
+        async with EmbeddedEtcd(nodes=16) as etcd:
+            most = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
+            assert resource.prlimit(etcd.pid, resource.RLIMIT_NOFILE) == (most, hard)
+            async with await EtcdCoordinator.connect(etcd.endpoint) as first:
+                await first.get("a")
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (151, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("limit", [100, 160])
+async def test_it_does_not_start_where_it_may_not_have_enough(cli: Cli, limit: int) -> None:
+    limited = (
+        f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit})); "
+        "os.execv(sys.executable, [sys.executable, '-m', 'taskgraph', *sys.argv[1:]])"
+    )
+    done = await cli("run", str(DRIVER), "--nodes", "16", python=("-c", limited))
+    assert done.code == 3 and done.out == ""
+    assert done.err == (
+        f"taskgraph: only {limit} files may be open at a time here, and the etcd of a job with 16 nodes needs 198: "
+        f"`ulimit -n 1024` allows more\n"
+    )
+    await cli.nothing_left()
 
 
 async def test_a_panic_of_its_is_told_by_its_cause_and_without_stacks(
