@@ -22,7 +22,7 @@ from typing import cast
 
 import grpc
 
-from taskgraph.certificates import unfit_for_grpc
+from taskgraph.certificates import Span, spans, unfit_for_grpc
 from taskgraph.errors import TransportError
 
 __all__ = ["CA", "CERT", "KEY", "Tls", "advice", "channel_binding", "check_listener", "load_files", "read_pem"]
@@ -169,6 +169,13 @@ class Tls:
         self.context(server=False)  # gRPC says nothing of files that it cannot use
         ca, cert, key = self._read
         return grpc.ssl_channel_credentials(ca, key, cert)
+
+    def validity(self) -> dict[Path, Span]:
+        """When the certificates that are used now are valid, by the file they are in: ours, and its authority's."""
+        self.context(server=True)
+        ca, cert, _ = self._read
+        found = zip((self.ca, self.cert), spans(ca, cert), strict=True)
+        return {path: span for path, span in found if span is not None}
 
 
 def load_files(context: ssl.SSLContext, ca: Path | None, cert: Path | None, key: Path | None) -> None:

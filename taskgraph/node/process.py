@@ -45,6 +45,7 @@ from taskgraph.graph.values import digesting, verify
 from taskgraph.jobs import Job
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.control import ControlServer
+from taskgraph.node.expiring import Expiring
 from taskgraph.node.forkserver import serve
 from taskgraph.node.inject import injected
 from taskgraph.node.loggers import guard_loggers
@@ -255,6 +256,8 @@ async def _run(
         kept = job.settings.events_kept
         if folder is not None:
             await stack.enter_async_context(_while(keep_sockets(folder, (transport, control), events)))
+        if tls is not None:
+            await stack.enter_async_context(_while(Expiring(tls, events, config.name, node.host).watch()))
         async with _while(keep_events(events, coordinator, spec.name, node_id=config.node_id, kept=kept)):
             gc.freeze()  # what was imported lives as long as the process: no collection needs to look at it again
             await node.run()

@@ -40,6 +40,7 @@ _UNANSWERED_S = 300.0
 """Likewise where something in between acknowledges, and the node does not answer. Behind a slow network that
 comes after the results that were sent before it: with gRPC's 60 s, those at 30 kB/s are never whole."""
 _CUT_OFF = ("Socket closed", "Connection reset", "connection closed")
+_ENDED = "certificate has expired"
 _NOBODY_LISTENS = ("Connection refused", "No such file or directory")
 """What gRPC says of an address whose process is gone. In other words, it is lost, and whoever asks asks again."""
 
@@ -325,9 +326,15 @@ class ControlClient:
         if code == grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in _NOBODY_LISTENS):
             return PeerGone(f"no node listens at {self._address} any more: {details}")
         first = code == grpc.StatusCode.UNAVAILABLE and not self._answered  # else it speaks as we do
-        if first and self._encrypted:
+        if first and self._encrypted and _ENDED in details:
             details += (
-                "; with TLS: is its certificate, and ours, signed by the same --tls authority, and names it the host?"
+                "; the certificate of that node has ended: write a renewed one, and its key, to its files there, which "
+                "it uses at once (else this host's clock is wrong)"
+            )
+        elif first and self._encrypted:
+            details += (
+                "; with TLS: is its certificate, and ours, signed by the same --tls authority, names it the host, and "
+                "has neither ended?"
             )
         elif first and not self._address.startswith("unix:") and any(sign in details for sign in _CUT_OFF):
             details += "; perhaps it speaks TLS only: give --tls; or it has too many connections"

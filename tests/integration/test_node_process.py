@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import secrets
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import trustme
 from etcd_kit import following
 from processes_kit import becomes, free_port, kill, running
 
@@ -29,6 +31,7 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import PeerGone, TaskGraphError
 from taskgraph.graph.values import decode
+from taskgraph.launch.follow import follow_events
 from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.inprocess import arun_inprocess
 from taskgraph.launch.local import LocalNodes
@@ -44,6 +47,7 @@ from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import GoneRecord, NodeRecord, Ran, State, StatusRecord
+from taskgraph.tls import CA, CERT, KEY
 from taskgraph.transport.endpoints import host_key
 
 DRIVER = Path(__file__).parent / "drivers" / "held.py"
@@ -292,6 +296,35 @@ async def test_code_that_ends_its_process_fails_the_job_and_the_nodes_that_are_l
         assert codes in ([0, 0, 11, 11, 11], [0, 11, 11, 11, 11]), "who takes over may be faster than the word of it"
         status = await rig.status()
         assert (status.state, status.task, status.epoch, status.where) == (State.FAILED, 1, 2, "crash")
+
+
+@pytest.mark.slow
+async def test_a_node_tells_of_its_certificate_before_it_ends(embedded_etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    now, hour = datetime.datetime.now(datetime.UTC), datetime.timedelta(hours=1)
+    authority = trustme.CA()
+    files = {n: str(tmp_path / f) for n, f in (("ca", CA), ("cert", CERT), ("key", KEY))}
+    authority.cert_pem.write_to_path(files["ca"])
+
+    def issue(after: datetime.timedelta) -> None:
+        issued = authority.issue_cert("127.0.0.1", not_before=now - 24 * hour, not_after=now + after)
+        issued.private_key_pem.write_to_path(files["key"])
+        issued.cert_chain_pems[0].write_to_path(files["cert"])
+
+    issue(hour)
+    async with launched(embedded_etcd, 1, listening=Listening(host="127.0.0.1"), node_tls=files) as rig:
+        rig.hold(0)
+        await rig.nodes.start(1)
+        async with asyncio.timeout(LIMIT_S):
+            async for event in follow_events(rig.etcd, rig.spec.name):
+                if event.kind == "certificate":
+                    break
+        assert f"the certificate in {files['cert']} ends at" in event.text
+        issue(999 * hour)
+        tcp = control_address((await rig.record("n1")).control, "another host")
+        async with ControlClient(tcp, rig.entry.token_bytes, rig.entry.node_access) as client:
+            assert (await client.status()).name == "n1"
+        rig.release(0)
+        assert same(await rig.results(), await calm())
 
 
 @pytest.mark.slow

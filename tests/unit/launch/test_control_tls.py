@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
@@ -281,3 +282,24 @@ async def test_who_has_a_certificate_of_a_former_authority_is_refused_from_then_
                 await client.status()
         async with service.client(tls=ours) as client:
             assert await client.status() == STATUS
+
+
+async def test_of_a_certificate_that_has_ended_it_is_said_where_to_renew_it(ours: Tls, tmp_path: Path) -> None:
+    now, former = datetime.datetime.now(datetime.UTC), trustme.CA()
+    ended = former.issue_cert(
+        "127.0.0.1", not_before=now - datetime.timedelta(2), not_after=now - datetime.timedelta(1)
+    )
+    valid = former.issue_cert("127.0.0.1")
+    async with serving(tcp_host="127.0.0.1", tls=ours) as service:
+        former.cert_pem.write_to_path(str(ours.ca))
+        for told, given, mine in (
+            ("the certificate of that node has ended: write a renewed one, and its key, to its files", ended, valid),
+            ("has neither ended", valid, ended),
+        ):
+            clients = Tls(ours.ca, tmp_path / "cert", tmp_path / "key")
+            for issued, tls in ((given, ours), (mine, clients)):
+                issued.private_key_pem.write_to_path(str(tls.key))
+                issued.cert_chain_pems[0].write_to_path(str(tls.cert))
+            async with service.client(tls=clients) as client:
+                with pytest.raises(PeerLost, match=told):
+                    await client.status()

@@ -1,0 +1,82 @@
+"""Tells of certificates of this node that are about to end, or have: before they are missed.
+
+Connections that stand go on, so that nothing else shows it, often until somebody asks for the job's results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from taskgraph.errors import TransportError
+from taskgraph.observe.events import EventLog
+from taskgraph.tls import Tls
+
+__all__ = ["Expiring"]
+
+_PART = 10
+"""Told when less than this part of its validity is left,"""
+_AT_MOST_S = 86_400.0
+"""and no sooner than a day before its end."""
+_LOOK_S = 60.0
+"""Files are renewed at any time, and a clock may be set."""
+_LEAST_S = 0.1
+
+
+class Expiring:
+    """One node's certificates.
+
+    Args:
+        now: unix time, which is what certificates are judged by.
+    """
+
+    def __init__(self, tls: Tls, events: EventLog, node: str, host: str, now: Callable[[], float] = time.time) -> None:
+        self._tls = tls
+        self._events = events
+        self._who = f"{node} on {host}"
+        self._now = now
+        self._told: set[tuple[Path, float, bool]] = set()
+
+    async def watch(self) -> None:
+        while True:
+            next_s = self.look()
+            await asyncio.sleep(next_s)
+
+    def look(self) -> float:
+        """Tells what there is to tell, once for each certificate and once more when it has ended.
+
+        Returns:
+            In how many seconds to look again.
+        """
+        try:
+            found = self._tls.validity()
+        except TransportError:  # there are no files any more, nor were there ever: who needs them says so
+            return _LOOK_S
+        now, next_s = self._now(), _LOOK_S
+        for path, (begins, ends) in found.items():
+            soon = ends - min(_AT_MOST_S, (ends - begins) / _PART)
+            next_s = min([next_s, *(at - now for at in (soon, ends) if at > now)])
+            if now < soon or (key := (path, ends, now >= ends)) in self._told:
+                continue
+            self._told.add(key)
+            self._events.emit("certificate", f"{self._who}: {self._text(path, ends, ended=now >= ends)}")
+        return max(next_s, _LEAST_S)
+
+    def _text(self, path: Path, ends: float, *, ended: bool) -> str:
+        at = f"{datetime.fromtimestamp(ends, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        if path == self._tls.ca:
+            what, todo = "the authority", "one that goes on, and certificates of it on all hosts"
+        else:
+            what, todo = "the certificate", f"a renewed one, and its key in {self._tls.key}"
+        if ended:
+            return (
+                f"{what} in {path} has ended, at {at}: connections that stand go on, and no new one is made, be it for "
+                f"the job's results. Write to that file {todo}; nothing has to be started again"
+            )
+        return (
+            f"{what} in {path} ends at {at}, and then no new connection is made, be it for the job's results. Write to "
+            f"that file {todo}, before that; nothing has to be started again"
+        )

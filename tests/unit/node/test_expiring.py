@@ -1,0 +1,106 @@
+"""Certificates that end are told of before they are missed, once each."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+from pathlib import Path
+
+import pytest
+import trustme
+
+from taskgraph.node.expiring import Expiring
+from taskgraph.observe.events import EventLog
+from taskgraph.tls import CA, CERT, KEY, Tls
+
+BEGIN = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
+DAY_S = 86_400.0
+LAST_S = (datetime.datetime(3000, 1, 1, tzinfo=datetime.UTC) - BEGIN).total_seconds()
+"""The end of trustme's authorities."""
+LATE_DAYS = LAST_S / DAY_S + 100
+
+
+class Told:
+    """A node's events, with a clock of our own."""
+
+    def __init__(self, tls: Tls) -> None:
+        self.events = EventLog("n1")
+        self.at_s = 0.0
+        self._expiring = Expiring(tls, self.events, "n1", "host1", lambda: BEGIN.timestamp() + self.at_s)
+
+    def look(self, at_s: float) -> list[str]:
+        """What is told at that time, in seconds after the certificate began to be valid."""
+        before, self.at_s = len(self.events.recent()), at_s
+        self.next_s = self._expiring.look()
+        found = self.events.recent()[before:]
+        assert {event.kind for event in found} <= {"certificate"}
+        return [event.text for event in found]
+
+
+def certified(folder: Path, authority: trustme.CA, days: float, *, begin: datetime.datetime = BEGIN) -> Tls:
+    folder.mkdir(exist_ok=True)
+    issued = authority.issue_cert("host1", not_before=begin, not_after=begin + datetime.timedelta(days=days))
+    authority.cert_pem.write_to_path(str(folder / CA))
+    issued.private_key_and_cert_chain_pem.write_to_path(str(folder / KEY))
+    for pem in issued.cert_chain_pems:
+        pem.write_to_path(str(folder / CERT), append=pem is not issued.cert_chain_pems[0])
+    return Tls(folder / CA, folder / CERT, folder / KEY)
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.mark.parametrize(("days", "left_s"), [(90.0, DAY_S), (2.0, 0.2 * DAY_S)])
+def test_it_is_told_some_time_before_its_end_and_when_it_has_ended(
+    tmp_path: Path, authority: trustme.CA, days: float, left_s: float
+) -> None:
+    told = Told(certified(tmp_path / "tls", authority, days))
+    end_s = days * DAY_S
+    assert told.look(0.0) == told.look(end_s - left_s - 1.0) == []
+    assert told.next_s == pytest.approx(1.0)
+    (text,) = told.look(end_s - left_s)
+    end = f"{BEGIN + datetime.timedelta(days=days):%Y-%m-%d %H:%M:%S} UTC"
+    assert f"n1 on host1: the certificate in {tmp_path / 'tls' / CERT} ends at {end}" in text
+    assert str(tmp_path / "tls" / KEY) in text and "nothing has to be started again" in text
+    assert told.look(end_s - 1.0) == []
+    assert told.next_s == pytest.approx(1.0)
+    (text,) = told.look(end_s)
+    assert f"the certificate in {tmp_path / 'tls' / CERT} has ended, at {end}" in text
+    assert told.look(end_s + 1.0) == []
+    assert told.next_s > 10.0
+
+
+def test_a_renewed_one_is_told_of_in_its_turn(tmp_path: Path, authority: trustme.CA) -> None:
+    told = Told(certified(tmp_path / "tls", authority, 10.0))
+    assert len(told.look(9.5 * DAY_S)) == 1
+    certified(tmp_path / "new", authority, 20.0)
+    (tmp_path / "new" / CERT).replace(tmp_path / "tls" / CERT)  # without its key it is not used yet
+    assert len(told.look(10.0 * DAY_S)) == 1
+    (tmp_path / "new" / KEY).replace(tmp_path / "tls" / KEY)
+    assert told.look(11.0 * DAY_S) == []
+    assert len(told.look(19.5 * DAY_S)) == 1
+
+
+def test_of_a_chain_what_ends_first_counts(tmp_path: Path, authority: trustme.CA) -> None:
+    below = authority.create_child_ca()
+    told = Told(certified(tmp_path / "tls", below, LATE_DAYS))
+    authority.cert_pem.write_to_path(str(tmp_path / "tls" / CA))
+    assert told.look(LAST_S - 2 * DAY_S) == []
+    first, second = told.look(LAST_S + DAY_S)
+    assert f"the authority in {tmp_path / 'tls' / CA} has ended, at 3000-01-01" in first
+    assert f"the certificate in {tmp_path / 'tls' / CERT} has ended, at 3000-01-01" in second
+
+
+def test_of_authorities_only_ours_is_told_of(tmp_path: Path, authority: trustme.CA) -> None:
+    told = Told(certified(tmp_path / "tls", authority, LATE_DAYS))
+    trustme.CA().cert_pem.write_to_path(str(tmp_path / "tls" / CA), append=True)
+    assert len(told.look(LAST_S + DAY_S)) == 1
+
+
+def test_without_files_nothing_is_told(tmp_path: Path, authority: trustme.CA) -> None:
+    told = Told(certified(tmp_path / "tls", authority, 10.0))
+    shutil.rmtree(tmp_path / "tls")
+    assert told.look(9.5 * DAY_S) == []
+    assert told.next_s > 10.0
