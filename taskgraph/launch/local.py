@@ -182,6 +182,10 @@ class LocalNodes:
     def alive(self) -> int:
         return sum(1 for p in self._processes.values() if p.code is None)
 
+    def ids(self) -> frozenset[str]:
+        """As they are registered, those that ended, too."""
+        return frozenset(p.node_id for p in self._processes.values())
+
     def pids(self) -> dict[str, int]:
         return {p.name: p.process.pid for p in self._processes.values() if p.code is None}
 

@@ -122,7 +122,7 @@ class Supervisor:
             JobFailed: the job's own failure, or nobody is left to go on.
             JobTimeout: it did not end in time.
         """
-        grace_s = _NODE_END_S
+        grace_s = others_s = _NODE_END_S
         try:
             try:
                 async with asyncio.timeout(timeout_s):  # an etcd that is away is waited for, from the first read on
@@ -134,10 +134,11 @@ class Supervisor:
             except TimeoutError:
                 raise await self._timed_out(timeout_s or 0.0) from None
             await self._follower.let_go(found, result)
+            others_s += _cancel_s(self._spec)
             await self._nodes.wait_to_end(_NODE_END_S, _cancel_s(self._spec))
             return result
         except asyncio.CancelledError as error:
-            grace_s = _CANCELLED_END_S
+            grace_s = others_s = _CANCELLED_END_S
             self._uncollected = _why_uncollected(error)
             await asyncio.shield(self._try_to_end(_INTERRUPTED, State.CANCELLED))
             raise
@@ -153,7 +154,7 @@ class Supervisor:
             await self._try_to_end(end_reason(error), State.FAILED)
             raise
         finally:
-            await self._finish(grace_s)
+            await self._finish(grace_s, others_s)
 
     async def _start(self, count: int) -> None:
         try:
@@ -293,13 +294,34 @@ class Supervisor:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._follower.tell_uncollected(self._uncollected)
 
-    async def _finish(self, grace_s: float) -> None:
+    async def _others_left(self, within_s: float) -> None:
+        """Nodes of other launchers read in our etcd that nobody needs them any more: it stays until they have left."""
+        keeper, run = self._follower.keeper, self._spec.run
+        if self._etcd_ended is None or keeper.view.open:
+            return
+        ours = self._nodes.ids()
+        left = asyncio.ensure_future(
+            keeper.wait_until(lambda view: view.live_nodes(run).keys() <= ours, structure=True)
+        )
+        stopped = asyncio.ensure_future(self._no_etcd(self._etcd_ended))
+        try:
+            await asyncio.wait([left, stopped], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (left, stopped):
+                task.cancel()
+            await asyncio.gather(left, stopped, return_exceptions=True)
+
+    async def _finish(self, grace_s: float, others_s: float) -> None:
         await self._nodes.stop(grace_s, tell=not self._without_etcd)
         events: list[Event] = []
         if not self._without_etcd:  # else what we knew last is kept
             with contextlib.suppress(CoordinationError, TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await self._follower.keeper.load()
+            await self._others_left(others_s)
+        if not self._without_etcd:
+            with contextlib.suppress(CoordinationError, TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_S):
                     events, _ = await kept_events(self._coordinator, self._spec.name)
         view = self._follower.view
         collected = self._follower.kept_json is not None or self._follower.not_kept

@@ -28,7 +28,7 @@ from taskgraph.listening import NOWHERE
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.kv import Delete, Put, Txn
 from taskgraph.protocol.records import NodeRecord, Ran, State, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
@@ -238,7 +238,7 @@ async def test_where_another_one_collected_first_a_run_says_so_and_where_the_val
             async with asyncio.timeout(5):
                 await job._result()
         job._uncollected = "the run ended before they were collected"
-        await job._finish(0.0)
+        await job._finish(0.0, 0.0)
     finally:
         await follower.stop()
     says = "another one collected them first, and `taskgraph result fit` has its values" if kept else "within 300 s"
@@ -247,6 +247,62 @@ async def test_where_another_one_collected_first_a_run_says_so_and_where_the_val
     assert left is not None and left["result"] == (json.loads(RESULT.to_json()) if kept else None)
     found = await etcd.get(keys.collected)
     assert found is not None and found.value == why, "what the other one said of it stays"
+
+
+async def _never() -> str:
+    await asyncio.Event().wait()
+    return ""
+
+
+async def _ended() -> str:
+    return "was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("record", "collected", "etcd_ended", "within_s", "waited_for"),
+    [
+        (StatusRecord(state=State.CANCELLED), False, _never, 60.0, True),
+        (StatusRecord(state=State.FINISHED), True, _never, 60.0, True),
+        (StatusRecord(state=State.FINISHED), False, _never, 60.0, False),  # they keep its results
+        (StatusRecord(state=State.CANCELLED), False, _never, 0.01, False),
+        (StatusRecord(state=State.CANCELLED), False, _ended, 60.0, False),
+        (StatusRecord(state=State.CANCELLED), False, None, 60.0, False),  # somebody else's etcd, which stays
+    ],
+)
+async def test_an_etcd_of_its_own_is_there_until_nodes_of_other_launchers_have_left(
+    record: StatusRecord,
+    collected: bool,
+    etcd_ended: Any,
+    within_s: float,
+    waited_for: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Where nodes of `taskgraph launch` alone were left, they never read that the job had ended, and were killed."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    etcd, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
+    await submit(etcd, SPEC)
+    node = NodeRecord(name="n3", run=SPEC.run, host="", pid=1, endpoints=(), control="", fingerprint="", lease=0)
+    end = Put(keys.status, record.to_bytes())
+    told = [Put(keys.collected, json.dumps({"by": "n1", "not_kept": ""}).encode())] if collected else []
+    await etcd.txn(Txn(success=(Put(keys.node("n3-1"), node.to_bytes()),)))
+    follower = Follower(etcd, SPEC, b"")
+    await follower.start()
+    await etcd.txn(Txn(success=(end, *told)))
+
+    async def leaves() -> None:
+        await asyncio.sleep(0.1)
+        await etcd.txn(Txn(success=(Delete(keys.node("n3-1")),)))
+
+    leaving = asyncio.ensure_future(leaves() if waited_for else _never())
+    try:
+        job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks(), etcd_ended=etcd_ended)
+        async with asyncio.timeout(10):
+            await job._finish(0.0, within_s)
+        assert (await etcd.get(keys.node("n3-1")) is None) == waited_for
+    finally:
+        leaving.cancel()
+        await follower.stop()
 
 
 async def test_a_run_whose_nodes_have_ended_reads_what_its_watch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
