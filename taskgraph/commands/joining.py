@@ -144,6 +144,7 @@ async def _launch(options: argparse.Namespace) -> int:
                 listening,
                 on_start,
                 leave,
+                etcd_ends=reached.entry.embedded,
             )
         )
         _on_signals(work, leave, follower, drain_s(reached.spec))

@@ -380,6 +380,8 @@ async def launch_nodes(
     listening: Listening,
     on_start: Callable[[LocalNodes], None],
     leave: asyncio.Event,
+    *,
+    etcd_ends: bool = False,
 ) -> tuple[StatusRecord, JobResult | None]:
     """Nodes on this host for a job that was submitted elsewhere, until the job ended or all of them did.
 
@@ -387,6 +389,7 @@ async def launch_nodes(
         on_start: gets the nodes once they are started.
         leave: once it is set, the nodes hand over and leave, for which they get as long as they try it themselves.
             Whoever cancels this after that ends them at once.
+        etcd_ends: whoever runs the job ends its etcd once it has ended and no node is registered any more.
 
     Returns:
         What became of the job, and its result, unless somebody else collected it, or nobody will: `not_kept` of the
@@ -424,10 +427,19 @@ async def launch_nodes(
             await any_done(ending, broken)
             if not ending.done():
                 await broken
-            await nodes.wait_to_end(_NODE_END_S, _cancel_s(spec))
+            until_left = [_follow_until_left(follower, nodes, spec.run)] if etcd_ends else []
+            async with alongside(*until_left):
+                await nodes.wait_to_end(_NODE_END_S, _cancel_s(spec))
             return ending.result()
     finally:
         await nodes.stop(0.0 if leave.is_set() else _NODE_END_S)
+
+
+async def _follow_until_left(follower: Follower, nodes: LocalNodes, run: str) -> None:
+    """An etcd that ends as soon as no node is registered would be found gone, while their processes end."""
+    ours = nodes.ids()
+    await follower.keeper.wait_until(lambda view: ours.isdisjoint(view.live_nodes(run)), structure=True)
+    await follower.stop()
 
 
 async def _start_unless(leave: asyncio.Event, nodes: LocalNodes, count: int) -> None:

@@ -100,7 +100,7 @@ async def test_values_that_nobody_took_of_the_nodes_that_alone_had_them_are_a_fa
     """It had announced them, and ended with 0 when they were lost: a batch script went on without them."""
 
     async def launch_nodes(
-        entry: JobEntry, coordinator: MemoryCoordinator, follower: Collector, *arguments: object
+        entry: JobEntry, coordinator: MemoryCoordinator, follower: Collector, *arguments: object, **options: object
     ) -> tuple[StatusRecord, JobResult]:
         here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         follower.only_there = "they are too large"
@@ -133,9 +133,9 @@ async def test_nodes_beside_a_run_end_with_the_etcd_that_its_launcher_takes_alon
     monkeypatch.setattr(joining, "_LAST_LOOK_S", 0.05)
     told: list[bool] = []
 
-    async def launch_nodes(*arguments: object) -> tuple[StatusRecord, None]:
+    async def launch_nodes(*arguments: object, etcd_ends: bool) -> tuple[StatusRecord, None]:
         leave = arguments[-1]
-        assert isinstance(leave, asyncio.Event)
+        assert isinstance(leave, asyncio.Event) and etcd_ends
         try:
             await asyncio.Event().wait()
         finally:

@@ -118,6 +118,8 @@ class Launched:
         script: str,
         settings: Settings,
         follower: Collector | None = None,
+        *,
+        etcd_ends: bool = False,
     ) -> None:
         monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
         monkeypatch.setattr(supervise, "LocalNodes", Scripted)
@@ -131,7 +133,17 @@ class Launched:
         idle: Any = SimpleNamespace(ended=self._never.wait, broken=self._never.wait, finished=False, keeper=keeper)
         etcd = MemoryCoordinator(MemoryStore())
         self.work = asyncio.ensure_future(
-            launch_nodes(ENTRY, etcd, follower or idle, JobSpec.local(job), 1, NOWHERE, self._on_start, self.leave)
+            launch_nodes(
+                ENTRY,
+                etcd,
+                follower or idle,
+                JobSpec.local(job),
+                1,
+                NOWHERE,
+                self._on_start,
+                self.leave,
+                etcd_ends=etcd_ends,
+            )
         )
 
     def _on_start(self, nodes: LocalNodes) -> None:
@@ -208,6 +220,26 @@ async def test_a_launcher_waits_for_its_nodes_to_compute_results_again_and_says_
         status, _ = await launched.ended()
         assert status is not None and status.state == State.FINISHED
         assert follower.not_kept == "nobody had collected them when its last node was gone"
+    finally:
+        await follower.stop()
+
+
+@pytest.mark.parametrize("etcd_ends", [True, False])
+async def test_an_etcd_that_ends_with_the_run_is_watched_until_the_nodes_here_have_left(
+    etcd_ends: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """While their processes ended it was found gone, and told that it was watched again."""
+    etcd = MemoryCoordinator(MemoryStore())
+    await submit(etcd, SPEC)
+    await etcd.txn(Txn(success=(Put(Keys("fit").status, StatusRecord(state=State.CANCELLED).to_bytes()),)))
+    follower = Follower(etcd, SPEC, b"")
+    await follower.start()
+    try:
+        launched = Launched(monkeypatch, tmp_path, _NEVER_LEAVES, Settings(), follower, etcd_ends=etcd_ends)
+        status, codes = await launched.ended()
+        assert status is not None and status.state == State.CANCELLED
+        assert codes == {"n1": -signal.SIGKILL}
+        assert bool(follower._services) == (not etcd_ends)
     finally:
         await follower.stop()
 
