@@ -173,7 +173,9 @@ class Supervisor:
             if not ending.done() and (not self._without_etcd or not self._follower.view.running):
                 await asyncio.wait([ending], timeout=_ALL_ENDED_S)
             if ending.done():
-                return ending.result()
+                result = ending.result()
+                _tell_deaths(self._nodes)
+                return result
             for other in stopped:
                 if other.done():
                     await other
@@ -355,6 +357,12 @@ def end_reason(error: BaseException) -> str:
     return f"its launcher could not go on: {worded(error)}"
 
 
+def _tell_deaths(nodes: LocalNodes) -> None:
+    """Why all nodes here died, of a job that did not fail: nothing else that is told of it says so."""
+    if (codes := nodes.codes()) and not nodes.alive and codes.keys() == nodes.deaths().keys():
+        log.warning("every node started here had ended before the job was over\n%s", _tails(nodes))
+
+
 def _tails(nodes: LocalNodes) -> str:
     """The last that nodes printed before they ended."""
     codes, deaths = list(nodes.codes().items()), nodes.deaths()
@@ -427,6 +435,8 @@ async def launch_nodes(
             await any_done(ending, broken)
             if not ending.done():
                 await broken
+            if ending.result()[0].state != State.FAILED:
+                _tell_deaths(nodes)
             until_left = [_follow_until_left(follower, nodes, spec.run)] if etcd_ends else []
             async with alongside(*until_left):
                 await nodes.wait_to_end(_NODE_END_S, _cancel_s(spec))
@@ -435,7 +445,7 @@ async def launch_nodes(
         await nodes.stop(0.0 if leave.is_set() else _NODE_END_S)
 
 
-async def _follow_until_left(follower: Follower, nodes: LocalNodes, run: str) -> None:
+async def _follow_until_left(follower: Collector, nodes: LocalNodes, run: str) -> None:
     """An etcd that ends as soon as no node is registered would be found gone, while their processes end."""
     ours = nodes.ids()
     await follower.keeper.wait_until(lambda view: ours.isdisjoint(view.live_nodes(run)), structure=True)

@@ -189,6 +189,37 @@ async def test_that_all_nodes_were_drained_is_no_failure_of_their_launcher(
     assert why in status.reason and bool(status.reason) == bool(why)
 
 
+@pytest.mark.parametrize(("script", "told"), [("exit 0", False), ("echo no such mount; exit 1", True)])
+async def test_why_all_nodes_died_is_told_although_the_job_has_finished(
+    script: str, told: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it finished elsewhere within a second of that, their launcher ended well, and nobody read their logs."""
+    gone = asyncio.Event()
+
+    async def ended() -> StatusRecord:
+        await gone.wait()
+        return StatusRecord(state=State.FINISHED)
+
+    async def collect(_: object) -> JobResult:
+        return RESULT
+
+    finishes: Any = SimpleNamespace(
+        ended=ended,
+        collect=collect,
+        broken=asyncio.Event().wait,
+        finished=True,
+        only_there="",
+        keeper=SimpleNamespace(notify_later=gone.set),
+    )
+    launched = Launched(monkeypatch, tmp_path, f"""touch "$0"; {script}""", Settings(), finishes)
+    monkeypatch.setattr(LocalNodes, "log_tail", lambda nodes, name: f"the log of {name}")
+    status, codes = await launched.ended()
+    assert status is not None and status.state == State.FINISHED and codes == {"n1": int(told)}
+    said = [record.getMessage() for record in caplog.records if "every node started here" in record.getMessage()]
+    assert len(said) == told
+    assert all("n1 ended with exit code 1; the end of its log:\nthe log of n1" in text for text in said)
+
+
 async def test_told_once_more_a_launcher_ends_its_nodes_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -232,7 +263,7 @@ async def test_an_etcd_that_ends_with_the_run_is_watched_until_the_nodes_here_ha
     etcd = MemoryCoordinator(MemoryStore())
     await submit(etcd, SPEC)
     await etcd.txn(Txn(success=(Put(Keys("fit").status, StatusRecord(state=State.CANCELLED).to_bytes()),)))
-    follower = Follower(etcd, SPEC, b"")
+    follower = Collector(etcd, SPEC, b"")
     await follower.start()
     try:
         launched = Launched(monkeypatch, tmp_path, _NEVER_LEAVES, Settings(), follower, etcd_ends=etcd_ends)
@@ -318,7 +349,7 @@ async def test_an_etcd_of_its_own_is_there_until_nodes_of_other_launchers_have_l
     end = Put(keys.status, record.to_bytes())
     told = [Put(keys.collected, json.dumps({"by": "n1", "not_kept": ""}).encode())] if collected else []
     await etcd.txn(Txn(success=(Put(keys.node("n3-1"), node.to_bytes()),)))
-    follower = Follower(etcd, SPEC, b"")
+    follower = Collector(etcd, SPEC, b"")
     await follower.start()
     await etcd.txn(Txn(success=(end, *told)))
 
