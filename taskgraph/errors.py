@@ -194,7 +194,15 @@ class PeerGone(TransportError):
 
 
 class PeerLost(TransportError):
-    """The connection to the peer broke, could not be made, or no answer came in time."""
+    """The connection to the peer broke, could not be made, or no answer came in time.
+
+    Attributes:
+        connected: where a peer was dialled, whether a connection was made, so that what failed came after it.
+    """
+
+    def __init__(self, message: str = "", *, connected: bool = False) -> None:
+        super().__init__(message)
+        self.connected = connected
 
 
 class Refused(TransportError):

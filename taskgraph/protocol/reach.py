@@ -22,14 +22,22 @@ def share_host(one: NodeRecord, other: NodeRecord) -> bool:
     return not set(_unix_keys(one)).isdisjoint(_unix_keys(other))
 
 
-def why_unreached(ours: NodeRecord, other: NodeRecord, error: str) -> str:
-    """What to do about a node that is registered on another host and did not answer, with `error`."""
+def why_unreached(ours: NodeRecord, other: NodeRecord, error: str, *, connected: bool) -> str:
+    """What to do about a node that is registered on another host and did not answer.
+
+    Args:
+        error: why it did not, and what to do about that, where it says so.
+        connected: its port takes connections from here, so that this is not to be mended.
+    """
     where = " and ".join(endpoint for endpoint in other.endpoints if not endpoint.startswith("unix:"))
+    what = f"{ours.name} on {ours.host} cannot reach {other.name} on {other.host} at {where} ({error}). "
+    gone = "here that one is gone this is over once its lease ends"
+    if connected:
+        return f"{what}That port takes connections from here; w{gone}"
     return (
-        f"{ours.name} on {ours.host} cannot reach {other.name} on {other.host} at {where} ({error}). Where that one is "
-        f"gone this is over once its lease ends; else let this host's connections to that port pass the firewall of "
-        f"{other.host} (a node takes any free port; with --ports, one of those), or start {other.name} with --listen "
-        f"HOST or --advertise NAME, a name or address that this host can reach"
+        f"{what}W{gone}; else let this host's connections to that port pass the firewall of {other.host} (a node takes "
+        f"any free port; with --ports, one of those), or start {other.name} with --listen HOST or --advertise NAME, a "
+        f"name or address that this host can reach"
     )
 
 

@@ -10,6 +10,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -68,6 +69,47 @@ T = TypeVar("T")
 
 _WENT = (errno.ECONNRESET, errno.ENOTCONN)
 """A port that went while it took the connection, or right after: what a socket says then of the other end."""
+
+
+_IN_BETWEEN = (
+    "the network drops large packets (the MTU of a tunnel or VPN), something in between answers in its place (a "
+    "proxy), or its process stands still"
+)
+
+
+class _Awaited(Enum):
+    """What was missing when the time was up, and why that may be."""
+
+    CONNECTION = "no connection within {}"
+    HANDSHAKE = f"a connection was made, and its TLS handshake did not end within {{}}: {_IN_BETWEEN}"
+    HELLO_IN_TLS = f"a connection was made, with TLS, and no hello came within {{}}: {_IN_BETWEEN}"
+    HELLO = (
+        "a connection was made, and no hello came within {}: something else listens there, or its process stands still"
+    )
+
+
+class _Dialled:
+    """How far dialling a peer has come.
+
+    Attributes:
+        endpoint: the one that is tried.
+        awaited: what it is tried for now.
+        connected: a connection was made, to any of them.
+    """
+
+    def __init__(self) -> None:
+        self.endpoint = ""
+        self.awaited = _Awaited.CONNECTION
+        self.connected = False
+
+    def tries(self, endpoint: str) -> None:
+        self.endpoint, self.awaited = endpoint, _Awaited.CONNECTION
+
+    def stands(self, awaited: _Awaited) -> None:
+        self.awaited, self.connected = awaited, True
+
+    def late(self, limit_s: float) -> str:
+        return f"{self.endpoint}: {self.awaited.value.format(f'{limit_s:g} s')}"
 
 
 class _CutOff(PeerLost):
@@ -378,11 +420,12 @@ class StreamTransport:
         self._check_running()
         if peer.node == self._node:
             return
+        dialled = _Dialled()
         try:
             async with asyncio.timeout(timeout_s):
-                session = await self._dial(peer, probe=True)
+                session = await self._dial(peer, dialled, probe=True)
         except TimeoutError:
-            raise PeerLost(f"node {peer.node} did not answer a hello within {timeout_s} s") from None
+            raise PeerLost(f"node {peer.node}: {dialled.late(timeout_s)}", connected=dialled.connected) from None
         session.goodbye()
 
     def forget(self, node: str) -> None:
@@ -399,7 +442,7 @@ class StreamTransport:
         """A new session that carries calls to `peer`; callers that come while it is dialled share the dial."""
         dial = self._dials.get(peer.node)
         if dial is None:
-            dial = self.tasks.spawn(self._dial(peer, probe=False), name=f"dial {peer.node}")
+            dial = self.tasks.spawn(self._dial(peer, _Dialled(), probe=False), name=f"dial {peer.node}")
             self._dials[peer.node] = dial
             dial.add_done_callback(lambda done: self._dialled_or_not(peer.node, done))
         await asyncio.wait((dial,))
@@ -414,28 +457,29 @@ class StreamTransport:
         if self._dials.get(node) is dial:
             del self._dials[node]
 
-    async def _dial(self, peer: Peer, *, probe: bool) -> DialledSession:
+    async def _dial(self, peer: Peer, dialled: _Dialled, *, probe: bool) -> DialledSession:
         """Tries the endpoints in order. Gone only if each one we can use says so."""
         gone, lost = [], []
         for endpoint in peer.endpoints:
             if not endpoints.usable(endpoint):
                 continue
+            dialled.tries(endpoint)
             try:
                 async with asyncio.timeout(self._settings.connect_s):
-                    return await self._dial_patiently(peer, endpoint, probe=probe)
+                    return await self._dial_patiently(peer, endpoint, dialled, probe=probe)
             except PeerGone as error:
                 gone.append(str(error))
             except PeerLost as error:
                 lost.append(str(error))
             except TimeoutError:
-                lost.append(f"{endpoint}: no connection within {self._settings.connect_s:g} s")
+                lost.append(dialled.late(self._settings.connect_s))
         if lost:
-            raise PeerLost(f"node {peer.node}: {'; '.join(lost + gone)}")
+            raise PeerLost(f"node {peer.node}: {'; '.join(lost + gone)}", connected=dialled.connected)
         if gone:
             raise PeerGone(f"node {peer.node}: {'; '.join(gone)}")
         raise PeerLost(f"node {peer.node} has no endpoint that can be used from here: {peer.endpoints}")
 
-    async def _dial_patiently(self, peer: Peer, endpoint: str, *, probe: bool) -> DialledSession:
+    async def _dial_patiently(self, peer: Peer, endpoint: str, dialled: _Dialled, *, probe: bool) -> DialledSession:
         """Dials again where a connection was made and then cut off before the hello was done.
 
         A process that is being killed loses its connections a moment before, or after, its port. That moment decides
@@ -443,12 +487,12 @@ class StreamTransport:
         """
         for pause_s in _DIAL_AGAIN_S:
             try:
-                return await self._dial_endpoint(peer, endpoint, probe=probe)
+                return await self._dial_endpoint(peer, endpoint, dialled, probe=probe)
             except _CutOff:
                 await asyncio.sleep(pause_s)
-        return await self._dial_endpoint(peer, endpoint, probe=probe)
+        return await self._dial_endpoint(peer, endpoint, dialled, probe=probe)
 
-    async def _dial_endpoint(self, peer: Peer, endpoint: str, *, probe: bool) -> DialledSession:
+    async def _dial_endpoint(self, peer: Peer, endpoint: str, dialled: _Dialled, *, probe: bool) -> DialledSession:
         loop = asyncio.get_running_loop()
         try:
             sock = await endpoints.connect(endpoint, self._settings)
@@ -461,6 +505,7 @@ class StreamTransport:
         session.where = endpoint
         try:
             context = self._tls.context(server=False) if self._tls and sock.family != socket.AF_UNIX else None
+            dialled.stands(_Awaited.HELLO if context is None else _Awaited.HANDSHAKE)
             with endpoints.handed_over(sock):
                 if sock.family == socket.AF_UNIX:
                     await loop.create_unix_connection(lambda: session, sock=sock)
@@ -475,6 +520,8 @@ class StreamTransport:
                         ssl_handshake_timeout=self._settings.connect_s,
                         ssl_shutdown_timeout=CLOSE_S,
                     )
+            if context is not None:
+                dialled.stands(_Awaited.HELLO_IN_TLS)
             await session.hello_done
         except PeerLost as error:
             if not session.cut_off:

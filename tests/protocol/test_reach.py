@@ -84,6 +84,14 @@ def test_nodes_of_one_host_speak_over_unix_sockets_where_both_have_one() -> None
 
 
 def test_a_node_that_cannot_be_dialled_is_named_with_its_port_and_what_may_drop_connections_to_it() -> None:
-    why = why_unreached(HERE, LISTENS_THERE, "no connection within 5 s")
+    why = why_unreached(HERE, LISTENS_THERE, "no connection within 5 s", connected=False)
     assert why.startswith("on-a on a cannot reach on-b on b at tcp:b:1 (no connection within 5 s). ")
     assert "to that port pass the firewall of b" in why and "--listen HOST" in why
+
+
+def test_of_a_port_that_takes_connections_only_what_failed_after_that_is_to_be_mended() -> None:
+    """Of another authority's certificate it was said, besides, to look at the firewall."""
+    error = "certificate verify failed: give all hosts certificates of one authority"
+    why = why_unreached(HERE, LISTENS_THERE, error, connected=True)
+    assert why.startswith(f"on-a on a cannot reach on-b on b at tcp:b:1 ({error}). That port takes connections")
+    assert "its lease ends" in why and "firewall" not in why and "--" not in why

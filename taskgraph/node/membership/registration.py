@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from taskgraph.coordination.api import Lease
-from taskgraph.errors import CoordinationError, JobError, LeaseGone, TransportError
+from taskgraph.errors import CoordinationError, JobError, LeaseGone, PeerLost, TransportError
 from taskgraph.node.membership.arithmetic import why_unlike
 from taskgraph.node.router import peer_of
 from taskgraph.protocol import transactions
@@ -158,20 +158,26 @@ class Registration:
         if not asked:
             return {}
         why = dict(zip(asked, await asyncio.gather(*map(self._try, asked, asked.values())), strict=True))
-        self._reached.update(other for other in asked if not why[other])
+        self._reached.update(other for other in asked if why[other] is None)
         if not any(why.values()):
             return {}
         await node.keeper.refresh()  # some of them may have left, or have been declared gone, meanwhile
         there = self._before()
-        return {n: why_unreached(self._record, asked[n], why[n]) for n in asked if why[n] and n in there}
+        return {
+            n: why_unreached(
+                self._record, asked[n], str(error), connected=isinstance(error, PeerLost) and error.connected
+            )
+            for n, error in why.items()
+            if error is not None and n in there
+        }
 
-    async def _try(self, other: str, record: NodeRecord) -> str:
-        """Why a node does not answer; "" where it does."""
+    async def _try(self, other: str, record: NodeRecord) -> TransportError | None:
+        """Why a node does not answer; None where it does."""
         try:
             await self._node.transport.probe(peer_of(other, record), timeout_s=self._node.settings.connect_s)
         except TransportError as error:
-            return str(error)
-        return ""
+            return error
+        return None
 
     def check_reach(self) -> None:
         """Raises JobError where a node that was registered before this one and this one could not speak.

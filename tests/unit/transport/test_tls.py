@@ -114,6 +114,65 @@ async def test_who_refuses_a_certificate_says_what_to_do(
     assert todo in (str(caught.value) if side == "listener" else "\n".join(warnings_of(caplog)))
 
 
+def deaf(stack: contextlib.ExitStack) -> int:
+    """A port whose listener takes no connections, and has as many waiting as the kernel keeps for it."""
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+    while True:
+        waiting = stack.enter_context(socket.socket())
+        waiting.settimeout(0.1)
+        try:
+            waiting.connect(listener.getsockname())
+        except TimeoutError:
+            return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("silent", "says"),
+    [
+        ("at TLS", "a connection was made, and its TLS handshake did not end within 0.2 s: the network drops large"),
+        ("in TLS", "a connection was made, with TLS, and no hello came within 0.2 s: the network drops large packets"),
+        ("without TLS", "a connection was made, and no hello came within 0.2 s: something else listens there"),
+        ("at all", "no connection within 0.2 s"),
+    ],
+)
+@pytest.mark.parametrize("probe", [False, True])
+async def test_what_was_missing_when_the_time_was_up_is_said(
+    cluster: Cluster, silent: str, says: str, probe: bool
+) -> None:
+    """Where the network drops what is large, the handshake alone does not come through: it was said that nobody had
+    answered at all."""
+    assert cluster.tls is not None
+    if silent == "without TLS":
+        cluster.tls = None
+    node = await cluster.node(settings=Settings(connect_s=0.2))
+    context = cluster.tls.context(server=True) if cluster.tls and silent == "in TLS" else None
+    with contextlib.ExitStack() as stack:
+        if silent == "at all":
+            port = deaf(stack)
+        else:
+            server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=context)
+            stack.callback(server.close)
+            port = server.sockets[0].getsockname()[1]
+        peer = Peer("n2", (endpoints.tcp_endpoint("127.0.0.1", port),))
+        with pytest.raises(PeerLost, match=says) as caught:
+            if probe:
+                await node.transport.probe(peer, timeout_s=0.2)
+            else:
+                await node.call(peer, SEAL)
+    assert not probe or caught.value.connected == (silent != "at all")
+
+
+async def test_who_is_refused_for_a_certificate_knows_that_the_connection_was_made(
+    cluster: Cluster, folder: Path
+) -> None:
+    impostor = certified(folder / "tls" / "impostor", by="theirs", trusting="ours")
+    good, bad = await cluster.node(), await cluster.node(tls=impostor)
+    for one, other in ((bad, good), (good, bad)):
+        with pytest.raises(PeerLost) as caught:
+            await one.transport.probe(other.peer, timeout_s=5.0)
+        assert caught.value.connected
+
+
 async def test_without_a_certificate_nobody_gets_in(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     b = await cluster.node()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
