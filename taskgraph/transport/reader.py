@@ -118,6 +118,17 @@ class FrameReader:
         """Whether the stream stands inside a frame or a message: an end of the stream here is a broken one."""
         return bool(self._end - self._start or self._head or self._body or self._partial)
 
+    @property
+    def within(self) -> tuple[object, ...] | None:
+        """Where the stream stands inside a frame, another value with each byte; None between two."""
+        unread = self._end - self._start
+        if self._stopped or not (unread or self._head or self._body):
+            return None
+        begun = bytes(self._scratch[self._start : self._end][:HEAD_BYTES])
+        sink = self._sink
+        of = None if sink is None else (sink.head.call, sink.missing)
+        return unread, self._body, begun, self._head, of
+
     def stop(self) -> None:
         """Reads nothing any more and lets go of half-received messages; may be called from a callback."""
         self._stopped = True

@@ -148,6 +148,8 @@ class Session(asyncio.BufferedProtocol):
         self.get_buffer, self.buffer_updated = self._reader.buffer, self._reader.received
         self._borrowing = Borrowing(self._loop, self._return, self._several)
         self._largest = 0  # value, in bytes; known once open
+        self._within: tuple[object, ...] | None = None  # a frame, where it was looked at last
+        self._looks = 0  # how often it was the same
         self.open = False
         self.peer = ""
         self.probe = False
@@ -155,6 +157,11 @@ class Session(asyncio.BufferedProtocol):
         self.clean = False
         self.why = ""
         self.cut_off = False
+
+    @property
+    def _deaf(self) -> bool:
+        """Whether it does not read what comes."""
+        return False
 
     @property
     def encrypted(self) -> bool:
@@ -486,6 +493,20 @@ class Session(asyncio.BufferedProtocol):
             if not self._transport.is_closing():
                 # uvloop closed it without a word, since who dialled was cancelled: there is nothing left to abort.
                 self.connection_lost(None)
+
+    def look(self, looks: int) -> None:
+        """Ends a session over TCP that stands within a frame so many looks long. To be called now and then.
+
+        A frame is sent without a pause. Where its rest does not come although the kernels of both ends are content,
+        something between them has lost it, and nobody would ever notice. Looks are counted, and not time: a process
+        that was stopped has not read yet what came meanwhile.
+        """
+        within = self._reader.within if self.open and self._reader.checked and not self._deaf else None
+        self._looks = self._looks + 1 if within is not None and within == self._within else 0
+        self._within = within
+        if self._looks >= looks:
+            log.error("session with node %s: nothing more of a frame comes; closing it", self.peer)
+            self.end("nothing more of a frame came")
 
     def trim(self) -> None:
         """Lets go of what was not used for long. To be called now and then."""

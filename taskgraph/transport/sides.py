@@ -310,6 +310,10 @@ class AcceptedSession(Session):
     def _same_host(self) -> None:
         self._devices.start()
 
+    @property
+    def _deaf(self) -> bool:
+        return self._unheard or self._resting
+
     def _crowded(self, crowded: bool) -> None:
         """Who does not read its replies is not heard meanwhile: they would grow in number with its calls."""
         self._unheard = crowded

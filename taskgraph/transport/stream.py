@@ -7,6 +7,7 @@ import contextlib
 import errno
 import hashlib
 import logging
+import math
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +55,7 @@ _STAGING_THREADS = 2
 _DIAL_AGAIN_S = (0.005, 0.02, 0.05)
 
 
-#: How often memory that nobody uses is looked for.
+#: How often memory that nobody uses is looked for, and sessions whose stream lost something.
 _TRIM_S = 2.0
 _LEAST_IDLE_BYTES = 256 << 20
 
@@ -264,7 +265,9 @@ class StreamTransport:
     def _trim(self) -> None:
         self._pool.trim()
         self.mappings.trim()
+        looks = max(2, math.ceil(self._settings.ping_timeout_s / _TRIM_S))
         for session in list(self._connections):
+            session.look(looks)
             session.trim()
         if shared.idle():
             self.in_thread_soon(shared.trim)

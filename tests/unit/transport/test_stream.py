@@ -30,7 +30,7 @@ from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, incoming, outbox, sides, stream, wire
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import Begun, Coming, Peer
-from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, Head, Kind, pack_frame
+from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, Head, Kind, pack_frame, seal
 from taskgraph.transport.sides import DialledSession
 from taskgraph.transport.stream import StreamTransport
 
@@ -1054,3 +1054,90 @@ async def test_a_killed_process_is_lost_and_gone_within_100_ms(streams: Cluster)
     assert min(took) < 0.1, took
     for left in streams.folder.iterdir():
         left.unlink()  # the dead leave their socket's file
+
+
+@contextlib.asynccontextmanager
+async def losing(to: Peer, *, calls: bool) -> AsyncIterator[tuple[Peer, asyncio.Event]]:
+    """Another address of that node. Once the event is set the next large piece misses its last eight bytes, which the
+    kernels of both ends never notice."""
+    lose, passing = asyncio.Event(), set[asyncio.Task[None]]()
+    host, _, port = to.endpoints[0].removeprefix("tcp:").rpartition(":")
+
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, lossy: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(1 << 18):
+                if lossy and lose.is_set() and len(data) > 1000:
+                    lose.clear()
+                    data = data[:-8]
+                sink.write(data)
+        sink.close()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        passing.add(task)
+        there, on = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pump(reader, on, calls), pump(there, writer, not calls))
+
+    async with await asyncio.start_server(pass_on, "127.0.0.1", 0) as server:
+        yield Peer(to.node, (endpoints.tcp_endpoint("127.0.0.1", server.sockets[0].getsockname()[1]),)), lose
+        server.close()
+        await asyncio.wait(passing)
+
+
+QUICK = Settings(ping_s=1.0, ping_timeout_s=1.0)
+
+
+@pytest.mark.parametrize("size", [3000, 1_000_000], ids=["in one frame", "in chunks"])
+@pytest.mark.parametrize("calls", [True, False], ids=["of a call", "of a reply"])
+async def test_a_frame_whose_rest_was_lost_on_the_way_is_not_waited_for_for_ever(
+    calls: bool, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TCP loses nothing; what stands in between may. The reader waited for eight bytes that nobody had, with a
+    connection that was in order by all that the kernels know."""
+    monkeypatch.setattr(stream, "_TRIM_S", 0.05)
+    value = encoded(b"", bytes(size))
+
+    async def answer(caller: str, call: m.Call) -> m.Reply:
+        return m.Answer(m.Stamp(1, 1), 2, True, value) if not calls else m.Answer(m.Stamp(1, 1), 2, True, encoded())
+
+    async with cluster_of("tcp", tmp_path) as cluster:
+        a, b = await cluster.node(settings=QUICK), await cluster.node(settings=QUICK)
+        b.handler = answer
+        ask = m.Request(m.Stamp(1, 1), 1, 2, 3, "push", 4, value if calls else encoded())
+        async with losing(b.peer, calls=calls) as (peer, lose):
+            assert isinstance(await a.call(peer, ask), m.Answer)
+            lose.set()
+            with pytest.raises(PeerLost, match="its end closed the connection" if calls else "nothing more of a frame"):
+                await a.call(peer, ask)
+            assert not lose.is_set()
+            assert isinstance(await a.call(peer, ask), m.Answer)
+            await a.transport.close()
+    assert "nothing more of a frame" in "\n".join(record.getMessage() for record in caplog.records)
+
+
+async def test_a_frame_that_comes_slowly_is_waited_for(tmp_path: Path) -> None:
+    """A byte now and then is enough, and so is a reader that may not read: its peer does not take its replies."""
+    async with cluster_of("tcp", tmp_path) as cluster:
+        a, b = await cluster.node(), await cluster.node()
+        assert await a.call(b, SEAL) == m.Accepted(1)
+        (session,) = sessions_of(b.transport)
+        (dialled,) = sessions_of(a.transport)
+        header = wire.to_header(SEAL)
+        frame = seal(pack_whole(Kind.CALL, 2, header), len(header))
+        for byte in range(len(frame) - 1):
+            dialled._write(frame[byte : byte + 1])
+            before = session._reader.within
+            await turns_until(lambda before=before: session._reader.within != before)  # type: ignore[misc]
+            for _ in range(5):
+                session.look(5)
+            assert session.open
+        assert isinstance(session, sides.AcceptedSession)
+        session._crowded(True)
+        for _ in range(20):
+            session.look(5)
+        assert session.open
+        session._crowded(False)
+        for _ in range(6):
+            session.look(5)
+        assert session.why.startswith("nothing more of a frame came")
