@@ -17,6 +17,7 @@ __all__ = [
     "first",
     "group",
     "memory_bytes",
+    "oom_kills",
     "pids",
     "running",
     "state",
@@ -30,6 +31,33 @@ def memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return 0
+
+
+def oom_kills(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """How many processes of this one's control group the kernel has killed since memory was used up; None where it
+    does not say.
+
+    Args:
+        own: which groups those are.
+        mounted: where their files are.
+    """
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except (OSError, ValueError):
+        return None
+    for _, controllers, group in lines:
+        if not controllers:
+            folder, name = mounted, "memory.events"
+        elif "memory" in controllers.split(","):
+            folder, name = mounted / "memory", "memory.oom_control"
+        else:
+            continue
+        for place in (folder / group.lstrip("/"), folder):  # in a container its own group may be mounted there
+            with contextlib.suppress(OSError, ValueError):
+                counts = dict(line.split() for line in (place / name).read_text().splitlines())
+                if "oom_kill" in counts:
+                    return int(counts["oom_kill"])
+    return None
 
 
 if hasattr(os, "sched_getaffinity"):

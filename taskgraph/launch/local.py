@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from taskgraph import host
 from taskgraph.children import Child, end_group, signal_name, tell_child
 from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
@@ -36,7 +37,7 @@ from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import Event, put_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Get, Put, Txn
-from taskgraph.protocol.records import GoneRecord, NodeRecord, Ran, State, StatusRecord
+from taskgraph.protocol.records import OUT_OF_MEMORY, GoneRecord, NodeRecord, Ran, State, StatusRecord
 
 __all__ = ["LocalNodes"]
 
@@ -106,6 +107,8 @@ class LocalNodes:
         self._told_waits: set[str] = set()
         self._stopping = False
         self._ended_well = False
+        self._oom_kills = host.oom_kills()
+        self._by_oom = 0  # nodes that ended so
 
     async def start(self, count: int) -> None:
         """Starts that many nodes, named n1, n2, ...: names that no other of this job has or had.
@@ -271,7 +274,7 @@ class LocalNodes:
         left = lastwords.read(folder) if folder is not None else None
         if code != 0 or (left is not None and not left.meant):  # else it left by itself, and said so
             record = GoneRecord(
-                reason=f"killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}",
+                reason=f"killed by {self._killer(-code)}" if code < 0 else f"exited with code {code}",
                 ran=left.ran if left is not None else (),
                 meant=self._stopping or (left is not None and left.meant),
                 writer=f"launcher {os.getpid()}",
@@ -285,6 +288,14 @@ class LocalNodes:
             shutil.rmtree(folder, ignore_errors=True)
         if self._on_exit is not None:
             self._on_exit(entry.name, code)
+
+    def _killer(self, number: int) -> str:
+        """The signal that ended a node, and whether it was the kernel's since memory was used up, as it seems."""
+        before, now = self._oom_kills, host.oom_kills() if number == signal.SIGKILL else None
+        if before is None or now is None or now - before <= self._by_oom:
+            return signal_name(number)
+        self._by_oom += 1
+        return f"{signal_name(number)}, {OUT_OF_MEMORY} (the kernel killed {now - before} of its control group so far)"
 
     async def _tell_gone(self, node: str, record: GoneRecord) -> None:
         """Puts `gone/{node}` and revokes the node's lease: nobody has to wait until it expires."""

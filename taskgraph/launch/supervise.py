@@ -24,7 +24,7 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import with_stands
 from taskgraph.listening import NOWHERE, Listening
-from taskgraph.node.membership.failing import culprit_text
+from taskgraph.node.membership.failing import culprit_text, memory_text
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
@@ -371,11 +371,14 @@ def _tails(nodes: LocalNodes) -> str:
         for name, code in codes[:_TAILS]
     ]
     more = [f"--- and {len(codes) - _TAILS} more"] if len(codes) > _TAILS else []
-    return "\n".join([*shown, *more, *([f"--- {culprit}"] if (culprit := culprit_text(deaths)) else [])])
+    why = [f"--- {text}" for text in (culprit_text(deaths), memory_text(deaths)) if text]
+    return "\n".join([*shown, *more, *why])
 
 
 def _how(code: int, death: GoneRecord | None) -> str:
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    if death is not None and death.out_of_memory:
+        how = f"was {death.reason}"
     return how + (f" while it ran {' and '.join(death.running)}" if death is not None and death.running else "")
 
 

@@ -14,6 +14,7 @@ from taskgraph.errors import DecodeError
 from taskgraph.protocol.frozen import frozen
 
 __all__ = [
+    "OUT_OF_MEMORY",
     "CheckpointRecord",
     "EpochRecord",
     "GoneRecord",
@@ -178,6 +179,8 @@ class Ran(NamedTuple):
 
 ENDED_ITSELF: Final = "ended itself"
 """How a node gives the reason for its end that could not go on."""
+OUT_OF_MEMORY: Final = "as memory was used up"
+"""What a launcher says beside the signal where the kernel sent it for that."""
 
 
 @frozen(kw_only=True)
@@ -213,6 +216,11 @@ class GoneRecord(Record):
     def ended_itself(self) -> bool:
         """Whether it could not go on, and said why."""
         return self.reason.startswith(ENDED_ITSELF)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the kernel killed it, as far as its launcher knows, since memory was used up."""
+        return OUT_OF_MEMORY in self.reason
 
     @property
     def told(self) -> str:

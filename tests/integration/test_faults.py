@@ -8,6 +8,8 @@ import json
 import os
 import re
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +182,42 @@ async def test_code_that_ended_the_processes_of_all_replicas_is_named(cli: Cli, 
     assert died[0].index("ran each time") < died[0].index("Where it is not to blame, run with more backups")
     assert "exited with code 11 while it ran 'crash' of task 1" in (await cli("events", "fatal")).out
     await cli.nothing_left()
+
+
+@contextlib.contextmanager
+def little_memory(size: int) -> Iterator[Path]:
+    """A control group whose processes may take so many bytes; skips where none can be made."""
+    folder = Path(f"/sys/fs/cgroup/memory/taskgraph-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group of version 1 for memory can be made: {error}")
+    try:
+        for name in ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"):
+            with contextlib.suppress(FileNotFoundError):  # the latter where swap is not counted
+                (folder / name).write_text(str(size))
+        yield folder
+    finally:
+        while (folder / "cgroup.procs").read_text():
+            time.sleep(0.01)
+        folder.rmdir()
+
+
+async def test_nodes_that_the_kernel_killed_for_their_memory_are_told_so(cli: Cli, tmp_path: Path) -> None:
+    """It was said that more backups help, which take more memory."""
+    with little_memory(600 << 20) as group:
+        inside = (
+            f"import os, sys; open('{group}/cgroup.procs', 'w').write(str(os.getpid())); "
+            "os.execv(sys.executable, [sys.executable, '-m', 'taskgraph', *sys.argv[1:]])"
+        )
+        options = ("-o", "how=memory", "-o", "ahead=0", "-o", "alone=true", "-o", "linger_s=0.3")
+        done = await cli("run", FATAL, "--nodes", "3", *options, python=("-c", inside), **{VARIABLE: str(tmp_path)})
+        assert done.code == 1
+        assert "task 1: every replica in sync is gone" in done.err
+        assert "was killed by SIGKILL, as memory was used up (the kernel killed " in done.err
+        assert "Allow more memory where they ran (the limit of the container" in done.err
+        assert "run with more backups" not in done.err
+        await cli.nothing_left()
 
 
 async def test_a_job_does_not_go_back_to_its_checkpoint_again_and_again_for_such_code(cli: Cli) -> None:

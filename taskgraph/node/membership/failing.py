@@ -12,7 +12,7 @@ from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
 from taskgraph.protocol.setups import RESTS_ON_NODE
 
-__all__ = ["culprit_text", "deaths_text", "failure_record", "fatal_record"]
+__all__ = ["culprit_text", "deaths_text", "failure_record", "fatal_record", "memory_text"]
 
 _MAX_REASON, _MAX_TRACEBACK = 10_000, 200_000
 """Bytes of a failure's text that are kept. A byte may be six of JSON; etcd refuses values of more than 1.5 MiB."""
@@ -81,7 +81,17 @@ def fatal_record(found: Fatal, names: Mapping[str, GoneRecord], limit: int, writ
 def deaths_text(deaths: Mapping[str, GoneRecord]) -> str:
     """How nodes died, by their names, and whether the same code may have killed them all; "" where none is known."""
     text = "; ".join(f"{name} {record.told}" for name, record in deaths.items())
-    return f"{text}. {culprit}" if (culprit := culprit_text(deaths)) else text
+    return ". ".join(filter(None, (text, culprit_text(deaths), memory_text(deaths))))
+
+
+def memory_text(deaths: Mapping[str, GoneRecord]) -> str:
+    """What to do where the kernel killed nodes since memory was used up; "" where it did not."""
+    if not any(record.out_of_memory for record in deaths.values()):
+        return ""
+    return (
+        "Allow more memory where they ran (the limit of the container, the pod, the batch job or the service), or "
+        "start fewer nodes there: more backups would take more"
+    )
 
 
 def culprit_text(deaths: Mapping[str, GoneRecord]) -> str:
@@ -89,6 +99,8 @@ def culprit_text(deaths: Mapping[str, GoneRecord]) -> str:
     common = set.intersection(*(set(record.running) for record in deaths.values())) if len(deaths) > 1 else set()
     if not common:
         return ""
+    if all(record.out_of_memory for record in deaths.values()):
+        return f"{' and '.join(sorted(common))} ran each time: it may be what takes the memory"
     may = (
         "unless somebody killed them, it may take more memory than there is: see the kernel's log (dmesg)"
         if all("SIGKILL" in record.reason for record in deaths.values())

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import Refused, TaskGraphError
-from taskgraph.node.membership.failing import culprit_text, deaths_text
+from taskgraph.node.membership.failing import culprit_text, deaths_text, memory_text
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.observe.format import ids_text
@@ -361,7 +361,9 @@ class TakeOvers:
         reason = f"task {task}: every replica in sync is gone ({members}), and its state of epoch {epoch} with them"
         deaths = {name_of(n): view.gone[n].record for n in view.members_of(task) if n in view.gone}
         told = deaths_text(deaths)
-        if culprit_text(deaths) and not why:  # what the code does to one more replica is no better
+        if memory_text(deaths) and not why:
+            reason += f": {told}"
+        elif culprit_text(deaths) and not why:  # what the code does to one more replica is no better
             reason += f": {told}. Where it is not to blame, {self._ways_out()}"
         else:
             reason += f"; {why or self._ways_out()}" + f"\n{told}" * bool(told)

@@ -51,6 +51,9 @@ class Fatal(tg.Task, state=["steps"]):
         time.sleep(self.linger_s)
         if self.how == "segfault":
             ctypes.string_at(0)
+        elif self.how == "memory":  # all that it may have; a GiB is enough where a test allows less
+            taken = [b"x" * (1 << 20) for _ in range(1 << 10)]
+            assert len(taken) < 1 << 10, "more memory was allowed"
         elif self.how == "killed":  # as by the kernel, where memory is short
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(int(self.how))

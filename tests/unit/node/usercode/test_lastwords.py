@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.node.membership.failing import deaths_text, fatal_record
+from taskgraph.node.membership.failing import deaths_text, fatal_record, memory_text
 from taskgraph.node.usercode import lastwords
 from taskgraph.node.usercode.lastwords import LastWords, Left, meant, named, read
 from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import GoneRecord, Ran
+from taskgraph.protocol.records import OUT_OF_MEMORY, GoneRecord, Ran
 
 SEND, LONGER = Ran("send", 1, 3), Ran("a longer name", 2, 4)
 
@@ -146,6 +146,12 @@ def test_of_several_deaths_the_code_that_ran_each_time_is_named() -> None:
     idle = GoneRecord(reason="killed by SIGKILL")
     assert deaths_text({}) == ""
     assert deaths_text({"n2": idle}) == "n2 was killed by SIGKILL"
+    short = GoneRecord(reason=f"killed by SIGKILL, {OUT_OF_MEMORY} (the kernel killed 1)", ran=(add,))
+    assert (short.out_of_memory, killed.out_of_memory) == (True, False)
+    told = deaths_text({"n1": short, "n2": short})
+    assert f"was killed by SIGKILL, as memory was used up (the kernel killed 1) while it ran {add}; n2" in told
+    assert told.endswith("ran each time: it may be what takes the memory. " + memory_text({"n1": short}))
+    assert memory_text({"n1": killed}) == "" and "dmesg" in deaths_text({"n1": short, "n2": killed})
     meant = GoneRecord(reason="killed by SIGKILL", ran=(add,), meant=True)
     assert meant.told == f"was killed by SIGKILL while it ran {add} (it was told to end)"
     assert deaths_text({"n2": one}) == f"n2 exited with code 11 while it ran {send} and {add}"
