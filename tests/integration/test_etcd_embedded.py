@@ -156,6 +156,20 @@ async def test_what_it_says_is_told_in_plain_text(temporary: Path, monkeypatch: 
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == soft and private_dirs(temporary) == []
 
 
+async def test_one_that_gets_no_memory_says_so_in_one_line(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was called not usable, with stacks of Go's, and another one was to be put on PATH."""
+    limited = temporary / "etcd"
+    limited.write_text(f'#!/bin/sh\nulimit -v 400000\nexec {find_etcd()} "$@"\n')
+    limited.chmod(0o700)
+    monkeypatch.setenv("PATH", str(temporary), prepend=os.pathsep)
+    with pytest.raises(CoordinationError) as raised:
+        await EmbeddedEtcd().start()
+    (said,) = str(raised.value).splitlines()
+    assert said.startswith(f"etcd ({limited}) cannot be run: ") and "`ulimit -u`, `-v`" in said
+    assert "another etcd" not in said and "runtime" not in said
+    assert private_dirs(temporary) == []
+
+
 async def test_it_may_have_as_many_files_open_as_its_clients_need(temporary: Path) -> None:
     """With 151 it kept all out, with 160 every other node of 16."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

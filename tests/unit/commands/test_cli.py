@@ -368,6 +368,10 @@ def test_an_error_is_one_paragraph_and_a_code(
     ("error", "says"),
     [
         (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "Too many open files: `ulimit -n 1024` allows more"),
+        (
+            OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+            "no process can be started (Resource temporarily unavailable)",
+        ),
         (RuntimeError("can't start new thread"), "can't start new thread: a limit of this process (`ulimit -u`"),
     ],
 )

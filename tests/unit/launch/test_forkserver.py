@@ -340,7 +340,11 @@ def test_a_system_without_processes_left_is_told(monkeypatch: pytest.MonkeyPatch
         forkserver._fork(theirs, os.getppid(), config("127.0.0.1:1"), 1, lambda _: os._exit(0))
         answer = json.loads(ours.recv(4096))
     assert os.getpid() == tester
-    assert list(answer) == ["error"] and os.strerror(errno.EAGAIN) in answer["error"]
+    assert list(answer) == ["error"]
+    assert answer["error"].startswith(
+        f"no process can be started ({os.strerror(errno.EAGAIN)}): a limit of this process"
+    )
+    assert "`ulimit -u`" in answer["error"] and "of its container (processes" in answer["error"]
     assert len(forked) == which - 1
     for pid in forked:
         with pytest.raises(ChildProcessError):  # it has ended, and was waited for
