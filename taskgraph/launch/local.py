@@ -50,7 +50,9 @@ _TELL_S = 30.0
 _LAST_TELL_S = 1.0
 """The same, once we are told to stop."""
 _REGISTERS_S = 5.0
-"""A node that is not registered after this is looked at, and again each time. Most are there within a second or two."""
+"""A node that is not registered for so long is looked at, and again each time. Most are there in a second or two."""
+_KEY_LOOK_S = 1.0
+"""How often its key is looked for: one that was there may vanish, with its lease, in a pause of etcd."""
 _WARNED = re.compile(r"^\S+ \S+ taskgraph\.\S+ WARNING (.*)$", re.MULTILINE)
 """What a node says that it waits for, in its log."""
 _LOOK_S = 1.0
@@ -242,18 +244,26 @@ class LocalNodes:
 
     async def _look_for_key(self, entry: _Process) -> None:
         """Tells, until cancelled, why a node is not registered: nobody else can, where etcd takes no writes."""
-        began = time.monotonic()
+        began = absent_since = time.monotonic()
         while True:
-            await asyncio.sleep(_REGISTERS_S)
+            await asyncio.sleep(_KEY_LOOK_S)
+            asked = time.monotonic()
             try:
                 if await self._coordinator.get(self._keys.node(entry.node_id)) is not None:
                     return
             except CoordinationError:  # whoever follows the job waits for etcd, too, and says so
+                absent_since = time.monotonic()
                 continue
+            now = time.monotonic()
+            if now - asked > _KEY_LOOK_S:  # etcd was away: the node may have been there, and has to come back
+                absent_since = now
+            if now - absent_since < _REGISTERS_S:
+                continue
+            absent_since = now
             said = _WARNED.findall(self.log_tail(entry.name))
             if said and said[-1] not in self._told_waits:  # of several nodes mostly the same
                 self._told_waits.add(said[-1])
-                log.warning("%s is not registered after %.0f s: %s", entry.name, time.monotonic() - began, said[-1])
+                log.warning("%s is not registered after %.0f s: %s", entry.name, now - began, said[-1])
 
     async def _watch(self, entry: _Process) -> None:
         """Waits for the end of one process, and sees to it that everybody hears of it."""

@@ -15,7 +15,7 @@ from taskgraph.launch.local import LocalNodes, _Process
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
+from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn, TxnResult
 from taskgraph.protocol.records import GoneRecord, NodeRecord
 
 KEYS = Keys("dead")
@@ -74,6 +74,7 @@ async def test_why_nodes_are_not_registered_is_told_once_by_their_launcher(
 ) -> None:
     """They said it to their logs alone, where etcd had no space: `run` showed nothing, for ever."""
     monkeypatch.setattr("taskgraph.launch.local._REGISTERS_S", 0.001)
+    monkeypatch.setattr("taskgraph.launch.local._KEY_LOOK_S", 0.001)
     coordinator, why = Refusing(), "waiting for etcd: database space exceeded; it takes no writes before ..."
     nodes = await with_node(coordinator)
     entries = []
@@ -99,6 +100,32 @@ async def test_why_nodes_are_not_registered_is_told_once_by_their_launcher(
         f"n2 is not registered after 0 s: {why}",
         "n3 is not registered after 0 s: another",
     ]
+    await coordinator.close()
+
+
+async def test_a_node_that_lost_its_key_in_a_pause_of_etcd_is_not_called_unregistered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """It was, though it had computed epochs: the first look was answered once its lease had ended."""
+    monkeypatch.setattr("taskgraph.launch.local._REGISTERS_S", 0.05)
+    monkeypatch.setattr("taskgraph.launch.local._KEY_LOOK_S", 0.001)
+
+    class Pausing(Refusing):
+        looks = 0
+
+        async def get(self, key: str) -> KeyValue | None:
+            self.looks += 1
+            await asyncio.sleep(0.1 if self.looks == 1 else 0)
+            return await super().get(key) if self.looks == 3 else None
+
+    coordinator = Pausing()
+    nodes = await with_node(coordinator)
+    coordinator.looks = 0
+    (log := tmp_path / "n1.log").write_text("2026-11-27 01:44:24,655 taskgraph.node WARNING events wait for etcd\n")
+    nodes._processes["n1"] = _Process("n1", "n1-1", None, 0, log)  # type: ignore[arg-type]
+    async with asyncio.timeout(5):
+        await nodes._look_for_key(nodes._processes["n1"])
+    assert coordinator.looks == 3 and not caplog.records
     await coordinator.close()
 
 
