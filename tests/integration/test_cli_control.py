@@ -385,6 +385,23 @@ async def test_a_launcher_all_of_whose_nodes_were_drained_ends_well(embedded_etc
     await cli("shutdown", "sub10", *where)
 
 
+async def test_nodes_of_launch_that_alone_are_left_of_a_run_leave_before_its_etcd_ends(cli: Cli) -> None:
+    """They never read that the job had ended, and were killed after ten seconds."""
+    run = await cli.start("run", str(DRIVER.with_name("steady.py")), "--nodes", "1", "-o", "epochs=1000000")
+    await run.until("epoch ")
+    launch = await cli.start("launch", "steady", "--nodes", "1")
+    await run.until("holds its state now")
+    assert (await cli("drain", "steady", "--node", "n1")).code == 0
+    while [node["name"] for node in (await status(cli, "steady"))["nodes"]] != ["n2"]:  # noqa: ASYNC110 (another process)
+        await asyncio.sleep(0.1)
+    assert (await cli("shutdown", "steady")).code == 0
+    assert (await run.done()).code == 1
+    done = await launch.done()
+    assert done.code == 1 and "the job was ended: shut down by" in done.err
+    assert "has not ended with the job" not in done.err
+    await cli.nothing_left()
+
+
 async def test_submit_needs_an_etcd(cli: Cli) -> None:
     done = await cli("submit", str(DRIVER))
     assert done.code == 2 and "--etcd" in done.err and "taskgraph run" in done.err
