@@ -30,11 +30,11 @@ __all__ = ["STAGES", "run"]
 _EPOCHS_PER_S = 200
 """A small job commits as many in a second: one that nobody finishes fails about when it should have ended."""
 
-_TAKE_TIME = ("processor", "sync", "done")
-_TAKES_TIME = 20
+_TAKE_TIME = 20
 _TIME_S = 0.1
-"""In strict mode the clock, which stands while code computes, leaps at the first of these stages, as if that had taken
-time: timers of coroutines that run beside the job are due then, as they would be in life. No lease ends of it."""
+"""In strict mode the clock, which stands while code computes, leaps at the beginning of so many epochs, as if the one
+before had taken that: timers of coroutines that run beside the job are due then, as they would be in life. Nothing of
+an epoch is under way at that moment, and no lease ends of it."""
 
 STAGES = ("compose", "processor", "sync", "snapshot", "done", "commit", "committed")
 """Where a node can be killed: before the task composes, before its first processor, before its sync points, before
@@ -221,8 +221,8 @@ class _Run:
         assert isinstance(loop, FastForwardLoop)
 
         async def at(stage: str, task: int, epoch: int) -> None:
-            if strict and stage in _TAKE_TIME and self._took_time < _TAKES_TIME:
-                self._took_time += 1
+            if strict and stage == "compose" and self._took_time < epoch <= _TAKE_TIME:
+                self._took_time = epoch
                 loop.stand_still(_TIME_S)
                 await asyncio.sleep(0)
             if stage == "commit" and self._most is not None and epoch >= self._most and not self._endless:

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -36,6 +37,10 @@ FINISHES: Final = "epoch.finish()"
 """Among what is told: the job is to end with this epoch, 1.0, or not."""
 Told = tuple[str, float | None, float | None]
 """What was told of an epoch: its name, what the task told, and what it told when the epoch was run again."""
+
+_TIE_S = 1e-6
+_OWN_THREADS_S = 5.0
+"""Real time that threads of users have, in a test whose clock leaps over waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +73,14 @@ def _told(work: Recording | Again) -> dict[str, float]:
     return {f"reported {name!r}": number for name, number in work.numbers.items()} | {FINISHES: float(work.finishing)}
 
 
-async def run_again(twin: Replica, after: Fields, recording: Recording, stamp: Stamp) -> Again | None:
+async def run_again(
+    twin: Replica, after: Fields, recording: Recording, stamp: Stamp, *, late: bool = False
+) -> Again | None:
     """Runs the epoch on a twin, with the same inputs.
 
     Args:
         after: the state after the epoch, as it was.
+        late: answers come after what else was due at the same moment, and not before.
 
     Returns:
         None: it did not come to its end, where coroutines ran into each other.
@@ -80,7 +88,7 @@ async def run_again(twin: Replica, after: Fields, recording: Recording, stamp: S
     work, by_name = await _composed(twin, recording, stamp)
     failed: list[str] = []
     try:
-        if not await _run(work, by_name):
+        if not await _run(work, by_name, late=late):
             return None
     except UserCodeError as error:
         if not recording.interleaved:
@@ -107,13 +115,13 @@ async def _composed(twin: Replica, recording: Recording, stamp: Stamp) -> tuple[
     return work, {processor.name: processor for processor in composition.graph().processors}
 
 
-async def _run(work: Replay, by_name: dict[str, Processor], *, in_part: bool = False) -> bool:
+async def _run(work: Replay, by_name: dict[str, Processor], *, in_part: bool = False, late: bool = False) -> bool:
     """Runs the steps. Returns whether all ended."""
     recording, moments = work.recording, work.recording.moments
     if in_part:
         moments = list(itertools.takewhile(lambda moment: not _begins_sync(recording, moment), moments))
     if recording.answers or recording.interleaved:
-        return await _run_in_order(work, moments, by_name)
+        return await _run_in_order(work, moments, by_name, _TIE_S if late else -_TIE_S)
     for moment in moments:
         if moment[0] == "began":
             await run_step(work, recording.steps[moment[1]], by_name)
@@ -127,15 +135,20 @@ def _begins_sync(recording: Recording, moment: Moment) -> bool:
     return processor is not None and processor.sync
 
 
-async def _run_in_order(work: Replay, moments: list[Moment], by_name: dict[str, Processor]) -> bool:
-    """Runs steps of which some may go on beside others: they begin, get answers and end when they did."""
+async def _run_in_order(work: Replay, moments: list[Moment], by_name: dict[str, Processor], later_s: float) -> bool:
+    """Runs steps of which some may go on beside others: they begin, get answers and end when they did.
+
+    Args:
+        later_s: how much later than they did answers come.
+    """
     loop, limit_s = asyncio.get_running_loop(), work.fresh.job.settings.cancel_s
     running: dict[int, asyncio.Task[None]] = {}
     shift_s = loop.time() - moments[0][2] if moments else 0.0
     work.gate()
     try:
         for moment in moments:
-            if (ahead_s := moment[2] + shift_s - loop.time()) > 0:
+            at = moment[2] + shift_s + (later_s if moment[0] == "answered" else 0.0)
+            if (ahead_s := at - loop.time()) > 0:
                 await asyncio.sleep(ahead_s)  # what code does may rest on which answers are there by then
             match moment:
                 case "answered", key, _:
@@ -329,8 +342,10 @@ class Replay:
         One that came out differently may never end, as the comparison shows: it gets as long as a restart would wait.
         """
         held = [asyncio.wrap_future(released) for released in self._holds]
-        if held:
+        until = time.monotonic() + _OWN_THREADS_S
+        while held:
             await asyncio.wait(held, timeout=self.fresh.job.settings.cancel_s)
+            held = [released for released in held if not released.done()] if time.monotonic() < until else []
 
     def report(self, where: str, numbers: dict[str, float]) -> None:
         self.numbers |= numbers

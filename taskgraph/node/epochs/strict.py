@@ -65,7 +65,12 @@ async def check_replay(
         await _check_stateless(replica, fresh, recording, stamp)
     after = await fields_of(replica)
     starts_again = stamp.epoch < _RESTARTED and not recording.interleaved
-    again = await _replay(fresh, boundary, after, recording, stamp, starts_again=starts_again)
+    try:
+        again = await _replay(fresh, boundary, after, recording, stamp, starts_again=starts_again)
+    except UserCodeError:
+        if await _was_a_tie(another, boundary, after, recording, stamp):
+            return
+        raise
     if again is None:
         return
     if not starts_again or not again.differing:
@@ -73,7 +78,7 @@ async def check_replay(
         return
     other = await another()
     try:
-        whole = await _replay(other, boundary, after, recording, stamp, starts_again=False)
+        whole = await _replay(other, boundary, after, recording, stamp)
         if whole is None or not whole.differing:
             raise StateError(
                 f"task {replica.task}, epoch {stamp.epoch}: begun, restored and run again, as where an epoch starts "
@@ -86,15 +91,27 @@ async def check_replay(
 
 
 async def _replay(
-    twin: Replica, boundary: Encoded, after: Fields, recording: Recording, stamp: Stamp, *, starts_again: bool
+    twin: Replica,
+    boundary: Encoded,
+    after: Fields,
+    recording: Recording,
+    stamp: Stamp,
+    *,
+    starts_again: bool = False,
+    late: bool = False,
 ) -> Again | None:
-    """Restores `twin` and runs the epoch on it. `starts_again`: it was begun there before."""
+    """Restores `twin` and runs the epoch on it.
+
+    Args:
+        starts_again: it was begun there before.
+        late: answers come after what else was due at the same moment.
+    """
     try:
         await twin.restore(boundary)
         if starts_again:
             await run_in_part(twin, recording, stamp)
             await twin.restore(boundary)
-        return await run_again(twin, after, recording, stamp)
+        return await run_again(twin, after, recording, stamp, late=late)
     except UserCodeError as error:
         error.traceback_text += (
             "\nThis was raised where strict mode runs the epoch again, on an object that was made anew and restored, "
@@ -122,12 +139,12 @@ async def _judge(
     if not differing and suspects and (told := _told_of(suspects, replica, fresh, told)):
         third = await another()
         try:
-            found = await _replay(third, boundary, after, recording, stamp, starts_again=False)
+            found = await _replay(third, boundary, after, recording, stamp)
         finally:
             await third.tear_down()
         if found is not None:  # what rests on a clock two do not tell alike
             differing = [what for what, _, number in told if found.told(what) == number]
-    if not differing:
+    if not differing or await _was_a_tie(another, boundary, after, recording, stamp):
         return
     mine = vars(replica.user_task)
     why = (
@@ -147,6 +164,22 @@ async def _judge(
         f"task {replica.task}, epoch {stamp.epoch}: replayed from its snapshot, the epoch came out differently "
         f"({', '.join(differing[:5])}): {why}"
     )
+
+
+async def _was_a_tie(
+    another: Callable[[], Awaitable[Replica]], boundary: Encoded, after: Fields, recording: Recording, stamp: Stamp
+) -> bool:
+    """Whether nothing differs once answers come after a timer that was due at the same moment."""
+    if not recording.answers:
+        return False
+    twin = await another()
+    try:
+        found = await _replay(twin, boundary, after, recording, stamp, late=True)
+    except UserCodeError:
+        return False
+    finally:
+        await twin.tear_down()
+    return found is not None and not found.differing and not found.told_unlike(recording)
 
 
 def _told_of(suspects: list[str], replica: Replica, fresh: Replica, told: list[Told]) -> list[Told]:
