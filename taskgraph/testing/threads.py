@@ -125,6 +125,8 @@ def _once(function: Callable[[], object]) -> Callable[[], None]:
 class LockStepThreads:
     """`taskgraph.node.usercode.threads.Threads`, deterministic."""
 
+    in_step = True
+
     def __init__(self, turn: Turn | None = None) -> None:
         self._turn = turn or Turn()
         self._loop = asyncio.get_running_loop()

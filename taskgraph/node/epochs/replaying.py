@@ -27,7 +27,7 @@ from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.messages import Encoded, Stamp
 
-__all__ = ["FINISHES", "Again", "Replay", "Told", "run_again", "run_in_part", "run_step"]
+__all__ = ["FINISHES", "Again", "Replay", "Stands", "Told", "run_again", "run_in_part", "run_step"]
 
 _TURNS = 10
 """Turns of the event loop that a coroutine has, after it began or got an answer, to come to its next wait."""
@@ -39,8 +39,12 @@ Told = tuple[str, float | None, float | None]
 """What was told of an epoch: its name, what the task told, and what it told when the epoch was run again."""
 
 _TIE_S = 1e-6
-_OWN_THREADS_S = 5.0
+_OWN_THREADS_S = 2.0
 """Real time that threads of users have, in a test whose clock leaps over waits."""
+
+
+class Stands(Exception):
+    """A step, by its name, that ended and does not when it is run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,14 @@ class Again:
         state: its state after it.
         numbers: what it reported.
         finishing: whether it finished the job.
+        stands: it did not come to its end.
     """
 
     differing: list[str]
     state: Fields
     numbers: Mapping[str, float]
     finishing: bool
+    stands: bool = False
 
     def told(self, what: str) -> float | None:
         return _told(self).get(what)
@@ -73,23 +79,21 @@ def _told(work: Recording | Again) -> dict[str, float]:
     return {f"reported {name!r}": number for name, number in work.numbers.items()} | {FINISHES: float(work.finishing)}
 
 
-async def run_again(
-    twin: Replica, after: Fields, recording: Recording, stamp: Stamp, *, late: bool = False
-) -> Again | None:
+async def run_again(twin: Replica, after: Fields, recording: Recording, stamp: Stamp, *, late: bool = False) -> Again:
     """Runs the epoch on a twin, with the same inputs.
 
     Args:
         after: the state after the epoch, as it was.
         late: answers come after what else was due at the same moment, and not before.
 
-    Returns:
-        None: it did not come to its end, where coroutines ran into each other.
+    Raises:
+        UserCodeError: it failed, where no coroutines ran into each other.
+        Stands: it did not come to its end.
     """
     work, by_name = await _composed(twin, recording, stamp)
     failed: list[str] = []
     try:
-        if not await _run(work, by_name, late=late):
-            return None
+        await _run(work, by_name, late=late)
     except UserCodeError as error:
         if not recording.interleaved:
             raise
@@ -115,17 +119,32 @@ async def _composed(twin: Replica, recording: Recording, stamp: Stamp) -> tuple[
     return work, {processor.name: processor for processor in composition.graph().processors}
 
 
-async def _run(work: Replay, by_name: dict[str, Processor], *, in_part: bool = False, late: bool = False) -> bool:
-    """Runs the steps. Returns whether all ended."""
+async def _run(work: Replay, by_name: dict[str, Processor], *, in_part: bool = False, late: bool = False) -> None:
+    """Runs the steps. Raises Stands where one does not end."""
     recording, moments = work.recording, work.recording.moments
     if in_part:
         moments = list(itertools.takewhile(lambda moment: not _begins_sync(recording, moment), moments))
     if recording.answers or recording.interleaved:
-        return await _run_in_order(work, moments, by_name, _TIE_S if late else -_TIE_S)
+        await _run_in_order(work, moments, by_name, _TIE_S if late else -_TIE_S)
+        return
     for moment in moments:
         if moment[0] == "began":
-            await run_step(work, recording.steps[moment[1]], by_name)
-    return True
+            step = recording.steps[moment[1]]
+            if work.fresh.threads.in_step:
+                await _run_to_end(work, step, by_name)
+            else:  # it may compute for as long as it did
+                await run_step(work, step, by_name)
+
+
+async def _run_to_end(work: Replay, step: Step, by_name: dict[str, Processor]) -> None:
+    running = asyncio.create_task(run_step(work, step, by_name))
+    try:
+        if not await _ends(running, work.fresh.job.settings.cancel_s):
+            raise Stands(step.where)
+        running.result()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def _begins_sync(recording: Recording, moment: Moment) -> bool:
@@ -135,7 +154,7 @@ def _begins_sync(recording: Recording, moment: Moment) -> bool:
     return processor is not None and processor.sync
 
 
-async def _run_in_order(work: Replay, moments: list[Moment], by_name: dict[str, Processor], later_s: float) -> bool:
+async def _run_in_order(work: Replay, moments: list[Moment], by_name: dict[str, Processor], later_s: float) -> None:
     """Runs steps of which some may go on beside others: they begin, get answers and end when they did.
 
     Args:
@@ -159,12 +178,11 @@ async def _run_in_order(work: Replay, moments: list[Moment], by_name: dict[str, 
                     if not await _ends(running[step], limit_s):
                         work.open()  # what comes out differently may wait for another answer
                         if not await _ends(running[step], limit_s):
-                            return False
+                            raise Stands(work.recording.steps[step].where)
                     running.pop(step).result()
                     continue
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
-        return True
     finally:
         work.end()
         for task in running.values():
@@ -173,7 +191,12 @@ async def _run_in_order(work: Replay, moments: list[Moment], by_name: dict[str, 
 
 
 async def _ends(task: asyncio.Task[None], limit_s: float) -> bool:
-    return bool((await asyncio.wait([task], timeout=limit_s))[0])
+    """Whether it ends in time. In a test, whose clock leaps over waits, what runs beside it takes real time."""
+    until = time.monotonic() + _OWN_THREADS_S
+    while not (await asyncio.wait([task], timeout=limit_s))[0]:
+        if time.monotonic() >= until:
+            return False
+    return True
 
 
 async def run_step(work: Replay, step: Step, by_name: dict[str, Processor]) -> None:

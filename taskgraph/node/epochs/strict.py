@@ -27,7 +27,7 @@ from taskgraph.errors import StateError, class_name
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.node.epochs.differing import equal_unlike, made_of_state, padding_of, pickled, shared_state
 from taskgraph.node.epochs.recording import Fields, Recording, changed, digests, fields_of, left_by, seen
-from taskgraph.node.epochs.replaying import FINISHES, Again, Replay, Told, run_again, run_in_part, run_step
+from taskgraph.node.epochs.replaying import FINISHES, Again, Replay, Stands, Told, run_again, run_in_part, run_step
 from taskgraph.node.epochs.twins import BY_NODE
 from taskgraph.node.replica import Replica, named_fields
 from taskgraph.node.usercode.errors import UserCodeError
@@ -71,15 +71,13 @@ async def check_replay(
         if await _was_a_tie(another, boundary, after, recording, stamp):
             return
         raise
-    if again is None:
-        return
     if not starts_again or not again.differing:
         await _judge(replica, fresh, again, boundary, after, recording, stamp, another)
         return
     other = await another()
     try:
         whole = await _replay(other, boundary, after, recording, stamp)
-        if whole is None or not whole.differing:
+        if not whole.differing:
             raise StateError(
                 f"task {replica.task}, epoch {stamp.epoch}: begun, restored and run again, as where an epoch starts "
                 f"again, it came out differently ({', '.join(again.differing[:5])}): an attribute keeps what the first "
@@ -99,7 +97,7 @@ async def _replay(
     *,
     starts_again: bool = False,
     late: bool = False,
-) -> Again | None:
+) -> Again:
     """Restores `twin` and runs the epoch on it.
 
     Args:
@@ -112,6 +110,8 @@ async def _replay(
             await run_in_part(twin, recording, stamp)
             await twin.restore(boundary)
         return await run_again(twin, after, recording, stamp, late=late)
+    except Stands as where:
+        return Again([f"{str(where)!r} does not end"], after, recording.numbers, recording.finishing, stands=True)
     except UserCodeError as error:
         error.traceback_text += (
             "\nThis was raised where strict mode runs the epoch again, on an object that was made anew and restored, "
@@ -142,9 +142,9 @@ async def _judge(
             found = await _replay(third, boundary, after, recording, stamp)
         finally:
             await third.tear_down()
-        if found is not None:  # what rests on a clock two do not tell alike
-            differing = [what for what, _, number in told if found.told(what) == number]
-    if not differing or await _was_a_tie(another, boundary, after, recording, stamp):
+        # What rests on a clock two do not tell alike.
+        differing = [what for what, _, number in told if found.told(what) == number]
+    if not differing or (not again.stands and await _was_a_tie(another, boundary, after, recording, stamp)):
         return
     mine = vars(replica.user_task)
     why = (
@@ -179,7 +179,7 @@ async def _was_a_tie(
         return False
     finally:
         await twin.tear_down()
-    return found is not None and not found.differing and not found.told_unlike(recording)
+    return not found.differing and not found.told_unlike(recording)
 
 
 def _told_of(suspects: list[str], replica: Replica, fresh: Replica, told: list[Told]) -> list[Told]:
@@ -219,8 +219,11 @@ async def check_as_left(replica: Replica, twin: Replica, recording: Recording, s
     if not recording.before or recording.before != await fields_of(twin):
         return None
     shared = made_of_state(vars(twin.user_task), recording.before)
-    again = await run_again(twin, await fields_of(replica), recording, stamp)
-    if again is None or not (differing := again.differing):
+    try:
+        differing = (await run_again(twin, await fields_of(replica), recording, stamp)).differing
+    except Stands:
+        return None  # the one that was restored will tell
+    if not differing:
         return None
     hint = f" (here: {', '.join(shared[:5])})" if shared else ""
     why = await _encoded_unlike(replica, twin, differing) or (

@@ -39,6 +39,9 @@ class Work(Protocol[R]):
 class Threads(Protocol):
     """Runs functions outside the event loop. `taskgraph.testing` has one that runs them in lock-step with it."""
 
+    in_step: bool
+    """Whether it does: what is run again happens at the same moments then."""
+
     def clock(self) -> float:
         """Seconds, by the clock that what runs in them takes its time of."""
 
@@ -106,6 +109,8 @@ class PooledThreads:
     Where no thread can be made, work waits for one to come back. Where all there are wait for replies, it may be what
     they wait for, and fails.
     """
+
+    in_step = False
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name

@@ -18,6 +18,8 @@ R = TypeVar("R")
 class InlineThreads:
     """`node/usercode/threads.py: Threads` without threads: a simulation runs hundreds of thousands of computes."""
 
+    in_step = True
+
     def __init__(self, rng: random.Random, compute_s: float) -> None:
         self._rng = rng
         self._compute_s = compute_s

@@ -544,3 +544,30 @@ def test_a_thread_of_ones_own_has_real_time_in_a_replay() -> None:
             super().send(epoch, ins, outs)
 
     assert run(job(Begins)).status == "finished"
+
+
+@pytest.mark.parametrize("style", ["with a request", "without one"])
+def test_code_that_waits_for_ever_when_it_is_replayed_is_named(style: str) -> None:
+    class Waits(Asks):
+        def setup(self) -> None:
+            super().setup()
+            self.ready = asyncio.Event()
+
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            if epoch.number == 0:
+                self.ready.set()
+            if style == "with a request":
+                await super().on_flag(epoch, sender, meta)
+            await self.ready.wait()
+
+    error = fails(job(Waits))
+    says(error, "task 1, ", REPLAYED, "' does not end)", "snapshot() forgets state")
+
+
+def test_what_threads_compute_for_a_coroutine_takes_real_time_in_a_replay() -> None:
+    class InThread(Asks):
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            await super().on_flag(epoch, sender, meta)
+            await asyncio.to_thread(time.sleep, 0.2)
+
+    assert run(job(InThread)).status == "finished"
