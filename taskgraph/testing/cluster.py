@@ -32,9 +32,9 @@ _EPOCHS_PER_S = 200
 
 _TAKE_TIME = 20
 _TIME_S = 0.1
-"""In strict mode the clock, which stands while code computes, leaps at the beginning of so many epochs, as if the one
-before had taken that: timers of coroutines that run beside the job are due then, as they would be in life. Nothing of
-an epoch is under way at that moment, and no lease ends of it."""
+"""In strict mode, where nothing is killed, the clock, which stands while code computes, leaps at the beginning of so
+many epochs, as if the one before had taken that: timers of coroutines that run beside the job are due then, as they
+would be in life. Nothing of an epoch is under way at that moment, and no lease ends of it."""
 
 STAGES = ("compose", "processor", "sync", "snapshot", "done", "commit", "committed")
 """Where a node can be killed: before the task composes, before its first processor, before its sync points, before
@@ -217,11 +217,11 @@ class _Run:
         return result
 
     def _point(self, cluster: InProcessCluster, node_id: str) -> Point:
-        loop, strict = asyncio.get_running_loop(), self._job.settings.strict
+        loop, takes_time = asyncio.get_running_loop(), self._job.settings.strict and not self._kills
         assert isinstance(loop, FastForwardLoop)
 
         async def at(stage: str, task: int, epoch: int) -> None:
-            if strict and stage == "compose" and self._took_time < epoch <= _TAKE_TIME:
+            if takes_time and stage == "compose" and self._took_time < epoch <= _TAKE_TIME:
                 self._took_time = epoch
                 loop.stand_still(_TIME_S)
                 await asyncio.sleep(0)

@@ -442,7 +442,7 @@ def test_an_output_that_depends_on_forgotten_state_is_named() -> None:
         def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
             self.seen += 1
 
-    says(fails(job(Forgetful, epochs=3)), "'x' to task 0", "seen")
+    says(fails(job(Forgetful, epochs=3)), "'x' to task ", "seen")
 
 
 def test_a_task_without_state_that_remembers_is_named() -> None:
