@@ -125,7 +125,7 @@ def test_a_topology_that_never_returns_is_in_the_stack(end: threading.Event) -> 
         return [0, 1]
 
     job = tg.Job(tasks=2, epochs=2, builder=lambda task: Endless("", end), topology={"peers": links}, name="endless")
-    with pytest.raises(tg.JobTimeout, match="task [01], epoch 1: 'compose' runs for") as caught:
+    with pytest.raises(tg.JobTimeout, match=r"task [01], epoch 1: 'compose' runs for") as caught:
         tg.testing.run(job, stuck_s=0.5)
     assert ", in links" in caught.value.traceback_text
 
