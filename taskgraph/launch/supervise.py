@@ -302,16 +302,9 @@ class Supervisor:
         if self._etcd_ended is None or keeper.view.open:
             return
         ours = self._nodes.ids()
-        left = asyncio.ensure_future(
-            keeper.wait_until(lambda view: view.live_nodes(run).keys() <= ours, structure=True)
-        )
-        stopped = asyncio.ensure_future(self._no_etcd(self._etcd_ended))
-        try:
-            await asyncio.wait([left, stopped], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (left, stopped):
-                task.cancel()
-            await asyncio.gather(left, stopped, return_exceptions=True)
+        left = keeper.wait_until(lambda view: view.live_nodes(run).keys() <= ours, structure=True)
+        async with alongside(left, self._no_etcd(self._etcd_ended)) as waits:
+            await asyncio.wait(waits, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _finish(self, grace_s: float, others_s: float) -> None:
         await self._nodes.stop(grace_s, tell=not self._without_etcd)

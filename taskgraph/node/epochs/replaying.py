@@ -31,16 +31,14 @@ __all__ = ["FINISHES", "Again", "Replay", "Stands", "Told", "run_again", "run_in
 
 _TURNS = 10
 """Turns of the event loop that a coroutine has, after it began or got an answer, to come to its next wait."""
-
-
+_TIE_S = 1e-6
+"""How much earlier, or later, than they came answers come: else one and a timer may be due at the same moment."""
+_OWN_THREADS_S = 2.0
+"""Real time that threads of users have, in a test whose clock leaps over waits."""
 FINISHES: Final = "epoch.finish()"
 """Among what is told: the job is to end with this epoch, 1.0, or not."""
 Told = tuple[str, float | None, float | None]
 """What was told of an epoch: its name, what the task told, and what it told when the epoch was run again."""
-
-_TIE_S = 1e-6
-_OWN_THREADS_S = 2.0
-"""Real time that threads of users have, in a test whose clock leaps over waits."""
 
 
 class Stands(Exception):
@@ -277,7 +275,7 @@ class Replay:
             if self._known is not None:
                 self._known.add(key)
             future = self._waiting.pop(key, None)
-        if future is not None:
+        if future is not None and not future.done():  # a timeout may have cancelled it
             future.set_result(self.recording.answers[key])
 
     def open(self) -> None:
@@ -288,7 +286,8 @@ class Replay:
     def end(self) -> None:
         """Nobody waits for an answer any more."""
         for key in self._ungated():
-            self._waiting.pop(key).set_exception(AttemptEnded(held=True))
+            if not (future := self._waiting.pop(key)).done():
+                future.set_exception(AttemptEnded(held=True))
 
     def _ungated(self) -> list[RequestKey]:
         """Requests that wait; none will from now on."""
@@ -338,8 +337,8 @@ class Replay:
 
     def _key(self, where: str, to: int, method: str, value: Encoded) -> RequestKey:
         number = self._counts[(where, to, method)] = self._counts.get((where, to, method), 0) + 1
-        # All answers are there at once: of coroutines that each send one request after another, the second of one may
-        # come before the first of another, as it did not before. So what is sent tells more than in which order.
+        # Of coroutines that each send one request after another, the second of one may come before the first of
+        # another, as it did not before. So what is sent tells more than in which order.
         alike = (where, to, method, value.digest)
         nth = self._alike[alike] = self._alike.get(alike, 0) + 1
         if nth <= len(asked := self.recording.asked.get(alike, ())):

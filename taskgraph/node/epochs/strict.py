@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -44,6 +45,65 @@ _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Types of what cannot travel and is no state."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    """An epoch that a task worked through, and what it takes to run it again.
+
+    Attributes:
+        boundary: the state before it.
+        after: the state after it.
+        another: makes an object of the task as `setup` leaves it.
+    """
+
+    replica: Replica
+    boundary: Encoded
+    after: Fields
+    recording: Recording
+    stamp: Stamp
+    another: Callable[[], Awaitable[Replica]]
+
+    async def again(self, twin: Replica, *, starts_again: bool = False, late: bool = False) -> Again:
+        """Restores `twin` and runs the epoch on it.
+
+        Args:
+            starts_again: it is begun there before.
+            late: answers come after what else was due at the same moment.
+        """
+        recording, stamp = self.recording, self.stamp
+        try:
+            await twin.restore(self.boundary)
+            if starts_again:
+                await run_in_part(twin, recording, stamp)
+                await twin.restore(self.boundary)
+            return await run_again(twin, self.after, recording, stamp, late=late)
+        except Stands as where:
+            standing = [f"{str(where)!r} does not end"]
+            return Again(standing, self.after, recording.numbers, recording.finishing, stands=True)
+        except UserCodeError as error:
+            error.traceback_text += (
+                "\nThis was raised where strict mode runs the epoch again, on an object that was made anew and "
+                "restored, as after a failure.\n"
+            )
+            raise
+
+    async def on_another(self, *, late: bool = False) -> Again:
+        twin = await self.another()
+        try:
+            return await self.again(twin, late=late)
+        finally:
+            await twin.tear_down()
+
+    async def was_a_tie(self) -> bool:
+        """Whether nothing differs once answers come after a timer that was due at the same moment."""
+        if not self.recording.answers:
+            return False
+        try:
+            found = await self.on_another(late=True)
+        except UserCodeError:
+            return False  # it fails either way, which the first way told
+        return not found.differing and not found.told_unlike(self.recording)
+
+
 async def check_replay(
     replica: Replica,
     fresh: Replica,
@@ -63,88 +123,42 @@ async def check_replay(
     """
     if fresh.shape.in_flight and not recording.interleaved:
         await _check_stateless(replica, fresh, recording, stamp)
-    after = await fields_of(replica)
+    epoch = _Epoch(replica, boundary, await fields_of(replica), recording, stamp, another)
     starts_again = stamp.epoch < _RESTARTED and not recording.interleaved
     try:
-        again = await _replay(fresh, boundary, after, recording, stamp, starts_again=starts_again)
+        again = await epoch.again(fresh, starts_again=starts_again)
     except UserCodeError:
-        if await _was_a_tie(another, boundary, after, recording, stamp):
+        if await epoch.was_a_tie():
             return
         raise
     if not starts_again or not again.differing:
-        await _judge(replica, fresh, again, boundary, after, recording, stamp, another)
+        await _judge(epoch, fresh, again)
         return
     other = await another()
     try:
-        whole = await _replay(other, boundary, after, recording, stamp)
+        whole = await epoch.again(other)
         if not whole.differing:
             raise StateError(
                 f"task {replica.task}, epoch {stamp.epoch}: begun, restored and run again, as where an epoch starts "
                 f"again, it came out differently ({', '.join(again.differing[:5])}): an attribute keeps what the first "
                 f"try left in it; keep what belongs to one try in epoch.scratch, or make it anew in restore()"
             )
-        await _judge(replica, other, whole, boundary, after, recording, stamp, another)
+        await _judge(epoch, other, whole)
     finally:
         await other.tear_down()
 
 
-async def _replay(
-    twin: Replica,
-    boundary: Encoded,
-    after: Fields,
-    recording: Recording,
-    stamp: Stamp,
-    *,
-    starts_again: bool = False,
-    late: bool = False,
-) -> Again:
-    """Restores `twin` and runs the epoch on it.
-
-    Args:
-        starts_again: it was begun there before.
-        late: answers come after what else was due at the same moment.
-    """
-    try:
-        await twin.restore(boundary)
-        if starts_again:
-            await run_in_part(twin, recording, stamp)
-            await twin.restore(boundary)
-        return await run_again(twin, after, recording, stamp, late=late)
-    except Stands as where:
-        return Again([f"{str(where)!r} does not end"], after, recording.numbers, recording.finishing, stands=True)
-    except UserCodeError as error:
-        error.traceback_text += (
-            "\nThis was raised where strict mode runs the epoch again, on an object that was made anew and restored, "
-            "as after a failure.\n"
-        )
-        raise
-
-
-async def _judge(
-    replica: Replica,
-    fresh: Replica,
-    again: Again,
-    boundary: Encoded,
-    after: Fields,
-    recording: Recording,
-    stamp: Stamp,
-    another: Callable[[], Awaitable[Replica]],
-) -> None:
+async def _judge(epoch: _Epoch, fresh: Replica, again: Again) -> None:
     """Raises StateError where what came of the epoch on `fresh` shows that state is forgotten."""
-    differing = again.differing
-    told = again.told_unlike(recording)
+    replica, recording, after = epoch.replica, epoch.recording, epoch.after
+    differing, told = again.differing, again.told_unlike(recording)
     suspects = await _suspects(replica, fresh, after) if differing or told else []
     if recording.interleaved and not suspects:
         return  # in which order code went on after its waits may be why
     if not differing and suspects and (told := _told_of(suspects, replica, fresh, told)):
-        third = await another()
-        try:
-            found = await _replay(third, boundary, after, recording, stamp)
-        finally:
-            await third.tear_down()
-        # What rests on a clock two do not tell alike.
-        differing = [what for what, _, number in told if found.told(what) == number]
-    if not differing or (not again.stands and await _was_a_tie(another, boundary, after, recording, stamp)):
+        third = await epoch.on_another()  # what rests on a clock two do not tell alike
+        differing = [what for what, _, number in told if third.told(what) == number]
+    if not differing or (not again.stands and await epoch.was_a_tie()):
         return
     mine = vars(replica.user_task)
     why = (
@@ -161,25 +175,9 @@ async def _judge(
             f"restored; give each its own, as in self.{one} = self.{other}.copy()"
         )
     raise StateError(
-        f"task {replica.task}, epoch {stamp.epoch}: replayed from its snapshot, the epoch came out differently "
+        f"task {replica.task}, epoch {epoch.stamp.epoch}: replayed from its snapshot, the epoch came out differently "
         f"({', '.join(differing[:5])}): {why}"
     )
-
-
-async def _was_a_tie(
-    another: Callable[[], Awaitable[Replica]], boundary: Encoded, after: Fields, recording: Recording, stamp: Stamp
-) -> bool:
-    """Whether nothing differs once answers come after a timer that was due at the same moment."""
-    if not recording.answers:
-        return False
-    twin = await another()
-    try:
-        found = await _replay(twin, boundary, after, recording, stamp, late=True)
-    except UserCodeError:
-        return False
-    finally:
-        await twin.tear_down()
-    return not found.differing and not found.told_unlike(recording)
 
 
 def _told_of(suspects: list[str], replica: Replica, fresh: Replica, told: list[Told]) -> list[Told]:

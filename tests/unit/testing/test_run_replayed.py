@@ -362,22 +362,22 @@ def test_work_that_goes_to_whoever_is_free_is_no_mistake() -> None:
     assert run(job(Farm, tasks=4)).value == 2 * 204.0
 
 
-def test_an_order_of_arrival_that_makes_a_difference_is_not_taken_for_forgotten_state() -> None:
-    class Arrives(Ring):
-        @tg.handles("get")
-        async def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
-            await asyncio.sleep(0.001)
-            epoch.scratch.order = [*getattr(epoch.scratch, "order", []), sender]
-            return self.task_id + 1.0
-
+def test_a_difference_of_coroutines_that_ran_into_each_other_needs_an_attribute_that_may_be_why() -> None:
+    class Unlike(Ring):
         def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.total = epoch.number + time.perf_counter()
+            self.total = time.perf_counter()
 
-    class WithoutAttributes(Arrives):
+    class WithoutAttributes(Unlike):
         def setup(self) -> None:
             self.total = 0.0
 
+    class WithOne(Unlike):
+        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            super().add(epoch, ins, outs)
+            self.seen += 1
+
     assert run(job(WithoutAttributes, tasks=3)).status == "finished"
+    says(fails(job(WithOne, tasks=3)), "(state 'total')", "or the task is not deterministic", ": seen;")
 
 
 def test_an_object_that_was_made_for_a_replay_is_a_primarys() -> None:

@@ -1,0 +1,44 @@
+"""`taskgraph events --follow` beside an etcd that does not answer at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from commands_kit import in_memory, options
+
+from taskgraph.commands import looking
+from taskgraph.coordination.api import Listing
+from taskgraph.driver import JobSpec
+from taskgraph.errors import Unavailable
+from taskgraph.jobs import Job
+from taskgraph.launch.submit import submit
+from taskgraph.observe.events import Event
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.task import Task
+
+
+async def test_an_etcd_that_is_away_at_the_start_is_not_taken_for_the_jobs_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended at once, with 0, and had shown nothing."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    etcd, keys = in_memory(monkeypatch), Keys("fit")
+    await submit(etcd, JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit")))
+    listed, refused = etcd.list, asyncio.Event()
+
+    async def away_once(prefix: str) -> Listing:
+        if prefix == keys.root and not refused.is_set():
+            refused.set()
+            raise Unavailable("etcd is away")
+        return await listed(prefix)
+
+    monkeypatch.setattr(etcd, "list", away_once)
+    following = asyncio.ensure_future(looking._events(options("events", "--follow")))
+    await asyncio.wait([following, asyncio.ensure_future(refused.wait())], return_when=asyncio.FIRST_COMPLETED)
+    assert (await asyncio.wait([following], timeout=0.1))[1], "it goes on following"
+    finished = Event(kind="finished", node="n1", at=1.0, text="the job finished after epoch 8")
+    await etcd.txn(Txn(success=(Put(keys.event("001"), finished.to_bytes()),)))
+    assert await following == 0
+    assert "the job finished after epoch 8" in capsys.readouterr().out
