@@ -24,7 +24,8 @@ from pathlib import Path
 from taskgraph import host
 from taskgraph.children import Child, end_group, signal_name, tell_child
 from taskgraph.coordination.api import Coordinator
-from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
+from taskgraph.driver import JobSpec
+from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, Unavailable
 from taskgraph.files import HeldFolder
 from taskgraph.launch.devices import deal, host_devices, sharing
 from taskgraph.launch.forkserver import ForkServer, NodeProcess
@@ -309,19 +310,20 @@ class LocalNodes:
 
     async def _tell_gone(self, node: str, record: GoneRecord) -> None:
         """Puts `gone/{node}` and revokes the node's lease: nobody has to wait until it expires."""
-        gone = self._keys.gone(node)
+        gone, spec = self._keys.gone(node), self._keys.spec
         read = Get(self._keys.node(node))
-        txn = Txn((Compare(gone, 0),), (Put(gone, record.to_bytes()), read), (read,))
         until, told = time.monotonic() + _TELL_S, set[str]()
         while True:
             try:
-                if await self._leaves_no_trace():
-                    kv = await self._coordinator.get(self._keys.node(node))
-                    found = [kv] if kv is not None else []
-                else:
+                if revision := await self._run_to_tell():
                     # A node that died before it registered has no key. Where its registration is still on its way to
                     # etcd it counts for nothing, since it is gone already.
+                    as_read = (Compare(gone, 0), Compare(spec, revision))
+                    txn = Txn(as_read, (Put(gone, record.to_bytes()), read), (read,))
                     found = list((await self._coordinator.txn(txn)).reads[0])
+                else:
+                    kv = await self._coordinator.get(self._keys.node(node))
+                    found = [kv] if kv is not None else []
                 for kv in found:
                     await self._coordinator.revoke(NodeRecord.from_bytes(kv.value).lease)
                 return
@@ -333,10 +335,21 @@ class LocalNodes:
                     return
                 await asyncio.sleep(_RETRY_S)
 
-    async def _leaves_no_trace(self) -> bool:
-        """Nodes that end because their job did leave none in somebody's etcd, nor do those of a job that it lost."""
-        status = await self._coordinator.get(self._keys.status)
-        return status is None or (self._stopping and StatusRecord.from_bytes(status.value).state != State.RUNNING)
+    async def _run_to_tell(self) -> int:
+        """The revision of the `spec` of the run that is to be told of a node's end; 0: there is none.
+
+        Nodes that end because their job did leave no trace in somebody's etcd, nor do those of a job that it lost. And
+        a run that was submitted under this name meanwhile must not count what the code of the one before has ended.
+        """
+        spec, status = await self._coordinator.get(self._keys.spec), await self._coordinator.get(self._keys.status)
+        if spec is None or status is None:
+            return 0
+        try:
+            run, state = JobSpec.from_bytes(spec.value).run, StatusRecord.from_bytes(status.value).state
+        except DecodeError:  # somebody wrote something else there, which ends the job
+            return 0
+        over = self._stopping and state != State.RUNNING
+        return 0 if over or self._entry.run not in ("", run) else spec.mod_revision
 
     async def wait(self, timeout_s: float | None) -> None:
         """Waits until all nodes ended by themselves, at most `timeout_s`; None: for as long as it takes."""

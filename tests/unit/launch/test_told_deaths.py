@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from taskgraph.errors import CoordinationError
 from taskgraph.launch.local import LocalNodes, _Process
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
+from taskgraph.protocol.fatal import fatal
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn, TxnResult
-from taskgraph.protocol.records import GoneRecord, NodeRecord
+from taskgraph.protocol.records import GoneRecord, NodeRecord, Ran, State, StatusRecord
+from taskgraph.protocol.view import JobView
 
 KEYS = Keys("dead")
 ENTRY = JobEntry(name="dead", etcd="a:1", token="ab" * 32, pid=0, embedded=False, tls={})
@@ -138,4 +141,24 @@ async def test_a_job_that_etcd_has_lost_is_told_nothing() -> None:
             await coordinator.txn(Txn(success=(Delete(key),)))
     await nodes._tell_gone("n1-1", RECORD)
     assert await left(coordinator) == [], "its lease ended all the same"
+    await coordinator.close()
+
+
+async def test_a_run_that_was_submitted_anew_is_told_nothing_of_nodes_of_the_one_before() -> None:
+    """It failed for code of that run: three of whose nodes had died of it, before their launcher reached etcd again."""
+    coordinator = Refusing()
+    nodes = await with_node(coordinator)
+    spec = await coordinator.get(KEYS.spec)
+    assert spec is not None
+    nodes._entry = dataclasses.replace(ENTRY, run=JobSpec.from_bytes(spec.value).run)
+    ended = StatusRecord(state=State.CANCELLED, writer="a person")
+    await coordinator.txn(Txn(success=(Put(KEYS.status, ended.to_bytes()),)))
+    await submit(coordinator, JobSpec.local(tg.Job(tasks=1, epochs=1, builder=lambda task: tg.Task(), name="dead")))
+    for number in range(1, 4):
+        await nodes._tell_gone(f"n{number}-1", dataclasses.replace(RECORD, ran=(Ran("fit", 0, 0),)))
+    listing, view = await coordinator.list(KEYS.root), JobView("dead")
+    view.reset(listing.revision, listing.items)
+    assert fatal(view, 3) is None
+    assert not view.gone
+    assert KEYS.node("n1-1") not in await left(coordinator), "its lease ended all the same"
     await coordinator.close()
