@@ -188,6 +188,18 @@ def test_a_library_that_makes_another_dtype_of_it_is_told(declared: None) -> Non
         inner.decode("x")
 
 
+def test_a_library_that_cannot_hand_on_what_it_took_by_dlpack_copies_it(declared: None) -> None:
+    """As array_api_strict does over numpy before 2.1, where memory that came by DLPack is read-only."""
+    stuck = Foreign(1, "foreign", BufferError("Cannot export readonly array"))
+    tg.arrays(library("foreign", from_dlpack=lambda array: stuck, asarray=strict.asarray))
+    inner = codecs.codec_named("arrays of foreign")
+    assert inner is not None
+    found = inner.decode(np.arange(3.0))
+    assert type(found) is Array
+    found[0] = 7.0
+    assert np.array_equal(np.from_dlpack(found), [7.0, 1.0, 2.0])
+
+
 @pytest.mark.parametrize(
     ("namespace", "said"),
     [(np, "numpy travel as they are"), (types, "no namespace of the array API"), (3, "tg.arrays\\(3\\)")],
