@@ -121,8 +121,10 @@ class Task:
         check_keywords(cls, Task, kwargs)
         super().__init_subclass__(**kwargs)
         added = checked_state(cls, state)
-        inherited = dict.fromkeys(  # of all bases, and each name once
-            name for base in reversed(cls.__mro__[1:]) for name in vars(base).get("__taskgraph_state__", ())
+        # Of all bases, and each name once. It has some itself where `@dataclass(slots=True)` makes the class once more,
+        # without the keywords, of what it has.
+        inherited = dict.fromkeys(
+            name for base in reversed(cls.__mro__) for name in vars(base).get("__taskgraph_state__", ())
         )
         cls.__taskgraph_state__ = tuple(inherited | dict.fromkeys(added))
         cls.__taskgraph_shape__ = make_shape(cls, Task, cls.__taskgraph_state__)

@@ -40,6 +40,20 @@ def test_a_subclass_adds_to_the_state_of_all_its_bases_each_name_once() -> None:
     assert list(A.__taskgraph_state__) == ["theta"], "a base is not changed by its subclasses"
 
 
+def test_a_dataclass_with_slots_keeps_the_state_that_it_declares() -> None:
+    class Base(tg.Task, state=["seen"]):
+        pass
+
+    @dataclasses.dataclass(slots=True)  # makes the class once more, without `state=`
+    class Fit(Base, state=["theta"]):
+        theta: int = 0
+
+    task = Fit(5)
+    task.seen = 2  # type: ignore[attr-defined]
+    assert shape_of(Fit).stateful
+    assert task.snapshot() == {"seen": 2, "theta": 5}
+
+
 @pytest.mark.parametrize(
     ("state", "complaint"),
     [
