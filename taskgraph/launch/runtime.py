@@ -101,10 +101,17 @@ class JobEntry:
 
 
 class Runtime:
-    """The directory; made when it is first needed, refused where it is not ours alone."""
+    """The directory; made when it is first needed, refused where it is not ours alone.
+
+    Raises:
+        TaskGraphError: it is there, and not ours alone. In a directory that all users share, another one may have made
+            it, and what it says would decide whose etcd is asked, and what processes are ended.
+    """
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or _default_root()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            _check_private(self.root)
 
     def _made(self, path: Path) -> Path:
         for part in (self.root, *(p for p in (*reversed(path.parents), path) if self.root in p.parents)):
@@ -114,12 +121,7 @@ class Runtime:
                 raise TaskGraphError(
                     f"{part} cannot be made ({error.strerror}): set TASKGRAPH_RUNTIME_DIR to a directory of your own"
                 ) from error
-            found = part.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-                raise TaskGraphError(
-                    f"{part} must be a directory that only you can read (mode 0700, your own): remove it, or set "
-                    f"TASKGRAPH_RUNTIME_DIR to another place"
-                )
+            _check_private(part)
         return path
 
     def folder(self, name: str) -> Path:
@@ -359,6 +361,20 @@ class Runtime:
             return None
         whole = isinstance(found, dict) and isinstance(found.get("status"), dict) and "result" in found
         return {"events": [], **found} if whole and run in ("", found.get("run")) else None
+
+
+def _check_private(folder: Path) -> None:
+    found = folder.lstat()
+    if found.st_uid != os.getuid():  # who cannot remove it, or had better not
+        raise TaskGraphError(
+            f"{folder} must be a directory of your own, and is another user's (id {found.st_uid}): set "
+            f"TASKGRAPH_RUNTIME_DIR to another place"
+        )
+    if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise TaskGraphError(
+            f"{folder} must be a directory that only you can read (mode 0700): remove it, or set "
+            f"TASKGRAPH_RUNTIME_DIR to another place"
+        )
 
 
 def alive(pid: int) -> bool:

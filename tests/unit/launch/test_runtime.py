@@ -288,7 +288,9 @@ def test_a_lock_has_no_name_that_a_job_may_have(runtime: Runtime) -> None:
 
 def test_a_directory_that_cannot_be_made_says_what_to_set(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for root in (tmp_path / "file", tmp_path / "file" / "taskgraph", tmp_path / "absent" / "taskgraph"):
+    with pytest.raises(TaskGraphError, match=r"must be a directory .*: remove it, or set TASKGRAPH_RUNTIME_DIR"):
+        Runtime(tmp_path / "file")
+    for root in (tmp_path / "file" / "taskgraph", tmp_path / "absent" / "taskgraph"):
         with pytest.raises(
             TaskGraphError, match=r"cannot be made .*: set TASKGRAPH_RUNTIME_DIR to a directory of your"
         ):
@@ -333,6 +335,14 @@ def test_a_directory_that_others_can_read_is_refused(tmp_path: Path) -> None:
     root.chmod(0o755)
     with pytest.raises(TaskGraphError, match="only you can read"):
         Runtime(root).put(entry())
+
+
+def test_what_another_user_has_made_in_its_place_is_not_read(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In /tmp anybody may make it first: `status` asked the etcd that it names, and `token` printed its token."""
+    runtime.put(entry())
+    monkeypatch.setattr("os.getuid", lambda: runtime.root.stat().st_uid + 1)
+    with pytest.raises(TaskGraphError, match=r"is another user's \(id \d+\): set TASKGRAPH_RUNTIME_DIR"):
+        Runtime(runtime.root)
 
 
 def test_a_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
