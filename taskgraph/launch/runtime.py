@@ -49,6 +49,8 @@ _COMMAND = 120
 """Characters of a command line that an error shows."""
 _MAX_PATH = 99
 """Some kernels take 104 bytes for a unix socket's path."""
+_ROOT = 0
+"""The user to whom directories belong that are everybody's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,14 +462,16 @@ def _written_at(path: Path) -> float:
 def _default_root() -> Path:
     """`$TASKGRAPH_RUNTIME_DIR/taskgraph`, `$XDG_RUNTIME_DIR/taskgraph`, or a folder of ours for temporary files.
 
-    Nobody names $XDG_RUNTIME_DIR for us: it may be another user's, after `su`, and is passed over then.
+    Nobody names $XDG_RUNTIME_DIR for us: it may be another user's, after `su`, and is passed over then; by root, too,
+    who may write there, and would leave what its owner can neither use nor remove.
     """
     given = os.environ.get("TASKGRAPH_RUNTIME_DIR")
     if given and not (os.path.isdir(given) and os.access(given, os.X_OK)):
         raise TaskGraphError(f"TASKGRAPH_RUNTIME_DIR={given}: there is no such directory, or you may not enter it")
     if not given:
         xdg = os.environ.get("XDG_RUNTIME_DIR", "")
-        given = xdg if os.path.isdir(xdg) and os.access(xdg, os.W_OK | os.X_OK) else ""
+        usable = os.path.isdir(xdg) and os.access(xdg, os.W_OK | os.X_OK)
+        given = xdg if usable and os.stat(xdg).st_uid in (os.getuid(), _ROOT) else ""
     try:
         shared = Path(tempfile.gettempdir())
     except FileNotFoundError:  # none that can be written to, as in a container whose root is read-only

@@ -366,6 +366,10 @@ def test_it_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as of_another_user:  # as after `su`
         of_another_user.setattr("os.access", lambda path, mode: path != str(tmp_path / "xdg"))
         assert Runtime().root == tmp_path / "tmp" / f"taskgraph-{os.getuid()}"
+    with monkeypatch.context() as root:  # who may write wherever another user may, e.g. user 12345 there
+        found = os.stat
+        root.setattr("os.stat", lambda path, **how: os.stat_result((*found(path, **how)[:4], 12345, *[0] * 5)))
+        assert Runtime().root == tmp_path / "tmp" / f"taskgraph-{os.getuid()}"
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path / "ours"))
     assert Runtime().root == tmp_path / "ours" / "taskgraph"
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path / "gone"))
