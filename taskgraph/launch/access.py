@@ -8,6 +8,7 @@ A password is in a file or in the environment, never on a command line, which ev
 from __future__ import annotations
 
 import os
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ def configured(name: str) -> str | None:
     if given:
         return given
     path = Path(_TOML)
-    if not path.is_file():
+    if not _is_there(path):
         return None
     try:
         found = tomllib.loads(path.read_bytes().decode())
@@ -76,6 +77,18 @@ def configured(name: str) -> str | None:
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(value) if isinstance(value, list) else value
+
+
+def _is_there(path: Path) -> bool:
+    """Raises JobError where that cannot be known."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if not os.access(".", os.X_OK):  # as after `su`, in another user's home: what lies there is not for us
+            return False
+        raise JobError(f"{path.absolute()} cannot be read: {error.strerror}") from error
 
 
 def _wrong(key: str, value: object) -> str:

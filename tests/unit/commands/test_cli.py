@@ -218,6 +218,23 @@ def test_a_file_with_something_wrong_is_not_passed_over(
     assert f"{apart / 'taskgraph.toml'}: " in told and says in told
 
 
+def test_a_working_directory_that_may_not_be_entered_has_no_file(monkeypatch: pytest.MonkeyPatch, apart: Path) -> None:
+    """As after `su` in another user's home: every command ended with "Permission denied: 'taskgraph.toml'"."""
+    stat, access, entered = os.stat, os.access, False
+
+    def refused(path: object, *args: object, **how: object) -> os.stat_result:
+        if str(path).endswith("taskgraph.toml"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "taskgraph.toml")
+        return stat(path, *args, **how)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr("os.stat", refused)
+    monkeypatch.setattr("os.access", lambda path, mode: entered if path == "." else access(path, mode))
+    assert etcd_of(options()) is None
+    entered = True  # then it is the file's own fault, e.g. that of a link
+    with pytest.raises(JobError, match=f"{apart / 'taskgraph.toml'} cannot be read: Permission denied"):
+        etcd_of(options())
+
+
 def test_a_file_that_is_no_text_is_named_and_one_that_is_may_have_any_characters(
     monkeypatch: pytest.MonkeyPatch, apart: Path
 ) -> None:
