@@ -23,6 +23,7 @@ __all__ = ["Access", "advice", "configured", "etcd_access", "insecure_listen", "
 
 _FILES = {"ca": "etcd_ca", "cert": "etcd_cert", "key": "etcd_key"}
 _NODE_FILES = {"ca": ("tls_ca", CA), "cert": ("tls_cert", CERT), "key": ("tls_key", KEY)}
+_ROOT = 0
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _TOML = "taskgraph.toml"
 _TEXTS = (
@@ -80,9 +81,19 @@ def configured(name: str) -> str | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Raises JobError where that cannot be known."""
+    """Whether it is, and is to be believed: who says where etcd is decides what code our nodes run.
+
+    Raises:
+        JobError: that cannot be known; or anybody may have put it there, as into /tmp.
+    """
     try:
-        return stat.S_ISREG(os.stat(path).st_mode)
+        found, folder = os.stat(path), os.stat(".")
+        if found.st_uid not in (os.getuid(), folder.st_uid, _ROOT) and folder.st_mode & stat.S_IWOTH:
+            raise JobError(
+                f"{path.absolute()} is another user's (id {found.st_uid}), in a directory where everybody may write: "
+                f"go to one of your own"
+            )
+        return stat.S_ISREG(found.st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:

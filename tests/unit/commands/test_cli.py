@@ -235,6 +235,24 @@ def test_a_working_directory_that_may_not_be_entered_has_no_file(monkeypatch: py
         etcd_of(options())
 
 
+def test_a_file_that_another_user_has_put_where_everybody_may_is_refused(
+    monkeypatch: pytest.MonkeyPatch, apart: Path
+) -> None:
+    """As into /tmp: whoever is asked for etcd by it decides what code our nodes run."""
+    (apart / "taskgraph.toml").write_text('etcd = "theirs:1"')
+    stat, theirs = os.stat, os.getuid() + 1
+
+    def found(path: object, *args: object, **how: object) -> os.stat_result:
+        told = stat(path, *args, **how)  # type: ignore[call-overload]
+        return os.stat_result((*told[:4], theirs, *told[5:])) if str(path).endswith(".toml") else told
+
+    monkeypatch.setattr("os.stat", found)
+    assert etcd_of(options()) == "theirs:1", "a directory that some users share is in their hands"
+    apart.chmod(0o1777)
+    with pytest.raises(JobError, match=rf"is another user's \(id {theirs}\), in a directory where everybody may write"):
+        etcd_of(options())
+
+
 def test_a_file_that_is_no_text_is_named_and_one_that_is_may_have_any_characters(
     monkeypatch: pytest.MonkeyPatch, apart: Path
 ) -> None:
