@@ -101,6 +101,8 @@ def culprit_text(deaths: Mapping[str, GoneRecord]) -> str:
         return ""
     if all(record.out_of_memory for record in deaths.values()):
         return f"{' and '.join(sorted(common))} ran each time: it may be what takes the memory"
+    if all(record.ended_itself for record in deaths.values()):
+        return f"{' and '.join(sorted(common))} ran each time, and each node told why it could not go on"
     may = (
         "unless somebody killed them, it may take more memory than there is: see the kernel's log (dmesg)"
         if all("SIGKILL" in record.reason for record in deaths.values())

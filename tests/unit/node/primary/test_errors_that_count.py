@@ -230,3 +230,5 @@ def test_a_bug_of_ours_that_ends_one_node_after_the_other_fails_the_job_by_name(
     assert "task 1, epoch 2, 'its primary': 3 nodes died while it ran" in reason
     assert "ended itself: task 1 on n" in reason
     assert "cannot go on: RuntimeError: a bug" in reason
+    assert "'its primary' of task 1 ran each time, and each node told why it could not go on." in reason
+    assert "os._exit" not in reason, "nobody is to look for that"
