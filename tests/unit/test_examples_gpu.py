@@ -59,7 +59,7 @@ def on_host(value: Any) -> Any:
     """The same with arrays of numpy, as text and numbers that can be compared."""
     if isinstance(value, dict):
         return {key: on_host(item) for key, item in value.items()}
-    return np.from_dlpack(value).tolist() if isinstance(value, Array | np.ndarray) else value
+    return np.asarray(value).tolist() if isinstance(value, Array | np.ndarray) else value
 
 
 def told(result: JobResult) -> tuple[Any, Any]:
