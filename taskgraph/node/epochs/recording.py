@@ -56,6 +56,14 @@ class Step:
     sender: int = 0
     payload: Encoded | None = None
 
+    @property
+    def called(self) -> str:
+        """What it is called in errors: `where` names the message, too, and that by a digest."""
+        if self.processor is not None:
+            return self.where
+        called = self.where.rsplit("/", 2)[0]
+        return called if self.method == "on_flag" else f"handler {called}"
+
 
 class Recording:
     """What one task did in one attempt, and whether its state stayed as it was until the sync points."""

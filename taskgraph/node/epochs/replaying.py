@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from taskgraph.channels import Inputs, Outputs
-from taskgraph.epoch import AttemptEnded, Epoch, Scratch
+from taskgraph.epoch import AttemptEnded, Epoch, Scratch, in_words
 from taskgraph.errors import StateError
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
@@ -138,7 +138,7 @@ async def _run_to_end(work: Replay, step: Step, by_name: dict[str, Processor]) -
     running = asyncio.create_task(run_step(work, step, by_name))
     try:
         if not await _ends(running, work.fresh.job.settings.cancel_s):
-            raise Stands(step.where)
+            raise Stands(step.called)
         running.result()
     finally:
         running.cancel()
@@ -176,7 +176,7 @@ async def _run_in_order(work: Replay, moments: list[Moment], by_name: dict[str, 
                     if not await _ends(running[step], limit_s):
                         work.open()  # what comes out differently may wait for another answer
                         if not await _ends(running[step], limit_s):
-                            raise Stands(work.recording.steps[step].where)
+                            raise Stands(work.recording.steps[step].called)
                     running.pop(step).result()
                     continue
             for _ in range(_TURNS):
@@ -204,7 +204,7 @@ async def run_step(work: Replay, step: Step, by_name: dict[str, Processor]) -> N
         assert step.payload is not None
         function = fresh.user_task.on_flag if step.method == "on_flag" else getattr(fresh.user_task, step.method)
         payload = await fresh.arrived(step.payload)
-        answer = await fresh.actor.call(step.where, function, Epoch(work, step.where), step.sender, payload)
+        answer = await fresh.actor.call(step.called, function, Epoch(work, step.where), step.sender, payload)
         if step.method != "on_flag":
             work.answered[step.where] = await seen(fresh, lambda: encode(answer, what="").digest)
         return
@@ -326,8 +326,8 @@ class Replay:
         if answer is None:
             future.set_exception(
                 StateError(
-                    f"task {self.task}, epoch {self.number}: replayed from its snapshot, {where!r} sent a request "
-                    f"{method!r} to task {to} that it did not send before: snapshot() forgets state, or the task is "
+                    f"task {self.task}, epoch {self.number}: replayed from its snapshot, {in_words(where)} sent a "
+                    f"request {method!r} to task {to} that it did not send before: snapshot() forgets state, or the task is "
                     f"not deterministic"
                 )
             )

@@ -571,3 +571,49 @@ def test_what_threads_compute_for_a_coroutine_takes_real_time_in_a_replay() -> N
             await asyncio.to_thread(time.sleep, 0.2)
 
     assert run(job(InThread)).status == "finished"
+
+
+@pytest.mark.parametrize("where", ["on_flag", "handler get"])
+def test_what_raises_where_a_message_is_handled_again_is_called_as_it_is_elsewhere(where: str) -> None:
+    class Remembers(tg.Task):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.flag(self.task_id)
+
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            if where == "on_flag":
+                self.remember(epoch.number)
+            else:
+                epoch.request(self.task_id, "get")
+
+        @tg.handles("get")
+        def answer(self, epoch: tg.Epoch, sender: int, payload: Any) -> None:
+            self.remember(epoch.number)
+
+        def remember(self, number: int) -> None:
+            if number == 0:
+                self.kept = number  # not in the state
+            else:
+                assert self.kept == 0
+
+    error = fails(job(Remembers, tasks=1, epochs=2))
+    assert error.where == where
+    says(error, f"task 0, epoch 1, {where!r}: AttributeError", "has no attribute 'kept'", "runs the epoch again")
+
+
+def test_a_request_that_was_not_sent_before_is_told_by_the_message_in_words() -> None:
+    class Remembers(tg.Task):
+        def setup(self) -> None:
+            self.asked = False
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.flag(self.task_id)
+
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            if not self.asked:
+                await epoch.request(self.task_id, "get")
+                self.asked = True  # not in the state
+
+        @tg.handles("get")
+        def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> None: ...
+
+    says(fails(job(Remembers, tasks=1, epochs=2)), "on_flag (flagged by task 0) sent a request 'get' to task 0 that it")
