@@ -327,8 +327,8 @@ class Replay:
             future.set_exception(
                 StateError(
                     f"task {self.task}, epoch {self.number}: replayed from its snapshot, {in_words(where)} sent a "
-                    f"request {method!r} to task {to} that it did not send before: snapshot() forgets state, or the task is "
-                    f"not deterministic"
+                    f"request {method!r} to task {to} that it did not send before: snapshot() forgets state, or the "
+                    f"task is not deterministic"
                 )
             )
         else:
