@@ -357,7 +357,8 @@ class Actor:
             if after is not None:
                 after()
             return result
-        except (StopIteration, asyncio.CancelledError) as error:  # no future can carry it as what it is
+        except (StopIteration, GeneratorExit, asyncio.CancelledError) as error:
+            # No future can carry it as what it is: a coroutine that awaits one is closed by a GeneratorExit.
             raise RuntimeError(f"{type(error).__name__} left the function") from error
 
     def _stream_of(self, device: Device) -> Stream:

@@ -415,6 +415,28 @@ def test_an_iterator_that_ends_is_told_without_our_own_frames() -> None:
     assert "StopIteration left the function" in text
 
 
+@pytest.mark.parametrize("hook", ["setup", "snapshot", "restore", "work", "on_commit", "on_event", "result"])
+def test_what_closes_generators_is_an_error_like_others(hook: str) -> None:
+    def leaves(*_: Any) -> None:
+        raise GeneratorExit("on purpose")
+
+    class Leaves(Fit):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.work)
+
+        def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None: ...
+
+        def snapshot(self) -> Any:
+            return super().snapshot()
+
+        def restore(self, state: Any) -> None:
+            super().restore(state)
+
+    error = fails(job(type(Leaves)("Made", (Leaves,), {hook: leaves}), tasks=1))
+    assert (error.task, error.where) == (0, "leaves" if hook == "work" else hook)
+    says(error, "GeneratorExit left the function", 'raise GeneratorExit("on purpose")')
+
+
 def test_an_error_of_ours_says_which_line_of_the_users_led_to_it() -> None:
     def work(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         outs.put("x", lambda: 1)  # this line
