@@ -206,7 +206,11 @@ class Epoch:
         work = self._work
         composition = work.composing
         if composition is None:
-            raise GraphError(f"{self._at()}: processors are declared in compose(), and only there")
+            kept = "; this `epoch` is of a compose() that has returned: use the one that it is given each time"
+            raise GraphError(
+                f"{self._at()}: processors are declared in compose(), and only there"
+                f"{kept if self._where == 'compose' else ''}"
+            )
         before = composition.before
         if before is not None and composition.again(compute, inbound, outbound, name, parallel, work):
             return

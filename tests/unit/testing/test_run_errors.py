@@ -242,6 +242,16 @@ def test_a_processor_declared_outside_compose() -> None:
     says(fails(given(lambda epoch, ins, outs: epoch.processor(no_op))), "work", "in compose(), and only there")
 
 
+def test_a_processor_declared_in_compose_with_the_epoch_of_an_earlier_one() -> None:
+    def compose(self: Any, epoch: tg.Epoch) -> None:
+        self.kept = getattr(self, "kept", epoch)
+        self.kept.processor(no_op)
+
+    error = fails(job(task(compose), tasks=1))
+    assert (error.epoch, error.where) == (1, "compose")
+    says(error, "this `epoch` is of a compose() that has returned: use the one that it is given each time")
+
+
 def test_a_report_of_what_is_no_number() -> None:
     says(fails(given(lambda epoch, ins, outs: epoch.report(loss="low"))), "report(loss=...)", "not str", "result()")
     large = fails(given(lambda epoch, ins, outs: epoch.report(loss=10**400)))
