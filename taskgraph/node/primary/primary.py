@@ -147,7 +147,7 @@ class Primary:
 
     async def _begin(self) -> None:
         """Brings the user's object to the boundary the takeover read; makes boundary 0 where there is none."""
-        replica = self.replica
+        replica, self.stage = self.replica, "setup"
         await replica.set_up()
         if replica.actor.abandoned:
             raise StuckError(f"code of task {self.task} of an earlier term has not returned")
@@ -163,11 +163,15 @@ class Primary:
         if boundary is None or boundary.stamp.epoch != at.epoch:
             boundary = await self._boundary_anew(at)
         self.began_thinned = self.term > 1 and replica.log.thinned
+        self.stage = "restore"
         await replica.restore(boundary.value)
         self.backups.committed(boundary)
         if at.epoch > 0:
+            self.stage = "on_commit"
             await replica.on_commit(at.epoch - 1, boundary.value)
+        self.stage = "on_event"
         await replica.tell(BecamePrimary(term=self.term))
+        self.stage = ""
 
     async def _boundary_anew(self, at: EpochRecord) -> Boundary:
         """The committed boundary where no replica holds it: out of the checkpoint, or made anew."""

@@ -1,14 +1,18 @@
-"""What an attempt says that it waits for: its processors, its handlers, and whoever keeps the epoch open."""
+"""What is waited for: an attempt's processors, its handlers and who keeps the epoch open, and a primary that begins."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from cluster_kit import Counting, holder, job, play
+import pytest
+from cluster_kit import Counting, Gated, gated, holder, job, play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.protocol.messages import Wait
+
+__all__ = ["gated"]
 
 
 def waits(cluster: InProcessCluster, task: int) -> list[tuple[str, str, int, str, tuple[tuple[str, int], ...]]]:
@@ -79,3 +83,29 @@ def test_each_processor_says_for_what_it_waits_and_what_it_will_put() -> None:
         ]
 
     play(job(Asks, epochs=1), scenario, nodes=2)
+
+
+@pytest.mark.parametrize("hook", ["on_commit", "on_event"])
+def test_a_primary_that_takes_over_says_which_hook_it_waits_for(hook: str, gated: type[Gated]) -> None:
+    began = asyncio.Event()
+
+    class Waits(gated, state=["total"]):  # type: ignore[misc,valid-type]
+        async def stands(self, where: str) -> None:
+            if where == hook and self.gate.is_set():  # another is its primary then
+                began.set()
+                await asyncio.Event().wait()
+
+        async def on_commit(self, number: int, state: Any) -> None:
+            await self.stands("on_commit")
+
+        async def on_event(self, event: tg.Event) -> None:
+            await self.stands("on_event")
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await Waits.reached.wait()
+        Waits.gate.set()
+        cluster.crash(holder(cluster, 0).id)
+        await began.wait()
+        assert holder(cluster, 0).roles.primaries[0].waiting_for == hook
+
+    play(job(Waits, tasks=1), scenario, nodes=2)
