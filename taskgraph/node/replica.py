@@ -283,7 +283,11 @@ class Replica:
         if "on_commit" not in self.shape.overrides:
             return
         state = (await self.arrived(value, writable=True))["state"]
-        await self.actor.call("on_commit", self.user_task.on_commit, number, state)
+        try:
+            await self.actor.call("on_commit", self.user_task.on_commit, number, state)
+        except UserCodeError as error:
+            error.epoch = number
+            raise
 
     async def arrived(self, value: Encoded, *, writable: bool = False) -> Any:
         """A value for this task's code. No event loop waits for a large copy, or for one to a device: a thread does."""

@@ -37,6 +37,7 @@ def failure_record(
     where = traceback = ""
     if isinstance(error, UserCodeError):
         inner, where, traceback = error.error, error.where, error.traceback_text
+        epoch = epoch if error.epoch is None else error.epoch
     if isinstance(inner, TaskGraphError):
         reason, traceback = f"{inner}{place_of(inner)}", ""
     else:

@@ -20,6 +20,9 @@ _OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"  # all of the package
 class UserCodeError(Exception):
     """User code raised. `where` is the hook, processor or handler; `traceback_text` begins in user code."""
 
+    epoch: int | None = None
+    """Which one it is of, where that is not the one at work: `on_commit` is of one before."""
+
     def __init__(self, where: str, error: BaseException) -> None:
         super().__init__(worded(error))
         self.where = where

@@ -380,7 +380,8 @@ WHERE: list[tuple[str, int | None, Callable[[], Any]]] = [
     ("result", None, lambda: task(nothing, result=raises)),  # after the last epoch
     ("snapshot", 0, lambda: task(nothing, snapshot=raises, restore=nothing)),
     ("restore", 0, lambda: task(nothing, snapshot=lambda self: 1, restore=raises)),
-    ("on_commit", 1, lambda: task(nothing, on_commit=raises)),
+    ("on_commit", 0, lambda: task(nothing, on_commit=raises)),  # of the epoch that was committed
+    ("on_commit", 1, lambda: task(nothing, on_commit=lambda self, number, state: number and raises(self))),  # the last
     ("on_event", 0, lambda: task(nothing, on_event=raises)),
     ("on_flag", 0, lambda: task(flags_itself, on_flag=raises)),
     ("on_flag", 0, lambda: task(flags_itself, on_flag=araises)),
