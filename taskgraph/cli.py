@@ -297,6 +297,9 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
         if error.errno == errno.ENOENT and "temporary directory" in (error.strerror or ""):  # what `tempfile` says
             print(f"taskgraph: {error.strerror}: set TMPDIR to a directory that can be written", file=sys.stderr)
             return FAILED
+        if error.errno == errno.ENOENT and error.filename is None and _is_nowhere():  # what `os.getcwd` says
+            print("taskgraph: the working directory was removed: `cd` to one that is there", file=sys.stderr)
+            return FAILED
         if text := no_process(error):
             _print(text, error)
             return FAILED
@@ -310,6 +313,15 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
             raise
         _print(text, error)
         return FAILED
+
+
+def _is_nowhere() -> bool:
+    """Whether the working directory is gone, as that of a shell where a clone was made anew from another one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _print(text: str, error: Exception) -> None:

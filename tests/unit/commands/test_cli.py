@@ -235,6 +235,21 @@ def test_a_working_directory_that_may_not_be_entered_has_no_file(monkeypatch: py
         etcd_of(options())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a working directory cannot be removed everywhere")
+def test_a_working_directory_that_was_removed_is_named(
+    monkeypatch: pytest.MonkeyPatch, apart: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As that of a shell, where a clone was made anew from another one: it ended in a traceback."""
+    (apart / "clone").mkdir()
+    monkeypatch.chdir(apart / "clone")
+    (apart / "clone").rmdir()
+    for arguments in (["run", "examples/fit.py"], ["status", "fit"]):
+        if arguments[0] == "status":
+            monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", ".")
+        assert cli.main(arguments) == cli.FAILED
+        assert capsys.readouterr().err == "taskgraph: the working directory was removed: `cd` to one that is there\n"
+
+
 def test_a_file_that_another_user_has_put_where_everybody_may_is_refused(
     monkeypatch: pytest.MonkeyPatch, apart: Path
 ) -> None:
