@@ -300,8 +300,8 @@ class StreamTransport:
 
     @property
     def unreachable(self) -> bool:
-        """Whether the file of its unix socket is gone, so that nobody finds it."""
-        return self._socket_file is not None and not self._socket_file.exists()
+        """Whether the file of its unix socket is gone, so that nobody finds it, and not since it is closed."""
+        return self._state == "running" and self._socket_file is not None and not self._socket_file.exists()
 
     async def listen_anew(self) -> None:
         """Listens once more where that file was. Connections that stand are left alone.

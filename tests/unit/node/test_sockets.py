@@ -111,6 +111,16 @@ async def listening(folder: Path) -> AsyncIterator[Listening]:
         await made.transport.close()
 
 
+async def test_a_node_that_leaves_does_not_take_its_own_socket_for_one_that_was_removed(base: Path) -> None:
+    """What is left of closing takes time where memory is short: "sockets were removed", it said at a run's end."""
+    async with listening(HeldFolder(base, "").path / "1") as node:
+        assert not node.transport.unreachable
+        await node.transport.close()
+        assert not list(node.folder.glob("?" * 16)) and not node.transport.unreachable
+        await asyncio.sleep(0.1)
+        assert node.told == []
+
+
 @pytest.mark.parametrize("how", ["sockets", "folder", "all"])
 async def test_sockets_that_were_removed_are_listened_at_anew(base: Path, how: str) -> None:
     held = HeldFolder(base, "")
