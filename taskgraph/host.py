@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
@@ -25,39 +26,54 @@ __all__ = [
 ]
 
 
-def memory_bytes() -> int:
-    """How much memory the host has; 0 where it does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return 0
+_GROUPS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
-def oom_kills(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """How many processes of this one's control group the kernel has killed since memory was used up; None where it
-    does not say.
+def memory_bytes(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
+    """How much memory there is for this process: the host's, or less, where its control group, or one that holds that,
+    is allowed less, as a container is. 0 where the host does not say.
 
     Args:
-        own: which groups those are.
+        own: in which groups this process is.
         mounted: where their files are.
     """
     try:
-        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
-    except (OSError, ValueError):
-        return None
-    for _, controllers, group in lines:
-        if not controllers:
-            folder, name = mounted, "memory.events"
-        elif "memory" in controllers.split(","):
-            folder, name = mounted / "memory", "memory.oom_control"
-        else:
-            continue
-        for place in (folder / group.lstrip("/"), folder):  # in a container its own group may be mounted there
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+    for folder, group, file in _files_of_groups(own, mounted, "memory.max", "memory.limit_in_bytes"):
+        for place in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # it may say "max"
+                found = min(found, int((place / file).read_text()))
+            if place == folder:
+                break
+    return found
+
+
+def oom_kills(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int | None:
+    """How many processes of this one's control group the kernel has killed since memory was used up; None where it
+    does not say. The arguments are those of `memory_bytes`."""
+    for folder, group, file in _files_of_groups(own, mounted, "memory.events", "memory.oom_control"):
+        for place in (group, folder):  # in a container its own group may be mounted there
             with contextlib.suppress(OSError, ValueError):
-                counts = dict(line.split() for line in (place / name).read_text().splitlines())
+                counts = dict(line.split() for line in (place / file).read_text().splitlines())
                 if "oom_kill" in counts:
                     return int(counts["oom_kill"])
     return None
+
+
+def _files_of_groups(own: Path, mounted: Path, new: str, old: str) -> Iterator[tuple[Path, Path, str]]:
+    """Where the control groups of memory are that this process is in: the folder of all, that of its own, and what the
+    file is called there, by the new control groups (`new`) or by the old ones."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except (OSError, ValueError):
+        return
+    for _, controllers, group in lines:
+        if not controllers:
+            yield mounted, mounted / group.lstrip("/"), new
+        elif "memory" in controllers.split(","):
+            yield mounted / "memory", mounted / "memory" / group.lstrip("/"), old
 
 
 if hasattr(os, "sched_getaffinity"):

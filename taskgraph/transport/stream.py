@@ -118,7 +118,7 @@ class _CutOff(PeerLost):
 
 
 def _idle_bytes() -> int:
-    """What a process keeps at most for its next values. A small part of the host's memory: it is one of several."""
+    """What a process keeps at most for its next values. A small part of the memory there is: it is one of several."""
     return max(_LEAST_IDLE_BYTES, memory_bytes() // 32)
 
 

@@ -31,3 +31,33 @@ def test_processes_that_the_kernel_killed_for_their_memory_are_counted(tmp_path:
 
 def test_a_host_without_control_groups_counts_none(tmp_path: Path) -> None:
     assert host.oom_kills(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(
+    ("own", "limits"),
+    [
+        ("0::/job/step", {"job/step/memory.max": "max", "job/memory.max": "65536", "memory.max": "131072"}),
+        ("0::/elsewhere", {"memory.max": "65536"}),  # in a container it is mounted as the root
+        ("4:hugetlb,memory:/job\n0::/", {"memory/job/memory.limit_in_bytes": "65536"}),
+        (
+            "4:memory:/job",
+            {"memory/memory.limit_in_bytes": "9223372036854771712", "memory/job/memory.limit_in_bytes": "65536"},
+        ),
+    ],
+)
+def test_memory_is_what_the_control_group_allows(tmp_path: Path, own: str, limits: dict[str, str]) -> None:
+    """What is a small part of a large host is all that a container has: the kernel killed nodes for what they kept."""
+    (tmp_path / "own").write_text(f"{own}\n")
+    there = host.memory_bytes(tmp_path / "own", tmp_path / "mounted")
+    assert there == host.memory_bytes(tmp_path / "nowhere") > 65536
+    for file, limit in limits.items():
+        path = tmp_path / "mounted" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{limit}\n")
+    assert host.memory_bytes(tmp_path / "own", tmp_path / "mounted") == 65536
+
+
+def test_memory_is_the_hosts_where_the_control_group_allows_more(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("0::/\n")
+    (tmp_path / "memory.max").write_text(f"{1 << 60}\n")
+    assert host.memory_bytes(tmp_path / "own", tmp_path) == host.memory_bytes(tmp_path / "nowhere")
