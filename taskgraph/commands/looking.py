@@ -24,7 +24,7 @@ from taskgraph.launch.follow import follow_events, kept_events, node_statuses
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import clock_text, fitted, kept_json, nobody_text, status_json, status_text, values_text
-from taskgraph.observe.screen import one_line, printable
+from taskgraph.observe.screen import one_line, printable, takes_codes
 from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
@@ -87,7 +87,7 @@ async def _status(options: argparse.Namespace) -> int:
                 if (logs := Runtime().logs(spec.name)) is not None:
                     text += f"\n\nlogs of the nodes started here: {logs}"
                 text += _warning(reached)
-            if options.watch and not options.json and sys.stdout.isatty():
+            if options.watch and not options.json and takes_codes(sys.stdout):
                 size = shutil.get_terminal_size()
                 text = fitted(text, size.columns, size.lines - 1)  # the cursor takes the last line
                 print("\x1b[H\x1b[2J", end="")

@@ -18,7 +18,7 @@ from typing import TextIO
 
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import clock_text, holders, ids_text, last_text
-from taskgraph.observe.screen import cut, one_line, printable
+from taskgraph.observe.screen import cut, one_line, printable, takes_codes
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 from taskgraph.results import EpochReport
@@ -62,7 +62,7 @@ class Progress:
         self._epochs = epochs
         self._backups = backups
         self._out = out or sys.stderr
-        self._live = self._out.isatty()
+        self._live = takes_codes(self._out)
         self._few = epochs is not None and epochs <= _FEW
         self._clock = clock
         self._times: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
@@ -153,7 +153,7 @@ class Progress:
     def line(self, text: str) -> None:
         """Something to be read among what happens, such as a line that a task printed."""
         self._flush_merged(now=True)
-        self._line(printable(text) if self._live else text)
+        self._line(printable(text) if self._out.isatty() else text)
 
     def _line(self, text: str) -> None:
         if self._live:

@@ -6,9 +6,17 @@ screen, and the end of a line within a table.
 
 from __future__ import annotations
 
+import os
 import unicodedata
+from typing import TextIO
 
-__all__ = ["cut", "one_line", "padded", "printable", "width"]
+__all__ = ["cut", "one_line", "padded", "printable", "takes_codes", "width"]
+
+
+def takes_codes(out: TextIO) -> bool:
+    """Whether what is shown there can be replaced: it is a terminal, and not one that knows lines only, and shows the
+    codes for more, as an editor's does."""
+    return out.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def printable(text: str, keep: str = "\n\t") -> str:

@@ -17,6 +17,12 @@ from taskgraph.protocol.view import JobView
 from taskgraph.results import EpochReport
 
 
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tests, whatever the one is that they are run at."""
+    monkeypatch.setenv("TERM", "xterm")
+
+
 class Screen(io.StringIO):
     """Remembers what was written, as a terminal or as a pipe."""
 

@@ -52,6 +52,12 @@ def test_a_table_of_any_names_is_a_table() -> None:
     assert fitted("\n".join(rows), 3, 9).split("\n") == ["A  ", "処", "a\\n", "red"]
 
 
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tests, whatever the one is that they are run at."""
+    monkeypatch.setenv("TERM", "xterm")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -76,6 +82,13 @@ def test_the_live_line_stays_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     out = Terminal()
     Progress("処" * 20, 1, 2, out=out).end()
     assert out.getvalue() == "\r\x1b[2K処処処処\n"
+
+
+def test_a_terminal_that_knows_lines_only_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an editor: it showed the codes, and all that the live line ever said, one after the other."""
+    monkeypatch.setenv("TERM", "dumb")
+    text = shown(Terminal())
+    assert "\x1b" not in text and "\r" not in text and len(text.splitlines()) == 3
 
 
 def test_into_a_pipe_a_tasks_own_lines_are_as_they_are() -> None:
