@@ -322,11 +322,12 @@ async def launcher_gone(entry: JobEntry | None) -> None:
 
 
 def _none_text(runtime: Runtime) -> str:
-    ended = runtime.finished_names()
+    """With where it was looked: those of another user, or of a shell with another environment, are elsewhere."""
+    ended, where = runtime.finished_names(), f"on this host, as {runtime.root} tells"
     if not ended:
-        return "no job was started on this host"
+        return f"no job of yours was started {where}"
     more = ", ..." if len(ended) > _ENDED_NAMED else ""
-    return f"no job runs on this host; ended: {', '.join(ended[:_ENDED_NAMED])}{more}"
+    return f"no job of yours runs {where}; ended: {', '.join(ended[:_ENDED_NAMED])}{more}"
 
 
 def _killed_text(runtime: Runtime, entry: JobEntry) -> str:

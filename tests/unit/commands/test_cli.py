@@ -315,7 +315,9 @@ def test_a_job_that_begins_uses_the_token_file_or_writes_it(apart: Path) -> None
 
 
 def test_a_job_of_this_host_is_found_by_name_or_as_the_only_one() -> None:
-    with pytest.raises(UnknownJob, match="no job was started on this host"):
+    # Not that there is none: root, or a shell with another TMPDIR, looks elsewhere than who started it.
+    none = f"no job of yours was started on this host, as {Runtime().root} tells; "
+    with pytest.raises(UnknownJob, match=re.escape(none)):
         find_entry(options())
     Runtime().put(entry("one"))
     assert find_entry(options()).name == "one"
@@ -350,10 +352,12 @@ def test_without_a_running_job_those_that_ended_are_named() -> None:
     for number, name in enumerate(("a", "b", "c", "d", "e", "f")):
         Runtime().keep_finished(name, {"status": {"state": "finished"}, "result": None, "events": []})
         os.utime(Runtime().root / "finished" / f"{name}.json", (number, number))
-    found = re.escape("no job runs on this host; ended: f, e, d, c, b, ...; for one elsewhere")
-    with pytest.raises(UnknownJob, match=found):
+    found = (
+        f"no job of yours runs on this host, as {Runtime().root} tells; ended: f, e, d, c, b, ...; for one elsewhere"
+    )
+    with pytest.raises(UnknownJob, match=re.escape(found)):
         find_entry(options())
-    with pytest.raises(UnknownJob, match=r"no running job 'x' is known here \(no job runs on this host; ended: f, "):
+    with pytest.raises(UnknownJob, match=r"no running job 'x' is known here \(no job of yours runs on this host, as "):
         find_entry(options("x"))
 
 
@@ -393,7 +397,7 @@ def test_a_job_at_an_etcd_that_is_named_needs_its_name() -> None:
         (["run", "raises.py"], 2, "fit(...) of raises.py failed: KeyError: 'XX' (at "),
         (["submit", "raises.py", "--etcd", "a:1"], 2, "KeyError: 'XX' (at "),
         (["launch", "raises.py"], 2, "raises.py, line 4)"),
-        (["status"], 3, "no job was started on this host"),
+        (["status"], 3, "no job of yours was started on this host"),
         (["result", "x"], 3, "no running job 'x'"),
         (["kill", "x", "--task", "0"], 3, "no running job 'x'"),
         (["submit", f"{__file__}:fit"], 2, "submit needs your etcd"),
