@@ -30,7 +30,7 @@ from taskgraph.node.epochs.differing import equal_unlike, made_of_state, padding
 from taskgraph.node.epochs.recording import Fields, Recording, changed, digests, fields_of, left_by, seen
 from taskgraph.node.epochs.replaying import FINISHES, Again, Replay, Stands, Told, run_again, run_in_part, run_step
 from taskgraph.node.epochs.twins import BY_NODE
-from taskgraph.node.replica import Replica, named_fields
+from taskgraph.node.replica import Replica, encode_fields, named_fields
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.messages import Encoded, Stamp
 from taskgraph.shape import is_stateless
@@ -168,6 +168,13 @@ async def _judge(epoch: _Epoch, fresh: Replica, again: Again) -> None:
     )
     if unlike := await _encoded_unlike(replica, fresh, differing):
         why = unlike
+    elif not suspects and (moved := changed(recording.before, await _held_by(replica, epoch.boundary))):
+        hooks = [hook for hook in ("on_commit", "on_event") if hook in replica.shape.overrides]
+        why = (
+            f"state ({', '.join(moved)}) had changed after its snapshot, when the epoch began: in "
+            f"{' or '.join([*hooks, 'what goes on beside the epochs'])}; change state only in a processor without "
+            f"outbound channels"
+        )
     elif not suspects and (shared := shared_state(mine, after, changed(after, again.state))):
         one, other, kind = shared
         why = (
@@ -177,6 +184,16 @@ async def _judge(epoch: _Epoch, fresh: Replica, again: Again) -> None:
     raise StateError(
         f"task {replica.task}, epoch {epoch.stamp.epoch}: replayed from its snapshot, the epoch came out differently "
         f"({', '.join(differing[:5])}): {why}"
+    )
+
+
+async def _held_by(replica: Replica, boundary: Encoded) -> Fields:
+    """The state in a boundary, as `fields_of` tells that of an object."""
+    if not replica.stateful:
+        return {}
+    state = (await replica.arrived(boundary, writable=True))["state"]
+    return await seen(
+        replica, lambda: {name: value.digest for name, value in encode_fields(state, replica.task).items()}
     )
 
 

@@ -139,6 +139,31 @@ def test_state_changed_by_a_handler_is_named(hook: str) -> None:
     assert any(name in str(error) for name in ("'on_flag'", "'push'", "'work'"))
 
 
+@pytest.mark.parametrize(("hook", "epoch"), [("on_commit", 1), ("on_event", 0)])
+def test_state_changed_by_a_hook_between_two_epochs_is_named(hook: str, epoch: int) -> None:
+    def adds(self: Total, *_: Any) -> None:
+        self.total += 1
+
+    error = fails(job(type(Total)("Between", (Total,), {hook: adds})))
+    assert error.epoch == epoch
+    says(error, "state 'total'", "state (total) had changed after its snapshot, when the epoch began", f"in {hook} or")
+    assert "snapshot() forgets" not in str(error)
+
+
+def test_a_restore_that_does_not_take_back_all_is_no_hook_between_two_epochs() -> None:
+    class Loses(Total, state=["other"]):
+        def setup(self) -> None:
+            super().setup()
+            self.other = 0
+
+        def on_commit(self, number: int, state: Any) -> None: ...
+
+        def restore(self, state: Any) -> None:
+            self.other = state["other"]
+
+    says(fails(job(Loses)), "epoch 1", "state 'total'", "snapshot() forgets state")
+
+
 def test_forgotten_state_is_named() -> None:
     class Forgetful(Total):
         def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
