@@ -93,6 +93,15 @@ class _Epoch:
         finally:
             await twin.tear_down()
 
+    async def restored(self) -> Fields:
+        """The state of an object that took the boundary back."""
+        twin = await self.another()
+        try:
+            await twin.restore(self.boundary)
+            return await fields_of(twin)
+        finally:
+            await twin.tear_down()
+
     async def was_a_tie(self) -> bool:
         """Whether nothing differs once answers come after a timer that was due at the same moment."""
         if not self.recording.answers:
@@ -166,9 +175,15 @@ async def _judge(epoch: _Epoch, fresh: Replica, again: Again) -> None:
         f"the task remembers to `state=[...]`, and draw random numbers from epoch.rng"
         f"{'' if suspects else padding_of(mine)}"
     )
+    held = await _held_by(replica, epoch.boundary)
     if unlike := await _encoded_unlike(replica, fresh, differing):
         why = unlike
-    elif not suspects and (moved := changed(recording.before, await _held_by(replica, epoch.boundary))):
+    elif "restore" in replica.shape.overrides and (lost := changed(held, await epoch.restored())):
+        why = (
+            f"restore() does not take back what snapshot() returned ({', '.join(lost)}): where state is declared, "
+            f"super().restore(state) sets its attributes"
+        )
+    elif not suspects and (moved := changed(recording.before, held)):
         hooks = [hook for hook in ("on_commit", "on_event") if hook in replica.shape.overrides]
         why = (
             f"state ({', '.join(moved)}) had changed after its snapshot, when the epoch began: in "

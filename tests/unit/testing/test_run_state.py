@@ -150,18 +150,28 @@ def test_state_changed_by_a_hook_between_two_epochs_is_named(hook: str, epoch: i
     assert "snapshot() forgets" not in str(error)
 
 
-def test_a_restore_that_does_not_take_back_all_is_no_hook_between_two_epochs() -> None:
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_restore_that_does_not_take_back_all_is_named(declared: bool) -> None:
+    """One that calls no super().restore(state), say."""
+
     class Loses(Total, state=["other"]):
         def setup(self) -> None:
             super().setup()
             self.other = 0
 
-        def on_commit(self, number: int, state: Any) -> None: ...
+        def restore(self, state: Any) -> None:
+            self.other = self.seen = state["other"]
+
+    class Whole(Loses):
+        def snapshot(self) -> Any:
+            return [self.total, self.other]
 
         def restore(self, state: Any) -> None:
-            self.other = state["other"]
+            self.other = state[1]
 
-    says(fails(job(Loses)), "epoch 1", "state 'total'", "snapshot() forgets state")
+    lost = "total" if declared else "snapshot()"
+    error = fails(job(Loses if declared else Whole))
+    says(error, "epoch 1", f"restore() does not take back what snapshot() returned ({lost}):", "super().restore(state)")
 
 
 def test_forgotten_state_is_named() -> None:
