@@ -15,6 +15,7 @@ it must do the same and leave the object as it was: epochs in flight rest on tha
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,8 @@ __all__ = ["check_as_left", "check_replay", "check_result"]
 _NUMBERS = (int, float, np.number)
 _RESTARTED = 3
 """So many epochs are also begun, restored and run again."""
+_WRITABLE = (list, dict, set, bytearray, np.ndarray)
+"""Types of what a class may hold that its objects write to, and so share."""
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Types of what cannot travel and is no state."""
 
@@ -249,6 +252,7 @@ async def check_as_left(replica: Replica, twin: Replica, recording: Recording, s
     if not recording.before or recording.before != await fields_of(twin):
         return None
     shared = made_of_state(vars(twin.user_task), recording.before)
+    by_class = _of_the_class(twin.user_task, recording.before)  # it may have attributes of its own afterwards
     try:
         differing = (await run_again(twin, await fields_of(replica), recording, stamp)).differing
     except Stands:
@@ -256,14 +260,32 @@ async def check_as_left(replica: Replica, twin: Replica, recording: Recording, s
     if not differing:
         return None
     hint = f" (here: {', '.join(shared[:5])})" if shared else ""
-    why = await _encoded_unlike(replica, twin, differing) or (
+    made = (
         f"before epoch 0 every primary restores the state that setup() made, as after a failure, and so cuts off what "
         f"setup() made of it: a view, an optimizer that holds it, the same array under another name{hint}; make that "
         f"in restore(), after super().restore(state){'' if shared else padding_of(vars(twin.user_task))}"
     )
+    why = await _encoded_unlike(replica, twin, differing) or by_class or made
     return StateError(
         f"task {replica.task}, epoch {stamp.epoch}: on the object as setup() left it, the epoch comes out differently "
         f"({', '.join(differing[:5])}): {why}"
+    )
+
+
+def _of_the_class(task: Task, state: Fields) -> str:
+    """What to say where attributes of state are a class's, and may be written to in place; else nothing."""
+    mine = vars(task)
+    found = [
+        name
+        for name in state
+        if name not in mine and issubclass(type(inspect.getattr_static(type(task), name, None)), _WRITABLE)
+    ]
+    if not found:
+        return ""
+    names = " and ".join(f"self.{name}" for name in found[:5])
+    return (
+        f"{names} {'is an attribute' if len(found) == 1 else 'are attributes'} of the class, which all its objects "
+        f"share until they are restored; make {'it' if len(found) == 1 else 'them'} in setup()"
     )
 
 

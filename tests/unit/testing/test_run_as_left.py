@@ -197,3 +197,25 @@ def test_each_object_is_torn_down(differs: bool, monkeypatch: pytest.MonkeyPatch
     end: Callable[..., Any] = fails if differs else run
     end(job(Opens, tasks=1, epochs=3))
     assert sum(opened) == 0 and len(opened) > 4
+
+
+@pytest.mark.parametrize("value", [[], {}, np.zeros(2)], ids=["list", "dict", "array"])
+def test_state_that_is_one_object_of_the_class_is_named(value: Any) -> None:
+    class Shares(Sums, state=["seen"]):
+        seen: ClassVar[Any]
+
+        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            match self.seen:
+                case list():
+                    self.seen.append(epoch.number)
+                case dict():
+                    self.seen[len(self.seen)] = 1
+                case _:
+                    self.seen += 1
+
+    Shares.seen = value
+    says(
+        fails(job(Shares)),
+        "(state 'seen'): self.seen is an attribute of the class, which all its objects share until they are restored; "
+        "make it in setup()",
+    )
