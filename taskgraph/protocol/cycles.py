@@ -200,7 +200,7 @@ def _what(kind: str, processor: str, name: str, task: int) -> str:
         case "outside":
             return f"waits for {name}"
         case "running":
-            return "is running" if name in ("", processor) else f"is running ({name})"
+            return "is running" if name in ("", processor) else f"is not released ({name})"  # a hold
         case _:
             return f"waits for {kind} {name!r} of task {task}"
 

@@ -203,7 +203,7 @@ def test_says_what_each_waits_for() -> None:
     }
     assert describe_waits(waits) == [
         "task 5 'slow' is running, 1.0 s",
-        "task 5 'hold' is running (a file), 7.0 s",
+        "task 5 'hold' is not released (a file), 7.0 s",
         "task 3 'add' waits for 'gradient' from task 5, 2.3 s",
         "task 3 'ask' awaits the reply of task 4 to 'push', 1.0 s",
         "task 3 handler 'push' awaits the reply of task 2 to 'pull', 1.0 s",

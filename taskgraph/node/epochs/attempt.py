@@ -40,6 +40,9 @@ __all__ = ["Attempt", "Idle", "first_error"]
 
 R = TypeVar("R")
 
+_LONG = 200
+"""Characters of why an epoch is held that are told: they go to etcd each time that is said."""
+
 
 @dataclass(frozen=True, slots=True)
 class Idle:
@@ -493,7 +496,7 @@ class Attempt:
         self._check_not_done()
         self._hold_count += 1
         mark = self._hold_count
-        text = f"{in_words(where)}: {why}"
+        text = f"{in_words(where)}: {str(why)[:_LONG]}"
         shown = text.encode("utf-8", "backslashreplace").decode()  # it travels, and whatever it is
         self._on_loop(self.quiet.hold, mark, shown)
         return lambda: self._on_loop(self.quiet.release, mark)

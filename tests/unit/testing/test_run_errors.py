@@ -644,6 +644,13 @@ def test_code_that_a_message_called_is_named_by_its_sender(how: str, mistake: st
         says(fails(made), f"task 1, epoch 0, {named}: ")
 
 
+def test_a_hold_that_is_not_released_is_told_as_that_in_so_many_words() -> None:
+    """Each wait that is told goes to etcd with all that the hold was given as its reason."""
+    with pytest.raises(tg.JobTimeout, match=r"task 0 'hold' is not released \(compose: whywhy") as caught:
+        run(job(task(lambda self, epoch: epoch.hold("why" * 10_000)), tasks=1), timeout_s=0.2)
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize("what", ["flag", "request"])
 @pytest.mark.parametrize("done_s", [3, 0], ids=["finished", "committed"])
 @pytest.mark.parametrize("order", range(2))
