@@ -248,13 +248,15 @@ class Epoch:
         """Keeps the epoch open until released: `with epoch.hold("..."):` or `.release()`."""
         return Hold(self._work.hold(self._where, why))
 
-    def report(self, **numbers: float) -> None:
+    def report(self, /, **numbers: float) -> None:
         """Numbers for the progress line, the events and `JobResult.reports`, once per committed epoch."""
         plain = {}
         for key, number in numbers.items():
             if key not in TEXTS and not is_text(key):
                 raise JobError(f"{self._at()}: report(): the name {key!a} is no text that can be encoded")
             try:
+                if isinstance(number, str | bytes | bytearray):  # of which float() reads some
+                    raise TypeError
                 plain[key] = float(number)
             except OverflowError:
                 raise JobError(f"{self._at()}: report({key}=...): the number is too large for a float") from None
@@ -365,7 +367,7 @@ class PureEpoch(Epoch):
     def hold(self, why: str) -> Hold:
         raise self.refusal("hold the epoch")
 
-    def report(self, **numbers: float) -> None:
+    def report(self, /, **numbers: float) -> None:
         raise self.refusal("report")
 
     def finish(self) -> None:
