@@ -108,4 +108,5 @@ def waits_text(statuses: Iterable[NodeStatus]) -> str:
         return f"it waits: {', '.join(paused)} paused, since etcd did not renew the lease"
     if not any(replica.role == "primary" for replica in replicas):
         return "none of its tasks had a primary"
-    return "it was still computing"
+    epochs = [status.stamp[1] for status in statuses if status.stamp is not None]
+    return f"it was still computing, in epoch {max(epochs)}" if epochs else "it was still computing"
