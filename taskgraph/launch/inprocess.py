@@ -23,6 +23,7 @@ from taskgraph.launch.collect import assemble, complete, job_failed
 from taskgraph.launch.resuming import Resume, mark_begun, plan, way_on
 from taskgraph.launch.submit import submit
 from taskgraph.node.node import Node, Point
+from taskgraph.node.usercode.errors import cancelled_by_users
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.events import Event, EventLog, careful
 from taskgraph.observe.status import TaskResult, waits_text
@@ -32,7 +33,21 @@ from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, Stat
 from taskgraph.results import JobResult
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 
-__all__ = ["InProcessCluster", "arun_inprocess"]
+__all__ = ["InProcessCluster", "arun_inprocess", "ended_by_users"]
+
+
+def ended_by_users(error: BaseException, job: str) -> JobFailed | None:
+    """What to tell of an event loop of ours that ended with this error since code of the job, in it, ended that."""
+    if isinstance(error, asyncio.CancelledError):
+        text = str(cancelled_by_users(""))
+    elif isinstance(error, RuntimeError) and "Event loop stopped" in str(error):
+        text = (
+            "code of the job stopped the event loop that it runs in, which is not its own: to end a processor return "
+            "from it, to fail the job raise"
+        )
+    else:
+        return None
+    return JobFailed(f"job {job!r}: {text}", job=job)
 
 
 @dataclasses.dataclass

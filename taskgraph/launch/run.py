@@ -121,7 +121,16 @@ def run(
         name=name,
         progress=progress,
     )
-    return asyncio.run(running)
+    try:
+        return asyncio.run(running)
+    except (asyncio.CancelledError, RuntimeError) as error:
+        if nodes:
+            raise
+        from taskgraph.launch.inprocess import ended_by_users
+
+        if told := ended_by_users(error, name or job.name):
+            raise told from None
+        raise
 
 
 def _refuse_at_the_end(job: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from taskgraph.errors import JobError, JobTimeout
 from taskgraph.jobs import Job, check_job
-from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.launch.inprocess import InProcessCluster, ended_by_users
 from taskgraph.node.node import Point
 from taskgraph.node.usercode.actor import call_under_way
 from taskgraph.node.usercode.ended import passing_ended_threads_over
@@ -118,6 +118,10 @@ def run(
             )
         except Stuck as stuck:
             raise run.told(stuck) from None
+        except (asyncio.CancelledError, RuntimeError) as error:
+            if told := ended_by_users(error, job.name):
+                raise told from None
+            raise
 
 
 def _check_int(name: str, given: Any, least: int | None) -> None:

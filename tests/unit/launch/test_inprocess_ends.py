@@ -303,3 +303,29 @@ def test_progress_shows_what_the_command_line_shows(name: str, capsys: pytest.Ca
     lines = capsys.readouterr().err.splitlines()
     assert lines[1:-1] == [f"epoch {epoch}/2  total={epoch + 1}" for epoch in range(3)]
     assert "the job began" in lines[0] and "the job finished after epoch 2" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "run", [lambda job: tg.run(job, nodes=0, timeout_s=8), tg.testing.run], ids=["nodes=0", "test"]
+)
+@pytest.mark.parametrize(
+    ("how", "said"), [("cancels all", "a cancel of all tasks"), ("stops the loop", "stopped the event loop")]
+)
+def test_code_that_ends_the_event_loop_it_runs_in_fails_the_job(how: str, said: str, run: Any) -> None:
+    """It came out as a CancelledError, or a RuntimeError of asyncio's, without a word of the job."""
+
+    class Ends(tg.Task):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.end)
+
+        async def end(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if how == "stops the loop":
+                asyncio.get_running_loop().stop()
+            else:
+                for each in asyncio.all_tasks():
+                    each.cancel()
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(tg.JobFailed, match=f"job 'ends': code of the job .*{said}") as caught:
+        run(tg.Job(tasks=1, epochs=1, builder=Ends, name="ends"))
+    assert caught.value.job == "ends"
