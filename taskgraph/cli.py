@@ -63,6 +63,10 @@ class _Parser(argparse.ArgumentParser):
             message += self._meant(words.split())
         self.exit(USAGE, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # a help that cannot be written is an error here, and not after the end
+        super().exit(status, message)
+
     def _meant(self, words: Sequence[str]) -> str:
         """What is near to the first of these words that something is near to."""
         for word in words:

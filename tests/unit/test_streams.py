@@ -58,6 +58,21 @@ def test_a_value_that_cannot_be_written_is_an_error_that_is_told_once() -> None:
     assert (done.returncode, done.stderr) == (1, "taskgraph: standard output: No space left on device\n")
 
 
+@pytest.mark.parametrize("asked", ["--help", "--version", "run --help"])
+def test_a_help_that_nobody_reads_is_no_error_and_one_that_cannot_be_written_is_told(asked: str) -> None:
+    """ "Exception ignored in: <_io.TextIOWrapper name='<stdout>' ...", it said, and ended with 120."""
+    command = [sys.executable, "-m", "taskgraph", *asked.split()]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as unread:
+        done = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (1, "taskgraph: standard output: No space left on device\n")
+
+
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_characters_that_cannot_be_written_are_said_otherwise(stream: str, unbuffered: str) -> None:
