@@ -226,14 +226,19 @@ def made_by(function: JobFunction[...], arguments: Mapping[str, Any]) -> Job:
     """The job that a driver's job function makes for the command line or a node.
 
     Raises:
-        JobError: the function raised; the message tells where.
+        JobError: the function raised, or called sys.exit; the message tells where.
     """
+    file = file_of(function)
+    what = f"{function.__name__}(...) of {file.name if file is not None else function.__module__}"
     try:
         return function(**arguments)
+    except SystemExit as error:  # with code 0 the command would end well, and have done nothing
+        raise JobError(
+            f"{what} ended with sys.exit({error.code!r}){place_of(error)}: nodes call it, too, so let it return a tg.Job, "
+            f"or raise an error"
+        ) from error
     except Exception as error:
-        file = file_of(function)
-        where = file.name if file is not None else function.__module__
-        raise _told(f"{function.__name__}(...) of {where}", error) from error
+        raise _told(what, error) from error
 
 
 def _told(what: str, error: Exception, hint: str = "") -> JobError:

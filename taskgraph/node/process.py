@@ -99,11 +99,7 @@ async def run_node(config: NodeConfig, untaken: Untaken | None = None) -> int:
             spec = await wait_for_job(coordinator, config.job)
             if config.path:
                 sys.path[:] = config.path  # not sooner: what Python itself needs is not to be found beside a driver
-            try:
-                job = spec.load_job()
-            except SystemExit as error:
-                log.error("the driver called sys.exit(%r) while it was imported: guard it with __name__", error.code)
-                return CANNOT_GO_ON
+            job = spec.load_job()
             await _run(config, coordinator, spec, job, untaken)
             return OK
     except FingerprintMismatch as error:

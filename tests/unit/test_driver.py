@@ -436,8 +436,12 @@ def test_a_job_function_that_makes_another_job_here_is_an_error(tmp_path: Path) 
         ("tg.Settings(lease_ttl='5')", r"did you mean 'lease_ttl_s'\? \(at .*fit_r\.py, line 5\)$"),
         ("return tg.Job(tasks=2)", r"of fit_r\.py failed: TypeError: .* 'builder' \(at .*fit_r\.py, line 5\)$"),
         ("return 5", r"^fit must return a tg\.Job, not int$"),
+        (
+            "raise SystemExit(0)",
+            r"^fit\(\.\.\.\) of fit_r\.py ended with sys\.exit\(0\) \(at .*fit_r\.py, line 5\): .* or raise an error$",
+        ),
     ],
-    ids=["error", "job", "settings", "missing", "none"],
+    ids=["error", "job", "settings", "missing", "none", "exit"],
 )
 def test_an_error_of_a_job_function_tells_the_line(body: str, complaint: str, tmp_path: Path) -> None:
     text = f"\n@tg.job\ndef fit():\n    {body}\n"
