@@ -234,8 +234,8 @@ def made_by(function: JobFunction[...], arguments: Mapping[str, Any]) -> Job:
         return function(**arguments)
     except SystemExit as error:  # with code 0 the command would end well, and have done nothing
         raise JobError(
-            f"{what} ended with sys.exit({error.code!r}){place_of(error)}: nodes call it, too, so let it return a tg.Job, "
-            f"or raise an error"
+            f"{what} ended with sys.exit({error.code!r}){place_of(error)}: nodes call it, too, so let it return a "
+            f"tg.Job, or raise an error"
         ) from error
     except Exception as error:
         raise _told(what, error) from error
