@@ -152,8 +152,8 @@ class ControlServer:
 
     @property
     def unreachable(self) -> bool:
-        """Whether the file of its unix socket is gone, so that nobody finds it."""
-        return self._path is not None and not self._path.exists()
+        """Whether the file of its unix socket is gone, so that nobody finds it; not where it removed that itself."""
+        return not self._ending and self._path is not None and not self._path.exists()
 
     async def listen_anew(self) -> None:
         """Listens once more where that file was. Calls under way are left alone.

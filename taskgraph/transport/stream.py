@@ -300,7 +300,7 @@ class StreamTransport:
 
     @property
     def unreachable(self) -> bool:
-        """Whether the file of its unix socket is gone, so that nobody finds it, and not since it is closed."""
+        """Whether the file of its unix socket is gone, so that nobody finds it; not where it removed that itself."""
         return self._state == "running" and self._socket_file is not None and not self._socket_file.exists()
 
     async def listen_anew(self) -> None:

@@ -165,6 +165,15 @@ async def test_sockets_that_cannot_be_made_anew_are_told_of_once_and_tried_again
         assert len(node.told) == 2 and await node.asked() == "it answers"
 
 
+async def test_what_a_node_that_ends_removed_itself_is_not_taken_for_removed(base: Path) -> None:
+    async with listening(base / "launcher" / "1") as node:
+        await node.transport.close()
+        assert not node.transport.unreachable, "it is looked at until the node has written its last events"
+        await node.control.stop()
+        assert not node.control.unreachable
+        assert not list(node.folder.iterdir())
+
+
 def test_no_folder_is_taken_that_another_one_put_there(base: Path) -> None:
     (base / "elsewhere").mkdir()
     (base / "launcher").symlink_to("nowhere")
