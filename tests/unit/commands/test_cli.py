@@ -468,6 +468,12 @@ def test_a_process_that_may_open_next_to_no_files_is_told_before_it_begins(
         (["--taks", "run", "d.py"], "unrecognized arguments: --taks; see `taskgraph --help`"),
         (["statsu"], "(did you mean status?); see `taskgraph --help`"),
         (["drain", "x"], "--node; see `taskgraph drain --help`"),
+        (["run", "d.py", "--etcd", ""], "argument --etcd: it is empty: give a value, or leave it out; see"),
+        (["submit", "d.py", "--name="], "argument --name: it is empty: give a value, or leave it out; see"),
+        (["shutdown", "fit", "--etcd", ""], "argument --etcd: it is empty: give a value, or leave it out; see"),
+        (["launch", "fit", "--tls", ""], "argument --tls: it is empty: give a value, or leave it out; see"),
+        (["drain", "fit", "--node", ""], "argument --node: it is empty: give a value; see"),
+        (["run", ""], "argument DRIVER: it is empty: give a value; see"),
     ],
 )
 def test_a_command_that_is_mistyped_is_told_in_one_line(
