@@ -36,7 +36,7 @@ from taskgraph.commands.running import print_result, run
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, TaskGraphError, UnknownJob
-from taskgraph.jobs import JobFunction
+from taskgraph.jobs import NAME_RULE, JobFunction, is_name
 from taskgraph.launch.begin import command, options
 from taskgraph.launch.collect import job_failed, why_not_kept
 from taskgraph.launch.collector import Collector
@@ -279,6 +279,8 @@ def _leave(runtime: Runtime, entry: JobEntry) -> None:
 
 def node(options: argparse.Namespace) -> int:
     """One node, in this process."""
+    if not is_name(options.job):  # it would wait for ever
+        raise JobError(f"--job {options.job!r}: no job has that name: {NAME_RULE}")
     etcd = etcd_of(options)
     local = Runtime().find(options.job)
     if etcd is None and local is not None:

@@ -403,6 +403,7 @@ def test_a_job_at_an_etcd_that_is_named_needs_its_name() -> None:
         (["submit", f"{__file__}:fit"], 2, "submit needs your etcd"),
         (["node", "--job", "x"], 2, "Give --etcd"),
         (["node", "--job", "x", "--etcd", "a:1"], 2, "--token-file"),
+        (["node", "--job", "x/y", "--etcd", "a:1"], 2, "--job 'x/y': no job has that name: a name has 1 to 100"),
         (["launch", "x", "-o", "a=1"], 2, "--resume-changed and --fresh go with a driver, or with `submit`"),
         (["launch", "x", "--timeout", "9"], 2, "--timeout and --json go with a driver: "),
         (["launch", "x", "--json"], 2, "`taskgraph result x --json`"),
