@@ -17,6 +17,10 @@ class Disk(LocalFileSystem):
 
     protocol = "disk"
 
+    @classmethod
+    def _strip_protocol(cls, path):  # type: ignore[no-untyped-def]
+        return super()._strip_protocol(str(path).removeprefix("disk://"))  # older fsspec takes off its own name only
+
 
 fsspec.register_implementation("disk", Disk, clobber=True)
 
