@@ -86,12 +86,18 @@ def handles(name: str, *, pure: bool = False) -> Callable[[F], F]:
         pure: it changes nothing, not even `epoch.scratch`: it may run any number of times.
 
     Raises:
-        JobError: it is not given a name.
+        JobError: it is not given a name; or the method has another.
     """
     if not isinstance(name, str) or not name:
         raise JobError("@tg.handles takes the request's name: @tg.handles('push')")
 
     def mark(function: F) -> F:
+        before, _ = getattr(function, "__taskgraph_handles__", (name, pure))
+        if before != name and not hasattr(function, "__wrapped__"):  # what wraps it may have it by being like it
+            raise JobError(
+                f"@tg.handles: {getattr(function, '__name__', 'it')} handles {before!r} and cannot handle {name!r}, too: give that a "
+                f"method of its own, which may call this one"
+            )
         function.__taskgraph_handles__ = (name, pure)  # type: ignore[attr-defined]
         return function
 

@@ -249,6 +249,36 @@ def test_a_subclass_that_overrides_a_handler_keeps_it_changes_it_or_takes_it_awa
     assert not shape_of(make(bases=(Base,), push=None)).receives
 
 
+def test_one_handler_of_two_requests_is_an_error() -> None:
+    """One of them was dropped without a word, and who sent it was told to add what was there."""
+    with pytest.raises(tg.JobError, match="push handles 'pull' and cannot handle 'push', too: give that a method of"):
+
+        class Fit(tg.Task):
+            @tg.handles("push")
+            @tg.handles("pull")
+            def push(self, epoch: Any, sender: int, payload: Any) -> None: ...
+
+
+def test_a_handler_that_is_wrapped_may_be_marked_anew() -> None:
+    class Fit(tg.Task):
+        @tg.handles("push")
+        def push(self, epoch: Any, sender: int, payload: Any) -> None: ...
+
+        @tg.handles("pull", pure=True)
+        @functools.wraps(push)
+        def pull(self, epoch: Any, sender: int, payload: Any) -> None: ...
+
+        @tg.handles("again", pure=True)
+        @tg.handles("again")
+        def again(self, epoch: Any, sender: int, payload: Any) -> None: ...
+
+    assert {name: info.pure for name, info in shape_of(Fit).handlers.items()} == {
+        "push": False,
+        "pull": True,
+        "again": True,
+    }
+
+
 def test_two_handlers_of_one_request_are_an_error() -> None:
     def one(self: Any, epoch: Any, sender: Any, payload: Any) -> None: ...
     def other(self: Any, epoch: Any, sender: Any, payload: Any) -> None: ...
