@@ -165,7 +165,16 @@ class Task:
                 f"{_title(self)}: the snapshot {differ}; the state declared is: {', '.join(declared) or 'none'}"
             )
         for name, value in given.items():
-            setattr(self, name, value)
+            try:
+                setattr(self, name, value)
+            except AttributeError:
+                made = getattr(type(self), name, None)
+                if not isinstance(made, property) or made.fset is not None:
+                    raise  # a setter's own, or that of who keeps attributes from being set
+                raise StateError(
+                    f"{_title(self)}: state {name!r} is a property that cannot be set: declare what it is made of, or "
+                    f"give it a setter"
+                ) from None
 
     def result(self) -> Any:
         """The task's part of the job's result, from the last committed state. None is left out."""

@@ -172,6 +172,23 @@ def test_what_the_framework_sets_is_an_ordinary_attribute() -> None:
     assert (task.task_id, task.tasks, task.primary, task.xp.zeros(1).shape) == (3, 15, True, (1,))
 
 
+def test_state_that_is_a_property_without_a_setter_is_told_so() -> None:
+    task = make(["loss"], loss=property(lambda self: 0.5))()
+    with pytest.raises(
+        tg.StateError, match="state 'loss' is a property that cannot be set: declare what it is made of"
+    ):
+        task.restore(task.snapshot())
+
+
+def test_an_attribute_error_inside_a_users_setter_stays_what_it_is() -> None:
+    def refuses(self: Any, value: Any) -> None:
+        raise AttributeError("mine")
+
+    task = make(["loss"], loss=property(lambda self: 0.5, refuses))()
+    with pytest.raises(AttributeError, match="^mine$"):
+        task.restore(task.snapshot())
+
+
 def test_an_attribute_error_inside_a_users_property_stays_what_it_is() -> None:
     class Fit(tg.Task):
         @property
