@@ -94,9 +94,10 @@ def handles(name: str, *, pure: bool = False) -> Callable[[F], F]:
     def mark(function: F) -> F:
         before, _ = getattr(function, "__taskgraph_handles__", (name, pure))
         if before != name and not hasattr(function, "__wrapped__"):  # what wraps it may have it by being like it
+            called = getattr(function, "__name__", "it")
             raise JobError(
-                f"@tg.handles: {getattr(function, '__name__', 'it')} handles {before!r} and cannot handle {name!r}, too: give that a "
-                f"method of its own, which may call this one"
+                f"@tg.handles: {called} handles {before!r} and cannot handle {name!r}, too: give that a method of its "
+                f"own, which may call this one"
             )
         function.__taskgraph_handles__ = (name, pure)  # type: ignore[attr-defined]
         return function

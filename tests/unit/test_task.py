@@ -185,7 +185,7 @@ def test_an_attribute_error_inside_a_users_setter_stays_what_it_is() -> None:
         raise AttributeError("mine")
 
     task = make(["loss"], loss=property(lambda self: 0.5, refuses))()
-    with pytest.raises(AttributeError, match="^mine$"):
+    with pytest.raises(AttributeError, match=r"^mine$"):
         task.restore(task.snapshot())
 
 
