@@ -109,6 +109,7 @@ class Replica:
         self._set_up: asyncio.Task[None] | None = None
         self.given: list[Given] = []  # views on a device's memory that its code may have, in strict mode
         self.ready = False
+        self._is_twin = False
         self._promise = (0, 0)
         self._lineage = 0
 
@@ -137,7 +138,9 @@ class Replica:
 
     def twin(self) -> Replica:
         """A replica of the same task with an object of its own."""
-        return Replica(self.task, self.job, self.router, self.threads, xp=self._xp, device=self.device)
+        twin = Replica(self.task, self.job, self.router, self.threads, xp=self._xp, device=self.device)
+        twin._is_twin = True
+        return twin
 
     async def build(self) -> None:
         """Calls the task builder, once."""
@@ -315,7 +318,7 @@ class Replica:
         """Runs `teardown()` of a replica that was set up; ends a set-up that is still running.
 
         Raises:
-            UserCodeError: `teardown()` raised.
+            UserCodeError: `teardown()` raised, or that of a twin, whose node goes on, did not return within `cancel_s`.
             StuckError: one of them did not return within `cancel_s`.
         """
         if (setting_up := self.setting_up) is not None:
@@ -326,6 +329,10 @@ class Replica:
         try:
             if self.ready and "teardown" in self.shape.overrides and not self.actor.abandoned:
                 await self.actor.last_call("teardown", self.user_task.teardown)
+        except StuckError as stuck:
+            if self._is_twin:
+                raise UserCodeError("teardown", JobError(f"task {self.task}: {stuck} (cancel_s)")) from None
+            raise
         finally:
             self.ready = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -219,3 +220,22 @@ def test_state_that_is_one_object_of_the_class_is_named(value: Any) -> None:
         "(state 'seen'): self.seen is an attribute of the class, which all its objects share until they are restored; "
         "make it in setup()",
     )
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_teardown_that_never_returns_is_named_where_an_epoch_is_replayed(cancelled: bool) -> None:
+    """It was a node that could not go on, of no task and no hook."""
+
+    class Stays(Sums):
+        async def teardown(self) -> None:
+            until = asyncio.get_running_loop().time() + 10_000
+            while asyncio.get_running_loop().time() < until:
+                try:
+                    await asyncio.sleep(10_000)
+                except asyncio.CancelledError:
+                    if cancelled:
+                        raise
+
+    error = fails(job(Stays, tasks=1))
+    assert (error.task, error.epoch, error.where) == (0, 0, "teardown")
+    says(error, "task 0: teardown did not return within 60 s (cancel_s)")
