@@ -222,10 +222,11 @@ def _handlers(cls: type) -> dict[str, HandlerInfo]:
     """Request method -> handler. The mark may be on the method, or on one of a base class that it overrides."""
     handlers: dict[str, HandlerInfo] = {}
     for attribute in dir(cls):
-        marks = (
-            getattr(vars(base)[attribute], "__taskgraph_handles__", None)
-            for base in cls.__mro__
-            if attribute in vars(base)
+        given = (vars(base)[attribute] for base in cls.__mro__ if attribute in vars(base))
+        marks = (  # a staticmethod or classmethod has the mark of what it is made of
+            getattr(getattr(member, "__func__", member), "__taskgraph_handles__", None)
+            or getattr(member, "__taskgraph_handles__", None)
+            for member in given
         )
         mark = next((mark for mark in marks if mark is not None), None)
         if mark is None or getattr(cls, attribute) is None:  # `push = None` in a subclass takes a handler away

@@ -266,6 +266,19 @@ def test_a_subclass_that_overrides_a_handler_keeps_it_changes_it_or_takes_it_awa
     assert not shape_of(make(bases=(Base,), push=None)).receives
 
 
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_handler_that_takes_no_task_is_seen_wherever_the_mark_stands(kind: Any, first: bool) -> None:
+    """Below @staticmethod the mark was lost, and who sent the request was told to add it."""
+
+    def push(*args: Any) -> int:
+        return len(args)
+
+    mark = tg.handles("push", pure=True)
+    fit = make(push=mark(kind(push)) if first else kind(mark(push)))
+    assert shape_of(fit).handlers == {"push": HandlerInfo("push", True, False)}
+
+
 def test_one_handler_of_two_requests_is_an_error() -> None:
     """One of them was dropped without a word, and who sent it was told to add what was there."""
     with pytest.raises(tg.JobError, match="push handles 'pull' and cannot handle 'push', too: give that a method of"):
