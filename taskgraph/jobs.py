@@ -22,6 +22,8 @@ __all__ = ["NAME_RULE", "Job", "JobFunction", "check_job", "check_job_function",
 P = ParamSpec("P")
 
 NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' or '-', no '.' first"
+_MOST_TASKS = 1_000_000
+"""Every process has a few entries for each: a number mistyped used up its memory before anything was said."""
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,100}")
 
 
@@ -35,7 +37,7 @@ class Job:
     """What is to be run. Make it in a function decorated with `@tg.job`.
 
     Attributes:
-        tasks: how many tasks; ids are 0 to tasks - 1.
+        tasks: how many tasks, a million at most; ids are 0 to tasks - 1.
         builder: makes a task: `(task_id) -> Task`, or a Task subclass.
         topology: named links, see `tg.tree` and the others.
         epochs: how many epochs; None: until some processor calls `epoch.finish()`.
@@ -72,7 +74,7 @@ class Job:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        self._make_int("tasks", 1)
+        self._make_int("tasks", 1, most=_MOST_TASKS)
         self._make_int("backups", 0)
         self._make_int("min_nodes", 1)
         self._make_int("checkpoint_every", 1)
@@ -98,7 +100,7 @@ class Job:
         object.__setattr__(self, "topology", as_topology(self.topology))
         object.__setattr__(self, "_needs", tuple(self._ask_needs()))
 
-    def _make_int(self, name: str, least: int | None, also: str = "") -> None:
+    def _make_int(self, name: str, least: int | None, also: str = "", most: int | None = None) -> None:
         value = getattr(self, name)
         limit = f" of at least {least}" if least is not None else ""
         try:
@@ -107,6 +109,8 @@ class Job:
             raise JobError(f"Job({name}={value!r}): must be {also}an int{limit}") from None
         if isinstance(value, bool) or (least is not None and number < least):
             raise JobError(f"Job({name}={value!r}): must be {also}an int{limit}")
+        if most is not None and number > most:
+            raise JobError(f"Job({name}={value!r}): must be {most} at most")
         object.__setattr__(self, name, number)
 
     def needs_device(self, task_id: int) -> bool:

@@ -58,6 +58,7 @@ def test_a_plain_dict_is_a_topology_and_numpys_ints_are_ints() -> None:
     ("changes", "complaint"),
     [
         ({"tasks": 0}, r"Job\(tasks=0\): must be an int of at least 1"),
+        ({"tasks": 1_000_001}, r"Job\(tasks=1000001\): must be 1000000 at most"),
         ({"tasks": 1.5}, r"Job\(tasks=1.5\): must be an int"),
         ({"tasks": True}, r"Job\(tasks=True\): must be an int"),
         ({"tasks": "3"}, r"Job\(tasks='3'\): must be an int"),
