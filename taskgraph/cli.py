@@ -323,6 +323,9 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
             raise
         _print(text, error)
         return FAILED
+    finally:
+        if not sys.stdout.closed:  # by a driver
+            drop_unwritten()  # what was printed before an error: Python would fail of it, too, with a code of its own
 
 
 def _is_nowhere() -> bool:

@@ -73,6 +73,39 @@ def test_a_help_that_nobody_reads_is_no_error_and_one_that_cannot_be_written_is_
         assert (done.returncode, done.stderr) == (1, "taskgraph: standard output: No space left on device\n")
 
 
+FAILING = """
+import sys
+from taskgraph import cli
+from taskgraph.errors import JobError
+def command(options):
+    print("said by a driver")
+    raise JobError("no such job")
+cli._command = lambda name: command
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize(
+    ("argument", "code", "said"),
+    [
+        ("status", 2, "no such job"),
+        ("--version", 1, "standard output: No space left on device"),
+        ("--help", 1, "standard output: No space left on device"),
+    ],
+)
+def test_what_cannot_be_written_gives_a_command_no_exit_code_of_pythons(argument: str, code: int, said: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", FAILING, argument],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={"PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+    assert (done.returncode, done.stderr) == (code, f"taskgraph: {said}\n")
+
+
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_characters_that_cannot_be_written_are_said_otherwise(stream: str, unbuffered: str) -> None:
