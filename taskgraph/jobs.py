@@ -24,6 +24,8 @@ P = ParamSpec("P")
 NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' or '-', no '.' first"
 _MOST_TASKS = 1_000_000
 """Every process has a few entries for each: a number mistyped used up its memory before anything was said."""
+_MOST_BACKUPS = 1_000
+"""Every node plans for each that a task lacks, and does nothing else meanwhile: of a number mistyped it never ended."""
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,100}")
 
 
@@ -43,7 +45,7 @@ class Job:
         epochs: how many epochs; None: until some processor calls `epoch.finish()`.
         seed: of `epoch.rng`.
         name: 1 to 100 of letters, digits, `.`, `_` and `-`; default: the job function's name.
-        backups: replicas of each task beside its primary.
+        backups: replicas of each task beside its primary, a thousand at most; fewer where there are fewer nodes.
         min_nodes: the job does not begin with fewer.
         requires_gpu: whether tasks need a CUDA device; a bool, or a function of the task id.
         checkpoint: where durable checkpoints are kept: `file:///...`, or any URL that fsspec opens.
@@ -75,7 +77,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self._make_int("tasks", 1, most=_MOST_TASKS)
-        self._make_int("backups", 0)
+        self._make_int("backups", 0, most=_MOST_BACKUPS)
         self._make_int("min_nodes", 1)
         self._make_int("checkpoint_every", 1)
         self._make_int("seed", None)

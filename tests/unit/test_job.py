@@ -64,6 +64,7 @@ def test_a_plain_dict_is_a_topology_and_numpys_ints_are_ints() -> None:
         ({"tasks": "3"}, r"Job\(tasks='3'\): must be an int"),
         ({"epochs": 0}, r"Job\(epochs=0\): must be None .* or an int of at least 1"),
         ({"backups": -1}, r"Job\(backups=-1\): must be an int of at least 0"),
+        ({"backups": 1_001}, r"Job\(backups=1001\): must be 1000 at most"),
         ({"min_nodes": 0}, r"Job\(min_nodes=0\)"),
         ({"checkpoint_every": 0}, r"Job\(checkpoint_every=0\)"),
         ({"seed": None}, r"Job\(seed=None\): must be an int$"),
