@@ -94,6 +94,12 @@ def _find(module: ModuleType, name: str, location: str) -> JobFunction[...]:
         raise JobError(f"{location} has no job function {name!r}; functions decorated with @tg.job there: {known}")
     if len(jobs) == 1:
         return next(iter(jobs.values()))
+    imported = [n for n, f in vars(module).items() if isinstance(f, JobFunction)]
+    if not jobs and imported:
+        raise JobError(
+            f"{location} has no job function of its own, but imports {', '.join(imported)}: name one, as "
+            f"{location}:{imported[0]}"
+        )
     if not jobs:
         raise JobError(f"{location} has no job function: decorate the function that returns the Job with @tg.job")
     raise JobError(

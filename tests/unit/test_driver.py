@@ -147,6 +147,15 @@ def test_another_name_of_a_job_function_is_no_second_one(tmp_path: Path) -> None
     assert load_driver("fit_d.py:main")().name == "fit"
 
 
+def test_a_job_function_that_a_driver_imports_is_named_to_be_taken(tmp_path: Path) -> None:
+    """It was told to decorate one, which it had."""
+    write(tmp_path / "fit_base.py", FIT)
+    write(tmp_path / "fit_more.py", "from fit_base import fit\n")
+    with pytest.raises(tg.JobError, match=r"no .* of its own, but imports fit: name one, as fit_more\.py:fit$"):
+        load_driver("fit_more.py")
+    assert load_driver("fit_more.py:fit")().name == "fit"
+
+
 @pytest.mark.parametrize(
     ("source", "text", "complaint"),
     [
