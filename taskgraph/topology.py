@@ -140,11 +140,8 @@ def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tup
         found = tuple(given)
         if not found or (0 <= found[0] < tasks and 0 <= found[-1] < tasks):
             return found
-    if type(given) not in _ORDERED:
-        if not isinstance(given, Iterable) or isinstance(given, str | bytes):
-            raise GraphError(f"task {task_id}: {what} must return task ids, as a list; it returned {given!r}")
-        if isinstance(given, set | frozenset):  # it has no order of its own
-            given = sorted(given)
+    if type(given) not in _ORDERED and (not isinstance(given, Iterable) or isinstance(given, str | bytes)):
+        raise GraphError(f"task {task_id}: {what} must return task ids, as a list; it returned {given!r}")
     ids = []
     for neighbor in given:
         number = neighbor
@@ -160,6 +157,8 @@ def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tup
         ids.append(number)
     if len(ids) > 1 and len(set(ids)) != len(ids):
         raise GraphError(f"task {task_id}: {what} names a task twice: {ids}")
+    if isinstance(given, set | frozenset):  # it has no order of its own
+        ids.sort()
     return tuple(ids)
 
 

@@ -310,6 +310,8 @@ def test_a_set_of_ids_is_put_in_order() -> None:
         ([1.0], "task 3: link 'x' names 1.0, which is no task id"),
         ([True, False], "task 3: link 'x' names True, which is no task id"),
         (["a"], "task 3: link 'x' names 'a', which is no task id"),
+        ({"a", 1}, "task 3: link 'x' names 'a', which is no task id"),
+        ({None, 1}, "task 3: link 'x' names None, which is no task id"),
         (None, "task 3: link 'x' must return task ids, as a list; it returned None"),
         (2, "it returned 2"),
         ("children", "it returned 'children'"),
