@@ -236,6 +236,8 @@ def advice(error: CoordinationError) -> str:
         return "It does not speak TLS: write http://HOST:PORT, or leave --etcd-ca and --etcd-cert out"
     if "Handshake read failed" in said or "before receiving SETTINGS frame" in said:
         return "It takes connections and does not answer in time: it stands, or the link to it is too slow"
+    if cut_off and "https://" in said:  # older gRPC does not say that it was the handshake
+        return "Perhaps it does not speak TLS: write http://HOST:PORT, or leave --etcd-ca and --etcd-cert out"
     if cut_off:
         return "Perhaps it speaks TLS only: write https://HOST:PORT, with --etcd-ca if its authority is not known"
     return ""

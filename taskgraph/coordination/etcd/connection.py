@@ -137,7 +137,7 @@ class _Tries:
 
     def add(self, endpoint: Endpoint, details: str) -> None:
         self.count += 1
-        self.last[endpoint.target] = details
+        self.last[f"https://{endpoint.target}" if endpoint.tls else endpoint.target] = details
 
     def __str__(self) -> str:
         return "; ".join(f"{target}: {details}" for target, details in self.last.items()) or "no answer"
