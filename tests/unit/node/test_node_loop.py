@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,10 @@ def in_a_node(scenario: Callable[[Any], None]) -> None:
         pytest.param(
             getattr(asyncio, "eager_task_factory", None),
             "begins them at once|'eager_start'",
-            marks=pytest.mark.skipif(not hasattr(asyncio, "eager_task_factory"), reason="of Python 3.12"),
+            marks=pytest.mark.skipif(
+                not (3, 12) <= sys.version_info < (3, 14),
+                reason="of Python 3.12; from 3.14 on uvloop has it make tasks that begin later, as others do",
+            ),
         ),
         ("none", "cannot make them|must be a callable"),
     ],
