@@ -22,6 +22,7 @@ from taskgraph.jobs import Job
 from taskgraph.launch.collect import assemble, complete, job_failed
 from taskgraph.launch.resuming import Resume, mark_begun, plan, way_on
 from taskgraph.launch.submit import submit
+from taskgraph.node.garbage import searching_garbage_less_often
 from taskgraph.node.node import Node, Point
 from taskgraph.node.usercode.errors import cancelled_by_users
 from taskgraph.node.usercode.threads import Threads
@@ -271,8 +272,9 @@ async def arun_inprocess(
     cluster = InProcessCluster(job, on_event=on_event, endless_leases=True)
     try:
         nodes = max(job.min_nodes, job.settings.min_in_sync)
-        await cluster.start(nodes, resume=resume, fresh=fresh, timeout_s=timeout_s)
-        return await cluster.result(timeout_s)
+        with searching_garbage_less_often():
+            await cluster.start(nodes, resume=resume, fresh=fresh, timeout_s=timeout_s)
+            return await cluster.result(timeout_s)
     except (JobFailed, asyncio.CancelledError) as error:
         # An error that names the checkpoint says that it cannot be used.
         if (left := cluster.checkpoint()) is not None and left.name not in str(error):

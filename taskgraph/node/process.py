@@ -47,6 +47,7 @@ from taskgraph.node.config import NodeConfig
 from taskgraph.node.control import ControlServer
 from taskgraph.node.expiring import Expiring
 from taskgraph.node.forkserver import serve
+from taskgraph.node.garbage import search_garbage_less_often
 from taskgraph.node.inject import injected
 from taskgraph.node.loggers import guard_loggers
 from taskgraph.node.loop import NodeLoop
@@ -77,10 +78,6 @@ _PARENT_CHECK_S = 1.0
 """The pipe tells of the launcher's death at once, unless a process that the launcher forked still holds it."""
 _LAST_READ_S = 2.0
 """What etcd told before it ended is read within this time."""
-_YOUNG = 2000
-"""As many objects come before the youngest are searched for garbage, as in Python 3.13; older ones have 700. What waits
-for a commit is no garbage and soon gone, and would be searched again and again: 2 % of a node's time."""
-
 _FILES = 65_536
 """As many files a node may have open, where the system allows that. Not more: what closes all that it might have open,
 as a program that it starts may do, takes as long as there are numbers."""
@@ -395,13 +392,6 @@ def _exit(code: int, *, meant: bool = True) -> NoReturn:
 def log_to_stderr() -> None:
     """A node tells what it does and what it waits for; twice is no error."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
-
-
-def search_garbage_less_often() -> None:
-    """Has garbage searched for as seldom as newer Pythons do, unless it is more seldom, or never, already."""
-    young, *older = gc.get_threshold()
-    if 0 < young < _YOUNG:
-        gc.set_threshold(_YOUNG, *older)
 
 
 def allow_more_files() -> None:

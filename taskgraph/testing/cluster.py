@@ -16,6 +16,7 @@ from typing import Any
 from taskgraph.errors import JobError, JobTimeout
 from taskgraph.jobs import Job, check_job
 from taskgraph.launch.inprocess import InProcessCluster, ended_by_users
+from taskgraph.node.garbage import searching_garbage_less_often
 from taskgraph.node.node import Point
 from taskgraph.node.usercode.actor import call_under_way
 from taskgraph.node.usercode.ended import passing_ended_threads_over
@@ -104,6 +105,7 @@ def run(
     job = dataclasses.replace(job, backups=backups, settings=settings)
     with contextlib.ExitStack() as until_over:
         until_over.enter_context(passing_ended_threads_over())
+        until_over.enter_context(searching_garbage_less_often())
         if job.checkpoint is not None:  # what a real run goes on from is none of a test's
             place = until_over.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             job = dataclasses.replace(job, checkpoint=f"file://{place}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import os
 import resource
 import subprocess
@@ -25,7 +24,6 @@ from taskgraph.node.process import (
     _remove_sockets,
     allow_more_files,
     run_node,
-    search_garbage_less_often,
     wait_for_job,
 )
 from taskgraph.protocol.keys import Keys
@@ -58,27 +56,6 @@ def test_without_a_launcher_the_last_node_removes_it(tmp_path: Path, parent_pid:
     (tmp_path / "s" / "other").rmdir()
     _remove_sockets(made, launcher_gone=launcher_gone)
     assert not (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((700, 10, 10), (2000, 10, 10)),
-        ((2000, 10, 10), (2000, 10, 10)),
-        ((50000, 5, 7), (50000, 5, 7)),
-        ((0, 10, 10),) * 2,
-    ],
-)
-def test_garbage_is_searched_for_no_more_often_than_newer_pythons_do(
-    before: tuple[int, int, int], after: tuple[int, int, int]
-) -> None:
-    mine = gc.get_threshold()
-    try:
-        gc.set_threshold(*before)
-        search_garbage_less_often()
-        assert gc.get_threshold() == after
-    finally:
-        gc.set_threshold(*mine)
 
 
 async def test_a_node_that_was_launched_waits_for_an_etcd_that_is_away(
