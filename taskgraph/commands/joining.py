@@ -158,6 +158,9 @@ async def _launch(options: argparse.Namespace) -> int:
                 leave.set()  # there is no etcd to hand over by
                 raise _without_launcher(reached)
             status, result = await work
+            if status.state != State.RUNNING and not reached.entry.embedded:  # else who runs it keeps that
+                asks = f"`taskgraph result {reached.name} --etcd {entry.etcd}` asks the job's etcd for them"
+                await follower.keep_end(status, follower.not_kept or follower.only_there or asks)
         except asyncio.CancelledError:
             print(await _told_text("were ended", reached, follower), file=sys.stderr)
             return 130

@@ -25,7 +25,7 @@ from taskgraph.observe.control_client import StillAtWork, control_address
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import Compare, Put, Txn
-from taskgraph.protocol.records import NodeRecord, name_of
+from taskgraph.protocol.records import NodeRecord, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
@@ -229,7 +229,7 @@ class Collector(Follower):
         self.kept_json, self.only_there = copy.here, copy.not_here
         if copy.here is not None:
             try:
-                await self._keep_here(copy.here)
+                await self._keep_here(copy.here, self.view.status.record if self.view.status else None)
             except (OSError, TaskGraphError) as error:  # a full disk
                 log.warning("the result of job %s is not kept on this host: %s", self._spec.name, error)
                 if copy.in_etcd != copy.here:
@@ -238,16 +238,30 @@ class Collector(Follower):
             where = f"`taskgraph result {self._spec.name}` has them on host {os.uname().nodename}"
             await self._tell_collected(copy.in_etcd, copy.not_in_etcd and f"{copy.not_in_etcd}; {where}")
 
-    async def _keep_here(self, text: str) -> None:
+    async def keep_end(self, status: StatusRecord, not_kept: str) -> None:
+        """Keeps on this host how the job ended, where nothing of this run is kept here.
+
+        What is kept of an earlier run of its name would be taken for this one's: its end, and its values.
+
+        Args:
+            not_kept: where the values are, if the job finished.
+        """
+        if Runtime().finished(self._spec.name, self._spec.run) is not None:
+            return
+        try:
+            await self._keep_here(None, status, not_kept)
+        except (OSError, TaskGraphError) as error:  # a full disk: what became of the job counts for more
+            log.warning("how job %s ended is not kept on this host: %s", self._spec.name, error)
+
+    async def _keep_here(self, text: str | None, status: StatusRecord | None, not_kept: str = "") -> None:
         """Raises OSError or TaskGraphError where it cannot be kept."""
         events: list[Event] = []
         with contextlib.suppress(CoordinationError, TimeoutError):
             async with asyncio.timeout(_REST_S):
                 events, _ = await kept_events(self._coordinator, self._spec.name)
-        status = self.view.status.record if self.view.status else None
 
         def keep() -> None:
-            Runtime().keep_finished(self._spec.name, kept_record(self._spec.run, status, "", events), text)
+            Runtime().keep_finished(self._spec.name, kept_record(self._spec.run, status, not_kept, events), text)
 
         await _in_thread(keep)
 

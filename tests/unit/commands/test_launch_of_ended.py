@@ -160,3 +160,26 @@ async def test_nodes_beside_a_run_end_with_the_etcd_that_its_launcher_takes_alon
     with pytest.raises(tg.UnknownJob, match=says):
         await launching
     assert told == [True], "there is no etcd to hand over by"
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED, State.FINISHED])
+async def test_what_is_kept_of_an_earlier_run_is_not_told_of_one_that_launch_saw_end(
+    state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`taskgraph result` had the values of the run before, and ended with 0."""
+    earlier = json.loads(JobResult(name="fit", values={0: 1.5}).to_json())
+    Runtime().keep_finished("fit", {"run": "before", "status": {"state": State.FINISHED}, "result": earlier})
+
+    async def launch_nodes(*arguments: object, **options: object) -> tuple[StatusRecord, None]:
+        return StatusRecord(state=state, reason="for a reason"), None
+
+    monkeypatch.setattr(joining, "launch_nodes", launch_nodes)
+    running = StatusRecord(state=State.RUNNING)
+    with contextlib.suppress(tg.JobFailed):
+        assert await launched(monkeypatch, running) == 0
+    capsys.readouterr()
+    code = cli.main(["result", "fit"])
+    told = capsys.readouterr()
+    says, ends = ("`taskgraph result fit --etcd a:1` asks", 3) if state == State.FINISHED else ("for a reason", 1)
+    assert (told.out, code) == ("", ends) and says in told.err
