@@ -252,7 +252,9 @@ async def _values_text(reached: Reached) -> str:
             found, collected = await reached.coordinator.get(keys.result), await reached.coordinator.get(keys.collected)
             if found is None and collected is not None and (why := why_not_kept(collected)):
                 return f"its values are not kept: {why}"
-    return f"its values: `taskgraph result {reached.name}`"
+    here = reached.entry.embedded or Runtime().finished(reached.name, reached.spec.run) is not None
+    where = "" if here else f" --etcd {reached.entry.etcd}"  # else this host may tell those of an earlier run
+    return f"its values: `taskgraph result {reached.name}{where}`"
 
 
 async def _told_text(how: str, reached: Reached, follower: Follower) -> str:

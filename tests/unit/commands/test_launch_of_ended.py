@@ -77,7 +77,12 @@ async def test_nor_for_one_that_finished_and_it_is_said_where_its_values_are(
     finished = StatusRecord(state=State.FINISHED)
     kept = (Put(KEYS.collected, b"{}"), Put(KEYS.result, b"{}"))
     assert await launched(monkeypatch, finished, *kept) == 0
-    assert "has finished already: no nodes were started; its values: `taskgraph result fit`" in capsys.readouterr().err
+    says = "has finished already: no nodes were started; its values: `taskgraph result fit{}`"
+    assert says.format(" --etcd a:1") in capsys.readouterr().err
+    for run, where in (("before", " --etcd a:1"), ("r", "")):  # an earlier run's values are not this one's
+        Runtime().keep_finished("fit", {"run": run, "status": {"state": State.FINISHED}, "result": None})
+        assert await launched(monkeypatch, finished, *kept) == 0
+        assert says.format(where) in capsys.readouterr().err
     assert (
         await launched(monkeypatch, finished, Put(KEYS.collected, json.dumps({"not_kept": "too many"}).encode())) == 0
     )
