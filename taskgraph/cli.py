@@ -324,7 +324,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
         _print(text, error)
         return FAILED
     finally:
-        if not sys.stdout.closed:  # by a driver
+        if not getattr(sys.stdout, "closed", False):  # by a driver, which may have put something simpler there
             drop_unwritten()  # what was printed before an error: Python would fail of it, too, with a code of its own
 
 

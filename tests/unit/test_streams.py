@@ -106,6 +106,29 @@ def test_what_cannot_be_written_gives_a_command_no_exit_code_of_pythons(argument
     assert (done.returncode, done.stderr) == (code, f"taskgraph: {said}\n")
 
 
+TEE = """
+import sys
+from taskgraph import cli
+class Tee:
+    def write(self, text):
+        return sys.__stdout__.write(text)
+    def flush(self):
+        sys.__stdout__.flush()
+def command(options):
+    sys.stdout = Tee()
+    print("said by a driver")
+    return 0
+cli._command = lambda name: command
+sys.exit(cli.main(["status"]))
+"""
+
+
+def test_an_output_that_a_driver_has_put_in_its_place_need_do_no_more_than_print_needs() -> None:
+    """One that writes to a file, too, say. Commands looked whether it was closed, and ended in a traceback."""
+    done = subprocess.run([sys.executable, "-c", TEE], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "said by a driver\n", "")
+
+
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_characters_that_cannot_be_written_are_said_otherwise(stream: str, unbuffered: str) -> None:
