@@ -111,16 +111,6 @@ async def listening(folder: Path) -> AsyncIterator[Listening]:
         await made.transport.close()
 
 
-async def test_a_node_that_leaves_does_not_take_its_own_socket_for_one_that_was_removed(base: Path) -> None:
-    """What is left of closing takes time where memory is short: "sockets were removed", it said at a run's end."""
-    async with listening(HeldFolder(base, "").path / "1") as node:
-        assert not node.transport.unreachable
-        await node.transport.close()
-        assert not list(node.folder.glob("?" * 16)) and not node.transport.unreachable
-        await asyncio.sleep(0.1)
-        assert node.told == []
-
-
 @pytest.mark.parametrize("how", ["sockets", "folder", "all"])
 async def test_sockets_that_were_removed_are_listened_at_anew(base: Path, how: str) -> None:
     held = HeldFolder(base, "")
@@ -166,6 +156,7 @@ async def test_sockets_that_cannot_be_made_anew_are_told_of_once_and_tried_again
 
 
 async def test_what_a_node_that_ends_removed_itself_is_not_taken_for_removed(base: Path) -> None:
+    """What is left of closing takes time where memory is short: "sockets were removed", it said at a run's end."""
     async with listening(base / "launcher" / "1") as node:
         await node.transport.close()
         assert not node.transport.unreachable, "it is looked at until the node has written its last events"
