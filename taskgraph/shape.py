@@ -92,14 +92,15 @@ def handles(name: str, *, pure: bool = False) -> Callable[[F], F]:
         raise JobError("@tg.handles takes the request's name: @tg.handles('push')")
 
     def mark(function: F) -> F:
-        before, _ = getattr(function, "__taskgraph_handles__", (name, pure))
-        if before != name and not hasattr(function, "__wrapped__"):  # what wraps it may have it by being like it
-            called = getattr(function, "__name__", "it")
+        marked = function.__func__ if isinstance(function, staticmethod | classmethod) else function
+        before, _ = getattr(marked, "__taskgraph_handles__", (name, pure))
+        if before != name and not hasattr(marked, "__wrapped__"):  # what wraps it may have it by being like it
+            called = getattr(marked, "__name__", "it")
             raise JobError(
                 f"@tg.handles: {called} handles {before!r} and cannot handle {name!r}, too: give that a method of its "
                 f"own, which may call this one"
             )
-        function.__taskgraph_handles__ = (name, pure)  # type: ignore[attr-defined]
+        marked.__taskgraph_handles__ = (name, pure)  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -223,11 +224,7 @@ def _handlers(cls: type) -> dict[str, HandlerInfo]:
     handlers: dict[str, HandlerInfo] = {}
     for attribute in dir(cls):
         given = (vars(base)[attribute] for base in cls.__mro__ if attribute in vars(base))
-        marks = (  # a staticmethod or classmethod has the mark of what it is made of
-            getattr(getattr(member, "__func__", member), "__taskgraph_handles__", None)
-            or getattr(member, "__taskgraph_handles__", None)
-            for member in given
-        )
+        marks = (getattr(getattr(member, "__func__", member), "__taskgraph_handles__", None) for member in given)
         mark = next((mark for mark in marks if mark is not None), None)
         if mark is None or getattr(cls, attribute) is None:  # `push = None` in a subclass takes a handler away
             continue

@@ -288,6 +288,9 @@ def test_one_handler_of_two_requests_is_an_error() -> None:
             @tg.handles("pull")
             def push(self, epoch: Any, sender: int, payload: Any) -> None: ...
 
+    with pytest.raises(tg.JobError, match="<lambda> handles 'pull' and cannot handle 'push', too"):
+        tg.handles("push")(staticmethod(tg.handles("pull")(lambda: None)))
+
 
 def test_a_handler_that_is_wrapped_may_be_marked_anew() -> None:
     class Fit(tg.Task):
