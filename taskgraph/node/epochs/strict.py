@@ -252,7 +252,8 @@ async def check_as_left(replica: Replica, twin: Replica, recording: Recording, s
     if not recording.before or recording.before != await fields_of(twin):
         return None
     shared = made_of_state(vars(twin.user_task), recording.before)
-    by_class = _of_the_class(twin.user_task, recording.before)  # it may have attributes of its own afterwards
+    of_class = _of_the_class(twin.user_task, recording.before)  # it may have attributes of its own afterwards
+    had = await seen(twin, partial(digests, of_class))
     try:
         differing = (await run_again(twin, await fields_of(replica), recording, stamp)).differing
     except Stands:
@@ -265,27 +266,29 @@ async def check_as_left(replica: Replica, twin: Replica, recording: Recording, s
         f"setup() made of it: a view, an optimizer that holds it, the same array under another name{hint}; make that "
         f"in restore(), after super().restore(state){'' if shared else padding_of(vars(twin.user_task))}"
     )
-    why = await _encoded_unlike(replica, twin, differing) or by_class or made
+    written = changed(had, await seen(twin, partial(digests, of_class)))
+    why = await _encoded_unlike(replica, twin, differing) or _shared_by_class(written) or made
     return StateError(
         f"task {replica.task}, epoch {stamp.epoch}: on the object as setup() left it, the epoch comes out differently "
         f"({', '.join(differing[:5])}): {why}"
     )
 
 
-def _of_the_class(task: Task, state: Fields) -> str:
-    """What to say where attributes of state are a class's, and may be written to in place; else nothing."""
-    mine = vars(task)
-    found = [
-        name
-        for name in state
-        if name not in mine and issubclass(type(inspect.getattr_static(type(task), name, None)), _WRITABLE)
-    ]
-    if not found:
+def _of_the_class(task: Task, state: Fields) -> dict[str, object]:
+    """The attributes of state that are a class's, and may be written to in place."""
+    mine, kind = vars(task), type(task)
+    found = {name: inspect.getattr_static(kind, name, None) for name in state if name not in mine}
+    return {name: value for name, value in found.items() if issubclass(type(value), _WRITABLE)}
+
+
+def _shared_by_class(written: list[str]) -> str:
+    """What to say where such attributes were written to; else nothing."""
+    if not written:
         return ""
-    names = " and ".join(f"self.{name}" for name in found[:5])
+    names = " and ".join(f"self.{name}" for name in written[:5])
     return (
-        f"{names} {'is an attribute' if len(found) == 1 else 'are attributes'} of the class, which all its objects "
-        f"share until they are restored; make {'it' if len(found) == 1 else 'them'} in setup()"
+        f"{names} {'is an attribute' if len(written) == 1 else 'are attributes'} of the class, which all its objects "
+        f"share until they are restored; make {'it' if len(written) == 1 else 'them'} in setup()"
     )
 
 

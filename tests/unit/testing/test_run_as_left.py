@@ -222,6 +222,15 @@ def test_state_that_is_one_object_of_the_class_is_named(value: Any) -> None:
     )
 
 
+def test_state_of_the_class_that_nobody_writes_to_is_not_what_differs() -> None:
+    class Defaults(View, state=["seen"]):
+        seen: ClassVar[list[int]] = []
+
+    error = fails(job(Defaults))
+    says(error, "(here: self.inner and self.grid)", "make that in restore()")
+    assert "self.seen" not in str(error)
+
+
 @pytest.mark.parametrize("cancelled", [True, False])
 def test_a_teardown_that_never_returns_is_named_where_an_epoch_is_replayed(cancelled: bool) -> None:
     """It was a node that could not go on, of no task and no hook."""
