@@ -12,6 +12,7 @@ from taskgraph.device import shared
 from taskgraph.device.cuda import array_module
 from taskgraph.errors import TaskGraphError, worded
 from taskgraph.loading import place_of
+from taskgraph.node.garbage import search_garbage_for
 from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.replica import Replica
@@ -62,8 +63,9 @@ class Roles:
         self.reconsider()
 
     def _share(self) -> None:
-        """What uncommitted epochs may hold is shared by all primaries here."""
+        """What uncommitted epochs may hold is shared by all primaries here, and so is the search for garbage."""
         self._node.sharing.primaries = len(self.primaries)
+        search_garbage_for(len(self.primaries))
         for primary in self.primaries.values():
             primary.share()
 
