@@ -54,6 +54,9 @@ SHAPES: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(65))
 _INLINE_ARRAY: Final = ord(ARRAY.inline)
 _PACKED_ARRAY: Final = ord(ARRAY.packed)
 _ARRAYS: Final = frozenset(b"".join(ARRAY))
+_NUMBERS: Final = "biufcmM"
+"""numpy's kinds of them, bools and times among them."""
+_frombuffer: Final = np.frombuffer  # numpy makes some of its names when asked, so Python looks up each in every call
 _BULK_OF_RUNS: Final = frozenset(b"".join(BYTES + STR))
 
 
@@ -427,6 +430,8 @@ class Reader:
 
     def scalar(self) -> Any:
         dtype, self._at = dtypes.read(self._meta, self._at)
+        if dtype.kind in _NUMBERS:  # numpy copies those; others are views, of memory that is known to be immutable
+            return _frombuffer(self._take(dtype.itemsize), dtype)[0]
         if dtype.subdtype is not None or dtype.kind in "SU":
             raise DecodeError(f"a scalar of dtype {dtype}")
         return arrays.view(self._take(dtype.itemsize), 0, dtype, (), writable=self._writable)[()]

@@ -59,6 +59,7 @@ _MAX_META: Final = 1 << 30
 _KEY_CHARS: Final = 64
 _KEYS_KEPT: Final = 1024
 """Keys of dicts that are remembered: the names of a program's things are few, and come in every epoch."""
+_PLAIN_SCALARS: Final = tuple(map(np.dtype, "?bhilqBHILQefdFD"))
 
 _ARRAY_INLINE, _ARRAY_PACKED, _ARRAY_BUFFERED = ARRAY
 _PADS: Final = tuple(bytes(-n % ALIGN) for n in range(ALIGN))
@@ -326,8 +327,15 @@ def _write_staying(writer: Writer, value: Any, device: Device) -> None:
     writer.stayed += (value,)
 
 
+_SCALARS: Final = {dtype.type: SCALAR + dtypes.DESCRIBED[dtype, dtype.num][0] for dtype in _PLAIN_SCALARS}
+"""What numpy's numbers begin with, by their type: those whose bytes are all there is to them."""
+
+
 def _write_scalar(writer: Writer, value: np.generic) -> None:
-    if type(value) is np.str_:
+    if head := _SCALARS.get(type(value)):
+        writer.meta += head
+        writer.meta += value.tobytes()
+    elif type(value) is np.str_:
         writer.data(NUMPY_STR, value.encode("utf-8", "surrogatepass"))  # str(value) drops NULs at its end
     elif type(value) is np.bytes_:
         writer.data(NUMPY_BYTES, bytes(value))
