@@ -18,7 +18,7 @@ from taskgraph.results import EpochReport
 
 
 @pytest.fixture(autouse=True)
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def term(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the tests, whatever the one is that they are run at."""
     monkeypatch.setenv("TERM", "xterm")
 

@@ -53,7 +53,7 @@ def test_a_table_of_any_names_is_a_table() -> None:
 
 
 @pytest.fixture(autouse=True)
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def term(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the tests, whatever the one is that they are run at."""
     monkeypatch.setenv("TERM", "xterm")
 
