@@ -88,7 +88,7 @@ class _Command(_Parser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         for action in self._actions:
             # A script's variable that was never set must not do what leaving it out does. (JOB has words of its own.)
-            if getattr(options, action.dest, None) == "" and (action.option_strings or action.dest == "driver"):
+            if getattr(options, action.dest, None) == "" and action.dest != "job":
                 name = "/".join(action.option_strings) or action.metavar
                 otherwise = "" if action.required else ", or leave it out"
                 self.error(f"argument {name}: it is empty: give a value{otherwise}")

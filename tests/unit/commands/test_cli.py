@@ -475,6 +475,7 @@ def test_a_process_that_may_open_next_to_no_files_is_told_before_it_begins(
         (["launch", "fit", "--tls", ""], "argument --tls: it is empty: give a value, or leave it out; see"),
         (["drain", "fit", "--node", ""], "argument --node: it is empty: give a value; see"),
         (["run", ""], "argument DRIVER: it is empty: give a value; see"),
+        (["certs", ""], "argument DIR: it is empty: give a value; see"),
     ],
 )
 def test_a_command_that_is_mistyped_is_told_in_one_line(
