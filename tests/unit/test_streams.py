@@ -81,29 +81,15 @@ def command(options):
     print("said by a driver")
     raise JobError("no such job")
 cli._command = lambda name: command
-sys.exit(cli.main(sys.argv[1:]))
+sys.exit(cli.main(["status"]))
 """
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize(
-    ("argument", "code", "said"),
-    [
-        ("status", 2, "no such job"),
-        ("--version", 1, "standard output: No space left on device"),
-        ("--help", 1, "standard output: No space left on device"),
-    ],
-)
-def test_what_cannot_be_written_gives_a_command_no_exit_code_of_pythons(argument: str, code: int, said: str) -> None:
+def test_what_was_printed_before_an_error_and_cannot_be_written_gives_no_exit_code_of_pythons() -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", FAILING, argument],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={"PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-    assert (done.returncode, done.stderr) == (code, f"taskgraph: {said}\n")
+        done = subprocess.run([sys.executable, "-c", FAILING], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "taskgraph: no such job\n")
 
 
 TEE = """
