@@ -87,8 +87,10 @@ sys.exit(cli.main(["status"]))
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_what_was_printed_before_an_error_and_cannot_be_written_gives_no_exit_code_of_pythons() -> None:
+    alone = {"PYTHONPATH": str(Path(__file__).parents[2])}  # with PYTHONUNBUFFERED it fails where it is printed
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-c", FAILING], stdout=full, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, "-c", FAILING]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=alone)
     assert (done.returncode, done.stderr) == (2, "taskgraph: no such job\n")
 
 
