@@ -14,7 +14,7 @@ import pytest
 from taskgraph.graph.values import decode, encode
 
 NUMBERS = [np.dtype(code).type(1) for code in "?bhilqBHILQefdgFDG"]
-TIMES = [np.datetime64(7, "s"), np.timedelta64(3, "25us"), np.datetime64("NaT")]
+TIMES = [np.datetime64(7, "s"), np.timedelta64(3, "25us"), np.datetime64("NaT", "ns")]
 
 
 def calls(work: Callable[[], Any]) -> Counter[str]:
