@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 __all__ = [
     "OF_THE_HOST",
+    "ROOT",
     "HeldFolder",
     "chosen_file",
     "may_hold_sockets",
@@ -32,6 +33,8 @@ log = logging.getLogger("taskgraph.files")
 _NO_ROOM, _NO_RIGHT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS), (errno.EACCES, errno.EPERM)
 OF_THE_HOST = (*_NO_ROOM, *_NO_RIGHT, errno.EMFILE, errno.ENFILE, errno.EIO)
 """No fault of ours, and nothing that a traceback would tell more of: no room, no right, no more files, no terminal."""
+ROOT = 0
+"""The user to whom directories belong that are everybody's."""
 _NOT_IN_ADDRESS = frozenset("#?%,|")
 """gRPC takes a socket's address for a URI, or several; and endpoints are written one after another."""
 
@@ -187,7 +190,7 @@ def put_back(folder: Path) -> int | None:
     """
     gone = [part for part in (folder, *folder.parents) if not part.exists()]
     if gone:
-        _check_owner(gone[-1].parent, os.getuid(), 0)
+        _check_owner(gone[-1].parent, os.getuid(), ROOT)
     for part in reversed(gone):
         with contextlib.suppress(FileExistsError):  # another process makes it, too
             part.mkdir(mode=0o700)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from taskgraph.coordination.etcd.failures import PermissionRefused
 from taskgraph.errors import CoordinationError, JobError
+from taskgraph.files import ROOT
 from taskgraph.listening import NOWHERE, Listening
 from taskgraph.tls import CA, CERT, KEY
 
@@ -23,7 +24,6 @@ __all__ = ["Access", "advice", "configured", "etcd_access", "insecure_listen", "
 
 _FILES = {"ca": "etcd_ca", "cert": "etcd_cert", "key": "etcd_key"}
 _NODE_FILES = {"ca": ("tls_ca", CA), "cert": ("tls_cert", CERT), "key": ("tls_key", KEY)}
-_ROOT = 0
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _TOML = "taskgraph.toml"
 _TEXTS = (
@@ -88,7 +88,7 @@ def _is_there(path: Path) -> bool:
     """
     try:
         found, folder = os.stat(path), os.stat(".")
-        if found.st_uid not in (os.getuid(), folder.st_uid, _ROOT) and folder.st_mode & stat.S_IWOTH:
+        if found.st_uid not in (os.getuid(), folder.st_uid, ROOT) and folder.st_mode & stat.S_IWOTH:
             raise JobError(
                 f"{path.absolute()} is another user's (id {found.st_uid}), in a directory where everybody may write: "
                 f"go to one of your own"

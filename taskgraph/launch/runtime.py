@@ -27,7 +27,7 @@ from typing import Any
 
 from taskgraph import host
 from taskgraph.errors import JobError, TaskGraphError
-from taskgraph.files import HeldFolder, may_hold_sockets, remove_file, whole_file, write_whole
+from taskgraph.files import ROOT, HeldFolder, may_hold_sockets, remove_file, whole_file, write_whole
 from taskgraph.jobs import NAME_RULE, is_name
 from taskgraph.tls import Tls
 
@@ -49,8 +49,6 @@ _COMMAND = 120
 """Characters of a command line that an error shows."""
 _MAX_PATH = 99
 """Some kernels take 104 bytes for a unix socket's path."""
-_ROOT = 0
-"""The user to whom directories belong that are everybody's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,7 +469,7 @@ def _default_root() -> Path:
     if not given:
         xdg = os.environ.get("XDG_RUNTIME_DIR", "")
         usable = os.path.isdir(xdg) and os.access(xdg, os.W_OK | os.X_OK)
-        given = xdg if usable and os.stat(xdg).st_uid in (os.getuid(), _ROOT) else ""
+        given = xdg if usable and os.stat(xdg).st_uid in (os.getuid(), ROOT) else ""
     try:
         shared = Path(tempfile.gettempdir())
     except FileNotFoundError:  # none that can be written to, as in a container whose root is read-only
