@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar, overload
 
-import taskgraph.timeouts  # noqa: F401 (wherever a loop of ours runs this module is loaded, and timeouts are to hold)
-
 __all__ = ["alongside", "any_done"]
 
 A = TypeVar("A")

@@ -14,6 +14,7 @@ from typing import Any
 
 import uvloop
 
+from taskgraph import timeouts
 from taskgraph.alongside import alongside, any_done
 from taskgraph.commands.common import (
     Reached,
@@ -248,7 +249,7 @@ async def _values_text(reached: Reached) -> str:
     """Where the values of a finished job are that somebody else collected, or gave up."""
     keys = Keys(reached.name)
     with contextlib.suppress(CoordinationError, TimeoutError):
-        async with asyncio.timeout(_LAST_LOOK_S):
+        async with timeouts.timeout(_LAST_LOOK_S):
             found, collected = await reached.coordinator.get(keys.result), await reached.coordinator.get(keys.collected)
             if found is None and collected is not None and (why := why_not_kept(collected)):
                 return f"its values are not kept: {why}"
@@ -261,7 +262,7 @@ async def _told_text(how: str, reached: Reached, follower: Follower) -> str:
     """That the nodes started here are no more, and what this means for the job."""
     text = f"taskgraph: the nodes started here {how}"
     with contextlib.suppress(CoordinationError, TimeoutError):
-        async with asyncio.timeout(_LAST_LOOK_S):
+        async with timeouts.timeout(_LAST_LOOK_S):
             await follower.keeper.load()
     view = follower.view
     if view.live_nodes(reached.spec.run):

@@ -14,6 +14,7 @@ from typing import Any
 
 import uvloop
 
+from taskgraph import timeouts
 from taskgraph.alongside import alongside, any_done
 from taskgraph.commands.common import Reached, check_launcher, etcd_of, known_at, launcher_gone, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -293,7 +294,7 @@ async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str, _OnlyT
     try:
         if not follower.view.collected:  # else nobody is asked: it is told what became of them
             reached.check_token()
-        async with asyncio.timeout(_COLLECT_S):
+        async with timeouts.timeout(_COLLECT_S):
             collected = await follower.collect(let_go=not reached.spec.expected_nodes)
         if collected is None and follower.view.running:
             raise _still_running(reached.name)

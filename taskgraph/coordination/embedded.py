@@ -24,7 +24,7 @@ import uuid
 from pathlib import Path
 from types import TracebackType
 
-from taskgraph import host
+from taskgraph import host, timeouts
 from taskgraph.alongside import alongside, any_done
 from taskgraph.children import signal_name, tell_child
 from taskgraph.coordination.etcd import EtcdCoordinator
@@ -171,7 +171,7 @@ class EmbeddedEtcd:
         assert guard.stdin is not None
         guard.stdin.close()
         try:
-            async with asyncio.timeout(_STOP_S):
+            async with timeouts.timeout(_STOP_S):
                 await guard.communicate()
         except TimeoutError:
             tell_child(guard, signal.SIGKILL)  # on Linux etcd dies with it
@@ -211,7 +211,7 @@ class EmbeddedEtcd:
         self._guard = guard
         try:
             assert guard.stdout is not None
-            async with asyncio.timeout(_START_S):
+            async with timeouts.timeout(_START_S):
                 self._pid = int(await guard.stdout.readline() or b"0")
             return await self._ready(guard, endpoint, name)
         except TimeoutError:
@@ -245,7 +245,7 @@ class EmbeddedEtcd:
 
     async def _ready(self, guard: asyncio.subprocess.Process, endpoint: str, name: str) -> str:
         """Waits for etcd's first answer or its end, whichever comes first."""
-        async with alongside(guard.wait(), _answers(endpoint, name)) as (ended, answered), asyncio.timeout(_START_S):
+        async with alongside(guard.wait(), _answers(endpoint, name)) as (ended, answered), timeouts.timeout(_START_S):
             await any_done(ended, answered)
         if ended.cancelled():
             answered.result()
@@ -345,7 +345,7 @@ async def version_of(binary: Path) -> str:
             raise
         raise CoordinationError(f"{binary} cannot be run: {_why_not_run(binary, error)}; {_OTHERS}") from error
     try:
-        async with asyncio.timeout(_START_S):
+        async with timeouts.timeout(_START_S):
             said, complained = await process.communicate()
     except BaseException as error:
         tell_child(process, signal.SIGKILL)

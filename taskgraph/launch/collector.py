@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from taskgraph import timeouts
 from taskgraph.alongside import alongside, any_done
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
@@ -144,7 +145,7 @@ class Collector(Follower):
             if time.monotonic() - since <= limit_s:
                 continue
             with contextlib.suppress(CoordinationError, TimeoutError):
-                async with asyncio.timeout(_REST_S):
+                async with timeouts.timeout(_REST_S):
                     await self.keeper.load()
                 if node in self.view.nodes:
                     path = _gone_socket(self.view.nodes[node].record)
@@ -189,7 +190,7 @@ class Collector(Follower):
 
         if self._spec.expected_nodes:  # whoever ran it wants its values: it goes first, unless it is gone
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_OTHERS_FIRST_S):
+                async with timeouts.timeout(_OTHERS_FIRST_S):
                     await self.keeper.wait_until(over, structure=True)
         found = None if over(self.view) else await self._results_unless(over)
         if found is None:
@@ -257,7 +258,7 @@ class Collector(Follower):
         """Raises OSError or TaskGraphError where it cannot be kept."""
         events: list[Event] = []
         with contextlib.suppress(CoordinationError, TimeoutError):
-            async with asyncio.timeout(_REST_S):
+            async with timeouts.timeout(_REST_S):
                 events, _ = await kept_events(self._coordinator, self._spec.name)
 
         def keep() -> None:
@@ -294,7 +295,7 @@ class Collector(Follower):
             self.not_kept = lost_text(self._spec.name, view.checkpoint)
         elif self.finished and view.collected:
             with contextlib.suppress(CoordinationError, TimeoutError):
-                async with asyncio.timeout(_REST_S):
+                async with timeouts.timeout(_REST_S):
                     self.not_kept = why_given_up(await self._coordinator.get(view.keys.collected))
 
     async def tell_taken(self, why: str) -> None:
@@ -309,7 +310,7 @@ class Collector(Follower):
         # Nothing of a run that was submitted under this name meanwhile.
         txn = Txn((Compare(keys.spec, self._run_at),), tuple(puts))
         try:
-            async with asyncio.timeout(_COLLECTED_S):
+            async with timeouts.timeout(_COLLECTED_S):
                 while True:
                     with contextlib.suppress(OutcomeUnknown):  # writing the same again changes nothing
                         await self._coordinator.txn(txn)

@@ -11,6 +11,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 
+from taskgraph import timeouts
 from taskgraph.alongside import alongside, any_done
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -157,7 +158,7 @@ class Follower:
         if self._on_event is None:
             return
         try:
-            async with asyncio.timeout(_REST_S):
+            async with timeouts.timeout(_REST_S):
                 found, _ = await kept_events(self._coordinator, self._spec.name)
         except (CoordinationError, TimeoutError) as error:
             log.warning("the last events of job %r were not read: %s", self._spec.name, str(error) or "no answer")

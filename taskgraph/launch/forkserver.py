@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+from taskgraph import timeouts
 from taskgraph.children import Adopted, Child, adopting, can_adopt, end_session, tell_child
 from taskgraph.errors import TaskGraphError
 from taskgraph.files import remove_file
@@ -210,7 +211,7 @@ def _log_file(path: Path) -> int:
 async def _ended(process: asyncio.subprocess.Process) -> None:
     """Waits for the end of one that was told to end, or kills it."""
     try:
-        async with asyncio.timeout(_END_S):
+        async with timeouts.timeout(_END_S):
             await process.wait()
     except TimeoutError:
         pass

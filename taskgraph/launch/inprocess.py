@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 
+from taskgraph import timeouts
 from taskgraph.alongside import alongside, any_done
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.device.cuda import device_count
@@ -175,7 +176,7 @@ class InProcessCluster:
         """Waits for the job's end; returns its result or raises JobFailed."""
         began = time.monotonic()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeouts.timeout(timeout_s):
                 status = await self._ended()
                 if status.state != State.FINISHED:
                     raise job_failed(self.spec.name, status)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from taskgraph import timeouts
 from taskgraph.checkpoint.manifest import Name, Origin
 from taskgraph.checkpoint.store import Found, Store
 from taskgraph.coordination.api import Coordinator
@@ -208,7 +209,7 @@ async def mark_begun(spec: JobSpec, beginning: Beginning) -> None:
     store = Store(spec.checkpoint, Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks))
     threads = PooledThreads("checkpoints", limit=1)
     try:
-        async with asyncio.timeout(_SLOW_S):
+        async with timeouts.timeout(_SLOW_S):
             await threads.run(lambda: store.begin(spec.checkpoint_series, spec.run))
     except OSError as error:  # of which TimeoutError is one
         log.warning(
@@ -243,7 +244,7 @@ async def _outside(store: Store, look: Callable[[], _Looked], job: str, timeout_
     threads = PooledThreads("checkpoints", limit=1)
     looking = threads.run(look)
     try:
-        async with asyncio.timeout(timeout_s) as limit:
+        async with timeouts.timeout(timeout_s) as limit:
             if not (await asyncio.wait([looking], timeout=_SLOW_S))[0]:
                 log.warning("%s is slow: what it holds is still being read after %g s", store, _SLOW_S)
             await asyncio.wait([looking])

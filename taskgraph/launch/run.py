@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from taskgraph import rpc
+from taskgraph import rpc, timeouts
 from taskgraph.coordination.api import AccessRefused, Lost
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
@@ -297,7 +297,7 @@ async def _cancel_unbegun(
     if error is None:
         return
     try:
-        async with asyncio.timeout(_CANCEL_S):
+        async with timeouts.timeout(_CANCEL_S):
             await follower.cancel_job(end_reason(error))
     except (CoordinationError, TimeoutError) as failed:
         if isinstance(error, Lost):  # with the job

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from taskgraph import timeouts
 from taskgraph.alongside import alongside, any_done
 from taskgraph.children import signal_name
 from taskgraph.coordination.api import Coordinator
@@ -125,7 +126,7 @@ class Supervisor:
         grace_s = others_s = _NODE_END_S
         try:
             try:
-                async with asyncio.timeout(timeout_s):  # an etcd that is away is waited for, from the first read on
+                async with timeouts.timeout(timeout_s):  # an etcd that is away is waited for, from the first read on
                     await self._follower.start(self._hooks.on_event)
                     await self._start(count)
                     if self._hooks.on_start is not None:
@@ -237,7 +238,7 @@ class Supervisor:
             return
         follower.not_kept = "another one collected them"
         with contextlib.suppress(CoordinationError, TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with timeouts.timeout(_LAST_WORDS_S):
                 found, collected = await self._coordinator.get(keys.result), await self._coordinator.get(keys.collected)
                 follower.kept_json = found.value.decode() if found is not None else None
                 follower.not_kept = "" if found is not None else why_not_kept(collected) or follower.not_kept
@@ -282,7 +283,7 @@ class Supervisor:
     async def _try_to_end(self, reason: str, state: str) -> None:
         """Says in etcd that the job ended; its nodes and, where it is embedded, its etcd end with us in any case."""
         try:
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with timeouts.timeout(_LAST_WORDS_S):
                 await self._follower.cancel_job(reason, state=state)
         except (CoordinationError, TimeoutError):
             return
@@ -293,7 +294,7 @@ class Supervisor:
         if self._without_etcd or self._follower.view.live_nodes(self._spec.run):
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with timeouts.timeout(_LAST_WORDS_S):
                 await self._follower.tell_uncollected(self._uncollected)
 
     async def _others_left(self, within_s: float) -> None:
@@ -311,12 +312,12 @@ class Supervisor:
         events: list[Event] = []
         if not self._without_etcd:  # else what we knew last is kept
             with contextlib.suppress(CoordinationError, TimeoutError):
-                async with asyncio.timeout(_LAST_WORDS_S):
+                async with timeouts.timeout(_LAST_WORDS_S):
                     await self._follower.keeper.load()
             await self._others_left(others_s)
         if not self._without_etcd:
             with contextlib.suppress(CoordinationError, TimeoutError):
-                async with asyncio.timeout(_LAST_WORDS_S):
+                async with timeouts.timeout(_LAST_WORDS_S):
                     events, _ = await kept_events(self._coordinator, self._spec.name)
         view = self._follower.view
         collected = self._follower.kept_json is not None or self._follower.not_kept

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Unpack
 
+from taskgraph import timeouts
 from taskgraph.alongside import alongside, any_done
 from taskgraph.device.visible import device_ids
 from taskgraph.driver import JobSpec
@@ -220,7 +221,7 @@ class Node(NodeServices):
             if self._draining.over or self._other_run() or not view.finished:
                 return
             try:
-                async with asyncio.timeout(self._results_kept_s):
+                async with timeouts.timeout(self._results_kept_s):
                     await self._until_view(lambda v: v.collected or self._other_run() or not v.finished)
             except TimeoutError:
                 if await self._gave_results_up():
@@ -235,7 +236,7 @@ class Node(NodeServices):
         why = f"nobody collected them within {self.settings.results_kept_s:g} s (settings.results_kept_s)"
         txn = transactions.give_results_up(view, why, by=self.name, writer=writer)
         try:
-            async with asyncio.timeout(self.settings.call_s):
+            async with timeouts.timeout(self.settings.call_s):
                 if await self.transact(txn, key=view.keys.collected, writer=writer) is None:
                     await self.keeper.refresh()
                     return False

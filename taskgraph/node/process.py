@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 
 import uvloop
 
+from taskgraph import timeouts
 from taskgraph.alongside import alongside
 from taskgraph.children import end_mine
 from taskgraph.coordination.api import Coordinator, WatchCompacted
@@ -161,7 +162,7 @@ async def wait_for_job(coordinator: Coordinator, name: str) -> JobSpec:
         except Unavailable as error:
             log.warning("waiting for etcd: %s", error)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SAY_AGAIN_S):
+            async with timeouts.timeout(_SAY_AGAIN_S):
                 await _changed(coordinator, keys.status, revision)
 
 

@@ -7,8 +7,7 @@ only starts and stops things; what they do is in their own modules.
 
 from __future__ import annotations
 
-import asyncio
-
+from taskgraph import timeouts
 from taskgraph.errors import TaskGraphError
 from taskgraph.node.membership.fatal import FatalCode
 from taskgraph.node.membership.noticing import Noticing
@@ -59,7 +58,7 @@ class Reconciler:
             changed.clear()
             self.reconcile()
             try:
-                async with asyncio.timeout(_LOOK_S):
+                async with timeouts.timeout(_LOOK_S):
                     await changed.wait()
             except TimeoutError:
                 pass

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from taskgraph import timeouts
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.node.backoff import Backoff
@@ -236,7 +237,7 @@ class Router:
         reply = self._begin(peer, message, in_vain)
         if reply is not None:
             return await self._within(reply, timeout_s)
-        async with asyncio.timeout(None) as scope:
+        async with timeouts.timeout(None) as scope:
             self._in_flight[scope] = in_vain
             try:
                 return await self._transport.call(peer, message, timeout_s=timeout_s)
@@ -292,7 +293,7 @@ class Router:
     async def _next_try(self, task: int, known: int, pause_s: float) -> None:
         """Waits for another primary of the task, or a moment."""
         try:
-            async with asyncio.timeout(pause_s):
+            async with timeouts.timeout(pause_s):
                 await self._keeper.wait_until(lambda view: _revision(view, task) != known)
         except TimeoutError:
             pass

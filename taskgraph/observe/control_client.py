@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import xxhash
 
-from taskgraph import rpc
+from taskgraph import rpc, timeouts
 from taskgraph.errors import DecodeError, PeerGone, PeerLost, TaskGraphError
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.clocks import ClockReading
@@ -295,7 +295,7 @@ class ControlClient:
         )(request, metadata=self._metadata)
         try:
             while True:
-                async with asyncio.timeout(silent_s):
+                async with timeouts.timeout(silent_s):
                     message = await call.read()
                 if message is grpc.aio.EOF:
                     return

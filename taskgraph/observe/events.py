@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, fields
 from operator import attrgetter
 
+from taskgraph import timeouts
 from taskgraph.coordination.api import Coordinator, Listing
 from taskgraph.errors import CoordinationError, DecodeError
 from taskgraph.protocol.frozen import frozen
@@ -184,7 +185,7 @@ class EventLog:
         Who collects a job's results looks for its events next: a job may be over before a burst is gathered.
         """
         try:
-            async with asyncio.timeout(_LAST_S):
+            async with timeouts.timeout(_LAST_S):
                 for keeper in tuple(self._keepers):
                     await keeper.emptied()
         except TimeoutError:
@@ -225,7 +226,7 @@ class _Keeper:
         """Returns when there are events to write: the first of a burst takes the others along."""
         await self._some.wait()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GATHER_S):
+            async with timeouts.timeout(_GATHER_S):
                 await self._hurry.wait()
 
     async def write_some(self, coordinator: Coordinator) -> int:
@@ -282,7 +283,7 @@ async def keep_events(events: EventLog, coordinator: Coordinator, job: str, *, n
                     await _prune(coordinator, keys, kept)
         finally:
             try:
-                async with asyncio.timeout(_LAST_S):
+                async with timeouts.timeout(_LAST_S):
                     while keeper.waiting:
                         await keeper.write_some(coordinator)
             except TimeoutError:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
+from taskgraph import timeouts
 from taskgraph.errors import JobError, JobTimeout
 from taskgraph.jobs import Job, check_job
 from taskgraph.launch.inprocess import InProcessCluster, ended_by_users
@@ -205,7 +206,7 @@ class _Run:
         await cluster.start(nodes)
         name = cluster.spec.name
         try:
-            async with asyncio.timeout(self._timeout_s * SPEED) as self._deadline:
+            async with timeouts.timeout(self._timeout_s * SPEED) as self._deadline:
                 result = await cluster.result()
         except TimeoutError:
             if self._endless:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import uvloop
 
+from taskgraph import timeouts
 from taskgraph.errors import PeerGone, PeerLost, TransportError
 from taskgraph.settings import Settings
 
@@ -277,7 +278,7 @@ async def _connect_tcp(endpoint: str, settings: Settings) -> socket.socket:
             failures.append(error)
             continue
         # One that nothing answers from, be it a refusal, leaves the others their share of the time.
-        limit = asyncio.timeout(settings.connect_s / len(addresses) if number < len(addresses) else None)
+        limit = timeouts.timeout(settings.connect_s / len(addresses) if number < len(addresses) else None)
         try:
             sock.setblocking(False)
             tune_tcp(sock, settings)

@@ -11,6 +11,7 @@ import asyncio
 import random
 from dataclasses import dataclass
 
+from taskgraph import timeouts
 from taskgraph.errors import PeerGone, PeerLost, TransportError
 from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Pull, Reply
@@ -169,7 +170,7 @@ class MemoryTransport:
 
     async def call(self, peer: Peer, message: Call, *, timeout_s: float | None = None) -> Reply:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeouts.timeout(timeout_s):
                 return unwrap(await self._exchange(peer.node, message))
         except TimeoutError:
             raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None

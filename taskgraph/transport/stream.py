@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from taskgraph import timeouts
 from taskgraph.device import shared
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.device.staging import EncodedInPart
@@ -359,7 +360,7 @@ class StreamTransport:
         if timeout_s is None:
             return await self._call(peer, message)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeouts.timeout(timeout_s):
                 return await self._call(peer, message)
         except TimeoutError:
             raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
@@ -425,7 +426,7 @@ class StreamTransport:
             return
         dialled = _Dialled()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeouts.timeout(timeout_s):
                 session = await self._dial(peer, dialled, probe=True)
         except TimeoutError:
             raise PeerLost(f"node {peer.node}: {dialled.late(timeout_s)}", connected=dialled.connected) from None
@@ -468,7 +469,7 @@ class StreamTransport:
                 continue
             dialled.tries(endpoint)
             try:
-                async with asyncio.timeout(self._settings.connect_s):
+                async with timeouts.timeout(self._settings.connect_s):
                     return await self._dial_patiently(peer, endpoint, dialled, probe=probe)
             except PeerGone as error:
                 gone.append(str(error))

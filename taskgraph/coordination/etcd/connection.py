@@ -23,7 +23,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from taskgraph import rpc
+from taskgraph import rpc, timeouts
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal, space_used_up, way_out
 from taskgraph.coordination.etcd.login import Login, LoginFailed, credentials
@@ -378,7 +378,7 @@ class Connection:
             return None
         while (token := self.login.token) is None:
             try:
-                async with asyncio.timeout_at(deadline):
+                async with timeouts.timeout_at(deadline):
                     entered = await asyncio.wrap_future(self.login.begin(endpoint))
             except TimeoutError:
                 raise _LoginTakesLonger(self.login.told()) from None

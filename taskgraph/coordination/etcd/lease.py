@@ -28,6 +28,7 @@ from typing import Protocol
 
 import grpc
 
+from taskgraph import timeouts
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, judge, why
 from taskgraph.coordination.etcd.login import Entered, Login, LoginFailed, credentials
@@ -178,7 +179,7 @@ class EtcdLease:
         self._closing = True
         self._wake.set()
         try:
-            async with asyncio.timeout(_JOIN_S):
+            async with timeouts.timeout(_JOIN_S):
                 await self._ended.wait()
             self._thread.join(_JOIN_S)  # it said that it ends as its last act
         except TimeoutError:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from taskgraph import timeouts
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, judge, why
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS
@@ -209,7 +210,7 @@ class Login:
             channel.close()  # cancels the call
         if under_way is not None:
             with contextlib.suppress(LoginFailed, TimeoutError):
-                async with asyncio.timeout(_CLOSE_S):
+                async with timeouts.timeout(_CLOSE_S):
                     await asyncio.wrap_future(under_way)
 
     # The thread of one login.

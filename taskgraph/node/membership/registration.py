@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from taskgraph import timeouts
 from taskgraph.coordination.api import Lease
 from taskgraph.errors import CoordinationError, JobError, LeaseGone, PeerLost, TransportError
 from taskgraph.node.membership.arithmetic import why_unlike
@@ -341,7 +342,7 @@ class Registration:
             return
         node = self._node
         try:
-            async with asyncio.timeout(node.settings.call_s):
+            async with timeouts.timeout(node.settings.call_s):
                 try:
                     await self._say_gone()
                 except CoordinationError as error:  # the lease is the node's own: it may be able to end that

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from taskgraph import timeouts
 from taskgraph.alongside import alongside, any_done
 from taskgraph.errors import Refused, TransportError
 from taskgraph.node.backoff import Backoff
@@ -216,7 +217,7 @@ class Backups:
                     return
                 self._blocked[key] = partial(self._lacks, "the admission of", tuple(awaited))
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(awaited.values()) - self._node.now()):
+                    async with timeouts.timeout(max(awaited.values()) - self._node.now()):
                         await self._change()
         finally:
             self._blocked.pop(key, None)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from taskgraph import timeouts
 from taskgraph.errors import GraphError, TransportError
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary import audits
@@ -524,7 +525,7 @@ class LeaderRole:
             if holder is None:
                 return
             try:
-                async with asyncio.timeout(limit_s):  # not the call's own: who is late can be reached
+                async with timeouts.timeout(limit_s):  # not the call's own: who is late can be reached
                     reply = await self._node.router.to_node(holder, Waits(stamp, task), timeout_s=None)
             except (TransportError, TimeoutError):  # named as one that does not answer
                 self._patience = (stamp, min(2 * limit_s, self._node.settings.call_s))

@@ -16,6 +16,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
+from taskgraph import timeouts
 from taskgraph.errors import CheckpointError, GraphError, Refused, TaskGraphError, TransportError
 from taskgraph.node.epochs.attempt import Attempt, Idle
 from taskgraph.node.epochs.attempts import Attempts
@@ -410,7 +411,7 @@ class Primary:
         self.stage = f"hand-over to {name_of(heir)}"
         settings = self.node.settings
         with contextlib.suppress(TransportError, TimeoutError):
-            async with asyncio.timeout(settings.hand_over_s):
+            async with timeouts.timeout(settings.hand_over_s):
                 await self.node.router.to_node(
                     heir, HandOver(stamp, self.task, self.term), timeout_s=settings.hand_over_s
                 )

@@ -24,6 +24,7 @@ from contextvars import Context
 from types import CodeType, CoroutineType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
+from taskgraph import timeouts
 from taskgraph.device.afterwards import Aside
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import GraphError, JobError
@@ -202,7 +203,7 @@ class Actor:
         """
         self._ends_at = self._loop.time() + self._cancel_s
         try:
-            async with asyncio.timeout_at(self._ends_at):
+            async with timeouts.timeout_at(self._ends_at):
                 await self.call(where, function)
         except TimeoutError:
             raise self.stuck(where) from None

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TypeVar
 
+from taskgraph import timeouts
 from taskgraph.coordination.api import Listing, WatchBatch, WatchCompacted
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn, TxnResult
@@ -191,7 +192,7 @@ class SimCoordinator:
             else:
                 etcd.later(etcd.delay(), arrive)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeouts.timeout(timeout_s):
                 return await answer
         except TimeoutError:
             if writes:
@@ -320,7 +321,7 @@ class SimLease:
         self._coordinator.forget(self)
         if revoke and not self._coordinator.gone:
             try:
-                async with asyncio.timeout(_REVOKE_S):
+                async with timeouts.timeout(_REVOKE_S):
                     await self._coordinator.revoke(self._id)
             except (TimeoutError, Unavailable):
                 pass  # a courtesy: the lease expires by itself

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from taskgraph import timeouts
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Pull, Refusal, Reply
@@ -283,7 +284,7 @@ class SimTransport:
         if self._down:
             raise PeerLost(self._down)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeouts.timeout(timeout_s):
                 if peer.node == self.node:
                     return await self._call_self(message)
                 return unwrap(await self._exchange(await self._connection(peer.node), message))
@@ -374,7 +375,7 @@ class SimTransport:
         """A connection whose two ends know each other."""
         network = self.network
         try:
-            async with asyncio.timeout(network.settings.connect_s):
+            async with timeouts.timeout(network.settings.connect_s):
                 await self._knock(node)
                 await asyncio.sleep(network.delay())
                 target = network.transports.get(node)
@@ -424,7 +425,7 @@ class SimTransport:
         if peer.node == self.node:
             return
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeouts.timeout(timeout_s):
                 await self.network.hold_up_probe()
                 connection = await self._hello(peer.node, probe=True)
         except TimeoutError:

@@ -10,6 +10,7 @@ import random
 from typing import Protocol
 
 import taskgraph as tg
+from taskgraph import timeouts
 from taskgraph.checkpoint.manifest import Origin
 from taskgraph.checkpoint.store import Store
 from taskgraph.driver import JobSpec
@@ -255,7 +256,7 @@ class World:
             found: list[TaskResult] = []
             for known in self.existing():
                 try:
-                    async with asyncio.timeout(0.2):  # one that starts or is frozen does not answer
+                    async with timeouts.timeout(0.2):  # one that starts or is frozen does not answer
                         found += await known.node.results()
                 except TimeoutError:
                     continue
