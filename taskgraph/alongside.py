@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar, overload
 
-__all__ = ["alongside", "any_done"]
+__all__ = ["alongside", "any_done", "ended"]
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -40,9 +40,23 @@ async def alongside(*work: Awaitable[Any]) -> AsyncIterator[Any]:
     try:
         yield tasks
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(*tasks)
+
+
+async def ended(*work: Future[Any]) -> None:
+    """Cancels what is not done, and waits for all of it; what comes of it is dropped.
+
+    A cancelled task keeps what cancelled it, with the frames that this went through. Since Python 3.14 the frame of
+    `asyncio.wait` has the task that waits: in a cycle all that those frames hold would stay, connections, too, until a
+    garbage collection finds it. So the task is asked for it, after which it keeps it no more.
+    """
+    for each in work:
+        each.cancel()
+    await asyncio.gather(*work, return_exceptions=True)
+    for each in work:
+        if each.cancelled():
+            with contextlib.suppress(asyncio.CancelledError):
+                each.result()
 
 
 async def any_done(*work: Future[Any]) -> None:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 
 from taskgraph import timeouts
-from taskgraph.alongside import alongside, any_done
+from taskgraph.alongside import alongside, any_done, ended
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
@@ -129,9 +129,7 @@ class Follower:
             await service
 
     async def stop(self) -> None:
-        for service in self._services:
-            service.cancel()
-        await asyncio.gather(*self._services, return_exceptions=True)
+        await ended(*self._services)
         self._services.clear()  # their frames hold us
 
     async def _follow_kept(self) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from taskgraph import host
+from taskgraph.alongside import ended
 from taskgraph.children import Child, end_group, signal_name, tell_child
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
@@ -277,10 +278,9 @@ class LocalNodes:
             end_group(entry.process.pid)  # what user code started there, workers of a pool say
         finally:
             os.close(entry.pipe)
+            await ended(*watching)
             for each in watching:
-                each.cancel()
-            for error in await asyncio.gather(*watching, return_exceptions=True):
-                if isinstance(error, Exception):
+                if not each.cancelled() and (error := each.exception()) is not None:
                     log.error("node %s was not looked after to its end", entry.name, exc_info=error)
         left = lastwords.read(folder) if folder is not None else None
         if code != 0 or (left is not None and not left.meant):  # else it left by itself, and said so
@@ -413,9 +413,7 @@ class LocalNodes:
     async def _last_tellings(self, timeout_s: float) -> None:
         if self._telling:
             await asyncio.wait(self._telling, timeout=timeout_s)
-        for telling in tuple(self._telling):
-            telling.cancel()
-        await asyncio.gather(*self._telling, return_exceptions=True)
+        await ended(*self._telling)
 
     def kill_now(self) -> None:
         """SIGKILL for all, at once; for a second Ctrl-C."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import weakref
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -150,3 +151,29 @@ async def test_a_future_that_is_given_is_the_blocks_and_one_that_is_waited_for_t
         assert same is given
         await any_done(given, goes_on)
     assert given.cancelled() and await goes_on == 3
+
+
+async def test_what_it_cancelled_holds_nothing_that_it_had(work: Work) -> None:
+    """From Python 3.14 on it stayed until a garbage collection: the frame of `asyncio.wait` has the task that waits."""
+
+    class Had:
+        pass
+
+    had: list[weakref.ref[Had]] = []
+
+    async def waits() -> None:
+        mine = Had()
+        had.append(weakref.ref(mine))
+        me = asyncio.current_task()  # as that frame has
+        await any_done(begun)
+        raise AssertionError((mine, me))
+
+    begun = asyncio.ensure_future(work("slow"))
+    gc.disable()
+    try:
+        async with alongside(waits()):
+            await work.begun.wait()
+        assert had[0]() is None
+    finally:
+        gc.enable()
+        begun.cancel()
