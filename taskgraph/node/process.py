@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import multiprocessing.process
 import os
 import resource
 import select
@@ -29,6 +30,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import uvloop
@@ -202,6 +204,7 @@ async def _run(
         folder = config.folder
         if folder is not None:
             folder.mkdir(mode=0o700)
+            _keep_files_of_pools(folder)
             lastwords.listen(folder)
             stack.callback(_remove_sockets, config)
         transport = StreamTransport(
@@ -285,6 +288,16 @@ async def _while(service: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 def _tell_failed(service: asyncio.Future[None]) -> None:
     if not service.cancelled() and (error := service.exception()) is not None:
         log.error("a service failed", exc_info=error)
+
+
+def _keep_files_of_pools(folder: Path) -> None:
+    """Has `multiprocessing` make the sockets of user code in the node's own directory, which is removed however a node
+    ends. One for itself, as it needs for its fork server (the default from Python 3.14 on) and for managers, it would
+    remove at an exit of Python's alone, which a node has not.
+    """
+    said = getattr(multiprocessing.process.current_process(), "_config", None)  # what its children are told, too
+    if isinstance(said, dict):
+        said.setdefault("tempdir", str(folder))
 
 
 def _remove_sockets(config: NodeConfig, *, launcher_gone: bool = False) -> None:

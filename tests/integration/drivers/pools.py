@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import multiprocessing
 import multiprocessing.shared_memory
 import os
 import signal
@@ -16,16 +17,17 @@ import taskgraph as tg
 class Pools(tg.Task, state=["total"]):
     """Each has a pool and memory that it forgets; task 0 starts a program that is to go on by itself.
 
-    `dies`: in epoch 2 the process of task 1 is killed.
+    `dies`: in epoch 2 the process of task 1 is killed. `method`: how the processes of pools are started.
     """
 
-    def __init__(self, folder: str, dies: bool) -> None:
+    def __init__(self, folder: str, dies: bool, method: str) -> None:
         self.folder = Path(folder)
         self.dies = dies
+        self.method = method
 
     def setup(self) -> None:
         self.total = 0
-        self.pool = concurrent.futures.ProcessPoolExecutor(1)
+        self.pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context(self.method))
         self.memory = multiprocessing.shared_memory.SharedMemory(create=True, size=4096)
         (self.folder / f"memory-{self.memory.name}").touch()
 
@@ -51,5 +53,5 @@ class Pools(tg.Task, state=["total"]):
 
 
 @tg.job
-def pools(folder: str, dies: bool = False, epochs: int = 5) -> tg.Job:
-    return tg.Job(tasks=2, epochs=epochs, builder=lambda task: Pools(folder, dies))
+def pools(folder: str, dies: bool = False, method: str = "fork", epochs: int = 5) -> tg.Job:
+    return tg.Job(tasks=2, epochs=epochs, builder=lambda task: Pools(folder, dies, method))
