@@ -54,8 +54,9 @@ def _main() -> None:
     # Only where it has to be: in front of all others a directory of installed packages would hide modules of Python.
     if found is None or os.path.dirname(os.path.realpath(found.origin or "")) != ours:
         sys.path.insert(0, os.path.dirname(ours))
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    # The main module of the process is still this one: who is started by `multiprocessing` loads that of its parent, in
+    # the workers of a pool of users a whole node. From Python 3.14 on they are not forked unless they are asked to be.
+    runpy.run_module(sys.argv.pop(1), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,24 @@ def test_it_is_this_taskgraph_whatever_lies_in_the_working_directory(tmp_path: P
     assert (done.stdout, done.stderr) == (f"{taskgraph.__file__} 7 __main__\n", "")
 
 
+_STARTS = """
+import multiprocessing, tells
+if __name__ == "__main__":
+    with multiprocessing.get_context({method!r}).Pool(1) as pool:
+        print(pool.apply(eval, ("'tells' in __import__('sys').modules",)))
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_of_a_pool_that_is_started_there_do_not_load_what_it_is(tmp_path: Path, method: str) -> None:
+    """Each loaded a node: most of a second, and 60 MB."""
+    (tmp_path / "tells.py").write_text("")
+    (tmp_path / "starts.py").write_text(_STARTS.format(method=method))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
+    done = subprocess.run(command("starts"), env=env, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 _OPTIONS = """
 import subprocess, sys
 sys.path.insert(0, {root!r})
