@@ -24,6 +24,10 @@ log = logging.getLogger("taskgraph.view")
 _LONG_S = 2.0
 """A listing that takes longer is told to who asks what is waited for."""
 
+_REST_S = 0.2
+"""No change is told later than this after it was read. Telling the last one may have taken as long as a pause of the
+whole process."""
+
 _Waiters = dict["asyncio.Future[None]", Callable[[JobView], bool]]  # in the order they began to wait
 
 
@@ -42,6 +46,8 @@ class ViewKeeper:
         self._refreshing: asyncio.Lock = asyncio.Lock()
         self._reads = 0  # that `refresh` has begun
         self._listings: list[float] = []  # when those that are under way began
+        self._later: asyncio.TimerHandle | None = None  # calls `notify`, for changes of the structure
+        self._rested_at = 0.0  # when `notify` has rested for as long as it took
 
     def on_change(self, listener: Callable[[], None], *, structure: bool = False) -> Callable[[], None]:
         """Calls `listener()` after every change of the view; returns how to stop that.
@@ -83,22 +89,47 @@ class ViewKeeper:
 
     async def run(self) -> None:
         """Watches for ever. Start it after `load`."""
-        while True:
-            view = self.view
-            start = view.revision + 1
-            try:
-                async for batch in self._coordinator.watch(view.keys.root, start):
-                    structure = view.structure_revision
-                    view.apply(batch.revision, batch.events)
-                    if view.structure_revision != structure:
-                        self.notify()
-                    elif batch.events:
-                        self._notify(self._waiters, self._listeners)
-                    elif batch.reopened:
-                        await self.load_persistently()
-            except WatchCompacted:
-                log.info("the watch from revision %d was compacted away; listing again", start)
+        try:
+            while True:
+                start = self.view.revision + 1
+                try:
+                    await self._watch(start)
+                except WatchCompacted:
+                    log.info("the watch from revision %d was compacted away; listing again", start)
+                    await self.load_persistently()
+        finally:
+            self._notify_no_more()
+
+    async def _watch(self, start: int) -> None:
+        view = self.view
+        async for batch in self._coordinator.watch(view.keys.root, start):
+            structure, epoch = view.structure_revision, view.epoch
+            view.apply(batch.revision, batch.events)
+            if view.structure_revision != structure and view.epoch is epoch:
+                self._notify_in_time()
+            elif view.structure_revision != structure or (batch.events and self._later is not None):
+                self.notify()
+            elif batch.events:
+                self._notify(self._waiters, self._listeners)
+            elif batch.reopened:
                 await self.load_persistently()
+
+    def _notify_in_time(self) -> None:
+        """`notify`, at once; or, if it took long just now, after as long again, with all that comes until then.
+
+        It looks at all tasks of a node. Where hundreds of them begin or are taken over, each is a revision of its own:
+        nodes would look through all of them for each, and with thousands be busy with that for minutes.
+        """
+        wait_s = self._rested_at - self._coordinator.now()
+        if wait_s <= 0:
+            self.notify()
+        elif self._later is None:
+            self._later = asyncio.get_running_loop().call_later(wait_s, self.notify)
+
+    def _notify_no_more(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
 
     async def run_by(self, *prefixes: str) -> None:
         """Instead of `run`, where commits need not be heard of: lists again when something under these has changed.
@@ -196,8 +227,12 @@ class ViewKeeper:
 
     def notify(self) -> None:
         """The view changed, or something that waits look at beside it: every wait is examined again."""
+        self._notify_no_more()
+        since = self._coordinator.now()
         self._notify(self._structure_waiters, self._structure_listeners)
         self._notify(self._waiters, self._listeners)
+        until = self._coordinator.now()
+        self._rested_at = until + min(until - since, _REST_S)
 
     def _notify(self, waiters: _Waiters, listeners: list[Callable[[], None]]) -> None:
         view = self.view

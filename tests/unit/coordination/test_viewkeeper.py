@@ -280,3 +280,51 @@ async def test_a_re_read_shows_what_was_written_before_it_was_asked_for(
     await asyncio.gather(first, *others)
     assert keeper.view.stamp is not None and keeper.view.stamp.epoch == 2
     assert listed == 2
+
+
+async def test_changes_that_come_while_all_are_told_of_the_last_one_are_told_together(
+    job: Job, node: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took_s, now = 3600.0, node.now()
+
+    def look() -> None:
+        nonlocal now
+        now += took_s  # with a thousand tasks each of them looks; and the process may have been stopped meanwhile
+
+    monkeypatch.setattr(node, "now", lambda: now)
+    job.keeper.on_change(look, structure=True)
+    keys, structures, changes = job.keeper.view.keys, job.structures, job.changes
+    for task in range(20):
+        record = PrimaryRecord(node="n1", term=1, stateful=True)
+        await node.txn(Txn(success=(Put(keys.primary(task), record.to_bytes()),)))
+    async with asyncio.timeout(10):
+        await job.keeper.wait_until(lambda view: len(view.primaries) == 20, structure=True)
+    assert job.structures - structures <= 10
+    assert job.changes - changes <= 10
+
+
+async def test_a_commit_waits_for_nothing_and_brings_what_was_not_told_yet(
+    job: Job, node: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = node.now()
+
+    def look() -> None:
+        nonlocal now
+        now += 3600.0
+
+    monkeypatch.setattr(node, "now", lambda: now)
+    monkeypatch.setattr("taskgraph.coordination.viewkeeper._REST_S", 60.0)
+    job.keeper.on_change(look, structure=True)
+    keys = job.keeper.view.keys
+    first = job.keeper.when(lambda view: 0 in view.primaries, structure=True)
+    second = job.keeper.when(lambda view: 1 in view.primaries, structure=True)
+    for task in range(2):
+        record = PrimaryRecord(node="n1", term=1, stateful=True)
+        await node.txn(Txn(success=(Put(keys.primary(task), record.to_bytes()),)))
+        if task == 0:
+            await first
+    assert not second.done()
+    structures = job.structures
+    await job.put_epoch(1)
+    await second
+    assert job.structures == structures + 1
