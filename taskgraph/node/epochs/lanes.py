@@ -572,8 +572,10 @@ class Lanes:
             return  # on a busy node coroutines would run into each other otherwise
         assert boundary is not None
         value, twins, error = boundary.value, self._primary.twins, None
-        if replica.stateful and not recording.interleaved:
-            error = await twins.check_as_left(stamp.epoch, lambda twin: check_as_left(replica, twin, recording, stamp))
+        if replica.stateful:
+            error = await twins.check_as_left(
+                stamp.epoch, lambda twin: check_as_left(replica, twin, value, recording, stamp, twins.fresh)
+            )
         await twins.check(lambda twin: check_replay(replica, twin, value, recording, stamp, twins.fresh))
         if error is not None:  # of what does not come out the same twice, that is said
             raise error

@@ -55,6 +55,7 @@ class Again:
         numbers: what it reported.
         finishing: whether it finished the job.
         stands: it did not come to its end.
+        failed: code raised that ran into other code.
     """
 
     differing: list[str]
@@ -62,6 +63,7 @@ class Again:
     numbers: Mapping[str, float]
     finishing: bool
     stands: bool = False
+    failed: bool = False
 
     def told(self, what: str) -> float | None:
         return _told(self).get(what)
@@ -99,13 +101,17 @@ async def run_again(twin: Replica, after: Fields, recording: Recording, stamp: S
     await work.quiet()
     found = await fields_of(twin)
     differing = [*failed, *work.differing(), *(f"state {name!r}" for name in after if after[name] != found.get(name))]
-    return Again(differing, found, work.numbers, work.finishing)
+    return Again(differing, found, work.numbers, work.finishing, failed=bool(failed))
 
 
 async def run_in_part(twin: Replica, recording: Recording, stamp: Stamp) -> None:
     """Runs the epoch on a twin up to its sync points, as where it starts again."""
     work, by_name = await _composed(twin, recording, stamp)
-    await _run(work, by_name, in_part=True)
+    try:
+        await _run(work, by_name, in_part=True)
+    except UserCodeError:
+        if not recording.interleaved:
+            raise
     await work.quiet()
 
 

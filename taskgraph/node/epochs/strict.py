@@ -133,10 +133,10 @@ async def check_replay(
     Raises:
         StateError: something came out differently: state that `snapshot()` does not hold, or that is not restored.
     """
-    if fresh.shape.in_flight and not recording.interleaved:
+    if fresh.shape.in_flight:
         await _check_stateless(replica, fresh, recording, stamp)
     epoch = _Epoch(replica, boundary, await fields_of(replica), recording, stamp, another)
-    starts_again = stamp.epoch < _RESTARTED and not recording.interleaved
+    starts_again = stamp.epoch < _RESTARTED
     try:
         again = await epoch.again(fresh, starts_again=starts_again)
     except UserCodeError:
@@ -240,8 +240,18 @@ async def _hint(replica: Replica, suspects: list[str], held: Fields) -> str:
     return ""
 
 
-async def check_as_left(replica: Replica, twin: Replica, recording: Recording, stamp: Stamp) -> StateError | None:
+async def check_as_left(
+    replica: Replica,
+    twin: Replica,
+    boundary: Encoded,
+    recording: Recording,
+    stamp: Stamp,
+    another: Callable[[], Awaitable[Replica]],
+) -> StateError | None:
     """Runs the epoch again on `twin`, as `setup` or the epoch before left it: it does what the restored object did.
+
+    Args:
+        another: makes an object of the task as `setup` leaves it.
 
     Returns:
         The error, where something came out differently. Nothing is said where `setup` makes another state each time.
@@ -254,12 +264,18 @@ async def check_as_left(replica: Replica, twin: Replica, recording: Recording, s
     shared = made_of_state(vars(twin.user_task), recording.before)
     of_class = _of_the_class(twin.user_task, recording.before)  # it may have attributes of its own afterwards
     had = await seen(twin, partial(digests, of_class))
+    state = await fields_of(replica)
     try:
-        differing = (await run_again(twin, await fields_of(replica), recording, stamp)).differing
+        again = await run_again(twin, state, recording, stamp)
     except Stands:
         return None  # the one that was restored will tell
-    if not differing:
+    differing = again.differing
+    if not differing or again.failed:
         return None
+    if recording.interleaved:  # in which order code went on after its waits may be why: a restored one tells
+        epoch = _Epoch(replica, boundary, state, recording, stamp, another)
+        if (await epoch.on_another()).differing:
+            return None
     hint = f" (here: {', '.join(shared[:5])})" if shared else ""
     made = (
         f"before epoch 0 every primary restores the state that setup() made, as after a failure, and so cuts off what "
@@ -362,19 +378,24 @@ async def _check_stateless(replica: Replica, fresh: Replica, recording: Recordin
     here = {processor.name: processor for processor in composition.graph().processors}
     if [_graph_of(p) for p in here.values()] != [_graph_of(p) for p in recording.composed]:
         raise await _not_stateless(replica, fresh, stamp, "compose", "declares another graph")
+    waited_for = False
     for step in recording.steps:
-        if step.processor is None or not is_stateless(step.processor.compute):
-            if step.processor is not None and step.processor.parallel:
-                continue  # nobody waits for it
+        if step.processor is None:
             return  # what follows is not run early
+        parallel = step.processor.parallel
+        if not is_stateless(step.processor.compute):
+            waited_for |= not parallel
+            continue
+        if waited_for and not parallel:
+            continue  # it is not run early
         had = await seen(fresh, partial(left_by, work))
         await _stateless(replica, fresh, stamp, step.where, run_step(work, step, here))
         for (tag, to), digest in work.digests.items():
             if recording.puts[(tag, to)].digest != digest:
                 raise await _not_stateless(replica, fresh, stamp, step.where, f"puts another {tag!r} to task {to}")
         left, (before, then) = await seen(fresh, partial(left_by, work)), recording.left[step.where]
-        # What something beside it left, that is not run here, is not its doing.
-        names = {*changed(had, left), *changed(before, then)}
+        # What something beside it left is not its doing: what is not run here, or ran while it waited.
+        names = {*changed(had, left), *(() if recording.interleaved else changed(before, then))}
         if differing := sorted(name for name in names if left.get(name) != then.get(name)):
             raise await _not_stateless(replica, fresh, stamp, step.where, f"leaves another {differing[0]}")
 

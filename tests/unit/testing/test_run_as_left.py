@@ -106,6 +106,28 @@ def test_what_setup_made_of_the_state_is_named(kind: type[Sums], epoch: int, wor
     says(error, "as setup() left it", words, "make that in restore(), after super().restore(state)")
 
 
+class Meets(Sums):
+    """Each task is asked while it waits for an answer: what it did is replayed in the order in which it went on."""
+
+    async def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", await epoch.request(1 - self.task_id, "one"))
+
+    @tg.handles("one")
+    async def one(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
+        return 1.0
+
+
+class MeetsView(Meets, View):
+    """With a view that `setup` made."""
+
+
+@pytest.mark.parametrize("order", range(3))
+def test_it_is_named_where_code_ran_while_other_code_waited(order: int) -> None:
+    error = fails(job(MeetsView, epochs=3), order=order)
+    assert error.epoch == 0
+    says(error, "as setup() left it", "(state 'grid')", "(here: self.inner and self.grid)")
+
+
 class Again(View):
     """It makes it again."""
 
@@ -161,6 +183,10 @@ class Asks(Sums):
         self.grid = self.grid + ins["x"] + epoch.rng.normal() + epoch.scratch.told
 
 
+class MeetsOnlyThere(Meets, OnlyThere):
+    """On an object as `setup` left it, it raises, in an epoch in which code ran while other code waited."""
+
+
 class Marked(Sums):
     """Its epochs may be in flight."""
 
@@ -173,7 +199,7 @@ class Marked(Sums):
         outs.put("x", epoch.rng.normal())
 
 
-@pytest.mark.parametrize("kind", [Sums, Again, OnlyThere, OfData, Unlike, Asks, Marked])
+@pytest.mark.parametrize("kind", [Sums, Again, OnlyThere, OfData, Unlike, Asks, Meets, MeetsOnlyThere, Marked])
 @pytest.mark.parametrize("kills", [{}, {(0, 0): "done", (1, 1): "sync"}])
 def test_what_is_right_passes(kind: type[Sums], kills: Any) -> None:
     assert run(job(kind, epochs=4), kills=kills).epochs == 4

@@ -413,6 +413,31 @@ def test_what_the_first_try_of_an_epoch_leaves_and_restore_does_not_take_back() 
     assert run(job(TakesBack)).status == "finished"
 
 
+@pytest.mark.parametrize("order", range(3))
+def test_what_the_first_try_leaves_is_found_where_code_ran_while_other_code_waited(order: int) -> None:
+    class Keeps(Ring):
+        def setup(self) -> None:
+            super().setup()
+            self.pending: list[float] = []
+
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            self.pending.append(1.0)
+            await super().on_flag(epoch, sender, meta)
+
+        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.total += sum(self.pending)
+            self.pending.clear()
+
+    class TakesBack(Keeps):
+        def restore(self, state: Any) -> None:
+            super().restore(state)
+            self.pending.clear()
+
+    error = fails(job(Keeps, tasks=3), order=order)
+    says(error, "epoch 0: begun, restored and run again, as where an epoch starts again", "(state 'total')", "scratch")
+    assert run(job(TakesBack, tasks=3), order=order).values == dict.fromkeys(range(3), 2.0)
+
+
 def test_an_attempt_that_a_value_rests_on() -> None:
     class Attempts(Sums):
         def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
@@ -607,11 +632,14 @@ def test_a_request_that_was_not_sent_before_is_told_by_the_message_in_words() ->
 
         def compose(self, epoch: tg.Epoch) -> None:
             epoch.flag(self.task_id)
+            epoch.processor(self.remember)
 
         async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
             if not self.asked:
                 await epoch.request(self.task_id, "get")
-                self.asked = True  # not in the state
+
+        def remember(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.asked = True  # not in the state
 
         @tg.handles("get")
         def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> None: ...
