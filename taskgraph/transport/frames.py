@@ -109,7 +109,6 @@ class OtherVersion(DecodeError):
 
     def __init__(self, theirs: int) -> None:
         super().__init__(f"the peer speaks protocol version {theirs}; this node speaks {PROTOCOL_VERSION}")
-        self.theirs = theirs
 
 
 class Head(NamedTuple):

@@ -198,11 +198,6 @@ def test_ignores_requests_for_a_restart_of_another_attempt(world: World) -> None
     assert isinstance(decide(leader, world), WaitFor)
 
 
-def unequal(leader: Leader, *, term: int = 1) -> None:
-    leader.report(report(0, S, sent=1))
-    leader.report(report(1, S, term=term, received=2))
-
-
 def test_unequal_sums_without_a_replaced_primary_are_a_bug_of_the_job(world: World) -> None:
     # First takeovers count as changes of this epoch, so look at an epoch that began after them.
     world.commit()

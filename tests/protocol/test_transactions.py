@@ -116,7 +116,6 @@ EPOCH = touch(lambda w: w.keys.epoch)
 STATUS = touch(lambda w: w.keys.status)
 GENERATION = touch(lambda w: w.keys.generation)
 PRIMARY = touch(lambda w: w.keys.primary(0))
-OTHER_PRIMARY = touch(lambda w: w.keys.primary(1))
 
 
 def node_key(node: str) -> Callable[[World], str]:

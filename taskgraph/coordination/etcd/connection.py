@@ -169,10 +169,6 @@ class Connection:
         self._streams: WeakSet[Stream[Any]] = WeakSet()
 
     @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
     def endpoint(self) -> Endpoint:
         """The endpoint that the next call goes to."""
         return self.options.endpoints[self._current]

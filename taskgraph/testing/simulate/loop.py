@@ -16,17 +16,12 @@ from typing import Any, TypeVarTuple, Unpack
 
 Ts = TypeVarTuple("Ts")
 
-__all__ = ["Nothing", "Process", "SimLoop", "owner"]
+__all__ = ["Nothing", "Process", "SimLoop"]
 
 _MAX_AT_ONCE = 200_000
 """Callbacks at one moment of virtual time; more is a loop that does not end."""
 
 _OWNER: contextvars.ContextVar[Process | None] = contextvars.ContextVar("taskgraph_simulated_process", default=None)
-
-
-def owner() -> Process | None:
-    """The process whose code runs at the moment; None: the world outside."""
-    return _OWNER.get()
 
 
 class Nothing(Exception):

@@ -160,7 +160,6 @@ def test_np_matrix_is_refused() -> None:
     assert "np.asarray(a)" in refused(matrix)
 
 
-@pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="numpy 1")
 def test_text_kept_elsewhere_is_refused() -> None:
     assert "a.astype('U')" in refused(np.array(["x"], np.dtypes.StringDType()))
 

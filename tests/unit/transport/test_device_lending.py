@@ -74,10 +74,6 @@ def lendings(node: Node) -> list[DeviceLending]:
     return [s._devices for s in stream_of(node)._connections if isinstance(s, AcceptedSession)]
 
 
-def borrowings(node: Node) -> list[DeviceBorrowing]:
-    return [s._devices for s in stream_of(node)._connections if isinstance(s, DialledSession)]
-
-
 async def test_it_arrives_on_the_device_and_never_was_on_the_host(
     nodes: list[Node], soft: SoftDevice, memory: SharedMemory
 ) -> None:
