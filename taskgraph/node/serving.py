@@ -264,6 +264,7 @@ class Serving:
         primary = self._roles.primaries.get(message.task)
         if primary is None:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {message.task}")
+        primary.reporter.tell_again(message.stamp.epoch)
         return WaitsPage(primary.term, primary.waits(message.stamp))
 
     async def _offer(self, peer: str, offer: Offer | Offers) -> Accepted:

@@ -159,7 +159,8 @@ class Leader:
         return at is not None and stamp.attempt == at.attempt and at.epoch <= stamp.epoch <= at.epoch + self._ahead
 
     def report(self, *reports: Report) -> bool:
-        """Takes reports, of one message. Returns whether any counts: one of an epoch that is over is void.
+        """Takes reports, of one message. Returns whether any counts: one of an epoch that is over is void, and one
+        that is known is no news.
 
         All in one place: there is one of every task and epoch.
         """
@@ -171,11 +172,13 @@ class Leader:
             (in_attempt, epoch), task = report.stamp, report.task
             if in_attempt != attempt or not first <= epoch <= last or not 0 <= task < tasks:
                 continue
-            counts = True
             told = self._told.get(epoch)
             if told is None:
                 told = self._told[epoch] = _Told()
             known = told.reports.get(task)
+            if known is not None and known == report:  # told again, since an epoch stands still: that is no news
+                continue
+            counts = True
             if known is not None:
                 if report.term < known.term or (report.term == known.term and not _later(report, known)):
                     continue
@@ -273,9 +276,12 @@ class Leader:
         return tuple([t for t in range(self._tasks) if (r := reports.get(t)) is None or r.term != view.term(t)])
 
     def lacking(self, view: JobView) -> tuple[int, ...]:
-        """Tasks that the epoch at work waits for: those without a report, or one that must have a successor first."""
+        """Tasks that the epoch at work waits for: those without a report, or without one that says that they are done;
+        or one that must have a successor first."""
         if missing := self.missing(view):
             return missing
+        if idle := tuple([task for task, report in self.reports().items() if not report.done]):
+            return idle
         task = stranded(view)
         return () if task is None else (task,)
 

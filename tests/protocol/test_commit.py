@@ -99,6 +99,21 @@ def test_who_was_evicted_and_could_succeed_a_primary_that_is_gone_does_so_first(
     assert decide(leader, world) == Commit(finished=False)
 
 
+def test_who_is_not_done_is_asked_and_what_it_tells_again_is_no_news(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S))
+    assert leader.lacking(world.view()) == (1,)
+    idle = report(1, S, done=False, version=1)
+    assert leader.report(idle)
+    assert decide(leader, world) == SealTasks(((1, 1),))
+    leader.sealed(1, 1, 1)
+    assert leader.lacking(world.view()) == (1,), "its done may be lost"
+    assert not leader.report(idle)
+    assert leader.report(report(1, S))
+    assert not leader.report(report(1, S))
+    assert not leader.lacking(world.view())
+
+
 @pytest.mark.parametrize("why", ["a member is left", "nobody is left", "there is no state", "it is not gone"])
 def test_nobody_is_waited_for_who_need_not_succeed_first(why: str) -> None:
     world = World("a", "b", "c")

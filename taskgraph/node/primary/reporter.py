@@ -103,6 +103,19 @@ class Reporter:
             if self._gathered:
                 self._arm()
 
+    def tell_again(self, epoch: int) -> None:
+        """The leader lacks what was told of that epoch: it was lost on its way, though its session stands.
+
+        So may be all that was told together with it.
+        """
+        if epoch not in self._reports:
+            return
+        for told in self._reports.values():
+            if told not in self._gathered:
+                told.forget()
+                told.leader = 0
+        self._look.set()
+
     def _took(self, report: Report) -> bool:
         """Whether the leader took it, which is of this very node: without a call."""
         node = self._node

@@ -6,8 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
+from cluster_kit import Counting, job, play
 
+import taskgraph as tg
+from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.primary.reporter import Reporter
+from taskgraph.node.router import Router
 from taskgraph.protocol.messages import Accepted, Reply, Report, Reports, Stamp
 from taskgraph.protocol.records import PrimaryRecord
 from taskgraph.protocol.view import Versioned
@@ -445,3 +449,54 @@ async def test_whoever_leads_after_it_is_told_again_what_it_took() -> None:
     await _turns()
     assert leader.took == [_report(1)] and node.patient == [_report(1)]
     running.cancel()
+
+
+async def test_what_the_leader_says_that_it_lacks_is_told_again_with_all_that_was_told_since() -> None:
+    node, reporter, running = await _started()
+    for epoch in (1, 2):
+        reporter.set(_report(epoch))
+    await _turns()
+    reporter.tell_again(0)  # nothing is known of it here
+    await _turns()
+    assert not node.patient
+    reporter.tell_again(1)
+    await _turns()
+    assert node.patient == [Reports((_report(1), _report(2)))]
+    assert all(reply.cancelled() for _, reply in node.begun), "nobody waits for what was lost"
+    running.cancel()
+
+
+class _Flagged(Counting, state=["total"]):
+    """Its tasks are idle before they are done."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.flag, outbound={"x": 1 - self.task_id})
+        epoch.processor(self.count, inbound={"x": 1 - self.task_id})
+
+    async def flag(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        epoch.flag([1 - self.task_id], 1)
+        outs.put("x", 1)
+
+    def on_flag(self, epoch: tg.Epoch, sender: int, meta: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_report_that_is_lost_on_its_way_is_told_again(done: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its session stands, so nothing told that it was: the job waited for ever, and said of nothing."""
+    lost: list[Report] = []
+    begin = Router.begin
+
+    def losing(router: Router, task: int, message: Any, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
+        if quiet and not lost and isinstance(message, Report) and message.stamp.epoch == 1 and message.done is done:
+            lost.append(message)
+            return asyncio.get_running_loop().create_future()
+        return begin(router, task, message, quiet=quiet)
+
+    monkeypatch.setattr(Router, "begin", losing)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        assert (await cluster.result(timeout_s=500)).values[0] == 3
+
+    play(job(_Flagged), scenario, nodes=2)
+    assert lost
