@@ -188,9 +188,12 @@ class _Chaos:
                 if fault is not None:
                     return fault
             if not said:
+                more = f"more nodes: `taskgraph launch {self._reached.name}`"
                 self._say(
-                    "every node holds the last replica in sync of some task: waiting (more nodes: `taskgraph launch "
-                    f"{self._reached.name}`; --lossy hits them all the same)"
+                    f"every node of this host was hit already, or leaves: waiting ({more})"
+                    if self._lossy
+                    else f"every node holds the last replica in sync of some task: waiting ({more}; --lossy hits them "
+                    f"all the same)"
                 )
                 said = True
             await asyncio.sleep(_AGAIN_S)

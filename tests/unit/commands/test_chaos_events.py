@@ -1,4 +1,4 @@
-"""What `taskgraph chaos` shows of a job's events: those that come while it runs, whatever time they say."""
+"""What `taskgraph chaos` shows: the job's events while it runs, whatever time they say, and what it waits for itself."""
 
 from __future__ import annotations
 
@@ -52,3 +52,24 @@ async def test_events_since_it_began_are_shown_whatever_the_clocks_of_their_node
         assert await running == 0
     shown = capsys.readouterr().out
     assert "meanwhile" in shown and "long before" not in shown
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+async def test_what_it_waits_for_is_no_option_that_it_was_given(
+    lossy: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --lossy nothing is spared: it waits where all were hit already, or leave."""
+    etcd = in_memory(monkeypatch)
+    monkeypatch.setattr(chaos, "pause_s", lambda *_: 0.0)
+    monkeypatch.setattr(acting, "is_here", lambda record: True)
+    spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
+    node = NodeRecord(
+        name="n1", run=spec.run, host="h", pid=1, endpoints=(), control="", fingerprint="", lease=0, draining=True
+    )
+    await submit(etcd, spec)
+    await etcd.txn(Txn(success=(Put(KEYS.node("n1-7f"), node.to_bytes()),)))
+    given = options("chaos", "--for-s", "0.2", *(("--lossy",) if lossy else ()))
+    assert await chaos._chaos(given, ("kill",), 1) == 0
+    shown = capsys.readouterr().out
+    assert "waiting (more nodes: `taskgraph launch fit`" in shown
+    assert ("--lossy" in shown, "every node of this host was hit already, or leaves" in shown) == (not lossy, lossy)
