@@ -1,4 +1,4 @@
-"""What `taskgraph chaos` shows: the job's events while it runs, whatever time they say, and what it waits for itself."""
+"""What `taskgraph chaos` shows: events since it began, whatever time they say, and what it waits for itself."""
 
 from __future__ import annotations
 
