@@ -23,11 +23,11 @@ _GIVEN_UP = 16
 
 def due(view: JobView, boundary: Stamp, every: int) -> bool:
     """Whether a checkpoint is to be written of this boundary, read as committed."""
-    return boundary.epoch > 0 and boundary.epoch % every == 0 and is_open(view, boundary)
+    return boundary.epoch % every == 0 and is_open(view, boundary)
 
 
 def is_open(view: JobView, boundary: Stamp) -> bool:
-    """Whether the boundary may still become the checkpoint: not undone, and after the one there is."""
+    """Whether the boundary may still become the checkpoint: not undone, and after the one there is; boundary 0 never may."""
     return (
         view.epoch is not None
         and boundary.attempt >= view.epoch.record.lineage
