@@ -140,6 +140,15 @@ def test_a_boundary_of_which_a_file_could_not_be_written_is_given_up(world: Worl
     assert collected.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
 
 
+def test_a_file_that_a_successor_wrote_counts_where_its_predecessor_could_not(world: World) -> None:
+    collected = Collected(2)
+    collected.take(written(3, 0))
+    collected.take(unwritten(3, 1))
+    collected.take(written(3, 1))
+    assert collected.give_up(world.view()) == {}
+    assert collected.complete(world.view()) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
+
+
 def test_a_boundary_is_given_up_where_a_task_has_gone_on_without_it(world: World) -> None:
     """Its primary then was another one."""
     collected, view = Collected(2), world.view()
@@ -414,3 +423,6 @@ def test_what_was_made_since_stays() -> None:
     assert held.pending == (boundary(7, attempt=2),)
     held.roll_back(1)
     assert held.pending == (boundary(7, attempt=2),)
+    held.hold(boundary(3, attempt=2), committed=True)  # what came back, from a primary that read of it first
+    held.roll_back(2)
+    assert held.committed == boundary(3, attempt=2)

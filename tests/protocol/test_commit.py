@@ -328,6 +328,15 @@ def test_a_done_is_one_no_more_where_a_later_term_is_only_idle(world: World) -> 
     assert decide(leader, world) == Commit(finished=False)
 
 
+def test_what_a_replaced_primary_reported_is_no_number_of_its_successor(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S), report(1, S, numbers={"a": 1.0}))
+    world.die("b")
+    world.take_over(1, "a")
+    leader.report(report(1, S, term=2))
+    assert leader.numbers(0) == {}
+
+
 def test_what_is_ready_was_reported_in_the_attempt_at_work(world: World) -> None:
     leader = led(world)
     leader.report(report(0, S), report(1, S))

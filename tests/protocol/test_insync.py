@@ -222,6 +222,28 @@ def test_a_key_of_another_term_is_another_boundary() -> None:
     assert insync.waits_for((1, 1, 2)) == ("b",)
 
 
+def test_boundaries_are_owed_in_their_order_however_they_came() -> None:
+    insync = InSync(["b"])
+    for key in (K2, K0, K1, K0):
+        insync.add(key)
+    assert insync.current == insync.missing("b") == (K0, K1, K2)
+    insync.keep_from(1)
+    assert insync.current == (K1, K2)
+
+
+def test_whom_its_own_term_evicted_was_marked_by_an_earlier_one_no_longer() -> None:
+    """Invited again it is nobody's heir: were it waited for when its admission fails, an epoch would wait in vain."""
+    insync = InSync([], marked=["c"])
+    insync.add(K0)
+    insync.evicting("c")
+    insync.evicted("c", True)
+    insync.invite("c")
+    insync.acknowledge("c", K0)
+    insync.admitting("c")
+    insync.admitted("c", False)
+    assert insync.place("c") is Place.CANDIDATE
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_it_is_steady_while_every_other_node_is_a_member(seed: int) -> None:
     """Whatever became of each of them, and in whatever order."""

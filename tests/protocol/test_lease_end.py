@@ -77,3 +77,15 @@ def test_of_a_lease_that_was_revoked_nothing_is_said() -> None:
     for at in (10.0, 11.0, 12.0):
         end.heard(None, sent_at=at, received_at=at)
     assert not end.ended
+
+
+def test_etcd_is_asked_often_only_where_an_answer_may_tell_something_new() -> None:
+    end = LeaseEnd(5.0)
+    assert end.heard(4, sent_at=0.0, received_at=0.0) == 3.0
+    assert end.heard(1, sent_at=3.0, received_at=3.0) == 0.05, "it may be 0 at any moment"
+    assert end.heard(0, sent_at=3.5, received_at=3.5) == 0.05
+    assert end.heard(0, sent_at=4.48, received_at=4.48) == pytest.approx(0.02), "certain in so long"
+    assert end.heard(0, sent_at=4.499, received_at=4.499) == pytest.approx(0.002)
+    assert not end.ended
+    assert end.heard(0, sent_at=4.5, received_at=4.501) == 0.05
+    assert end.ended

@@ -6,7 +6,7 @@ import pytest
 from protocol_kit import World
 
 from taskgraph.protocol.records import CheckpointRecord
-from taskgraph.protocol.takeover import Move, Succession, held_alone, succession
+from taskgraph.protocol.takeover import Move, Succession, held_alone, stranded, succession
 from taskgraph.protocol.view import JobView
 
 NOTHING = Succession(Move.NOTHING)
@@ -165,3 +165,21 @@ def test_who_is_gone_has_nothing_of_what_another_leaves_with(world: World) -> No
         world.die(left)
     assert held_alone(world.view(), 1, "a") == [0]
     assert held_alone(world.view(), 1, "b") == []
+
+
+def test_a_task_is_stranded_while_nobody_can_succeed_its_primary_after_a_commit(world: World) -> None:
+    world.evict(0, "a", "c")
+    assert stranded(world.view()) is None, "its primary lives"
+    world.die("a")
+    assert stranded(world.view()) is None, "another member stays in sync"
+    world.die("b")
+    assert stranded(world.view()) == 0, "who can was evicted until the committed boundary"
+    world.take_over(0, "c")
+    assert stranded(world.view()) is None
+
+
+def test_nobody_is_stranded_whose_last_holder_is_gone(world: World) -> None:
+    """It is lost, which another transaction decides: no commit waits for who cannot come."""
+    for node in "abc":
+        world.die(node)
+    assert stranded(world.view()) is None

@@ -10,7 +10,7 @@ from protocol_kit import RUN, World, node_record
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import GoneRecord, MemberRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, GoneRecord, MemberRecord, State, StatusRecord
 from taskgraph.protocol.view import JobView
 
 
@@ -93,6 +93,10 @@ def _declare_gone(world: World, view: JobView) -> Txn:
 def _declare_absent_gone(world: World, view: JobView) -> Txn:
     record, revision = GoneRecord(reason="absent"), world.revisions["a"]
     return transactions.declare_absent_gone(view, "d", record, by="a", by_revision=revision)
+
+
+def _give_results_up(world: World, view: JobView) -> Txn:
+    return transactions.give_results_up(view, "nobody came", by="a", writer=world.writer())
 
 
 # -- what may happen in between -------------------------------------------------------------------
@@ -195,6 +199,10 @@ FENCES: list[tuple[Callable[[World, JobView], Txn], dict[str, Callable[[World], 
             "own lease gone": NO_NODE_A,
             "own key put again": NODE_A,
         },
+    ),
+    (
+        _give_results_up,
+        {"another job": SPEC, "it runs again": STATUS, "collected": touch(lambda w: w.keys.collected)},
     ),
 ]
 CASES = [
@@ -503,12 +511,16 @@ def test_a_member_evicted_before_the_committed_boundary_does_not_matter(world: W
     assert set(world.view().members_of(0)) == {"c"}
 
 
+def checkpointed(world: World) -> None:
+    world.put(world.keys.checkpoint, CheckpointRecord(epoch=1, attempt=1, name="x").to_bytes())
+
+
 def test_a_lost_state_fails_the_job_only_while_it_is_lost(world: World) -> None:
     status = StatusRecord(state=State.FAILED, reason="lost")
     lost(world, "a")
     assert not world.run(transactions.fail_lost(world.view(), 0, status)).succeeded, "b still holds it"
     lost(world, "b")
-    for change in (PRIMARY, MEMBER_B, EPOCH, STATUS):
+    for change in (PRIMARY, MEMBER_B, EPOCH, STATUS, checkpointed):
         txn = transactions.fail_lost(world.view(), 0, status)
         change(world)
         assert not world.run(txn).succeeded
