@@ -14,6 +14,7 @@ from typing import Any, Generic, ParamSpec, Self, cast
 from taskgraph.errors import JobError, worded
 from taskgraph.options import OptionInfo, check_fields, options_of, options_text, parse, plain
 from taskgraph.settings import Settings
+from taskgraph.signatures import signature
 from taskgraph.task import Task
 from taskgraph.topology import Link, Topology, as_topology
 
@@ -193,21 +194,21 @@ def _check_builder_takes_an_id(builder: Callable[..., Any]) -> None:
     if inspect.iscoroutinefunction(builder):
         raise JobError(f"Job(builder={name}): a task builder is a plain `def`, not `async def`")
     try:
-        signature = inspect.signature(builder)
+        takes = signature(builder)
     except ValueError:  # something of C that tells nothing of itself
         return
     try:
-        signature.bind(0)
+        takes.bind(0)
     except TypeError:
         raise JobError(
-            f"Job(builder={name}): it is called with the task id and nothing else, but takes {signature}: "
+            f"Job(builder={name}): it is called with the task id and nothing else, but takes {takes}: "
             f"builder=lambda task_id: ..."
         ) from None
 
 
 def _parameters(builder: type) -> list[str]:
     """What a class cannot be called without."""
-    parameters = inspect.signature(builder).parameters.values()
+    parameters = signature(builder).parameters.values()
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
@@ -224,7 +225,7 @@ class JobFunction(Generic[P]):
             )
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
             raise JobError(f"{name}: a job function is a plain `def` that returns a tg.Job")
-        self._signature = inspect.signature(function)
+        self._signature = signature(function)
         for parameter in self._signature.parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
                 raise JobError(f"{name}: nodes pass a job function's arguments by name, and {parameter.name} has none")

@@ -15,6 +15,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin, get_type_hints
 
 from taskgraph.errors import JobError
+from taskgraph.signatures import signature
 
 __all__ = [
     "OptionInfo",
@@ -53,7 +54,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, OptionInfo]:
         hints = {}
     helps = _helps(inspect.getdoc(function) or "")
     found = {}
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
         required = parameter.default is parameter.empty

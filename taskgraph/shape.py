@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from taskgraph.errors import JobError
+from taskgraph.signatures import signature
 
 __all__ = [
     "GIVEN",
@@ -212,7 +213,7 @@ def _check_spelling(cls: type, overrides: frozenset[str], handlers: set[str]) ->
             continue
         for hook in difflib.get_close_matches(name, _HOOKS.keys() - overrides, n=1, cutoff=_ALIKE):
             with contextlib.suppress(TypeError):
-                inspect.signature(function).bind("self", *_HOOKS[hook])
+                signature(function).bind("self", *_HOOKS[hook])
                 raise JobError(
                     f"class {cls.__name__}: {name} is no hook and would not be called: did you mean {hook}? A method "
                     f"of your own gets a name less like it, or one that begins with '_'"
@@ -250,9 +251,9 @@ def _check_callable(cls: type, name: str, parameters: tuple[str, ...]) -> None:
     if not inspect.isfunction(inspect.getattr_static(cls, name)):
         return  # something callable of another kind: it knows what it takes
     try:
-        inspect.signature(function).bind("self", *parameters)
+        signature(function).bind("self", *parameters)
     except TypeError:
         raise JobError(
             f"class {cls.__name__}: {name} is called as {name}(self{''.join(f', {p}' for p in parameters)}), but "
-            f"takes {inspect.signature(function)}"
+            f"takes {signature(function)}"
         ) from None

@@ -6,7 +6,6 @@ order of the ids is the order in which `ins.all` lists what came along the link.
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
@@ -15,6 +14,7 @@ from typing import Final, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from taskgraph.errors import GraphError, JobError
+from taskgraph.signatures import signature
 
 __all__ = [
     "Link",
@@ -123,14 +123,14 @@ class Topology(Mapping[str, Link]):
 def _check_parameters(what: str, link: Link) -> None:
     """Raises JobError where a link cannot be called as it will be: else the first `compose` would be told."""
     try:
-        signature = inspect.signature(link)
+        takes = signature(link)
     except ValueError:  # something of C that tells nothing of itself
         return
     try:
-        signature.bind(0, 1, 0)
+        takes.bind(0, 1, 0)
     except TypeError:
         raise JobError(
-            f"{what} is called with (task_id, tasks, epoch), but takes {signature}: lambda task_id, tasks, epoch: ..."
+            f"{what} is called with (task_id, tasks, epoch), but takes {takes}: lambda task_id, tasks, epoch: ..."
         ) from None
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import enum
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, dataclass_transform, overload
 
 from taskgraph.errors import JobError
+from taskgraph.signatures import declares_fields, signature
 
 __all__ = [
     "Codec",
@@ -168,7 +168,7 @@ def _dataclass_of(target: Any) -> Any:
             f"@tg.message is for dataclasses, whose fields travel one by one, and {name} is another kind of class: "
             f"tg.codec({name}, encode, decode) says how it travels"
         )
-    if "__init__" in vars(target) and not inspect.get_annotations(target) and not dataclasses.is_dataclass(target):
+    if "__init__" in vars(target) and not declares_fields(target) and not dataclasses.is_dataclass(target):
         raise JobError(
             f"@tg.message: {name} declares no fields, so nothing of it would travel: annotate them instead of writing "
             f"__init__, as in `theta: np.ndarray`; or use tg.codec({name}, encode, decode)"
@@ -188,7 +188,7 @@ def _runs_code(cls: Any) -> bool:
 
 def _check_callable(cls: type, init: frozenset[str]) -> None:
     try:
-        inspect.signature(cls).bind(**dict.fromkeys(init))
+        signature(cls).bind(**dict.fromkeys(init))
     except TypeError as error:
         raise JobError(
             f"message {cls.__qualname__} cannot be called with its fields ({error}), so it could not be made where it "

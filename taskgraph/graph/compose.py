@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, cast
 
 from taskgraph.errors import GraphError, JobError
 from taskgraph.protocol.frozen import frozen
+from taskgraph.signatures import signature
 
 _YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
@@ -456,10 +457,8 @@ def _called(compute: Callable[..., Any]) -> str:
     if type(compute) is MethodType:
         given.insert(0, "cls" if isinstance(compute.__self__, type) else "self")
         function = compute.__func__
-    takes = inspect.signature(function, follow_wrapped=False)
-    names = [parameter.replace(annotation=parameter.empty) for parameter in takes.parameters.values()]
     code = function.__code__
     return (
         f"is called as {function.__name__}({', '.join(given)}), but takes "
-        f"{inspect.Signature(names)}, defined at {code.co_filename}, line {code.co_firstlineno}"
+        f"{signature(function, follow_wrapped=False)}, defined at {code.co_filename}, line {code.co_firstlineno}"
     )

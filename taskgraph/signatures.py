@@ -1,0 +1,34 @@
+"""What functions of users take, and nothing of what their annotations say.
+
+Since Python 3.14 annotations are evaluated when somebody asks for them, and may name what is defined later, or what
+only a type checker imports: whoever asks for their values gets a NameError.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["declares_fields", "signature"]
+
+
+def signature(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
+    """As `inspect.signature`, without annotations."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        found = inspect.signature(function, follow_wrapped=follow_wrapped, annotation_format=Format.STRING)
+    else:
+        found = inspect.signature(function, follow_wrapped=follow_wrapped)
+    return inspect.Signature([each.replace(annotation=each.empty) for each in found.parameters.values()])
+
+
+def declares_fields(cls: type) -> bool:
+    """Whether a class has annotations of its own."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        return bool(inspect.get_annotations(cls, format=Format.STRING))
+    return bool(inspect.get_annotations(cls))
