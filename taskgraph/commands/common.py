@@ -263,7 +263,7 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
     if name is not None:
         found = runtime.find(name)
         if found is not None:
-            return found
+            return _with_tls_given(found, options)
         kept = runtime.finished(name)
         if kept is not None:
             how = ended_text(kept["status"].get("state", ""))
@@ -275,10 +275,15 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
         raise UnknownJob(f"no running job {name!r} is known here ({running}); for one elsewhere give --etcd")
     jobs = runtime.jobs()
     if len(jobs) == 1:
-        return jobs[0]
+        return _with_tls_given(jobs[0], options)
     if not jobs:
         raise UnknownJob(f"{_none_text(runtime)}; for one elsewhere give its name and --etcd")
     raise JobError(f"several jobs run on this host: name one of {', '.join(e.name for e in jobs)}")
+
+
+def _with_tls_given(entry: JobEntry, options: argparse.Namespace) -> JobEntry:
+    """A job of this host, with the files of TLS that were given for its nodes, else with those it was started with."""
+    return replace(entry, node_tls=node_access_of(options) or entry.node_tls)
 
 
 def known_at(name: str, etcd: str, run: str = "") -> JobEntry | None:

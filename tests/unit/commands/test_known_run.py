@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from commands_kit import ETCD, in_memory, options
 
-from taskgraph.commands.common import reach
+from taskgraph.cli import parser
+from taskgraph.commands.common import find_entry, reach
 from taskgraph.driver import JobSpec
 from taskgraph.jobs import Job
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -43,3 +44,20 @@ async def test_the_token_of_a_run_is_found_by_another_list_of_the_same_etcd(
     (file := tmp_path / "token").write_text("cd" * 32)
     async with reach(options("status", "--token-file", str(file))) as reached:
         assert reached.entry.token == "cd" * 32, "the one that is given counts"
+
+
+def test_the_tls_that_is_given_for_a_job_of_this_host_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It was passed over: nodes of `launch JOB --tls DIR` listened without TLS, where the run had none."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    entry = JobEntry(name="fit", etcd="a:1", token=TOKEN, pid=os.getpid(), embedded=False, tls={}, run="r")
+    folder = tmp_path / "tls"
+    folder.mkdir()
+    files = {what: str(folder / f"{what}.pem") for what in ("ca", "cert", "key")}
+    for path in files.values():
+        Path(path).touch()
+    known: dict[str, str]
+    for known in ({}, {"ca": "/a", "cert": "/b", "key": "/c"}):
+        Runtime().put(dataclasses.replace(entry, node_tls=known))
+        for job in (["fit"], []):
+            assert find_entry(parser().parse_args(["status", *job])).node_tls == known
+            assert find_entry(parser().parse_args(["status", *job, "--tls", str(folder)])).node_tls == files
