@@ -204,8 +204,19 @@ class ControlClient:
                 await asyncio.sleep(_KILL_AGAIN_S)
         raise PeerLost(f"{lost}; whether it ended is not known: `taskgraph status` tells") from lost
 
-    async def drain(self, why: str, timeout_s: float = 2.0) -> None:
-        await self._call("Drain", pb.DrainRequest(why=why), pb.DrainReply, timeout_s)
+    async def drain(self, why: str, timeout_s: float = _BUSY_S) -> None:
+        """Asks the node to hand over and leave.
+
+        Raises:
+            PeerLost: it does not answer. A node that was busy with hundreds of tasks may do as told all the same: who
+                takes that for a no drains a second one.
+        """
+        try:
+            await self._call("Drain", pb.DrainRequest(why=why), pb.DrainReply, timeout_s)
+        except PeerGone:
+            raise
+        except PeerLost as error:
+            raise PeerLost(f"{error}; whether it drains is not known: `taskgraph status` tells") from error
 
     async def events(self, *, follow: bool) -> AsyncIterator[tuple[Event, int]]:
         """(event, how many were left out before it)."""

@@ -273,6 +273,29 @@ async def test_a_connection_that_breaks_is_not_taken_for_the_end_of_who_was_kill
     assert [node.asked.count("Kill"), node.asked.count("Clock")] == [len(kills), len(clocks)]
 
 
+async def test_a_drain_that_is_not_answered_may_have_been_heard(tmp_path: Path) -> None:
+    """A node with hundreds of tasks did not answer within two seconds, and drained: it was told as if it did not."""
+    heard = asyncio.Event()
+
+    async def busy(request: pb.DrainRequest, context: object) -> pb.DrainReply:
+        heard.set()
+        await asyncio.Event().wait()
+        return pb.DrainReply()
+
+    server = grpc.aio.server()
+    drain = grpc.unary_unary_rpc_method_handler(busy, pb.DrainRequest.FromString, pb.DrainReply.SerializeToString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(control_client.SERVICE, {"Drain": drain}),))
+    server.add_insecure_port(f"unix:{tmp_path}/c")
+    await server.start()
+    try:
+        async with ControlClient(f"unix:{tmp_path}/c", TOKEN) as client:
+            with pytest.raises(PeerLost, match=r"did not answer Drain.* whether it drains is not known"):
+                await client.drain("a test", timeout_s=0.5)
+    finally:
+        await server.stop(0)
+    assert heard.is_set()
+
+
 async def test_values_of_any_size_and_any_number_of_reports_arrive_whole(service: Service) -> None:
     big = {"rows": np.arange(700_000, dtype="f8"), "empty": np.zeros((0, 3)), "bytes": b"x" * 3_000_001, "text": "ok"}
     rows = tuple(ReportRow(e, t, {"loss": e / 3, f"of task {t}": 1.0}) for e in range(12_000) for t in range(3))
