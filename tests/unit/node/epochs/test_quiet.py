@@ -45,6 +45,19 @@ async def test_it_is_told_again_when_something_ran_meanwhile_and_sealed_at_that_
     assert not quiet.seal(2)
 
 
+async def test_what_was_held_open_since_it_told_is_not_sealed() -> None:
+    quiet, told = Quiet(), list[int]()
+    waiting = asyncio.ensure_future(quiet.until_sealed(told.append))
+    await steps()
+    quiet.hold(1, "why")
+    assert not quiet.seal(0) and not quiet.closed
+    quiet.release(1)
+    assert not quiet.seal(0) and not quiet.closed, "it may have sent something meanwhile"
+    await steps()
+    assert told == [0, 1] and quiet.seal(1)
+    await waiting
+
+
 async def test_it_is_not_sealed_before_it_told() -> None:
     """A seal for the term before has come late: versions begin at 0 in each, and this one has not worked yet."""
     quiet, told = Quiet(), list[int]()

@@ -261,6 +261,16 @@ async def test_what_was_gathered_does_not_wait_long() -> None:
     running.cancel()
 
 
+async def test_nor_does_what_is_gathered_after_that_though_nothing_more_comes() -> None:
+    node, reporter, running = await _started()
+    for count in (1, 2, 3):
+        reporter.set(*_ahead(count))
+        assert len(node.begun) == count - 1
+        await _until_sent(node, count)
+    assert [message for message, _ in node.begun] == [*_ahead(1, 2, 3)]
+    running.cancel()
+
+
 async def test_a_report_that_somebody_may_wait_for_takes_with_it_what_was_gathered() -> None:
     node, reporter, running = await _started()
     reporter.set(*_ahead(0))
