@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 PYTHON ?=
 LOWEST :=
-PYTHONS := 3.11 3.12 3.13
+PYTHONS := 3.11 3.12 3.13 3.14
 
 BIN := $(VENV)/bin
 SOURCES := taskgraph examples tests tools benchmarks
@@ -77,12 +77,18 @@ test: $(VENV)/.installed-dev ## Run all tests
 test-fast: $(VENV)/.installed-dev ## Run the tests that take less than a second each
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) $(or $(TESTS),tests)
 
-test-all-pythons: ## Run all tests on Python 3.11, 3.12 and 3.13, each in an environment of its own
-	@set -e; for version in $(PYTHONS); do sh tools/find_python.sh $$version >/dev/null; done
-	@set -e; for version in $(PYTHONS); do \
+# One that this machine has not is left out, which is said before and after the tests of the others.
+test-all-pythons: ## Run all tests on Python 3.11 to 3.14, as far as they are here, each in an environment of its own
+	@set -e; here=''; missing=''; for version in $(PYTHONS); do \
+	    if sh tools/find_python.sh $$version >/dev/null; then here="$$here $$version"; \
+	    else missing="$$missing $$version"; fi; \
+	done; \
+	[ -n "$$here" ] || exit 1; \
+	for version in $$here; do \
 	    echo "== Python $$version"; \
 	    $(MAKE) --no-print-directory test VENV=.venv-$$version FOR=$$version PYTHON=; \
-	done
+	done; \
+	[ -z "$$missing" ] || echo "Not tested, as they are not here: Python$$missing" >&2
 
 # On the oldest Python, for which all of them have wheels. TESTS=tests runs all tests.
 test-lowest: ## Run the unit tests with the lowest version of each package that pyproject.toml allows

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Prints the newest Python that can make a virtual environment for this project, or says what is missing and fails.
 #
-#     sh tools/find_python.sh             any of 3.13, 3.12, 3.11, or a newer python3
+#     sh tools/find_python.sh             any of 3.14, 3.13, 3.12, 3.11, or a newer python3
 #     sh tools/find_python.sh 3.12        that version only
 #
 # PYTHON=/path/to/python overrides the search. A candidate is not believed by its name: a shim of a version manager
@@ -40,7 +40,7 @@ $(ls -d "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$wanted".*/bin/python3 2>/dev/nu
 $(ls -d "${XDG_DATA_HOME:-$HOME/.local/share}"/uv/python/cpython-"$wanted".*/bin/python3 2>/dev/null)
 python3"
 else
-    candidates="python3.13 python3.12 python3.11 python3 python"
+    candidates="python3.14 python3.13 python3.12 python3.11 python3 python"
 fi
 
 for candidate in $candidates; do

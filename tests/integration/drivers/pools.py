@@ -14,6 +14,10 @@ from pathlib import Path
 import taskgraph as tg
 
 
+def magnitude(number: int) -> int:
+    return abs(number)
+
+
 class Pools(tg.Task, state=["total"]):
     """Each has a pool and memory that it forgets; task 0 starts a program that is to go on by itself.
 
@@ -39,7 +43,7 @@ class Pools(tg.Task, state=["total"]):
         if epoch.number == 0 and self.task_id == 0:
             program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
             (self.folder / f"goes-on-{program.pid}").touch()
-        outs.put("x", self.pool.submit(abs, -epoch.number).result())
+        outs.put("x", self.pool.submit(magnitude, -epoch.number).result())
         died = self.folder / "died"
         if self.dies and epoch.number == 2 and self.task_id == 1 and not died.exists():
             died.touch()
