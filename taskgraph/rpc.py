@@ -20,6 +20,7 @@ import os
 import threading
 import traceback
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -125,9 +126,32 @@ async def answered(call: Awaitable[T], timeout_s: float) -> T:
 
 async def within(work: asyncio.Future[Any], timeout_s: float | None) -> bool:
     """Whether it is done in time: by what came, and not by when the event loop, which may have stood still, read it."""
-    if not (await asyncio.wait([work], timeout=timeout_s))[0]:
-        await asyncio.wait([work], timeout=_MORE_S)
+    if not work.done():
+        await _until(work, timeout_s)
+    if not work.done():
+        await _until(work, _MORE_S)
     return work.done()
+
+
+async def _until(work: asyncio.Future[Any], timeout_s: float | None) -> None:
+    """Returns when it is done, or the time is over. As `asyncio.wait`, whose frame has the task that waits since Python
+    3.14: one that is cancelled there is in a cycle, with the channel of its call."""
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
+    wake = partial(_set, over)
+    work.add_done_callback(wake)
+    timer = None if timeout_s is None else loop.call_later(timeout_s, _set, over)
+    try:
+        await over
+    finally:
+        if timer is not None:
+            timer.cancel()
+        work.remove_done_callback(wake)
+
+
+def _set(future: asyncio.Future[None], _: object = None) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _before_fork() -> None:
