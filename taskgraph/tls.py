@@ -137,7 +137,15 @@ class Tls:
                     continue
         except ssl.SSLError as error:
             name = f"; others reach this node as {host!r}" if "mismatch" in str(error) else ""
-            raise _unusable(self.cert, _why(error) + name) from error
+            raise _unusable(self._in_error(error), _why(error) + name) from error
+
+    def _in_error(self, error: ssl.SSLError) -> Path:
+        """The file that has what was refused: of an authority that has ended OpenSSL says what it says of ours."""
+        if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _OF_ANOTHER_TIME:
+            authority, _ = spans(read_pem(self.ca), read_pem(self.cert))
+            if authority is not None and not authority.begins <= time.time() < authority.ends:
+                return self.ca
+        return self.cert
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For a gRPC server, which asks before each handshake whether the files were renewed.

@@ -32,8 +32,8 @@ def files(folder: Path) -> Tls:
     return Tls(folder / CA, folder / CERT, folder / KEY)
 
 
-def issued(folder: Path, authority: str, leaf: str) -> Tls:
-    """Files whose keys are of these kinds."""
+def issued(folder: Path, authority: str, leaf: str, ended: str = "") -> Tls:
+    """Files whose keys are of these kinds, and one of which ("ca", "leaf") may have ended."""
     now = datetime.datetime.now(datetime.UTC)
     names = {kind: x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, kind)]) for kind in ("ca", "leaf")}
     ca_key, key = KEYS[authority](), KEYS[leaf]()
@@ -44,7 +44,7 @@ def issued(folder: Path, authority: str, leaf: str) -> Tls:
             x509.CertificateBuilder()
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(hours=-1 if kind == ended else 24))
             .subject_name(names[kind])
             .issuer_name(names["ca"])
             .public_key(own.public_key())
@@ -159,6 +159,14 @@ async def test_keys_that_grpc_does_not_take_are_told_by_who_has_them(authority: 
         await ControlServer(EventLog("n1"), TOKEN).start(tcp_host="localhost", tls=tls)
     with pytest.raises(TransportError, match=told):
         ControlClient("localhost:1", TOKEN, tls)
+
+
+@pytest.mark.parametrize(("ended", "file"), [("ca", CA), ("leaf", CERT)])
+def test_of_an_authority_that_has_ended_its_own_file_is_named(ended: str, file: str, tmp_path: Path) -> None:
+    """It was said of the certificate, which was to be renewed in vain."""
+    tls = issued(tmp_path / "files", "P-256", "P-256", ended)
+    with pytest.raises(TransportError, match=rf"/{file} cannot be used: certificate has expired"):
+        tls.check("localhost")
 
 
 @pytest.mark.parametrize("marked", [CA, CERT, KEY])
