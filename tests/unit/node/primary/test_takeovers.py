@@ -7,14 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_kit import Counting, Gated, die, gated, holder, job, play, told
+from cluster_kit import Counting, Gated, die, gated, holder, job, paused, play, told
 
 import taskgraph as tg
+from taskgraph.errors import Refused
 from taskgraph.graph.values import encode
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.protocol.boundaries import Boundary
-from taskgraph.protocol.messages import Stamp
+from taskgraph.protocol.messages import HandOver, Stamp
 
 __all__ = ["gated"]
 
@@ -36,6 +37,36 @@ def test_of_two_backups_that_see_a_death_the_later_one_looks_again(gated: type[G
         assert len(told(cluster, "takeover")) == 1
 
     play(job(gated, tasks=1, backups=2), scenario, nodes=3)
+
+
+def test_a_hand_over_that_is_not_of_now_or_to_a_node_that_cannot_is_refused(gated: type[Gated]) -> None:
+    """Its sender asked long ago: by now the task has another term, or is amid an epoch."""
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        backup = next(node for node in cluster.nodes if node is not first)
+        view = first.keeper.view
+        at, term = view.stamp, view.term(0)
+        assert at is not None and at.epoch > 0
+        now = HandOver(at, 0, term)
+
+        async def refused(message: HandOver) -> None:
+            with pytest.raises(Refused, match="cannot take over task 0"):
+                await backup.takeovers.hand_over(message)
+
+        await refused(HandOver(Stamp(at.attempt, at.epoch - 1), 0, term))
+        await refused(HandOver(at, 0, term - 1))
+        async with paused(backup):
+            await refused(now)
+        backup.draining = True
+        await refused(now)
+        backup.draining = False
+        assert not told(cluster, "takeover")
+        gated.gate.set()
+        return await cluster.result()
+
+    assert play(job(gated, tasks=1), scenario, nodes=2).values == {0: 3}
 
 
 class Stands(Counting, state=["total"]):
