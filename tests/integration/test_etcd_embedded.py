@@ -203,21 +203,55 @@ async def test_it_does_not_start_where_it_may_not_have_enough(cli: Cli, limit: i
 async def test_a_panic_of_its_is_told_by_its_cause_and_without_stacks(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As etcd 3.5 says it of a disk that is full, behind whatever it said before."""
+    """As etcd 3.5 says it of data that it may not open, behind whatever it said before."""
     stack = "\\n".join(f"go.etcd.io/etcd/server/v3/embed.F{number}" for number in range(60))
-    panic = f'{{"level":"panic","msg":"failed to create WAL","error":"no space left on device","stacktrace":"{stack}"}}'
+    panic = f'{{"level":"panic","msg":"failed to create WAL","error":"permission denied","stacktrace":"{stack}"}}'
     calls = "\n".join(f"go.etcd.io/etcd/server/v3/embed.F{number}(0xc000010000)" for number in range(60))
-    log = temporary / "log"
     said = ("an earlier line " * 2000, panic, "panic: failed to create WAL", "", "goroutine 1 [running]:", calls, "")
-    log.write_text("\n".join(said))
-    fake = temporary / "etcd"
-    fake.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {find_etcd()} --version\ncat {log} >&2\nexit 2\n')
-    fake.chmod(0o700)
-    monkeypatch.setenv("PATH", str(temporary), prepend=os.pathsep)
+    fake = _etcd_that_says("\n".join(said), temporary, monkeypatch)
     with pytest.raises(CoordinationError) as raised:
         await EmbeddedEtcd().start()
-    cause = "failed to create WAL (error: no space left on device)\npanic: failed to create WAL"
+    cause = "failed to create WAL (error: permission denied)\npanic: failed to create WAL"
     assert str(raised.value) == f"etcd ({fake}) did not start: {cause}"
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("write db: no space left on device", "TMPDIR"),
+        ("write db: disk quota exceeded", "TMPDIR"),
+        ("write db: file too large", "ulimit -f"),
+        ("cannot allocate memory", "ulimit -u"),
+    ],
+)
+async def test_what_to_do_is_said_where_its_data_finds_no_room(
+    error: str, remedy: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As etcd 3.5 says it where the directory for temporary files is full, or a limit of the process is reached."""
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    said = (
+        '{"level":"warn","msg":"simple token is not cryptographically signed"}',
+        f'{{"level":"panic","msg":"failed to open database","error":"{error}"}}',
+        "panic: failed to open database",
+    )
+    fake = _etcd_that_says("\n".join(said), temporary, monkeypatch)
+    with pytest.raises(CoordinationError) as raised:
+        await EmbeddedEtcd().start()
+    told = str(raised.value)
+    assert told.startswith(f"etcd ({fake}) did not start: failed to open database (error: {error}): ")
+    assert remedy in told and "\n" not in told
+    assert str(temporary) in told.partition(error)[2] or remedy == "ulimit -u"
+
+
+def _etcd_that_says(said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An etcd on PATH that does not start, and says this."""
+    log = folder / "log"
+    log.write_text(said)
+    fake = folder / "etcd"
+    fake.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {find_etcd()} --version\ncat {log} >&2\nexit 2\n')
+    fake.chmod(0o700)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return fake
 
 
 async def test_ports_that_are_taken_again_and_again_are_said(
