@@ -187,8 +187,5 @@ class Transport(Protocol):
     async def probe(self, peer: Peer, *, timeout_s: float) -> None:
         """Returns if the peer's process listens and answers the hello; raises PeerGone or PeerLost."""
 
-    def forget(self, node: str) -> None:
-        """Closes sessions with a node that is gone; calls under way raise PeerLost."""
-
     async def close(self) -> None:
         """Says goodbye to every peer (they see no loss), stops listening, removes socket files."""

@@ -97,14 +97,6 @@ class MemoryNetwork:
             if (transport := self._nodes.get(here)) is not None:
                 self._after_turns(self._turns(), transport, there)
 
-    def _forgotten(self, transport: MemoryTransport, node: str) -> None:
-        """`transport` wants nothing of `node` any more: only the other side sees a loss."""
-        if frozenset((transport.node, node)) not in self._sessions:
-            return
-        self._part(transport.node, node, f"node {transport.node} has forgotten node {node}")
-        if (other := self._nodes.get(node)) is not None:
-            self._after_turns(self._turns(), other, transport.node)
-
     def _after_turns(self, turns: int, transport: MemoryTransport, lost: str) -> None:
         loop = asyncio.get_running_loop()
         if turns:
@@ -213,9 +205,6 @@ class MemoryTransport:
         if peer.node != self.node:
             await self._network._travel()
             self._network._find(self.node, peer.node)
-
-    def forget(self, node: str) -> None:
-        self._network._forgotten(self, node)
 
     # Serving.
 

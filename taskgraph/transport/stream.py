@@ -432,14 +432,6 @@ class StreamTransport:
             raise PeerLost(f"node {peer.node}: {dialled.late(timeout_s)}", connected=dialled.connected) from None
         session.goodbye()
 
-    def forget(self, node: str) -> None:
-        dial = self._dials.pop(node, None)
-        if dial is not None:
-            dial.cancel()
-        for session in self._open.pop(node, set()):
-            session.clean = True  # nobody needs to be told
-            session.abort()
-
     # Dialling.
 
     async def _session(self, peer: Peer) -> DialledSession:

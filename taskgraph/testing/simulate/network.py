@@ -227,10 +227,10 @@ class SimNetwork:
         if transport is not None:
             transport.ended(connection, why, clean=clean)
 
-    def close_end(self, connection: _Connection, node: str, *, clean: bool, why: str) -> None:
-        """An end closes by itself, and the other one is told."""
+    def close_end(self, connection: _Connection, node: str, why: str) -> None:
+        """An end says goodbye, and the other one is told."""
         if connection.open[node]:
-            self.tell_end(connection, connection.other(node), why, clean=clean)
+            self.tell_end(connection, connection.other(node), why, clean=True)
             self._end(connection, node, why, clean=True)
 
 
@@ -267,7 +267,7 @@ class SimTransport:
     async def close(self) -> None:
         if not self._down:
             for connection in [c for connections in self._open.values() for c in connections]:
-                self.network.close_end(connection, self.node, clean=True, why=f"node {self.node} said goodbye")
+                self.network.close_end(connection, self.node, f"node {self.node} said goodbye")
             self.network.transports.pop(self.node, None)
             self.vanish("this node's transport is closed")
         await self._tasks.close()
@@ -390,7 +390,7 @@ class SimTransport:
                 try:
                     await greeted
                 except BaseException:
-                    network.close_end(connection, self.node, clean=True, why="the hello was given up")
+                    network.close_end(connection, self.node, "the hello was given up")
                     raise
                 finally:
                     connection.pending.pop(0, None)
@@ -430,14 +430,7 @@ class SimTransport:
                 connection = await self._hello(peer.node, probe=True)
         except TimeoutError:
             raise PeerLost(f"node {peer.node} did not answer a hello within {timeout_s} s") from None
-        self.network.close_end(connection, self.node, clean=True, why="a probe")
-
-    def forget(self, node: str) -> None:
-        dial = self._dials.pop(node, None)
-        if dial is not None:
-            dial.cancel()
-        for connection in list(self._open.get(node, ())):
-            self.network.close_end(connection, self.node, clean=False, why=f"node {self.node} has forgotten us")
+        self.network.close_end(connection, self.node, "a probe")
 
     # -- serving ----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOB, TOKEN, Node, pull, turns_until
+from transport_kit import JOB, TOKEN, Node, forget, pull, stream_of, turns_until
 
 from taskgraph.device import buffers, pinning, shared, staging
 from taskgraph.errors import PeerLost, Refused
@@ -167,7 +167,7 @@ class Fuzz:
             if self.rng.random() < 0.3:
                 asyncio.get_running_loop().call_later(self.rng.random() / 200, call.cancel)
         elif what < 0.84:
-            node.transport.forget(other.name)
+            forget(node, other.name)
         elif what < 0.9:
             trim(node)
         elif what < 0.94:
@@ -225,11 +225,6 @@ class Fuzz:
         assert not memories and not copies and not self.soft.registered
         assert not staging._queued and not buffers._kept
         assert not self.soft.misuses and not self.soft.waits_on_loops and not self.soft.calls_on_loops
-
-
-def stream_of(node: Node) -> StreamTransport:
-    assert isinstance(node.transport, StreamTransport)
-    return node.transport
 
 
 def trim(node: Node) -> None:

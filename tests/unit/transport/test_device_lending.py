@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOB, TOKEN, Node, nodes_of_a_host, pull, turns_until
+from transport_kit import JOB, TOKEN, Node, forget, nodes_of_a_host, pull, stream_of, turns_until
 
 from taskgraph.device import shared
 from taskgraph.device.shared import IDLE_PART, SharedMemory
@@ -63,11 +63,6 @@ async def x_of(value: m.Encoded, soft: SoftDevice) -> np.ndarray:
     array = decode(value, device=soft)["x"]
     assert type(array) is SoftArray
     return await asyncio.to_thread(array.get)
-
-
-def stream_of(node: Node) -> StreamTransport:
-    assert isinstance(node.transport, StreamTransport)
-    return node.transport
 
 
 def lendings(node: Node) -> list[DeviceLending]:
@@ -418,7 +413,7 @@ async def test_a_session_that_ends_leaves_what_it_lent_alone(
     assert place is not None
     serves(producer, value)
     got = await pulled(consumer, producer)
-    producer.transport.forget("consumer")
+    forget(producer, "consumer")
     producer.at_once = lambda caller, call: None
     producer.served.clear()
     del value
@@ -443,7 +438,7 @@ async def test_what_a_lost_reader_at_the_end_of_a_chain_has_is_given_to_nobody(
     serves(producer, value)
     serves(consumer, await pulled(consumer, producer))
     got = await pulled(other, consumer)
-    consumer.transport.forget("other")
+    forget(consumer, "other")
     await turns_until(lambda: not lendings(consumer))
     consumer.at_once = producer.at_once = lambda caller, call: None
     consumer.served.clear()

@@ -14,7 +14,19 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from transport_kit import Cluster, Node, cluster_of, digest_of, encoded, item, pack_whole, pull, turns_until
+from transport_kit import (
+    Cluster,
+    Node,
+    cluster_of,
+    digest_of,
+    encoded,
+    forget,
+    item,
+    pack_whole,
+    pull,
+    stream_of,
+    turns_until,
+)
 
 from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.graph.blocks import Block, block_behind
@@ -26,7 +38,6 @@ from taskgraph.transport.lending import Borrowing, Lending
 from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
 from taskgraph.transport.segments import Pool
 from taskgraph.transport.session import Session
-from taskgraph.transport.stream import StreamTransport
 
 MIB = 1 << 20
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory is lent on Linux only")
@@ -36,11 +47,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared 
 async def host(folder: Path) -> AsyncIterator[Cluster]:
     async with cluster_of("unix", folder) as cluster:
         yield cluster
-
-
-def stream_of(node: Node) -> StreamTransport:
-    assert isinstance(node.transport, StreamTransport)
-    return node.transport
 
 
 def sessions(node: Node) -> list[Session]:
@@ -222,7 +228,7 @@ async def test_what_a_lost_reader_did_not_give_back_is_never_written_again(host:
     elif how == "goodbye":
         await b.transport.close()
     else:
-        a.transport.forget(b.name)
+        forget(a, b.name)
     await turns_until(lambda: not sessions(a))
     holder.drop()
     a.served.clear()

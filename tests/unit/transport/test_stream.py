@@ -20,7 +20,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transport_kit import JOB, TOKEN, Cluster, Node, cluster_of, encoded, item, pack_whole, pull, turns_until, verify
+from transport_kit import (
+    JOB,
+    TOKEN,
+    Cluster,
+    Node,
+    cluster_of,
+    encoded,
+    forget,
+    item,
+    pack_whole,
+    pull,
+    turns_until,
+    verify,
+)
 
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Allocate
@@ -129,7 +142,7 @@ async def test_a_dial_that_is_given_up_right_when_it_is_made_leaves_no_session(
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
             made.append(self)
-            a.transport.forget(b.name)
+            forget(a, b.name)
 
     monkeypatch.setattr(stream, "DialledSession", GivenUp)
     with pytest.raises(PeerLost, match="given up"):
@@ -148,14 +161,14 @@ async def test_sessions_that_end_while_they_are_dialled_leave_nothing(streams: C
     assert isinstance(a.transport, StreamTransport) and isinstance(b.transport, StreamTransport)
     for turns in range(14):
         for ends in ("caller", "callee", "call", "sockets"):
-            a.transport.forget(b.name)
+            forget(a, b.name)
             call = asyncio.ensure_future(a.call(b, SEAL))
             for _ in range(turns):
                 await asyncio.sleep(0)
             if ends == "caller":
-                a.transport.forget(b.name)
+                forget(a, b.name)
             elif ends == "callee":
-                b.transport.forget(a.name)
+                forget(b, a.name)
             elif ends == "call":
                 call.cancel()
             else:
@@ -164,7 +177,7 @@ async def test_sessions_that_end_while_they_are_dialled_leave_nothing(streams: C
             await asyncio.wait([call])
             if not call.cancelled() and (error := call.exception()) is not None:
                 assert isinstance(error, PeerLost)
-    a.transport.forget(b.name)
+    forget(a, b.name)
     await turns_until(lambda: not sessions_of(a.transport) and not sessions_of(b.transport))
     assert await a.call(b, SEAL) == m.Accepted(1)
 
@@ -857,7 +870,7 @@ async def test_a_peer_that_accepts_and_says_nothing_is_lost_in_time(folder: Path
                 await a.transport.probe(peer, timeout_s=0.05)
             waiting = asyncio.ensure_future(a.call(peer, SEAL))
             await asyncio.sleep(0)
-            a.transport.forget("x")
+            forget(a, "x")
             with pytest.raises(PeerLost, match="given up"):
                 await waiting
 

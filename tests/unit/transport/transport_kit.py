@@ -264,3 +264,18 @@ async def turns_until(condition: Callable[[], object], what: str = "it") -> None
                 await asyncio.sleep(0)
     except TimeoutError:
         raise AssertionError(f"waited in vain for {what}") from None
+
+
+def stream_of(node: Node) -> StreamTransport:
+    assert isinstance(node.transport, StreamTransport)
+    return node.transport
+
+
+def forget(node: Node, other: str) -> None:
+    """Ends what `node` has open to another one, or dials: only the other side sees a loss."""
+    transport = stream_of(node)
+    if (dial := transport._dials.pop(other, None)) is not None:
+        dial.cancel()
+    for session in transport._open.pop(other, set()):
+        session.clean = True
+        session.abort()
