@@ -20,6 +20,7 @@ from taskgraph.node.membership.registration import Registration
 from taskgraph.node.node import Node, Point
 from taskgraph.node.reconciler import Reconciler
 from taskgraph.protocol.kv import Put, Txn, TxnResult
+from taskgraph.protocol.messages import RequestRestart, Stamp
 from taskgraph.testing.clock import FastForwardLoop
 from taskgraph.testing.threads import LockStepThreads
 
@@ -298,3 +299,15 @@ def change_leader(cluster: InProcessCluster) -> None:
 def told(cluster: InProcessCluster, kind: str) -> list[str]:
     """The texts of the events of one kind, in order."""
     return [event.text for event in cluster.events if event.kind == kind]
+
+
+async def restart(cluster: InProcessCluster, stamp: Stamp) -> None:
+    """Somebody asks for it, and the leader has written it."""
+    leader = holder(cluster, 0)
+    await leader.router.to_primary(0, lambda: RequestRestart(stamp, 1, "a test asks for it"), timeout_s=1.0)
+    await until_attempt(leader, stamp.attempt + 1)
+
+
+async def until_attempt(node: Node, attempt: int) -> None:
+    """The node sees that attempt of the job, or a later one."""
+    await node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.attempt >= attempt)

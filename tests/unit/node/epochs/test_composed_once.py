@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import pytest
-from cluster_kit import holder, play
+from cluster_kit import play, restart
 from flight_kit import at_work
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.protocol.messages import RequestRestart, Stamp
+from taskgraph.protocol.messages import Stamp
 
 EPOCHS = 8
 
@@ -261,9 +261,7 @@ def test_every_attempt_composes_anew(in_flight: int) -> None:
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         await reached.wait()
         await asyncio.sleep(3)  # until all before it is committed
-        stamp = at_work(cluster)
-        leader = holder(cluster, 0)
-        await leader.router.to_primary(0, lambda: RequestRestart(stamp, 1, "a test asks for it"), timeout_s=1.0)
+        await restart(cluster, at_work(cluster))
         found = await cluster.result()
         assert found.restarts == 1
         return found

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from functools import partial
 from pathlib import Path
 
 import pytest
-from cluster_kit import holder, play, set_up_when_offered, told
+from cluster_kit import holder, play, restart, set_up_when_offered, told, until_attempt
 from flight_kit import Early, Script, at_work, early, job, stamps, whole
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.protocol.messages import RequestRestart, Stamp
-from taskgraph.protocol.view import JobView
+from taskgraph.protocol.messages import Stamp
 
 __all__ = ["early", "set_up_when_offered"]
 
@@ -221,17 +219,6 @@ async def test_a_thread_of_an_epoch_that_was_given_up_and_does_not_return_ends_t
 # -- the end of an attempt ----------------------------------------------------------------------------
 
 
-def _in_attempt(attempt: int, view: JobView) -> bool:
-    return view.stamp is not None and view.stamp.attempt >= attempt
-
-
-async def restart(cluster: InProcessCluster, stamp: Stamp) -> None:
-    """Somebody asks for it, and the leader has written it."""
-    leader = holder(cluster, 0)
-    await leader.router.to_primary(0, lambda: RequestRestart(stamp, 1, "a test asks for it"), timeout_s=1.0)
-    await leader.keeper.wait_until(partial(_in_attempt, stamp.attempt + 1))
-
-
 def test_a_restart_ends_all_epochs_in_flight(early: type[Early]) -> None:
     script = early.script
     script.hold("early", 0, 3)
@@ -322,7 +309,7 @@ def test_a_roll_back_ends_all_epochs_in_flight(early: type[Early], tmp_path: Pat
         script.came.clear()
         cluster.crash(lost.id)
         cluster.add()
-        await kept.keeper.wait_until(partial(_in_attempt, 2))
+        await until_attempt(kept, 2)
         await script.until("early", 0, 5)
         await asyncio.sleep(3)
         assert {stamp.attempt for stamp in stamps(cluster, 0)} == {2}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 import pytest
-from cluster_kit import Counting, blindable, eyes, holder, play
+from cluster_kit import Counting, blindable, eyes, holder, play, restart, until_attempt
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.protocol.messages import RequestRestart, Stamp
-from taskgraph.protocol.view import JobView
+from taskgraph.protocol.messages import Stamp
 
 __all__ = ["blindable"]
 
@@ -33,17 +31,6 @@ class Reporting(Counting, state=["total"]):
 
 def job(builder: type[Reporting]) -> tg.Job:
     return tg.Job(tasks=2, epochs=EPOCHS, builder=lambda _: builder(), backups=1, settings=AHEAD)
-
-
-def _in_attempt(attempt: int, view: JobView) -> bool:
-    return view.stamp is not None and view.stamp.attempt >= attempt
-
-
-async def restart(cluster: InProcessCluster, stamp: Stamp) -> None:
-    """Somebody asks for it, and the leader has written it."""
-    leader = holder(cluster, 0)
-    await leader.router.to_primary(0, lambda: RequestRestart(stamp, 1, "a test asks for it"), timeout_s=1.0)
-    await leader.keeper.wait_until(partial(_in_attempt, stamp.attempt + 1))
 
 
 def test_an_epoch_that_is_worked_through_and_not_done_is_not_waited_for_after_a_restart() -> None:
@@ -98,7 +85,7 @@ def test_who_reads_a_commit_and_a_restart_at_once_goes_back_to_the_boundary() ->
         boundaries = late.roles.replicas[1].boundaries
         assert {boundary.stamp.attempt for boundary in boundaries.pending} == {1}
         eyes(late).see()
-        await late.keeper.wait_until(partial(_in_attempt, 2))
+        await until_attempt(late, 2)
         await asyncio.sleep(1.0)
         assert not [boundary for boundary in boundaries.pending if boundary.stamp.attempt == 1], "nobody needs them"
         asked.set()

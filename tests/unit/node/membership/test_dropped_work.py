@@ -5,34 +5,24 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import holder, job, play, told
+from cluster_kit import Counting, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.results import JobResult
 
 
-class Slow(tg.Task, state=["total"]):
+class Slow(Counting, state=["total"]):
     """Of the task `stuck`, the first compute of epoch 1 never ends."""
 
-    total: int
     stuck: int
     reached: asyncio.Event
-
-    def setup(self) -> None:
-        self.total = 0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.count)
 
     async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         if self.task_id == self.stuck and epoch.number == 1 and not self.reached.is_set():
             self.reached.set()
             await asyncio.Event().wait()
-        self.total += 1
-
-    def result(self) -> int:
-        return self.total
+        await super().count(epoch, ins, outs)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -24,18 +24,7 @@ __all__ = ["gated"]
 tearing_down: list[int] = []
 
 
-class Slow(tg.Task, state=["total"]):
-    total: int
-
-    def setup(self) -> None:
-        self.total = 0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.count)
-
-    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.total += 1
-
+class Slow(Counting, state=["total"]):
     async def teardown(self) -> None:
         tearing_down.append(self.task_id)
         await asyncio.sleep(1)

@@ -18,26 +18,16 @@ from taskgraph.results import JobResult
 __all__ = ["blindable"]
 
 
-class Slow(tg.Task, state=["total"]):
+class Slow(Counting, state=["total"]):
     """Task 1's first compute of epoch 1 never ends."""
 
-    total: int
     reached: asyncio.Event
-
-    def setup(self) -> None:
-        self.total = 0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.count)
 
     async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         if self.task_id == 1 and epoch.number == 1 and not self.reached.is_set():
             self.reached.set()
             await asyncio.Event().wait()
-        self.total += 1
-
-    def result(self) -> int:
-        return self.total
+        await super().count(epoch, ins, outs)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from cluster_kit import job, play, told
+from cluster_kit import Counting, job, play, told
 
 import taskgraph as tg
 from taskgraph.checkpoint.places import Bytes, Directory
@@ -18,20 +18,12 @@ from taskgraph.launch.inprocess import InProcessCluster
 TASKS = 3
 
 
-class Paced(tg.Task, state=["total"]):
+class Paced(Counting, state=["total"]):
     """Its epochs take some of the loop's time."""
-
-    total: int
-
-    def setup(self) -> None:
-        self.total = 0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.count)
 
     async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         await asyncio.sleep(0.05)
-        self.total += 1
+        await super().count(epoch, ins, outs)
 
 
 class Room:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import IN_STEP, Gated, gated, holder, job, play
+from cluster_kit import IN_STEP, Counting, Gated, gated, holder, job, play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
@@ -13,17 +13,11 @@ from taskgraph.launch.inprocess import InProcessCluster
 __all__ = ["gated"]
 
 
-class Deaf(tg.Task, state=["total"]):
+class Deaf(Counting, state=["total"]):
     """Task 1's epoch 3, the first time it is computed: goes on for 60 s whatever cancels it, and then writes."""
 
     deaf: asyncio.Event
     heard: asyncio.Event
-
-    def setup(self) -> None:
-        self.total = 0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.count)
 
     async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         cls, loop = type(self), asyncio.get_running_loop()
@@ -37,10 +31,7 @@ class Deaf(tg.Task, state=["total"]):
                     cls.heard.set()
             self.total += 1000
             return
-        self.total += 1
-
-    def result(self) -> int:
-        return self.total
+        await super().count(epoch, ins, outs)
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["no restart before", "after a restart"])
