@@ -202,7 +202,7 @@ class World:
             known = self.nodes[node.id]
             if not known.dead:
                 self.transcript.add(node.id, "ended", str(error))
-                self.say_gone(node.id)
+                self.say_gone(node.id, "it ended")
         except NotSetUp as error:
             self.transcript.add(node.id, "ended", str(error))
             self.transcript.state("a node ended that could not set up a backup")
@@ -230,10 +230,10 @@ class World:
             self.transcript.add("check", "VIOLATION", str(error))
             self.failed.set_exception(error)
 
-    def say_gone(self, node_id: str) -> None:
+    def say_gone(self, node_id: str, why: str) -> None:
         """A launcher says that a node's process is gone."""
         key = self.keys.gone(node_id)
-        record = GoneRecord(reason="it ended", writer="launcher")
+        record = GoneRecord(reason=why, writer="launcher")
         txn = Txn(compares=(Compare(key, 0),), success=(Put(key, record.to_bytes()),))
         self.etcd.arrive(lambda: void(self.etcd.store.execute(txn)))
 
