@@ -28,7 +28,8 @@ from taskgraph.listening import NOWHERE, Listening
 from taskgraph.node.membership.failing import culprit_text, memory_text
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult, waits_text
-from taskgraph.protocol.records import GoneRecord, State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, State, StatusRecord, name_of
+from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 
@@ -204,12 +205,16 @@ class Supervisor:
         return status.record if status else StatusRecord(state=State.CANCELLED, reason=DELETED)
 
     async def _nobody_left(self) -> None:
-        """Raises JobFailed when every node started here ended and none started elsewhere is registered."""
+        """Raises JobFailed when every node started here ended and none started elsewhere is there, or may come back."""
         await self._all_ended.wait()
-        run = self._spec.run
-        await self._follower.keeper.refresh()  # what a watch tells, a re-read also finds
-        await self._follower.keeper.wait_until(lambda view: not view.live_nodes(run), structure=True)
-        await asyncio.sleep(_ALL_ENDED_S)  # they may have ended because the job did: its end is read meanwhile
+        keeper, run = self._follower.keeper, self._spec.run
+        await keeper.refresh()  # what a watch tells, a re-read also finds
+        while True:
+            await keeper.wait_until(lambda view: not view.live_nodes(run), structure=True)
+            await self._absent_ones()
+            await asyncio.sleep(_ALL_ENDED_S)  # they may have ended because the job did: its end is read meanwhile
+            if not keeper.view.live_nodes(run):
+                break
         what = "nobody is left to go on"
         if self._follower.view.collected:
             raise JobFailed(await self._others_text(), job=self._spec.name)
@@ -217,9 +222,36 @@ class Supervisor:
             what = (
                 f"its results, of a job that had finished, with them ({self._follower.unreachable or 'not asked for'})"
             )
-        reason = f"every node has ended, {what}{self._follower.way_on('; ')}\n{_tails(self._nodes)}"
+        silent = f" or was not heard of for {self._lost_after_s:g} s" if self._absent(keeper.view) else ""
+        reason = f"every node has ended{silent}, {what}{self._follower.way_on('; ')}\n{_tails(self._nodes)}"
         await self._try_to_end(reason, State.FAILED)
         raise JobFailed(reason, job=self._spec.name)
+
+    async def _absent_ones(self) -> None:
+        """Waits for nodes of other launchers whose keys are gone: what paused, a host or etcd, comes back with them."""
+        keeper, run = self._follower.keeper, self._spec.run
+        absent = self._absent(keeper.view)
+        if not absent:
+            return
+        log.warning(
+            "every node started here has ended, and the key of %s is gone: waiting %g s for it to come back",
+            ", ".join(map(name_of, absent)),
+            self._lost_after_s,
+        )
+        back = keeper.wait_until(lambda view: bool(view.live_nodes(run)) or not self._absent(view), structure=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._lost_after_s):
+                await back
+
+    def _absent(self, view: JobView) -> list[str]:
+        """Nodes started elsewhere that hold a task and are not registered, and that nobody declared gone."""
+        holders = {known.record.node for known in view.primaries.values()}
+        holders |= {node for task in view.primaries for node in view.in_sync(task)}
+        return sorted(holders - view.nodes.keys() - view.gone.keys() - self._nodes.ids())
+
+    @property
+    def _lost_after_s(self) -> float:
+        return float(self._spec.settings.get("lost_after_s", Settings().lost_after_s))
 
     async def _others_text(self) -> str:
         """That the job has finished, and its results are not ours: what became of them."""

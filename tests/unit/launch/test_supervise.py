@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ from taskgraph.node.config import NodeConfig
 from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn
-from taskgraph.protocol.records import NodeRecord, Ran, State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, NodeRecord, PrimaryRecord, Ran, State, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.task import Task
@@ -387,6 +388,65 @@ async def test_a_run_whose_nodes_have_ended_reads_what_its_watch_does_not_tell(m
             async with asyncio.timeout(5):
                 await job._result()
     finally:
+        await follower.stop()
+
+
+@pytest.mark.parametrize("becomes", ["back", "gone", "nothing"])
+async def test_a_node_of_another_launcher_whose_key_is_gone_may_come_back(
+    becomes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a pause of its host, or of etcd, had cost it its lease, a run whose own nodes had ended failed the job."""
+    monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
+    lost_after_s = 0.3 if becomes == "nothing" else 1000.0
+    spec = dataclasses.replace(SPEC, settings={**SPEC.settings, "lost_after_s": lost_after_s})
+    etcd, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
+    await submit(etcd, spec)
+    primary = PrimaryRecord(node="n3-1", term=2, stateful=True, writer="n3-1:1")
+    await etcd.txn(Txn(success=(Put(keys.primary(0), primary.to_bytes()),)))
+    node = NodeRecord(name="n3", run=spec.run, host="", pid=1, endpoints=(), control="", fingerprint="", lease=0)
+    then = {
+        "back": Put(keys.node("n3-1"), node.to_bytes()),
+        "gone": Put(keys.gone("n3-1"), GoneRecord(reason="killed", writer="launcher").to_bytes()),
+    }
+    follower = Collector(etcd, spec, b"")
+    await follower.start()
+    job = Supervisor(spec, ENTRY, etcd, follower, Hooks())
+    job._all_ended.set()
+    ends = asyncio.ensure_future(job._nobody_left())
+    try:
+        await asyncio.sleep(0.1)
+        assert not ends.done() and follower.view.running
+        if becomes in then:
+            await etcd.txn(Txn(success=(then[becomes],)))
+        if becomes == "back":
+            await asyncio.sleep(0.1)
+            assert not ends.done() and follower.view.running
+            return
+        silent = " or was not heard of for 0.3 s" if becomes == "nothing" else ""
+        with pytest.raises(JobFailed, match=f"every node has ended{silent}, nobody is left to go on"):
+            await asyncio.wait_for(ends, 5)
+    finally:
+        ends.cancel()
+        await follower.stop()
+
+
+async def test_a_node_that_registers_in_the_last_moment_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.2)
+    etcd = MemoryCoordinator(MemoryStore())
+    await submit(etcd, SPEC)
+    follower = Collector(etcd, SPEC, b"")
+    await follower.start()
+    job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
+    job._all_ended.set()
+    ends = asyncio.ensure_future(job._nobody_left())
+    try:
+        await asyncio.sleep(0.05)
+        node = NodeRecord(name="n3", run=SPEC.run, host="", pid=1, endpoints=(), control="", fingerprint="", lease=0)
+        await etcd.txn(Txn(success=(Put(Keys("fit").node("n3-1"), node.to_bytes()),)))
+        await asyncio.sleep(0.4)
+        assert not ends.done() and follower.view.running
+    finally:
+        ends.cancel()
         await follower.stop()
 
 
