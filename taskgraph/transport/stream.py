@@ -440,7 +440,7 @@ class StreamTransport:
         if dial is None:
             dial = self.tasks.spawn(self._dial(peer, _Dialled(), probe=False), name=f"dial {peer.node}")
             self._dials[peer.node] = dial
-            dial.add_done_callback(lambda done: self._dialled_or_not(peer.node, done))
+            dial.add_done_callback(lambda _: self._dials.pop(peer.node))
         await asyncio.wait((dial,))
         if dial.cancelled():
             raise PeerLost(f"dialling node {peer.node} was given up")
@@ -448,10 +448,6 @@ class StreamTransport:
         if isinstance(error, (PeerGone, PeerLost)):
             raise type(error)(str(error)) from error  # its own instance for each caller
         return dial.result()
-
-    def _dialled_or_not(self, node: str, dial: asyncio.Task[DialledSession]) -> None:
-        if self._dials.get(node) is dial:
-            del self._dials[node]
 
     async def _dial(self, peer: Peer, dialled: _Dialled, *, probe: bool) -> DialledSession:
         """Tries the endpoints in order. Gone only if each one we can use says so."""

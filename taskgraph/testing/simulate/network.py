@@ -356,7 +356,7 @@ class SimTransport:
         dial = self._dials.get(node)
         if dial is None:
             dial = self._dials[node] = self._tasks.spawn(self._dial(node), name=f"dial {node}")
-            dial.add_done_callback(lambda done: self._dials.pop(node, None) if self._dials.get(node) is done else None)
+            dial.add_done_callback(lambda _: self._dials.pop(node))
         await asyncio.wait((dial,))
         if dial.cancelled():
             raise PeerLost(f"dialling node {node} was given up")

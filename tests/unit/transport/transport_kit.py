@@ -274,7 +274,7 @@ def stream_of(node: Node) -> StreamTransport:
 def forget(node: Node, other: str) -> None:
     """Ends what `node` has open to another one, or dials: only the other side sees a loss."""
     transport = stream_of(node)
-    if (dial := transport._dials.pop(other, None)) is not None:
+    if (dial := transport._dials.get(other)) is not None:
         dial.cancel()
     for session in transport._open.pop(other, set()):
         session.clean = True
