@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from lease_kit import lease_of
 
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.etcd import v3_pb2 as v3
@@ -95,22 +96,6 @@ async def entered(login: Login) -> str | None:
     """Logs in once."""
     await asyncio.wrap_future(login.begin(OPTIONS.endpoints[0]))
     return login.token
-
-
-def lease_of(login: Login, ttl_s: float = 0.1) -> EtcdLease:
-    async def revoke(_: int) -> None: ...
-
-    return EtcdLease(
-        OPTIONS,
-        7,
-        ttl_s=ttl_s,
-        stall_limit_s=60.0,
-        sent_at=time.monotonic(),
-        revoke=revoke,
-        forget=lambda _: None,
-        endpoint=OPTIONS.endpoints[0],
-        login=login,
-    )
 
 
 def test_what_a_login_may_take_is_doubled_whenever_it_was_too_short() -> None:
@@ -243,7 +228,7 @@ async def test_a_lease_takes_the_token_that_is_there_and_logs_in_where_it_is_ref
 ) -> None:
     login = Login(OPTIONS)
     await entered(login)
-    lease = lease_of(login)
+    lease = lease_of(OPTIONS, login)
     lease.start()
     try:
         began = time.monotonic()
@@ -266,7 +251,7 @@ async def test_a_lease_needs_no_login_where_etcd_looks_at_no_token_of_it(etcd: F
     login.refused(await entered(login))
     etcd.slow = threading.Event()
     login.begin(OPTIONS.endpoints[0])
-    lease = lease_of(login)
+    lease = lease_of(OPTIONS, login)
     lease.start()
     try:
         began = time.monotonic()
@@ -282,7 +267,7 @@ async def test_a_lease_needs_no_login_where_etcd_looks_at_no_token_of_it(etcd: F
 async def test_a_lease_waits_for_a_login_without_beginning_others_and_says_so(etcd: FakeEtcd) -> None:
     """After a third of its TTL it gave the login up, which etcd went on with, and began another one."""
     login, etcd.slow = Login(OPTIONS), threading.Event()
-    lease = lease_of(login)
+    lease = lease_of(OPTIONS, login)
     began = lease.valid_until()
     lease.start()
     try:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import grpc
 import pytest
+from lease_kit import lease_of
 
 from taskgraph.commands.certifying import make_certs
 from taskgraph.coordination import embedded
@@ -111,23 +112,11 @@ def test_a_lease_at_one_endpoint_stays_there() -> None:
 async def test_a_lease_waits_for_a_tls_file_that_is_being_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def revoke(_: int) -> None: ...
-
     def said() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == EtcdLease.__module__]
 
     options = EtcdOptions.make("127.0.0.1:1", ca=tmp_path / "made" / "ca.pem")
-    lease = EtcdLease(
-        options,
-        7,
-        ttl_s=0.1,
-        stall_limit_s=60.0,
-        sent_at=time.monotonic(),
-        revoke=revoke,
-        forget=lambda _: None,
-        endpoint=options.endpoints[0],
-        login=Login(options),
-    )
+    lease = lease_of(options, Login(options))
     lease.start()
     try:
         await asyncio.sleep(0.3)
@@ -179,23 +168,11 @@ async def test_a_lease_outlives_a_want_of_threads_and_files_and_says_why(monkeyp
             raise OSError(no_file)
         return channel
 
-    async def revoke(_: int) -> None: ...
-
     monkeypatch.setattr(threading.Thread, "start", start)
     monkeypatch.setattr(EtcdOptions, "sync_channel", sync_channel)
     monkeypatch.setattr("taskgraph.coordination.etcd.lease._UNCLOSABLE", [])
     options, now = EtcdOptions.make("127.0.0.1:1"), time.monotonic()
-    lease = EtcdLease(
-        options,
-        7,
-        ttl_s=0.1,
-        stall_limit_s=60.0,
-        sent_at=now,
-        revoke=revoke,
-        forget=lambda _: None,
-        endpoint=options.endpoints[0],
-        login=Login(options),
-    )
+    lease = lease_of(options, Login(options))
     lease.start()
     try:
         said = []
@@ -284,8 +261,6 @@ async def test_a_lease_behind_a_slow_link_waits_longer_for_each_connection_until
 ) -> None:
     """Each was closed after a third of the TTL, which the next one took, too."""
 
-    async def revoke(_: int) -> None: ...
-
     made: list[FarAway] = []
 
     def sync_channel(*_: object) -> FarAway:
@@ -297,17 +272,7 @@ async def test_a_lease_behind_a_slow_link_waits_longer_for_each_connection_until
     options, now = EtcdOptions.make("127.0.0.1:1,127.0.0.1:2"), time.monotonic()
     login = Login(options)
     for leases in (1, 2):  # the second knows what the first has learnt
-        lease = EtcdLease(
-            options,
-            leases,
-            ttl_s=0.15,
-            stall_limit_s=60.0,
-            sent_at=now,
-            revoke=revoke,
-            forget=lambda _: None,
-            endpoint=options.endpoints[0],
-            login=login,
-        )
+        lease = lease_of(options, login, number=leases, ttl_s=0.15)
         lease.start()
         try:
             async with asyncio.timeout(10):

@@ -311,3 +311,9 @@ async def restart(cluster: InProcessCluster, stamp: Stamp) -> None:
 async def until_attempt(node: Node, attempt: int) -> None:
     """The node sees that attempt of the job, or a later one."""
     await node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.attempt >= attempt)
+
+
+def stand_still(for_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, FastForwardLoop)
+    loop.stand_still(for_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Gated, Joining, blindable, die, eyes, gated, holder, job, joining, play, told
+from cluster_kit import Gated, Joining, blindable, die, eyes, gated, holder, job, joining, play, stand_still, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
@@ -14,7 +14,6 @@ from taskgraph.node.membership.registration import Registration
 from taskgraph.node.membership.suspicion import Suspicion
 from taskgraph.node.node import Node
 from taskgraph.protocol.messages import Call, Reply
-from taskgraph.testing.clock import FastForwardLoop
 
 __all__ = ["blindable", "gated", "joining"]
 
@@ -25,12 +24,6 @@ def lets_go(cluster: InProcessCluster, observer: Node, absent: Node) -> None:
     eyes(absent).refuse(keys.node(absent.id))
     eyes(observer).refuse(keys.member(0, absent.id))
     cluster.store.revoke(absent.keeper.view.nodes[absent.id].record.lease)
-
-
-def stand_still(for_s: float) -> None:
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, FastForwardLoop)
-    loop.stand_still(for_s)
 
 
 @pytest.mark.usefixtures("blindable")

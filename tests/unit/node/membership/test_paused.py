@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Counting, Gated, blindable, eyes, gated, holder, job, paused, play, told
+from cluster_kit import Counting, Gated, blindable, eyes, gated, holder, job, paused, play, stand_still, told
 
 import taskgraph as tg
 from taskgraph.coordination.api import Listing
@@ -19,12 +19,6 @@ from taskgraph.results import JobResult
 from taskgraph.testing.clock import FastForwardLoop
 
 __all__ = ["blindable", "gated"]
-
-
-def stand_still(for_s: float) -> None:
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, FastForwardLoop)
-    loop.stand_still(for_s)
 
 
 def test_a_pause_says_why_the_lease_was_not_renewed(gated: type[Gated], monkeypatch: pytest.MonkeyPatch) -> None:
