@@ -115,6 +115,16 @@ def test_tasks_are_in_several_epochs_at_once() -> None:
 
 
 @pytest.mark.slow
+def test_handlers_ask_others_through_takeovers_and_restarts() -> None:
+    """Whoever is asked asks on, and is replaced meanwhile; who asked it is, too."""
+    outcomes = [run_seed(seed) for seed in range(250)]
+    asked_on = [outcome for outcome in outcomes if "requests that follow from requests" in outcome.described]
+    assert not [outcome.problem for outcome in asked_on if outcome.problem]
+    for state, least in (("takeover", 5), ("restart", 2)):
+        assert sum(outcome.transcript.states[state] > 0 for outcome in asked_on) >= least, state
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_boundaries_travel_together_through_failures() -> None:
     """What was gathered is lost with its node, refused by an attempt that is over, or left to the tenders."""

@@ -190,6 +190,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         flies if flying else None,
         stands if flying else None,
         turns,
+        random.Random(f"asked on of {outcome.seed}"),
     )
     if mistakes:
         workload.mistake = Mistake.draw(random.Random(f"mistakes of {outcome.seed}"), workload.tasks)
@@ -216,6 +217,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         outcome.described += ", as long as a task that has moods wants"
     if workload.relays is not None:
         outcome.described += ", flags that follow from messages" + " after a while" * bool(workload.lingers_s)
+    if workload.asks_on is not None:
+        outcome.described += ", requests that follow from requests"
     if workload.mistake is not None:
         outcome.described += f", {workload.mistake.text}"
     if slips.drawn:

@@ -24,6 +24,8 @@ __all__ = ["HOOKS", "Mistake", "Recorder", "Step", "Workload", "mix"]
 
 _MASK = (1 << 64) - 1
 _RELAYED = 11
+_ASKED_ON = 13
+_OPENED = 17
 
 
 def mix(*parts: int) -> int:
@@ -104,6 +106,10 @@ FICKLE = 0.5
 """How many of the jobs whose length is decided by a task have one whose replicas disagree about it."""
 RELAYED = 0.3
 """How many of the jobs with flags or requests have some that are sent by whoever got one."""
+ASKED_ON = 0.3
+"""How many of the jobs with flags or requests have handlers that ask others before they answer."""
+OPENED = 0.3
+"""How many of them have tasks that send a flag where they compose an epoch."""
 _STEPS = 4
 """Of a task in an epoch, at most."""
 
@@ -148,6 +154,8 @@ class Workload:
     whims: random.Random | None = field(default=None, repr=False)  # each replica of the task that ends it decides anew
     relays: int | None = None  # who hears a flag, or is asked, flags the task that is so many after it
     lingers_s: float = 0.0  # for so long it holds the epoch before
+    asks_on: int | None = None  # who is asked asks the task that is so many after it, which answers at once
+    opens: frozenset[int] = frozenset()  # tasks that flag the next one in `compose`
     moody: int | None = None  # a task that sends its flags in one run of an epoch, and not in another
     rerun: dict[int, Any] = field(default_factory=dict)  # epoch -> its first run of that task
     hears_s: float = 0.0  # so long an `on_flag` awaits something; 0: it is a plain function
@@ -163,6 +171,7 @@ class Workload:
         flies: random.Random | None = None,
         stands: random.Random | None = None,
         turns: random.Random | None = None,
+        asks: random.Random | None = None,
     ) -> Workload:
         """Args:
         keeps: of a job that keeps checkpoints, what that adds; with the same `rng` all else is the same.
@@ -170,6 +179,7 @@ class Workload:
         flies: likewise, of one whose tasks may be in several epochs at a time; one with handlers is in none.
         stands: likewise, of one of these whose epochs may all be alike.
         turns: likewise, of one where something else may happen with messages, and at the end.
+        asks: likewise, of one where handlers ask others, and `compose` sends flags.
         """
         tasks = rng.choice((1, 2, 2, 3, 3, 4))
         epochs = rng.choice((2, 3, 3, 4, 5, 6))
@@ -227,6 +237,10 @@ class Workload:
             drawn.whims = random.Random(turns.getrandbits(32))
         if turns is not None and talks and turns.random() < RELAYED:
             drawn.relays, drawn.lingers_s = turns.choice((0, 1)), turns.choice((0.0, 0.0, 0.01, 0.1, 0.7))
+        if asks is not None and talks and asks.random() < ASKED_ON:
+            drawn.asks_on = asks.choice((0, 1, 1))
+        if asks is not None and talks and asks.random() < OPENED:
+            drawn.opens = frozenset(task for task in range(tasks) if asks.random() < 0.6)
         return drawn
 
     def draw_moods(self, rng: random.Random) -> None:
@@ -236,6 +250,7 @@ class Workload:
         """
         self.moody = rng.randrange(1, self.tasks)  # what the leader's task sends and gets is at hand, and never late
         self.relays, self.lingers_s, self.hears_s = None, 0.0, rng.choice((0.0, 0.3, 0.7, 0.7))
+        self.asks_on, self.opens = None, frozenset()
         others = [task for task in range(1, self.tasks) if task != self.moody]
 
         def only_flags(task: int, step: Step) -> Step:
@@ -265,6 +280,8 @@ class Workload:
             kind = self._kind(task)
             if self.hears_s:
                 kind = _hearing_slowly(kind)
+            if self.asks_on is not None:
+                kind = _asking_on(kind)
             if self.mistake is not None and task == self.mistake.task:
                 kind = _mistaken(kind, self.mistake, stateful=task not in self.without_state)
             return kind(self, recorder)
@@ -294,6 +311,15 @@ class Workload:
         assert self.relays is not None
         return (task + self.relays) % self.tasks
 
+    def asked_on(self, task: int) -> int:
+        """Whom a task asks that is asked itself; it may be itself."""
+        assert self.asks_on is not None
+        return (task + self.asks_on) % self.tasks
+
+    def opening(self, epoch: int, task: int, state: int) -> tuple[int, int]:
+        """Whom a task flags where it composes an epoch, and with what."""
+        return (task + 1) % self.tasks, mix(self.seed, state, epoch, task, _OPENED)
+
     def expected(self) -> list[list[int]]:
         """boundary -> task -> state, without failures. Tasks that are neither erratic nor moody."""
         states = [[self.first(task) for task in range(self.tasks)]]
@@ -307,6 +333,8 @@ class Workload:
         inputs: dict[int, list[int]] = {}
         last: dict[int, Step] = {}
         trail = [0] * self.tasks
+        for task in self.opens:
+            self._hear(heard, task, *self.opening(epoch, task, before[task]))
         order = sorted((s.index, task, s) for task in range(self.tasks) for s in self.steps(epoch, task))
         for _, task, step in order:
             read = [items[(tag, p, task)] for tag, producers in step.inbound for p in producers]
@@ -321,7 +349,12 @@ class Workload:
             for to in step.requests:
                 ask = mix(value, to)
                 self._hear(heard, task, to, ask)
-                value = mix(value, mix(before[to], ask, task))
+                answer = mix(before[to], ask, task)
+                if self.asks_on is not None:
+                    other, asked = self.asked_on(to), mix(ask, _ASKED_ON)
+                    self._hear(heard, to, other, asked)
+                    answer = mix(answer, mix(before[other], asked, to))
+                value = mix(value, answer)
             for to in step.flags:
                 self._hear(heard, task, to, mix(value, 7, to))
             for tag, consumers in step.outbound:
@@ -533,6 +566,13 @@ class _NoState(tg.Task):
 class _NoStateTalking(_NoState):
     """Flags and requests, too."""
 
+    def compose(self, epoch: Any) -> None:
+        super().compose(epoch)
+        if self.task_id in (work := self._workload).opens:
+            to, value = work.opening(epoch.number, self.task_id, int(self.value[0]))
+            self._recorder.flagged(epoch, to, value)
+            epoch.flag(to, value)
+
     def on_flag(self, epoch: Any, sender: int, meta: Any) -> None:
         relayed = isinstance(meta, list)
         self._heard(epoch, sender, meta[0] if relayed else meta, relays=not relayed)
@@ -676,6 +716,24 @@ def _hearing_slowly(kind: type[_NoState]) -> type[_NoState]:
         kind.on_flag(self, epoch, sender, meta)
 
     return type(kind.__name__, (kind,), {"on_flag": on_flag})
+
+
+def _asking_on(kind: Any) -> type[_NoState]:
+    """A class of tasks that ask another one before they answer; who is asked by them answers at once."""
+
+    async def ask(self: Any, epoch: Any, sender: int, payload: Any) -> int:
+        if isinstance(payload, list):
+            return int(kind.ask(self, epoch, sender, payload[0]))
+        work, state = self._workload, int(self.value[0])
+        self._heard(epoch, sender, payload, relays=True)
+        to, asked = work.asked_on(self.task_id), mix(payload, _ASKED_ON)
+        answer = await epoch.request(to, "ask", [asked])
+        self._recorder.asked(epoch, to, asked, answer)
+        answer = mix(mix(state, payload, sender), answer)
+        self._recorder.handled(epoch, sender, payload, answer)
+        return answer
+
+    return type(kind.__name__, (kind,), {"ask": ask})
 
 
 def _compute_at(method: Callable[..., Any], at: int) -> Callable[..., Any]:
