@@ -100,14 +100,14 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
             told = []
             for at, part, of in _parts(data, parts_of[number]):
                 name = _unused(f"taskgraph.bytes.{number}" if of is None else _tensor_name(of), names)
-                dtype, shape = ("U8", (part.nbytes,)) if of is None else (_safe_name(of.dtype) or "U8", of.shape)
+                dtype, shape = ("U8", (part.nbytes,)) if of is None else (_safe_name(of.dtype), of.shape)
                 entries.append((name, dtype, shape, part))
                 told.append((at, name))
             buffers.append({"size": data.nbytes, "parts": told})
             continue
         if known is not None:
             name = _unused(_tensor_name(known), names)
-            entries.append((name, _safe_name(known.dtype) or "U8", known.shape, data))
+            entries.append((name, _safe_name(known.dtype), known.shape, data))
         else:
             name = _unused(f"taskgraph.bytes.{number}", names)
             entries.append((name, "U8", (data.nbytes,), data))
@@ -115,7 +115,7 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
     for small in named:
         if small.buffer is None:
             name = _unused(_tensor_name(small), names)
-            entries.append((name, _safe_name(small.dtype) or "U8", small.shape, small.data))
+            entries.append((name, _safe_name(small.dtype), small.shape, small.data))
     entries.append((_VALUE, "U8", (len(value.meta),), memoryview(value.meta)))
     entries.sort(key=lambda entry: -_item_bytes(entry[1]))  # so that all of them are aligned; bytes come last
     header: dict[str, Any] = {
@@ -149,7 +149,7 @@ def _named(value: Encoded) -> list[Named]:
 
     All that safetensors has a dtype for, as a rule; else as many as the header has room for.
     """
-    found = [n for n in outline(value) if _safe_name(n.dtype) is not None and n.data.nbytes]
+    found = [n for n in outline(value) if _safe_name(n.dtype) and n.data.nbytes]
     found.sort(key=lambda n: (n.buffer is None, n.part is not None))
     room = _NAMES_BYTES
     for at, one in enumerate(found):
@@ -257,11 +257,11 @@ def _digest_field(digest: str) -> bytes:
     return b'"digest":"' + digest.encode("ascii", "replace") + b'"'
 
 
-def _safe_name(dtype: np.dtype[Any]) -> str | None:
-    """What safetensors calls the dtype; None where it has no name, or where its bytes are in another order."""
+def _safe_name(dtype: np.dtype[Any]) -> str:
+    """What safetensors calls the dtype; "" where it has no name, or where its bytes are in another order."""
     if not dtype.isnative or sys.byteorder != "little" or dtype.names is not None:
-        return None
-    return _NAMES.get(dtype.num)
+        return ""
+    return _NAMES.get(dtype.num, "")
 
 
 def _item_bytes(dtype: str) -> int:
