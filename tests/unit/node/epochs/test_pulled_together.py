@@ -74,6 +74,22 @@ async def test_each_epoch_of_a_pull_is_answered_by_its_own_attempt() -> None:
     assert isinstance(stale := state(later[2]), Refusal) and stale.reason == Reason.NOT_PRIMARY
 
 
+async def test_all_who_ask_for_an_epoch_to_come_are_answered() -> None:
+    asked = attempts(View())
+    one, other = asked.items(pull(5, 1)), asked.items(pull(5, 1))
+    composed(asked, 5).out.put("x", 1, VALUE)
+    assert [state(coming) for coming in (*one, *other)] == [Item(Stamp(1, 5), 1, "x", VALUE)] * 2
+
+
+async def test_who_asks_when_the_term_has_ended_does_not_wait() -> None:
+    asked = attempts(View())
+    composed(asked, 5)
+    asked.end()
+    assert asked.item(pull(9, 1)) is None and asked.items(pull(8, 2)) == [None, None]
+    with pytest.raises(Refused, match="stepped down"):
+        await asked.at(Stamp(1, 9))
+
+
 async def test_a_channel_that_is_not_in_every_epoch_is_refused_where_it_is_not() -> None:
     asked = attempts(View())
     (one, other) = asked.items(pull(5, 2, tag="y"))

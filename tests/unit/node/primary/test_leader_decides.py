@@ -5,14 +5,20 @@ And how much it tells of what it found.
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from cluster_kit import IN_STEP, Counting
+from cluster_kit import IN_STEP, Counting, Gated, gated, job, play
 
 import taskgraph as tg
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.primary import leader
 from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.protocol.commit import Action, Commit, Leader
-from taskgraph.protocol.cycles import first_of
+from taskgraph.protocol.cycles import Edge, first_of
 from taskgraph.protocol.view import JobView
+
+__all__ = ["gated"]
 
 EPOCHS = 40
 
@@ -26,8 +32,8 @@ def test_it_decides_once_for_an_epoch_and_now_and_then(monkeypatch: pytest.Monke
         return decisions[-1]
 
     monkeypatch.setattr(Leader, "decide", counted)
-    job = tg.Job(tasks=5, epochs=EPOCHS, builder=lambda _: Counting(), settings=IN_STEP)
-    result = tg.run(job, nodes=0, timeout_s=30)
+    counting = tg.Job(tasks=5, epochs=EPOCHS, builder=lambda _: Counting(), settings=IN_STEP)
+    result = tg.run(counting, nodes=0, timeout_s=30)
     assert result.values == dict.fromkeys(range(5), EPOCHS)
     commits = sum(isinstance(decision, Commit) for decision in decisions)
     assert commits == EPOCHS
@@ -50,10 +56,27 @@ def test_it_decides_once_for_a_commit_of_several_epochs(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Leader, "decide", counted)
     monkeypatch.setattr(LeaderRole, "_commit", counted_commit)
-    job = tg.Job(tasks=5, epochs=1200, builder=lambda _: Counting())
-    assert tg.run(job, nodes=0, timeout_s=30).values == dict.fromkeys(range(5), 1200)
+    counting = tg.Job(tasks=5, epochs=1200, builder=lambda _: Counting())
+    assert tg.run(counting, nodes=0, timeout_s=30).values == dict.fromkeys(range(5), 1200)
     assert len(written) > 10
     assert sum(isinstance(decision, Commit) for decision in decided) - len(written) < len(written) / 3
+
+
+def test_a_cycle_of_waits_that_is_found_once_fails_nothing(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks answer at different moments: each may have waited for another, and never all of them at once."""
+    found = [None, [Edge(0, "count", "item", "x", 0, "count")], None] * 2
+    monkeypatch.setattr(leader, "find_cycle", lambda waits: found.pop() if found else None)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await gated.reached.wait()
+        while found:  # noqa: ASYNC110
+            await asyncio.sleep(1)
+        gated.gate.set()
+        return await cluster.result()
+
+    assert play(job(gated, tasks=1), scenario, nodes=1).values == {0: 3}
 
 
 @pytest.mark.parametrize(
