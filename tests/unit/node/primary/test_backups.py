@@ -405,6 +405,26 @@ def test_where_members_are_lacking_whoever_is_ready_first_is_admitted(
     assert play(job(arriving, tasks=1), scenario, nodes=1).values == {0: 3}
 
 
+def test_a_replica_that_nobody_counts_on_any_more_goes(gated: type[Gated], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node goes on, and would hold it until the job ends."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        (other,) = (node for node in cluster.nodes if node is not first)
+        for node in cluster.nodes:
+            monkeypatch.setattr(node, "wish", lambda task: Wish(primary=first.id, backups=()))
+        first.keeper.notify_later()
+        await first.keeper.wait_until(lambda view: not view.staying(0)[1:])
+        assert 0 in other.replicas, "until the next commit it may take over"
+        gated.gate.set()
+        result = await cluster.result()
+        assert 0 not in other.replicas
+        return result
+
+    assert play(job(gated, tasks=1, epochs=20), scenario, nodes=2).values == {0: 20}
+
+
 def test_who_is_wished_for_again_while_it_is_released_is_tended_as_soon_as_it_was(
     gated: type[Gated], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,9 +62,7 @@ def test_it_decides_once_for_a_commit_of_several_epochs(monkeypatch: pytest.Monk
     assert sum(isinstance(decision, Commit) for decision in decided) - len(written) < len(written) / 3
 
 
-def test_a_cycle_of_waits_that_is_found_once_fails_nothing(
-    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cycle_of_waits_that_is_found_once_fails_nothing(gated: type[Gated], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks answer at different moments: each may have waited for another, and never all of them at once."""
     found = [None, [Edge(0, "count", "item", "x", 0, "count")], None] * 2
     monkeypatch.setattr(leader, "find_cycle", lambda waits: found.pop() if found else None)
