@@ -114,3 +114,29 @@ def test_what_the_leader_fails_the_job_for_is_looked_for_anew_where_something_ch
         monkeypatch.setattr(Leader, "report", disagrees)
     play(job(builder), scenario, nodes=2)
     assert len(why) == 2 and why[0] == why[1]
+
+
+def test_an_error_of_a_primary_that_is_replaced_before_it_is_written_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its host is to blame, perhaps: what counts is what comes of the epoch at its successor."""
+    raised: list[Any] = []
+    fail_job = NodeServices.fail_job
+
+    class Once(Counting, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if epoch.number == 1 and not raised:
+                raised.append(self)
+                raise OSError("a file that the other host has")
+            await super().count(epoch, ins, outs)
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        async def fails(self: NodeServices, *args: Any, **options: Any) -> bool:
+            (other,) = (node for node in cluster.nodes if node is not self)
+            await other.takeovers._become_primary(0, failure=True)
+            return await fail_job(self, *args, **options)
+
+        monkeypatch.setattr(NodeServices, "fail_job", fails)
+        return await cluster.result()
+
+    assert play(job(Once, tasks=1), scenario, nodes=2).values == {0: 3}
