@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -674,6 +676,50 @@ def test_a_coroutine_of_ones_own_under_a_hold_is_replayed_before_the_sync_points
 
     for kills in PLACES:
         assert run(job(Asks, epochs=4, topology=tg.ring()), kills=kills).values == {0: 12, 1: 12}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("where", ["on_flag", "sync point"])
+def test_what_is_done_under_the_last_of_several_holds_is_of_the_epoch(where: str, strict: bool) -> None:
+    """In a sync point, too, whose epoch is snapshotted when nothing is held any more."""
+
+    class Holds(tg.Task, state=["total"]):
+        def setup(self) -> None:
+            self.total = 0
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            if where == "on_flag":
+                epoch.flag(self.task_id)
+            else:
+                epoch.processor(self.begin)
+            epoch.processor(self.keep)
+
+        def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            self.hold(epoch)
+
+        async def begin(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.hold(epoch)
+
+        def hold(self, epoch: tg.Epoch) -> None:
+            first, second = epoch.hold("first"), epoch.hold("second")
+            threading.Thread(target=self.add, args=(epoch.scratch, second)).start()
+            first.release()
+
+        def add(self, scratch: Any, hold: tg.Hold) -> None:
+            with hold:
+                time.sleep(0.05)
+                scratch.added = 1
+                if where == "sync point":
+                    self.total += 1
+
+        def keep(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if where == "on_flag":
+                self.total += epoch.scratch.added
+
+        def result(self) -> int:
+            return self.total
+
+    assert run(job(Holds, epochs=3), strict=strict, kills={(0, 2): "compose"}).values == {0: 3, 1: 3}
 
 
 def test_a_builder_that_gives_an_object_twice_is_told() -> None:
