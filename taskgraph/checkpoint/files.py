@@ -259,7 +259,7 @@ def _digest_field(digest: str) -> bytes:
 
 def _safe_name(dtype: np.dtype[Any]) -> str:
     """What safetensors calls the dtype; "" where it has no name, or where its bytes are in another order."""
-    if not dtype.isnative or sys.byteorder != "little" or dtype.names is not None:
+    if not dtype.isnative or sys.byteorder != "little":
         return ""
     return _NAMES.get(dtype.num, "")
 

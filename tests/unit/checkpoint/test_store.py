@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -208,6 +209,28 @@ def test_one_that_cannot_be_listed_is_refused_by_name_and_the_one_before_is_used
     found = store.newest(names)
     assert found.manifest is not None and found.manifest.name == good
     assert len(found.refused) == 1 and bad in found.refused[0]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_anybody_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a host that loses its power just then, too, a checkpoint that is complete is whole."""
+    steps: list[object] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        about = os.fstat(descriptor)
+        steps.append("directory" if stat.S_ISDIR(about.st_mode) else about.st_size)
+        fsync(descriptor)
+
+    def renamed(before: Path, after: Path) -> None:
+        steps.append(after.name)
+        replace(before, after)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    Directory(tmp_path).write("fit/0", [b"state", b" of task 0"])
+    assert steps == [15, "0", "directory"]
 
 
 def test_a_torn_final_manifest_is_as_good_as_the_staged_one(tmp_path: Path) -> None:
