@@ -230,16 +230,16 @@ def _write_dict(writer: Writer, value: dict[Any, Any]) -> None:
     if not value and writer.depth < MAX_DEPTH and len(writer.meta) <= _MAX_META:
         writer.meta += _EMPTY_DICT
         return
-    items = tuple(value.items())
+    own = value.copy()  # another thread may change it meanwhile; a tuple for each item would cost several times as much
     meta = writer.meta
     writer.depth += 1
     if writer.depth > MAX_DEPTH or len(meta) > _MAX_META:
         raise writer.too_much(value)
-    if len(items) >= runs.LEAST and _write_columns(writer, items):
+    if len(own) >= runs.LEAST and _write_columns(writer, own):
         writer.depth -= 1
         return
-    meta += DICT + _U64.pack(len(items))
-    for key, item in items:
+    meta += DICT + _U64.pack(len(own))
+    for key, item in own.items():
         known = _keys[key] if type(key) is str else b""
         if known:
             meta += known
@@ -258,10 +258,9 @@ def _write_dict(writer: Writer, value: dict[Any, Any]) -> None:
     writer.depth -= 1
 
 
-def _write_columns(writer: Writer, items: tuple[tuple[Any, Any], ...]) -> bool:
-    """Writes a dict as two runs, if that is what it is."""
-    keys, values = zip(*items, strict=True)
-    if (of_keys := runs.packed(keys)) is None or (of_values := runs.packed(values)) is None:
+def _write_columns(writer: Writer, own: dict[Any, Any]) -> bool:
+    """Writes a dict that nobody changes as two runs, if that is what it is."""
+    if (of_keys := runs.packed(tuple(own))) is None or (of_values := runs.packed(tuple(own.values()))) is None:
         return False
     writer.meta += COLUMNS
     _write_run(writer, LIST, *of_keys)

@@ -377,3 +377,17 @@ def test_a_protobuf_message_of_a_pool_of_ones_own() -> None:
     own = message_factory.GetMessageClass(pool.FindMessageTypeByName("TestsOwn"))
     with pytest.raises(ValueNotEncodable, match="default pool"):
         encode(own())
+
+
+def test_a_dict_that_changes_while_it_is_written_is_written_as_it_was() -> None:
+    class Growing:
+        """Its codec does what another thread may do meanwhile."""
+
+    def encoded(_: Growing) -> int:
+        growing[len(growing)] = 0
+        return 7
+
+    codec(Growing, encoded, lambda seven: seven, name="tests.Growing")
+    growing: dict[int, Any] = {0: Growing(), 1: 1}
+    assert decode(encode(growing)) == {0: 7, 1: 1}
+    assert len(growing) == 3
