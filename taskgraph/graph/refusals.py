@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import functools
@@ -110,7 +111,7 @@ def _builtin(value: Any) -> str | None:
         return "await it, and send what it gives"
     if isinstance(value, io.IOBase):
         return "open it in setup(), and leave it out of the state; send its name, or what it holds"
-    if isinstance(value, range | Iterator):
+    if isinstance(value, range | Iterator | collections.deque):
         return "send list(x)"
     if isinstance(value, random.Random):
         return "draw from epoch.rng instead, which is the same on replay; or send x.getstate()"
@@ -175,6 +176,18 @@ def _pandas(value: Any) -> str | None:
     return "send x.to_numpy()" if hasattr(value, "to_numpy") else "send str(x)"
 
 
+def _columns(value: Any) -> str | None:
+    """Of a table, or a column of one, that says itself how it becomes what travels: polars, pyarrow, xarray."""
+    if hasattr(value, "collect"):
+        return "send what x.collect() gives, as its columns"
+    if _package(type(value)) == "polars" and hasattr(value, "to_dict"):
+        return "send df.to_dict(as_series=False), or df.to_numpy()"
+    for method in ("to_pydict", "to_pylist", "to_list", "to_numpy", "to_dict"):
+        if hasattr(value, method):
+            return f"send x.{method}()"
+    return None
+
+
 def _well_known(value: Any) -> str | None:
     # Of a class of the user's own, too: most are modules of PyTorch.
     if names := {base.__name__ for base in type(value).__mro__ if _package(base) == "torch"}:
@@ -182,6 +195,8 @@ def _well_known(value: Any) -> str | None:
     package = _package(type(value))
     if package == "pandas":
         return _pandas(value)
+    if package in ("polars", "pyarrow", "xarray"):
+        return _columns(value)
     if package == "jax" and type(value).__name__ == "PRNGKeyArray":
         return "send jax.random.key_data(x), and jax.random.wrap_key_data() makes it one again where it arrives"
     if package in ("scipy", "cupyx"):
