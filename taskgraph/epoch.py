@@ -242,7 +242,7 @@ class Epoch:
             raise GraphError(f"{self._at()}: a request goes to one task, {to!r} are {len(ids)}")
         what = f"request {method!r} of task {self._work.task}"
         value = encode(payload, what=what, allocate=self._work.allocate)
-        return Reply(self._work, self._work.request(self._where, ids[0], method, value), f"{method!r} of task {ids[0]}")
+        return Reply(self._work, self._work.request(self._where, ids[0], method, value))
 
     def hold(self, why: str) -> Hold:
         """Keeps the epoch open until released: `with epoch.hold("..."):` or `.release()`."""
@@ -427,10 +427,9 @@ class Reply:
 
     __taskgraph_way_out__ = "it is not the answer yet: send what reply.wait() gives, in an `async def` await reply"
 
-    def __init__(self, work: Work, future: concurrent.futures.Future[Encoded], what: str) -> None:
+    def __init__(self, work: Work, future: concurrent.futures.Future[Encoded]) -> None:
         self._work = work
         self._future = future
-        self._what = what
 
     @property
     def done(self) -> bool:
