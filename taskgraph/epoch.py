@@ -109,8 +109,8 @@ class Work(Protocol):
     def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]: ...
     def wait_in_thread(self, future: concurrent.futures.Future[Encoded], timeout_s: float | None) -> Encoded: ...
     def hold(self, where: str, why: str) -> Callable[[], None]: ...
-    def report(self, where: str, numbers: dict[str, float]) -> None: ...
-    def finish(self, where: str) -> None: ...
+    def report(self, numbers: dict[str, float]) -> None: ...
+    def finish(self) -> None: ...
 
 
 class Epoch:
@@ -265,11 +265,11 @@ class Epoch:
                     f"{self._at()}: report({key}=...) takes numbers, not {type(number).__name__}; "
                     f"return other values from result()"
                 ) from None
-        self._work.report(self._where, plain)
+        self._work.report(plain)
 
     def finish(self) -> None:
         """The job ends when this epoch commits. To fail it instead, raise."""
-        self._work.finish(self._where)
+        self._work.finish()
 
     def _channels(self, which: str, given: Mapping[str, To], composition: Composition) -> dict[str, tuple[int, ...]]:
         if type(given) is not dict and not isinstance(given, Mapping):

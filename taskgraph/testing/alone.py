@@ -201,8 +201,8 @@ class _Alone:
     def hold(self, where: str, why: str) -> Callable[[], None]:
         return lambda: None
 
-    def report(self, where: str, numbers: dict[str, float]) -> None:
+    def report(self, numbers: dict[str, float]) -> None:
         pass
 
-    def finish(self, where: str) -> None:
+    def finish(self) -> None:
         pass

@@ -501,11 +501,11 @@ class Attempt:
         self._on_loop(self.quiet.hold, mark, shown)
         return lambda: self._on_loop(self.quiet.release, mark)
 
-    def report(self, where: str, numbers: dict[str, float]) -> None:
+    def report(self, numbers: dict[str, float]) -> None:
         self._check_not_done()
         self._on_loop(self.numbers.update, numbers)
 
-    def finish(self, where: str) -> None:
+    def finish(self) -> None:
         self._check_not_done()
         self.finishing = True
         self._primary.finishing()

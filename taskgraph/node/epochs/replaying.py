@@ -375,8 +375,8 @@ class Replay:
             await asyncio.wait(held, timeout=self.fresh.job.settings.cancel_s)
             held = [released for released in held if not released.done()] if time.monotonic() < until else []
 
-    def report(self, where: str, numbers: dict[str, float]) -> None:
+    def report(self, numbers: dict[str, float]) -> None:
         self.numbers |= numbers
 
-    def finish(self, where: str) -> None:
+    def finish(self) -> None:
         self.finishing = True
