@@ -240,7 +240,7 @@ class Supervisor:
         )
         back = keeper.wait_until(lambda view: bool(view.live_nodes(run)) or not self._absent(view), structure=True)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._lost_after_s):
+            async with timeouts.timeout(self._lost_after_s):
                 await back
 
     def _absent(self, view: JobView) -> list[str]:

@@ -7,6 +7,8 @@ only starts and stops things; what they do is in their own modules.
 
 from __future__ import annotations
 
+import asyncio
+
 from taskgraph import timeouts
 from taskgraph.errors import TaskGraphError
 from taskgraph.node.membership.fatal import FatalCode
@@ -20,6 +22,11 @@ __all__ = ["Reconciler"]
 
 _LOOK_S = 1.0
 """For what no event announces: a start that waits for nodes, an absence that lasts."""
+_RESTS = 3
+"""So many times what a look took is the pause after it: it looks at all tasks of the job. Where hundreds of them begin
+or are taken over each is a change of its own, and nodes would look through all of them for each."""
+_REST_S = 0.2
+"""No pause is longer. A look may have taken as long as one of the whole process."""
 
 
 class Reconciler:
@@ -52,16 +59,21 @@ class Reconciler:
             self._roles.changed.set()
 
     async def run(self) -> None:
-        """For ever: looks again whenever something changed."""
-        changed = self._roles.changed
+        """For ever: looks again whenever something changed; at once, unless it took long just now."""
+        changed, now = self._roles.changed, self._node.now
         while True:
             changed.clear()
+            began = now()
             self.reconcile()
+            looked = now()
             try:
                 async with timeouts.timeout(_LOOK_S):
                     await changed.wait()
             except TimeoutError:
                 pass
+            rest_s = min(_RESTS * (looked - began), _REST_S) - (now() - looked)
+            if rest_s > 0:
+                await asyncio.sleep(rest_s)
 
     def reconcile(self) -> None:
         """Synchronous: it decides and starts, others do."""

@@ -27,7 +27,7 @@ def due(view: JobView, boundary: Stamp, every: int) -> bool:
 
 
 def is_open(view: JobView, boundary: Stamp) -> bool:
-    """Whether the boundary may still become the checkpoint: not undone, and after the one there is; boundary 0 never may."""
+    """Whether the boundary may still become the checkpoint: not undone, and after the one there is (0 never may)."""
     return (
         view.epoch is not None
         and boundary.attempt >= view.epoch.record.lineage
