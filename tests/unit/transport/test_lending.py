@@ -10,6 +10,7 @@ import os
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -785,3 +786,15 @@ async def test_garbage_that_another_thread_finds_just_as_the_loop_is_closed_is_n
 
     borrowing = Borrowing(cast(asyncio.AbstractEventLoop, Closing()), lambda leases: None, lambda: None)
     await asyncio.to_thread(borrowing.give_back, given(1))
+
+
+async def test_leases_come_back_also_where_there_are_more_than_the_receive_buffer_holds(host: Cluster) -> None:
+    a, b = await host.node(), await host.node()
+    Holder(a, pooled(a, MIB))
+    await pulled(b, a)
+    (lends,), (borrows,) = sessions(a), sessions(b)
+    leases = range(1 << 20, (1 << 20) + 30_000)
+    block: Any = SimpleNamespace(origin=None)
+    lends._lending._lent.update(dict.fromkeys(leases, (block, 0)))
+    borrows._return(b"".join(struct.pack("!Q", lease) for lease in leases))
+    await turns_until(lambda: lent(a) < 2)
