@@ -160,7 +160,7 @@ class Leader:
 
     def report(self, *reports: Report) -> bool:
         """Takes reports, of one message. Returns whether any counts: one of an epoch that is over is void, and one
-        that is known is no news.
+        that says no more than what is known is no news.
 
         All in one place: there is one of every task and epoch.
         """
@@ -176,17 +176,17 @@ class Leader:
             if told is None:
                 told = self._told[epoch] = _Told()
             known = told.reports.get(task)
-            if known is not None and known == report:  # told again, since an epoch stands still: that is no news
-                continue
-            counts = True
             if known is not None:
                 if report.term < known.term or (report.term == known.term and not _later(report, known)):
+                    continue
+                if report == known:  # idle, and told again, since an epoch stands still
                     continue
                 told.done -= known.done
                 told.finishing -= known.finish
                 told.rows.pop(task, None)
                 if told.kept is not None and report.done and not _same(report.numbers or {}, told.kept.get(task, {})):
                     self._must_restart(epoch, f"the new primary of task {task} reports other numbers ({_CAUSE})")
+            counts = True
             told.reports[task] = report
             told.done += report.done
             if report.numbers:
