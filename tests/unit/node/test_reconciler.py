@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from cluster_kit import stand_still
 
 from taskgraph.node.reconciler import Reconciler
+from taskgraph.testing.clock import FastForwardLoop
 
 
 class Looking(Reconciler):
-    """Its looks take a time of their own, and find nothing."""
+    """Its looks take a while, and find nothing."""
 
     def __init__(self, took_s: float) -> None:
-        self.looks, self.at, self.took_s = 0, 0.0, took_s
-        self.changed, self.again = asyncio.Event(), asyncio.Event()
-        node, roles, other = (
-            SimpleNamespace(now=lambda: self.at),
-            SimpleNamespace(changed=self.changed),
-            cast(Any, None),
-        )
+        self.looks, self.took_s = 0, took_s
+        self.changed, now = asyncio.Event(), asyncio.get_running_loop().time
+        node, roles, other = SimpleNamespace(now=now), SimpleNamespace(changed=self.changed), cast(Any, None)
         super().__init__(
             cast(Any, node), cast(Any, roles), suspicion=other, fatal_code=other, takeovers=other, noticing=other
         )
 
     def reconcile(self) -> None:
         self.looks += 1
-        self.at += self.took_s
-        if self.looks > 1:
-            self.again.set()
+        stand_still(self.took_s)
 
     async def change(self) -> None:
         self.changed.set()
@@ -38,31 +35,52 @@ class Looking(Reconciler):
             await asyncio.sleep(0)
 
 
-@pytest.fixture
-async def running(request: pytest.FixtureRequest) -> Any:
-    reconciler = Looking(request.param)
-    task = asyncio.create_task(reconciler.run())
-    await asyncio.sleep(0)
-    yield reconciler
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+def while_it_runs(took_s: float, scenario: Callable[[Looking], Awaitable[None]]) -> None:
+    """By a clock that stands still while something runs."""
+
+    async def running() -> None:
+        reconciler = Looking(took_s)
+        task = asyncio.create_task(reconciler.run())
+        await asyncio.sleep(0)
+        await scenario(reconciler)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=FastForwardLoop) as runner:
+        runner.run(running())
 
 
-@pytest.mark.parametrize("running", [0.0], indirect=True)
-async def test_each_change_is_looked_at_at_once(running: Looking) -> None:
-    for looks in range(1, 20):
-        assert running.looks == looks
+def test_each_change_is_looked_at_at_once() -> None:
+    async def scenario(running: Looking) -> None:
+        for looks in range(1, 20):
+            assert running.looks == looks
+            await running.change()
+
+    while_it_runs(0.0, scenario)
+
+
+@pytest.mark.parametrize(("took_s", "rest_s"), [(0.02, 0.06), (3600.0, 0.2)])
+def test_changes_that_come_soon_after_a_long_look_are_looked_at_together(took_s: float, rest_s: float) -> None:
+    async def scenario(running: Looking) -> None:
+        for _ in range(20):
+            await running.change()
+        assert running.looks == 1, "hundreds of tasks are taken over, and each is a change of its own"
+        await asyncio.sleep(rest_s - 0.01)
+        assert running.looks == 1
+        await asyncio.sleep(0.02)
+        assert running.looks == 2
+        stand_still(0.5)  # it has rested
         await running.change()
+        assert running.looks == 3
+
+    while_it_runs(took_s, scenario)
 
 
-@pytest.mark.parametrize("running", [0.02, 3600.0], indirect=True)
-async def test_changes_that_come_soon_after_a_long_look_are_looked_at_together(running: Looking) -> None:
-    for _ in range(20):
-        await running.change()
-    assert running.looks == 1, "hundreds of tasks are taken over, and each is a change of its own"
-    async with asyncio.timeout(10):
-        await running.again.wait()
-    assert running.looks == 2
-    running.at += 1.0  # it has rested
-    await running.change()
-    assert running.looks == 3
+def test_it_looks_once_a_second_though_nothing_changes() -> None:
+    async def scenario(running: Looking) -> None:
+        await asyncio.sleep(0.9)
+        assert running.looks == 1
+        await asyncio.sleep(0.2)
+        assert running.looks == 2
+
+    while_it_runs(0.0, scenario)
