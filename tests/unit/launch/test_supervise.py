@@ -34,6 +34,7 @@ from taskgraph.protocol.records import GoneRecord, NodeRecord, PrimaryRecord, Ra
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.task import Task
+from taskgraph.testing.clock import FastForwardLoop
 
 SPEC = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name="fit"))
 RESULT = JobResult(name="fit", values={0: 1}, reports=(), epochs=1, failovers=0, restarts=0, wall_s=1.0)
@@ -430,24 +431,28 @@ async def test_a_node_of_another_launcher_whose_key_is_gone_may_come_back(
         await follower.stop()
 
 
-async def test_a_node_that_registers_in_the_last_moment_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.2)
-    etcd = MemoryCoordinator(MemoryStore())
-    await submit(etcd, SPEC)
-    follower = Collector(etcd, SPEC, b"")
-    await follower.start()
-    job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
-    job._all_ended.set()
-    ends = asyncio.ensure_future(job._nobody_left())
-    try:
-        await asyncio.sleep(0.05)
-        node = NodeRecord(name="n3", run=SPEC.run, host="", pid=1, endpoints=(), control="", fingerprint="", lease=0)
-        await etcd.txn(Txn(success=(Put(Keys("fit").node("n3-1"), node.to_bytes()),)))
-        await asyncio.sleep(0.4)
-        assert not ends.done() and follower.view.running
-    finally:
-        ends.cancel()
-        await follower.stop()
+def test_a_node_that_registers_in_the_last_moment_goes_on() -> None:
+    node = NodeRecord(name="n3", run=SPEC.run, host="", pid=1, endpoints=(), control="", fingerprint="", lease=0)
+
+    async def scenario() -> None:
+        etcd = MemoryCoordinator(MemoryStore())
+        await submit(etcd, SPEC)
+        follower = Collector(etcd, SPEC, b"")
+        await follower.start()
+        job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
+        job._all_ended.set()
+        ends = asyncio.ensure_future(job._nobody_left())
+        try:
+            await asyncio.sleep(0.9 * supervise._ALL_ENDED_S)
+            await etcd.txn(Txn(success=(Put(Keys("fit").node("n3-1"), node.to_bytes()),)))
+            await asyncio.sleep(2 * supervise._ALL_ENDED_S)
+            assert not ends.done() and follower.view.running
+        finally:
+            ends.cancel()
+            await follower.stop()
+
+    with asyncio.Runner(loop_factory=FastForwardLoop) as runner:
+        runner.run(scenario())
 
 
 def test_a_node_that_a_signal_without_a_name_ended_is_told_of() -> None:
