@@ -213,8 +213,6 @@ class ControlClient:
         """
         try:
             await self._call("Drain", pb.DrainRequest(why=why), pb.DrainReply, timeout_s)
-        except PeerGone:
-            raise
         except PeerLost as error:
             raise PeerLost(f"{error}; whether it drains is not known: `taskgraph status` tells") from error
 
