@@ -87,12 +87,14 @@ def _is_there(path: Path) -> bool:
         JobError: that cannot be known; or anybody may have put it there, as into /tmp.
     """
     try:
-        found, folder = os.stat(path), os.stat(".")
-        if found.st_uid not in (os.getuid(), folder.st_uid, ROOT) and folder.st_mode & stat.S_IWOTH:
-            raise JobError(
-                f"{path.absolute()} is another user's (id {found.st_uid}), in a directory where everybody may write: "
-                f"go to one of your own"
-            )
+        folder = os.stat(".")
+        for look in (os.lstat, os.stat):  # whose link it is counts, too: they say which of our files is meant
+            found = look(path)
+            if found.st_uid not in (os.getuid(), folder.st_uid, ROOT) and folder.st_mode & stat.S_IWOTH:
+                raise JobError(
+                    f"{path.absolute()} is another user's (id {found.st_uid}), in a directory where everybody may "
+                    f"write: go to one of your own"
+                )
         return stat.S_ISREG(found.st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False

@@ -231,6 +231,7 @@ def test_a_working_directory_that_may_not_be_entered_has_no_file(monkeypatch: py
     monkeypatch.setattr("os.access", lambda path, mode: entered if path == "." else access(path, mode))
     assert etcd_of(options()) is None
     entered = True  # then it is the file's own fault, e.g. that of a link
+    (apart / "taskgraph.toml").symlink_to("elsewhere")
     with pytest.raises(JobError, match=f"{apart / 'taskgraph.toml'} cannot be read: Permission denied"):
         etcd_of(options())
 
@@ -264,6 +265,25 @@ def test_a_file_that_another_user_has_put_where_everybody_may_is_refused(
     monkeypatch.setattr("os.stat", found)
     assert etcd_of(options()) == "theirs:1", "a directory that some users share is in their hands"
     apart.chmod(0o1777)
+    with pytest.raises(JobError, match=rf"is another user's \(id {theirs}\), in a directory where everybody may write"):
+        etcd_of(options())
+
+
+def test_a_link_that_another_user_has_put_where_everybody_may_is_refused_though_it_leads_to_a_file_of_ours(
+    monkeypatch: pytest.MonkeyPatch, apart: Path
+) -> None:
+    """They say which of our files is meant: a file of another site's etcd, or one that a program wrote for us."""
+    (apart / "ours").write_text('etcd = "ours:1"')
+    (apart / "taskgraph.toml").symlink_to("ours")
+    lstat, theirs = os.lstat, os.getuid() + 1
+
+    def found(path: object, *args: object, **how: object) -> os.stat_result:
+        told = lstat(path, *args, **how)  # type: ignore[call-overload]
+        return os.stat_result((*told[:4], theirs, *told[5:])) if str(path).endswith(".toml") else told
+
+    apart.chmod(0o1777)
+    assert etcd_of(options()) == "ours:1"
+    monkeypatch.setattr("os.lstat", found)
     with pytest.raises(JobError, match=rf"is another user's \(id {theirs}\), in a directory where everybody may write"):
         etcd_of(options())
 
