@@ -9,6 +9,8 @@ its own children get them too and a Ctrl-C on the terminal does not. Then the di
 The first line of our standard output is the command's process id. We end with its exit code (128 + n for signal n).
 When it ended by itself, the end of its log goes to standard error, since the log may be about to be removed.
 
+Of a log that gets long its end is kept: etcd writes 1 KB of each request that takes it long, for days.
+
 Standard library only, nothing of the package: it must start in milliseconds and never fail for what is elsewhere.
 """
 
@@ -32,6 +34,9 @@ KILL_AFTER_S = 2.0
 PARENT_CHECK_S = 1.0
 #: A line of etcd's about a failure has its stack, and another stack follows: 2 KiB each.
 LOG_TAIL_BYTES = 16384
+#: A log that has more is cut to its end. That is looked at as often as the parent.
+LOG_MOST_BYTES, LOG_KEPT_BYTES = 4 << 20, 1 << 20
+LOG_CUT = b"(what was written before is left out)\n"
 PR_SET_PDEATHSIG = 1
 
 
@@ -55,7 +60,7 @@ def _ended(child: subprocess.Popen[bytes]) -> bool:
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _wait(child: subprocess.Popen[bytes], parent: int, wake: int) -> bool:
+def _wait(child: subprocess.Popen[bytes], parent: int, wake: int, log: int) -> bool:
     """Until the command ends by itself (True) or must be ended (False)."""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
@@ -70,6 +75,7 @@ def _wait(child: subprocess.Popen[bytes], parent: int, wake: int) -> bool:
             return True
         if os.getppid() != parent:
             return False
+        _cut_log(log)
 
 
 def _end(child: subprocess.Popen[bytes], wake: int) -> None:
@@ -82,6 +88,19 @@ def _end(child: subprocess.Popen[bytes], wake: int) -> None:
                 os.read(wake, 4096)
     _signal_group(child, signal.SIGKILL)
     child.wait()
+
+
+def _cut_log(log: int) -> None:
+    """Leaves of a long log its end, in whole lines. Who appends to it goes on after them.
+
+    A line that comes between the reading and the cut is lost, which is of microseconds.
+    """
+    with contextlib.suppress(OSError):
+        if (size := os.fstat(log).st_size) <= LOG_MOST_BYTES:
+            return
+        kept = os.pread(log, size, size - LOG_KEPT_BYTES)  # and what came since
+        os.ftruncate(log, 0)
+        os.write(log, LOG_CUT + kept.partition(b"\n")[2])
 
 
 def _show_log(path: str) -> None:
@@ -116,7 +135,7 @@ def main() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (options.files, hard))
     child = None
     try:
-        with open(options.log or os.devnull, "ab") as log:
+        with open(options.log or os.devnull, "a+b", buffering=0) as log:
             try:
                 child = subprocess.Popen(
                     options.command,
@@ -129,8 +148,8 @@ def main() -> int:
             except OSError as error:
                 os.write(2, f"cannot start {options.command[0]}: {error.strerror}\n".encode())
                 return 127
-        os.write(1, f"{child.pid}\n".encode())
-        by_itself = _wait(child, options.parent, wake)
+            os.write(1, f"{child.pid}\n".encode())
+            by_itself = _wait(child, options.parent, wake, log.fileno())
         _end(child, wake)
         if by_itself and options.log:
             _show_log(options.log)

@@ -366,6 +366,33 @@ async def test_the_guard_shows_the_log_of_a_command_that_ended_by_itself(tmp_pat
     assert not (tmp_path / "private").exists()
 
 
+#: Writes 4 MiB, which is not cut yet, and one line more; waits until its log is short again, and has last words.
+TALKATIVE = """
+import os, time
+for number in range(4097):
+    os.write(1, b"%-1023d\\n" % number)
+until = time.monotonic() + 10
+while os.fstat(1).st_size > 2 << 20 and time.monotonic() < until:
+    time.sleep(0.02)
+os.write(2, b"last words\\n")
+os._exit(3)
+"""
+
+
+async def test_the_guard_keeps_the_end_of_a_long_log(tmp_path: Path) -> None:
+    """etcd writes 1 KB of each request that takes long: 660 KB when 3,000 tasks begin, and on for days."""
+    log = tmp_path / "log"
+    process = await guard("--log", str(log), "--", sys.executable, "-c", TALKATIVE)
+    await process.wait()
+    _, said = await process.communicate()
+    lines = log.read_bytes().splitlines()
+    assert process.returncode == 3
+    assert lines[0] == b"(what was written before is left out)" and lines[-1] == b"last words"
+    numbers = [int(line) for line in lines[1:-1]]
+    assert numbers == list(range(4097 - 1023, 4097))
+    assert said.splitlines()[-2:] == [b"%-1023d" % 4096, b"last words"]
+
+
 async def test_the_guard_says_that_a_command_does_not_exist(tmp_path: Path) -> None:
     process = await guard("--remove", str(tmp_path / "never"), "--", "/no/such/command")
     await process.wait()
