@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,10 @@ _TASKS = 2
 """Which part of the status is of tasks: after the job, and its nodes."""
 _NAMED = 8
 """Nodes that a line names."""
+_SERIES = 5
+"""So many numbers at equal distances are told as a series."""
+_STEPS = 16
+"""Distances that are tried: where tasks are dealt, the next of a series is one of the next few numbers."""
 _LINES = 5000
 """Lines of a list: one value per epoch is what many jobs return, and `--json` has them all."""
 
@@ -270,14 +276,43 @@ def _doing(replica: ReplicaStatus | None) -> str:
 
 
 def ids_text(ids: Sequence[int]) -> str:
-    """1 2 3 7 as `1-3 7`."""
+    """1 2 3 7 as `1-3 7`; and every fourth from 1 to 997 as `1,5,9..997`, where such series make it half as long."""
+    in_order = sorted(set(ids))
+    runs, series = _runs_text(in_order), _series_text(in_order)
+    return (series if 2 * len(series) <= len(runs) else runs) or "-"
+
+
+def _runs_text(ids: Sequence[int]) -> str:
     runs: list[list[int]] = []
-    for i in sorted(ids):
+    for i in ids:
         if runs and runs[-1][1] == i - 1:
             runs[-1][1] = i
         else:
             runs.append([i, i])
-    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _series_text(ids: Sequence[int]) -> str:
+    """The longest series that the first is in, then that of the first of those that are left, and so on."""
+    words, left, known = [], deque(ids), set(ids)
+    while left:
+        first = left.popleft()
+        longest = range(first, first + 1)
+        for second in islice(left, _STEPS):
+            step = second - first
+            end = next(i for i in count(second, step) if i not in known)
+            found = range(first, end, step)
+            if len(found) > len(longest) and (step == 1 or len(found) >= _SERIES):
+                longest = found
+        known.difference_update(longest)
+        if longest.step > 1:
+            words.append(f"{first},{longest[1]},{longest[2]}..{longest[-1]}")
+            left = deque(i for i in left if i in known)
+        else:
+            words.append(f"{first}-{longest[-1]}" if len(longest) > 1 else str(first))
+            for _ in longest[1:]:
+                left.popleft()
+    return " ".join(words)
 
 
 def status_json(

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from taskgraph.errors import PeerLost
 from taskgraph.observe.format import (
     fitted,
+    ids_text,
     kept_json,
     lacking_text,
     nobody_text,
@@ -95,7 +97,7 @@ def test_a_status_says_who_does_what_and_what_is_waited_for(view: JobView) -> No
 def test_on_a_screen_a_nodes_state_is_seen_with_however_many_tasks() -> None:
     """It was the last column, after that of the tasks it is backup of: 270 characters wide where there are 200."""
     keys, held = Keys("fit"), {}
-    for task in range(0, 400, 2):  # no two of them in a row, for `1-3` is short
+    for task in (task for task in range(400) if task.bit_count() % 2):  # no series, for `1,3,5..399` is short
         held[keys.primary(task)] = PrimaryRecord(node="n1-aa", term=1, stateful=True)
         held[keys.member(task, "n1-aa")] = held[keys.member(task, "n2-bb")] = MemberRecord()
     values: dict[str, Record] = {keys.node("n1-aa"): node("n1", 11), keys.node("n2-bb"): node("n2", 22), **held}
@@ -103,6 +105,7 @@ def test_on_a_screen_a_nodes_state_is_seen_with_however_many_tasks() -> None:
     made.reset(9, [KeyValue(key, value.to_bytes(), i, i) for i, (key, value) in enumerate(values.items(), 1)])
     errors = {name: PeerLost("its control service\n\nis silent") for name in ("n1-aa", "n2-bb")}
     lines = fitted(status_text("fit", 400, None, made, errors), 80, 40).splitlines()
+    assert max(map(len, status_text("fit", 400, None, made, errors).splitlines())) > 400
     assert "STATE" in lines[2] and all("does not answer" in line for line in lines[3:5])
     assert lines[5] == "n1, n2: its control service is silent"
 
@@ -180,6 +183,40 @@ def test_a_job_that_nobody_works_on_yet() -> None:
     view = JobView("fit")
     text = status_text("fit", 1, None, view, {})
     assert "no nodes are registered" in text and "job fit: unknown, no epoch" in text
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([], "-"),
+        ([5], "5"),
+        ([7, 3, 1, 2], "1-3 7"),
+        (range(0, 9, 2), "0 2 4 6 8"),
+        (range(1, 1000, 4), "1,5,9..997"),
+        ([*range(1, 1000, 4), *range(2, 1000, 4)], "1,5,9..997 2,6,10..998"),
+        ([*range(1, 1000, 4), *range(2, 1000, 4), *range(3, 1000, 4)], "1,3,5..999 2,6,10..998"),
+        ([*range(1, 1000, 4), *range(4, 1000, 12)], "1,5,9..997 4,16,28..988"),
+        ({*range(0, 1000, 4)} - {400}, "0,4,8..396 404,408,412..996"),
+        ([*range(20), *range(22, 300, 5), 301], "0-19 22,27,32..297 301"),
+        ([*range(0, 12, 3), 100, 105], "0 3 6 9 100 105"),
+    ],
+)
+def test_of_many_tasks_series_are_told(ids: list[int], text: str) -> None:
+    """Of a node that backs every fourth of 1000 tasks the line had 250 numbers."""
+    assert ids_text(ids) == text
+
+
+def test_no_task_is_left_out_or_added_in_series() -> None:
+    drawn = Random(1)
+    for _ in range(200):
+        ids = {i for _ in range(drawn.randint(1, 4)) for i in range(drawn.randrange(20), 300, drawn.randint(1, 9))}
+        ids ^= set(drawn.sample(range(300), drawn.randrange(4)))
+        told: set[int] = set()
+        for word in ids_text(sorted(ids)).split():
+            first, *more = [int(number) for number in re.findall(r"\d+", word)]
+            step = more[0] - first if ".." in word else 1
+            told.update(range(first, (more or [first])[-1] + 1, step))
+        assert told == ids
 
 
 def test_columns_are_aligned() -> None:
