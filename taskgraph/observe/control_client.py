@@ -19,7 +19,7 @@ from taskgraph.errors import DecodeError, PeerGone, PeerLost, TaskGraphError
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.clocks import ClockReading
 from taskgraph.observe.events import Event
-from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
+from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.observe.trace import clock
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.messages import Encoded
@@ -112,8 +112,8 @@ class StillAtWork(PeerLost):
 class ControlClient:
     """One node's control service.
 
-    Every call raises PeerGone where nobody listens any more, PeerLost where the node does not answer or its answer was
-    damaged, and TaskGraphError where it refuses, e.g. since the token is another one.
+    Every call raises PeerGone where nobody listens any more, PeerLost where the node does not answer (NoAnswer: not in
+    time) or its answer was damaged, and TaskGraphError where it refuses, e.g. since the token is another one.
 
     Args:
         address: as `control_address` tells it.
@@ -292,7 +292,7 @@ class ControlClient:
             self._answered = True
             return self._readable(method, found)
         except grpc.aio.AioRpcError as error:
-            raise self._error(method, error) from error
+            raise self._error(method, error, timeout_s) from error
 
     async def _stream(
         self, method: str, request: Any, read: Callable[[bytes], Any], silent_s: float | None
@@ -324,8 +324,10 @@ class ControlClient:
             raise PeerLost(f"the node at {self._address} answered {method} with what cannot be read")
         return reply
 
-    def _error(self, method: str, error: grpc.aio.AioRpcError) -> TaskGraphError:
+    def _error(self, method: str, error: grpc.aio.AioRpcError, within_s: float | None = None) -> TaskGraphError:
         code, details = error.code(), error.details() or ""
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED and within_s is not None:
+            return NoAnswer(f"the node at {self._address} did not answer {method} within {within_s:g} s", within_s)
         if code == grpc.StatusCode.UNAUTHENTICATED:
             return TaskGraphError(f"the node at {self._address} refuses: {details}; pass the job's --token-file")
         if code == grpc.StatusCode.INVALID_ARGUMENT:

@@ -13,7 +13,7 @@ import numpy as np
 
 from taskgraph.errors import FingerprintMismatch, TaskGraphError
 from taskgraph.observe.screen import cut, one_line, padded, printable, width
-from taskgraph.observe.status import NodeStatus, ReplicaStatus
+from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.records import State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
@@ -45,6 +45,8 @@ _TASKS = 2
 """Which part of the status is of tasks: after the job, and its nodes."""
 _NAMED = 8
 """Nodes that a line names."""
+_SILENT = "busy (a failover of many tasks takes seconds), or stopped, or not to be reached from here"
+"""Of nodes that are registered and gave no answer in time."""
 _SERIES = 5
 """So many numbers at equal distances are told as a series."""
 _STEPS = 16
@@ -244,7 +246,8 @@ def _unanswered(view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphErro
     whose: dict[str, list[str]] = {}
     for node, said in sorted(statuses.items()):
         if isinstance(said, TaskGraphError) and node in view.nodes:
-            whose.setdefault(_reason(said), []).append(view.nodes[node].record.name)
+            why = _SILENT if isinstance(said, NoAnswer) else _reason(said)
+            whose.setdefault(why, []).append(view.nodes[node].record.name)
     return [f"{', '.join(names)}: {why}" for why, names in whose.items()]
 
 
@@ -255,6 +258,8 @@ def _reason(error: TaskGraphError) -> str:
 def _node_state(said: NodeStatus | TaskGraphError | None, draining: bool) -> str:
     if isinstance(said, FingerprintMismatch):
         return "not asked"
+    if isinstance(said, NoAnswer):
+        return f"no answer in {said.within_s:g} s"
     if isinstance(said, TaskGraphError):
         return "does not answer"
     words = [word for word, on in (("leader", said and said.leader), ("paused", said and said.paused)) if on]

@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from taskgraph.errors import PeerLost
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.cycles import first_of
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["NodeStatus", "ReplicaStatus", "ReportRow", "TaskResult", "waits_text"]
+__all__ = ["NoAnswer", "NodeStatus", "ReplicaStatus", "ReportRow", "TaskResult", "waits_text"]
+
+
+class NoAnswer(PeerLost):
+    """A node did not answer in time. It may be busy: in a failover of hundreds of tasks it is, for seconds.
+
+    Attributes:
+        within_s: how long it was waited for.
+    """
+
+    def __init__(self, message: str, within_s: float) -> None:
+        super().__init__(message)
+        self.within_s = within_s
 
 
 @dataclass(frozen=True, slots=True)

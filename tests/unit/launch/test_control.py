@@ -7,6 +7,7 @@ import contextlib
 import os
 import resource
 import signal
+import socket
 import stat
 import struct
 import sys
@@ -27,7 +28,7 @@ from taskgraph.observe import control_client
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.control_client import TOKEN_KEY, ControlClient, StillAtWork, control_address, credential
 from taskgraph.observe.events import Event, EventLog
-from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
+from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.observe.usage import Usage
 from taskgraph.tls import Tls
 from taskgraph.transport.endpoints import host_key
@@ -289,11 +290,22 @@ async def test_a_drain_that_is_not_answered_may_have_been_heard(tmp_path: Path) 
     await server.start()
     try:
         async with ControlClient(f"unix:{tmp_path}/c", TOKEN) as client:
-            with pytest.raises(PeerLost, match=r"did not answer Drain.* whether it drains is not known"):
+            with pytest.raises(PeerLost, match=r"did not answer Drain within 0.5 s; whether it drains is not known"):
                 await client.drain("a test", timeout_s=0.5)
     finally:
         await server.stop(0)
     assert heard.is_set()
+
+
+async def test_who_listens_and_says_nothing_gave_no_answer_in_time(tmp_path: Path) -> None:
+    """It was told in gRPC's words: DEADLINE_EXCEEDED."""
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(f"{tmp_path}/c")
+        stopped.listen()
+        async with ControlClient(f"unix:{tmp_path}/c", TOKEN) as client:
+            with pytest.raises(NoAnswer, match=r"/c did not answer Status within 0.1 s$") as caught:
+                await client.status(timeout_s=0.1)
+    assert caught.value.within_s == 0.1
 
 
 async def test_values_of_any_size_and_any_number_of_reports_arrive_whole(service: Service) -> None:

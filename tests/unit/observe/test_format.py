@@ -23,7 +23,7 @@ from taskgraph.observe.format import (
     table,
     values_text,
 )
-from taskgraph.observe.status import NodeStatus, ReplicaStatus
+from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
@@ -92,6 +92,16 @@ def test_a_status_says_who_does_what_and_what_is_waited_for(view: JobView) -> No
     assert rows["0"] == ["0", "n1", "1", "2", "n2", "update", "for", "12.3", "s"]
     assert rows["1"] == ["1", "n2", "3", "1", "-", "-"]
     assert lines[-2:] == ["waits:", "  task 1, whose primary does not answer"]
+
+
+def test_a_node_that_gives_no_answer_in_time_may_be_busy(view: JobView) -> None:
+    """In a failover of hundreds of tasks the nodes that took them over were told as those that do not answer."""
+    said = {name: NoAnswer(f"the node at {name} did not answer Status within 2 s", 2.0) for name in ("n1-aa", "n2-bb")}
+    lines = status_text("fit", 2, 40, view, said).splitlines()
+    assert [line.split()[4:9] for line in lines[3:5]] == [["no", "answer", "in", "2", "s"]] * 2
+    assert lines[5].startswith("n1, n2: busy (a failover of many tasks takes seconds), or stopped, or ")
+    nodes = status_json("fit", 2, 40, view, said)["nodes"]
+    assert [node["why_not"] for node in nodes] == [str(error) for error in said.values()]
 
 
 def test_on_a_screen_a_nodes_state_is_seen_with_however_many_tasks() -> None:
