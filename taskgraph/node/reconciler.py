@@ -71,7 +71,7 @@ class Reconciler:
                     await changed.wait()
             except TimeoutError:
                 pass
-            rest_s = min(_RESTS * (looked - began), _REST_S) - (now() - looked)
+            rest_s = _rest_s(looked - began) - (now() - looked)
             if rest_s > 0:
                 await asyncio.sleep(rest_s)
 
@@ -127,3 +127,8 @@ class Reconciler:
                 continue
             if replica.may_go(view.term(task)):
                 roles.drop(task)
+
+
+def _rest_s(took_s: float) -> float:
+    """The pause after a look that took so long."""
+    return min(_RESTS * took_s, _REST_S)

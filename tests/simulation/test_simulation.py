@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from taskgraph.coordination import viewkeeper
+from taskgraph.node import reconciler
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.testing.simulate import run_seed
 from taskgraph.testing.simulate.__main__ import main
@@ -122,6 +124,14 @@ def test_handlers_ask_others_through_takeovers_and_restarts() -> None:
     assert not [outcome.problem for outcome in asked_on if outcome.problem]
     for state, least in (("takeover", 5), ("restart", 2)):
         assert sum(outcome.transcript.states[state] > 0 for outcome in asked_on) >= least, state
+
+
+def test_nodes_whose_looks_take_long_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hundreds of tasks they rest between looks, and who had been replaced took part in the end of the job."""
+    for module in (reconciler, viewkeeper):
+        monkeypatch.setattr(module, "_rest_s", lambda took_s, longest_s=module._REST_S: longest_s)
+    outcomes = [run_seed(seed) for seed in (99, 259)]
+    assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
 
 
 @pytest.mark.slow

@@ -362,6 +362,7 @@ class Primary:
         The node ends this term, once the results were collected. Until then the job may be rolled back, and go on: the
         same transaction makes it a running one again.
         """
+        await self._unless_replaced()
         keeper, stamp = self.node.keeper, self.node.keeper.view.stamp
         status, committed = keeper.view.status, self.replica.boundaries.committed
         if status is not None and status.record.state == State.FINISHED:
