@@ -1,8 +1,8 @@
 """Brings what runs here in line with what etcd says.
 
 `reconcile` is the heart: whenever the view or a suspicion changes, it compares the two: primaries of gone terms step
-down, replicas nobody wishes for go, tasks without a primary are taken over, and the leader's role follows task 0. It
-only starts and stops things; what they do is in their own modules.
+down, replicas nobody wishes for go, and tasks without a primary are taken over. It only starts and stops things; what
+they do is in their own modules.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ class Reconciler:
             self._takeovers.tell_unseated()
             self._set_up_backups()
         self._drop_replicas()
-        roles.follow_leadership()
         self._noticing.look()
         node.keeper.notify_later()
 

@@ -58,6 +58,8 @@ class Roles:
         task = primary.task
         self.primaries[task] = primary
         self._share()
+        if task == 0:  # before its first boundary, which is to have what all tasks reported
+            self._lead(primary)
         run = self.runs[task] = self._node.own(self._run_primary(primary), f"primary of task {task}")
         run.add_done_callback(lambda _: self.runs.pop(task, None))
         self.reconsider()
@@ -114,11 +116,9 @@ class Roles:
         assert leader is None or isinstance(leader, LeaderRole)
         return leader
 
-    def follow_leadership(self) -> None:
-        primary = self.primaries.get(0)
-        if primary is not None and self._node.leader is None:
-            self._node.leader = leader = LeaderRole(self._node, primary)
-            self._leading = self._node.own(leader.run(), "leader")
+    def _lead(self, primary: Primary) -> None:
+        self._node.leader = leader = LeaderRole(self._node, primary)
+        self._leading = self._node.own(leader.run(), "leader")
 
     def _stop_leading(self) -> None:
         self._node.leader = None
