@@ -125,12 +125,14 @@ def test_a_primary_without_the_committed_boundary_says_so_and_a_replaced_one_wai
         with pytest.raises(AssertionError, match="task 1: epoch 1 committed without its boundary"):
             await primary._moved(before)
         primary.term -= 1  # as after a takeover by somebody else
-        waiting = asyncio.ensure_future(primary._moved(before))
-        done, _ = await asyncio.wait([waiting], timeout=5)
-        assert not done
-        assert "primary" in primary.waiting_for
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
+        for what_comes_next in (primary._moved(before), primary._conclude()):
+            waiting = asyncio.ensure_future(what_comes_next)
+            done, _ = await asyncio.wait([waiting], timeout=5)
+            assert not done
+            assert "primary" in primary.waiting_for
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            primary.stage = ""
 
     play(job(slow), scenario, nodes=2)
 
