@@ -95,6 +95,17 @@ def test_complete_when_every_file_of_one_boundary_is_written(world: World) -> No
     assert collected.complete(world.view()) is None
 
 
+def test_of_several_that_are_complete_the_newest_is_taken_and_the_others_are_passed_over(world: World) -> None:
+    """They come faster than one is made: with checkpoint_every=1 and fast epochs 768 of 2,500 became checkpoints."""
+    collected = Collected(2)
+    for epoch in (3, 4, 5):
+        for task in (0, 1):
+            collected.take(written(epoch, task))
+    assert collected.complete(world.view()) == (Stamp(1, 5), (written(5, 0), written(5, 1)))
+    advance(world, record(5))
+    assert collected.complete(world.view()) is None and collected.give_up(world.view()) == {}, "nothing failed"
+
+
 def test_files_of_two_attempts_do_not_make_a_checkpoint(world: World) -> None:
     collected = Collected(2)
     collected.take(written(6, 0, attempt=1))
