@@ -337,7 +337,7 @@ async def _with_its_token(
 
     told = ""
     while True:
-        spec = await process.wait_for_job(coordinator, options.job)
+        spec, _ = await process.wait_for_job(coordinator, options.job)
         why = "waiting for that, which `taskgraph submit` wrote, in the file that --token-file names"
         if spec.token_mark and mark(bytes.fromhex(token)) != spec.token_mark:
             try:

@@ -242,7 +242,8 @@ class LocalNodes:
             log.info("%s", text)
             key = self._keys.event(f"{event.at:017.6f}-launcher{os.getpid()}-{entry.name}")
             with contextlib.suppress(CoordinationError):
-                await self._coordinator.txn(put_events(self._keys, [(key, event)]))
+                if revision := await self._run_to_tell():
+                    await self._coordinator.txn(put_events(self._keys, revision, [(key, event)]))
 
     async def _look_for_key(self, entry: _Process) -> None:
         """Tells, until cancelled, why a node is not registered: nobody else can, where etcd takes no writes."""

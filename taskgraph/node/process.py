@@ -96,11 +96,11 @@ async def run_node(config: NodeConfig, untaken: Untaken | None = None) -> int:
         config = dataclasses.replace(config, node_id=NodeConfig.new_id(config.name))
     try:
         async with await _connected(config) as coordinator:
-            spec = await wait_for_job(coordinator, config.job)
+            spec, revision = await wait_for_job(coordinator, config.job)
             if config.path:
                 sys.path[:] = config.path  # not sooner: what Python itself needs is not to be found beside a driver
             job = spec.load_job()
-            await _run(config, coordinator, spec, job, untaken)
+            await _run(config, coordinator, spec, revision, job, untaken)
             return OK
     except FingerprintMismatch as error:
         return _say(f"refused: {error}", OTHER_DRIVER)
@@ -142,8 +142,8 @@ def _say_last(text: str) -> None:
         _say(text, CANNOT_GO_ON)
 
 
-async def wait_for_job(coordinator: Coordinator, name: str) -> JobSpec:
-    """The spec of the running job, as soon as it is submitted. Says every few seconds what it waits for.
+async def wait_for_job(coordinator: Coordinator, name: str) -> tuple[JobSpec, int]:
+    """The spec of the running job, as soon as it is submitted, and its revision. Says now and then what it waits for.
 
     One that has finished still needs nodes, until its results were collected: those that had them may all be gone.
 
@@ -158,7 +158,7 @@ async def wait_for_job(coordinator: Coordinator, name: str) -> JobSpec:
             spec, status, collected = read.reads
             state = StatusRecord.from_bytes(status[0].value).state if status else ""
             if spec and (state == State.RUNNING or (state == State.FINISHED and not collected)):
-                return JobSpec.from_bytes(spec[0].value)
+                return JobSpec.from_bytes(spec[0].value), spec[0].mod_revision
             revision = read.revision
             log.info("waiting for job %r to be submitted%s", name, f" again (it has {state})" if state else "")
         except Unavailable as error:
@@ -185,7 +185,12 @@ async def _changed(coordinator: Coordinator, key: str, revision: int) -> None:
 
 
 async def _run(
-    config: NodeConfig, coordinator: EtcdCoordinator, spec: JobSpec, job: Job, untaken: Untaken | None
+    config: NodeConfig,
+    coordinator: EtcdCoordinator,
+    spec: JobSpec,
+    spec_revision: int,
+    job: Job,
+    untaken: Untaken | None,
 ) -> None:
     """From the first socket to the last, with a node in between."""
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -250,12 +255,15 @@ async def _run(
         _obey(config, node)
         if untaken is not None:
             untaken.tell(partial(_emit_soon, asyncio.get_running_loop(), events))
-        kept = job.settings.events_kept
         if folder is not None:
             await stack.enter_async_context(_while(keep_sockets(folder, (transport, control), events)))
         if tls is not None:
             await stack.enter_async_context(_while(Expiring(tls, events, config.name, node.host).watch()))
-        async with _while(keep_events(events, coordinator, spec.name, node_id=config.node_id, kept=kept)):
+        kept = job.settings.events_kept
+        keeping = keep_events(
+            events, coordinator, spec.name, spec_revision=spec_revision, node_id=config.node_id, kept=kept
+        )
+        async with _while(keeping):
             gc.freeze()  # what was imported lives as long as the process: no collection needs to look at it again
             await node.run()
         ended = node.keeper.view.status

@@ -192,19 +192,24 @@ class EventLog:
             log.warning("some events are not kept yet: etcd is away, or slow")
 
 
-def put_events(keys: Keys, events: Iterable[tuple[str, Event]]) -> Txn:
-    """Puts events, by their keys, where the job is there: etcd may have lost it, and nobody would delete them."""
-    return Txn((Compare(keys.spec, 0),), failure=tuple(Put(key, event.to_bytes()) for key, event in events))
+def put_events(keys: Keys, spec_revision: int, events: Iterable[tuple[str, Event]]) -> Txn:
+    """Puts events, by their keys, where the run that they are of is there.
+
+    Its name may be another run's by now, whose events these are not. Or etcd has lost it, and nobody would delete them.
+    """
+    as_read = (Compare(keys.spec, spec_revision),)
+    return Txn(as_read, tuple(Put(key, event.to_bytes()) for key, event in events))
 
 
 class _Keeper:
     """Durable events that wait to be written."""
 
-    def __init__(self, keys: Keys, node_id: str) -> None:
+    def __init__(self, keys: Keys, spec_revision: int, node_id: str) -> None:
         self.waiting: deque[tuple[str, Event]] = deque()
         self._left_out = 0
         self._said_at = -_SAY_AGAIN_S
         self._keys = keys
+        self._spec_revision = spec_revision
         self._node_id = node_id
         self._numbers = itertools.count()
         self._some = asyncio.Event()
@@ -230,10 +235,13 @@ class _Keeper:
                 await self._hurry.wait()
 
     async def write_some(self, coordinator: Coordinator) -> int:
-        """Writes the oldest; they go back where etcd is away, or the node ends. Returns how many were written."""
+        """Writes the oldest; returns how many were written.
+
+        They go back where etcd is away, or the node ends, and are dropped where their run is there no more.
+        """
         batch = [self.waiting.popleft() for _ in range(min(_BATCH, len(self.waiting)))]
         try:
-            await coordinator.txn(put_events(self._keys, batch))
+            told = await coordinator.txn(put_events(self._keys, self._spec_revision, batch))
         except BaseException as error:  # perhaps written, perhaps not: the keys are unique, and twice is once
             self.waiting.extendleft(reversed(batch))
             if not isinstance(error, CoordinationError):
@@ -246,7 +254,7 @@ class _Keeper:
         if self._left_out:
             log.warning("%d events were left out: etcd was away for too long", self._left_out)
             self._left_out = 0
-        return len(batch)
+        return len(batch) if told.succeeded else 0
 
     def written(self) -> None:
         """Nothing waits any more."""
@@ -261,13 +269,18 @@ class _Keeper:
         await self._none.wait()
 
 
-async def keep_events(events: EventLog, coordinator: Coordinator, job: str, *, node_id: str, kept: int) -> None:
+async def keep_events(
+    events: EventLog, coordinator: Coordinator, job: str, *, spec_revision: int, node_id: str, kept: int
+) -> None:
     """Writes durable events into etcd until cancelled, and prunes all but the last `kept`.
 
     When cancelled it writes what is left, for a second at most.
+
+    Args:
+        spec_revision: that of the `spec` of the run that the node is of.
     """
     keys = Keys(job)
-    keeper = _Keeper(keys, node_id)
+    keeper = _Keeper(keys, spec_revision, node_id)
     for event in events.recent():
         keeper.take(event)
     with events.keeping(keeper):

@@ -564,7 +564,7 @@ async def test_a_node_may_be_started_before_its_job_is_submitted() -> None:
     assert not waiting.done(), "a job that has ended is not the one it waits for"
     await submit(coordinator, spec)
     async with asyncio.timeout(5):
-        assert (await waiting).run == spec.run
+        assert (await waiting)[0].run == spec.run
     await coordinator.close()
 
 

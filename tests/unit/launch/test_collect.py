@@ -85,7 +85,9 @@ async def following(
             await follower.keeper.load()
         else:
             await follower.start(on_event)
-        keeping = asyncio.ensure_future(keep_events(events, coordinator, "fit", node_id="n1-1", kept=100))
+        keeping = asyncio.ensure_future(
+            keep_events(events, coordinator, "fit", spec_revision=follower.view.spec_revision, node_id="n1-1", kept=100)
+        )
         holder.events = events
         yield follower
         await follower.stop()

@@ -130,10 +130,10 @@ async def test_a_job_that_has_finished_takes_nodes_until_its_results_were_collec
     spec, again = (JobSpec.local(tg.Job(tasks=1, builder=tg.Task, name="fit")) for _ in range(2))
     await submit(coordinator, spec)
     await coordinator.txn(Txn(success=(Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes()),)))
-    assert await wait_for_job(coordinator, "fit") == spec
+    assert (await wait_for_job(coordinator, "fit"))[0] == spec
     await coordinator.txn(Txn(success=(Put(keys.collected, b"{}"),)))
     waiting = asyncio.ensure_future(wait_for_job(coordinator, "fit"))
     await asyncio.sleep(0.01)
     assert not waiting.done()
     await submit(coordinator, again)
-    assert await asyncio.wait_for(waiting, 5) == again
+    assert (await asyncio.wait_for(waiting, 5))[0] == again

@@ -25,9 +25,17 @@ def submitted() -> MemoryStore:
     return store
 
 
+def run_at(store: MemoryStore) -> int:
+    """The revision of the run's spec."""
+    (spec,) = store.select(Keys(JOB).spec, prefix=False)
+    return spec.mod_revision
+
+
 @contextlib.asynccontextmanager
 async def kept(events: EventLog, store: MemoryStore, *, kept: int = 100) -> AsyncIterator[None]:
-    keeping = asyncio.ensure_future(keep_events(events, MemoryCoordinator(store), JOB, node_id="n1-1", kept=kept))
+    keeping = asyncio.ensure_future(
+        keep_events(events, MemoryCoordinator(store), JOB, spec_revision=run_at(store), node_id="n1-1", kept=kept)
+    )
     try:
         yield
     finally:
@@ -85,9 +93,12 @@ async def test_events_are_waited_for_a_second_at_most(
     async def away(txn: Txn) -> None:
         raise Unavailable("etcd is away")
 
-    events, coordinator = EventLog("n1"), MemoryCoordinator(submitted())
+    events, store = EventLog("n1"), submitted()
+    coordinator = MemoryCoordinator(store)
     monkeypatch.setattr(coordinator, "txn", away)
-    keeping = asyncio.ensure_future(keep_events(events, coordinator, JOB, node_id="n1-1", kept=100))
+    keeping = asyncio.ensure_future(
+        keep_events(events, coordinator, JOB, spec_revision=run_at(store), node_id="n1-1", kept=100)
+    )
     await asyncio.sleep(0)
     events.emit("began", "began")
     async with asyncio.timeout(1.5):
@@ -116,7 +127,9 @@ async def test_an_etcd_that_is_away_for_long_is_told_now_and_then_and_what_was_l
     monkeypatch.setattr(coordinator, "txn", txn)
     monkeypatch.setattr("taskgraph.observe.events._RETRY_S", 0.005)
     monkeypatch.setattr("taskgraph.observe.events._RING", 40)
-    keeping = asyncio.ensure_future(keep_events(events, coordinator, JOB, node_id="n1-1", kept=100))
+    keeping = asyncio.ensure_future(
+        keep_events(events, coordinator, JOB, spec_revision=run_at(store), node_id="n1-1", kept=100)
+    )
     await asyncio.sleep(0)
     for number in range(50):
         events.emit("evicted", f"{number}")
@@ -148,7 +161,9 @@ async def test_what_is_on_its_way_to_etcd_when_the_node_ends_is_not_lost(monkeyp
 
     monkeypatch.setattr(coordinator, "txn", slow)
     events.emit("began", "began")
-    keeping = asyncio.ensure_future(keep_events(events, coordinator, JOB, node_id="n1-1", kept=100))
+    keeping = asyncio.ensure_future(
+        keep_events(events, coordinator, JOB, spec_revision=run_at(store), node_id="n1-1", kept=100)
+    )
     await written.wait()
     events.emit("finished", "finished")
     keeping.cancel()
@@ -177,6 +192,20 @@ async def test_of_two_hosts_whose_clocks_differ_the_events_that_came_first_are_p
     listing = await MemoryCoordinator(store).list(Keys(JOB).events)
     told = [Event.from_bytes(kv.value).text for kv in in_order(listing)]
     assert told == [str(number) for number in range(28, 40)]
+
+
+async def test_late_events_of_a_run_are_not_told_of_the_next_one_of_its_name() -> None:
+    """As those of nodes that leave while the job is submitted again: `events` of the new run began with them."""
+    events, store = EventLog("n1"), submitted()
+    async with kept(events, store):
+        await asyncio.sleep(0.01)
+        events.emit("began", "began")
+        await events.kept()
+        # As a submit does it.
+        store.execute(Txn(success=(Delete(Keys(JOB).events, prefix=True), Put(Keys(JOB).spec, b"{}"))))
+        events.emit("cancelled", "the job was ended")
+        await events.kept()
+    assert in_etcd(store) == []
 
 
 async def test_events_of_a_job_that_etcd_has_lost_are_not_kept() -> None:
