@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -126,6 +127,19 @@ def test_it_is_named_where_code_ran_while_other_code_waited(order: int) -> None:
     error = fails(job(MeetsView, epochs=3), order=order)
     assert error.epoch == 0
     says(error, "as setup() left it", "(state 'grid')", "(here: self.inner and self.grid)")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_coin_that_falls_otherwise_each_time_is_not_taken_for_it(seed: int) -> None:
+    """Nor for what a first try left: no attribute explains it."""
+    coin = random.Random(seed)
+
+    class Tosses(Meets):
+        @tg.handles("one")
+        async def one(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
+            return float(coin.random() < 0.5)
+
+    assert run(job(Tosses, epochs=3)).epochs == 3
 
 
 class Again(View):
