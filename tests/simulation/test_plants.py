@@ -23,7 +23,6 @@ LATE = {
     "a seal of any version is accepted": 323,
     "a leader that was replaced advances the checkpoint": 151,
     "a job that ends while a task is ahead gets the state it has": 70,
-    "reports that were on their way count as told whatever became of them": 69,
     "admissions and evictions are not fenced by the term": 95,
     "replicas keep what a roll back undid": 99,
     "epochs in flight are snapshotted in any order": 98,
