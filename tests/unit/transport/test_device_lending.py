@@ -549,7 +549,7 @@ async def test_tickets_for_the_same_memory_are_given_back_each_by_itself(soft: S
     await pair.read(1)
     assert not len(pair.lending)
     pair.close_idle()
-    assert not soft.opened
+    await turns_until(lambda: not soft.opened)  # the thread that told of it may have it a moment longer
 
 
 async def test_two_replies_may_open_the_same_memory(soft: SoftDevice, pair: Pair) -> None:
