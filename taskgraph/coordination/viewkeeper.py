@@ -232,7 +232,7 @@ class ViewKeeper:
         self._notify(self._structure_waiters, self._structure_listeners)
         self._notify(self._waiters, self._listeners)
         until = self._coordinator.now()
-        self._rested_at = until + _rest_s(until - since)
+        self._rested_at = until + rest_s(until - since)
 
     def _notify(self, waiters: _Waiters, listeners: list[Callable[[], None]]) -> None:
         view = self.view
@@ -245,7 +245,7 @@ class ViewKeeper:
             listener()
 
 
-def _rest_s(took_s: float) -> float:
+def rest_s(took_s: float) -> float:
     """How long `notify` rests that took so long."""
     return min(took_s, _REST_S)
 

@@ -71,9 +71,9 @@ class Reconciler:
                     await changed.wait()
             except TimeoutError:
                 pass
-            rest_s = _rest_s(looked - began) - (now() - looked)
-            if rest_s > 0:
-                await asyncio.sleep(rest_s)
+            left_s = rest_s(looked - began) - (now() - looked)
+            if left_s > 0:
+                await asyncio.sleep(left_s)
 
     def reconcile(self) -> None:
         """Synchronous: it decides and starts, others do."""
@@ -128,6 +128,6 @@ class Reconciler:
                 roles.drop(task)
 
 
-def _rest_s(took_s: float) -> float:
+def rest_s(took_s: float) -> float:
     """The pause after a look that took so long."""
     return min(_RESTS * took_s, _REST_S)

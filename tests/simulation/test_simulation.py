@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from taskgraph.coordination import viewkeeper
 from taskgraph.node import reconciler
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.testing.simulate import run_seed
+from taskgraph.testing.simulate import seed as seeds
 from taskgraph.testing.simulate.__main__ import main
 from taskgraph.testing.simulate.loop import SimLoop
 from taskgraph.testing.simulate.workload import HOOKS
@@ -129,8 +129,8 @@ def test_handlers_ask_others_through_takeovers_and_restarts() -> None:
 @pytest.mark.slow
 def test_nodes_whose_looks_take_long_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """With hundreds of tasks they rest between looks. Whoever led anew then began without what tasks had reported."""
-    for module in (reconciler, viewkeeper):
-        monkeypatch.setattr(module, "_rest_s", lambda took_s, longest_s=module._REST_S: longest_s)
+    monkeypatch.setattr(seeds, "RESTING", 1.0)
+    monkeypatch.setattr(seeds, "RESTS_S", (reconciler.rest_s(3600.0),))
     outcomes = [run_seed(seed) for seed in range(120)]
     assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
     assert sum(outcome.transcript.states["takeover"] > 0 for outcome in outcomes) >= 30

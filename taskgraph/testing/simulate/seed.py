@@ -13,12 +13,15 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
+from unittest import mock
 
 import taskgraph as tg
+from taskgraph.coordination import viewkeeper
+from taskgraph.node import reconciler
 from taskgraph.protocol.records import State
 from taskgraph.testing.simulate.drawing import (
     Slips,
@@ -58,6 +61,12 @@ SLIPPING = 0.3
 DELETING = 0.1
 """Share of the seeds in which somebody deletes keys of nodes that live."""
 
+RESTING = 0.2
+"""Share of the seeds whose nodes rest between looks at all their tasks, as they do where there are hundreds."""
+
+RESTS_S = (0.0, 0.0, 0.01, 0.05, 0.2)
+"""For how long they do."""
+
 LIMIT_CPU_S = 10.0
 """What a seed may cost, by far; one that takes longer has met a loop that does not end."""
 
@@ -68,6 +77,7 @@ class Outcome:
 
     Attributes:
         problem: "" or what was violated, or what hangs.
+        rests: whether nodes rested between their looks.
         ended: "finished"; "lost" where every holder of a task was gone; "mistaken" where its own code failed it.
     """
 
@@ -79,6 +89,7 @@ class Outcome:
     virtual_s: float
     wall_s: float
     steps: int
+    rests: bool = False
 
 
 def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
@@ -90,7 +101,7 @@ def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
     began = time.perf_counter()
     loop = SimLoop()
     outcome = Outcome(seed, "", "", "", Transcript(loop.time), 0.0, 0.0, 0)
-    with _watched(loop), _garbage_kept():
+    with _watched(loop), _garbage_kept(), _resting(outcome):
         runner = asyncio.Runner(loop_factory=lambda: loop)
         try:
             with runner:
@@ -120,6 +131,22 @@ def _garbage_kept() -> Iterator[None]:
             gc.enable()
         if next(_seeds) % _COLLECT_EVERY == 0:
             gc.collect()  # what was still held when its seed ended, and is too old for the collection above
+
+
+@contextlib.contextmanager
+def _resting(outcome: Outcome) -> Iterator[None]:
+    """Code takes no virtual time: in most seeds nodes look again at once, as those with few tasks do."""
+    rests = random.Random(f"rests of {outcome.seed}")
+    if rests.random() >= RESTING:
+        yield
+        return
+    outcome.rests = True
+    with mock.patch.object(reconciler, "rest_s", _rests(rests)), mock.patch.object(viewkeeper, "rest_s", _rests(rests)):
+        yield
+
+
+def _rests(rng: random.Random) -> Callable[[float], float]:
+    return lambda took_s: rng.choice(RESTS_S)
 
 
 class Stuck(BaseException):
@@ -221,6 +248,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         outcome.described += ", requests that follow from requests"
     if workload.mistake is not None:
         outcome.described += f", {workload.mistake.text}"
+    if outcome.rests:
+        outcome.described += ", nodes that rest between their looks"
     if slips.drawn:
         outcome.described += ", slow probes or reads"
     if keeping:
