@@ -392,6 +392,15 @@ async def test_a_run_whose_nodes_have_ended_reads_what_its_watch_does_not_tell(m
         await follower.stop()
 
 
+async def own_nodes_ended(etcd: MemoryCoordinator, spec: JobSpec) -> tuple[Collector, asyncio.Future[None]]:
+    """Who follows the job, and what fails it as soon as no node of another launcher is left."""
+    follower = Collector(etcd, spec, b"")
+    await follower.start()
+    job = Supervisor(spec, ENTRY, etcd, follower, Hooks())
+    job._all_ended.set()
+    return follower, asyncio.ensure_future(job._nobody_left())
+
+
 @pytest.mark.parametrize("becomes", ["back", "gone", "nothing"])
 async def test_a_node_of_another_launcher_whose_key_is_gone_may_come_back(
     becomes: str, monkeypatch: pytest.MonkeyPatch
@@ -409,11 +418,7 @@ async def test_a_node_of_another_launcher_whose_key_is_gone_may_come_back(
         "back": Put(keys.node("n3-1"), node.to_bytes()),
         "gone": Put(keys.gone("n3-1"), GoneRecord(reason="killed", writer="launcher").to_bytes()),
     }
-    follower = Collector(etcd, spec, b"")
-    await follower.start()
-    job = Supervisor(spec, ENTRY, etcd, follower, Hooks())
-    job._all_ended.set()
-    ends = asyncio.ensure_future(job._nobody_left())
+    follower, ends = await own_nodes_ended(etcd, spec)
     try:
         await asyncio.sleep(0.1)
         assert not ends.done() and follower.view.running
@@ -437,11 +442,7 @@ def test_a_node_that_registers_in_the_last_moment_goes_on() -> None:
     async def scenario() -> None:
         etcd = MemoryCoordinator(MemoryStore())
         await submit(etcd, SPEC)
-        follower = Collector(etcd, SPEC, b"")
-        await follower.start()
-        job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
-        job._all_ended.set()
-        ends = asyncio.ensure_future(job._nobody_left())
+        follower, ends = await own_nodes_ended(etcd, SPEC)
         try:
             await asyncio.sleep(0.9 * supervise._ALL_ENDED_S)
             await etcd.txn(Txn(success=(Put(Keys("fit").node("n3-1"), node.to_bytes()),)))
