@@ -60,7 +60,7 @@ def _ended(child: subprocess.Popen[bytes]) -> bool:
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _wait(child: subprocess.Popen[bytes], parent: int, wake: int, log: int) -> bool:
+def _wait(child: subprocess.Popen[bytes], parent: int, wake: int, log: str | None) -> bool:
     """Until the command ends by itself (True) or must be ended (False)."""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
@@ -75,7 +75,8 @@ def _wait(child: subprocess.Popen[bytes], parent: int, wake: int, log: int) -> b
             return True
         if os.getppid() != parent:
             return False
-        _cut_log(log)
+        if log is not None:
+            _cut_log(log)
 
 
 def _end(child: subprocess.Popen[bytes], wake: int) -> None:
@@ -90,17 +91,23 @@ def _end(child: subprocess.Popen[bytes], wake: int) -> None:
     child.wait()
 
 
-def _cut_log(log: int) -> None:
+def _cut_log(path: str) -> None:
     """Leaves of a long log its end, in whole lines. Who appends to it goes on after them.
 
-    A line that comes between the reading and the cut is lost, which is of microseconds.
+    What is kept is written over the beginning first, so that the log is never seen empty: a line that came in such a
+    moment would stand before those that are kept. A line that comes between the last reading and the cut is lost,
+    which is of microseconds.
     """
-    with contextlib.suppress(OSError):
-        if (size := os.fstat(log).st_size) <= LOG_MOST_BYTES:
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as log:  # not to append
+        if (size := os.fstat(log.fileno()).st_size) <= LOG_MOST_BYTES:
             return
-        kept = os.pread(log, size, size - LOG_KEPT_BYTES)  # and what came since
-        os.ftruncate(log, 0)
-        os.write(log, LOG_CUT + kept.partition(b"\n")[2])
+        begin = size - LOG_KEPT_BYTES
+        end = os.pread(log.fileno(), size, begin)  # and what came since
+        kept = LOG_CUT + end.partition(b"\n")[2]
+        os.pwrite(log.fileno(), kept, 0)
+        since = os.pread(log.fileno(), size, begin + len(end))
+        os.pwrite(log.fileno(), since, len(kept))
+        os.ftruncate(log.fileno(), len(kept) + len(since))
 
 
 def _show_log(path: str) -> None:
@@ -149,7 +156,7 @@ def main() -> int:
                 os.write(2, f"cannot start {options.command[0]}: {error.strerror}\n".encode())
                 return 127
             os.write(1, f"{child.pid}\n".encode())
-            by_itself = _wait(child, options.parent, wake, log.fileno())
+            by_itself = _wait(child, options.parent, wake, options.log)
         _end(child, wake)
         if by_itself and options.log:
             _show_log(options.log)

@@ -366,14 +366,15 @@ async def test_the_guard_shows_the_log_of_a_command_that_ended_by_itself(tmp_pat
     assert not (tmp_path / "private").exists()
 
 
-#: Writes 4 MiB, which is not cut yet, and one line more; waits until its log is short again, and has last words.
+#: Writes 4 MiB, which is not cut yet, and one line more; waits until its log is short again, and has last
+#: words at once: they come after what is kept.
 TALKATIVE = """
 import os, time
 for number in range(4097):
     os.write(1, b"%-1023d\\n" % number)
 until = time.monotonic() + 10
 while os.fstat(1).st_size > 2 << 20 and time.monotonic() < until:
-    time.sleep(0.02)
+    pass
 os.write(2, b"last words\\n")
 os._exit(3)
 """
