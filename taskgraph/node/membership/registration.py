@@ -111,6 +111,7 @@ class Registration:
         One that lives renews its lease: it never has less than half of its TTL left. So who is seen with more, and
         nothing else, for long enough is there. No time that merely passes tells that: where etcd was away, or has
         another leader, the leases of the dead have their whole TTL again.
+        What is tried after that decides: one that was cut off and is back may have missed what was on its way.
         Returns where it is asked to leave meanwhile, too.
 
         Raises:
@@ -121,6 +122,7 @@ class Registration:
         enough_s = settings.lease_ttl_s + _REGRANTED_S + settings.lease_stall_s
         renewed: dict[str, float] = {}  # since when nothing else was seen
         while not node.draining:
+            tried_at = node.now()
             found = self._why_refused() or await self._why_unreached()
             if not found:
                 return
@@ -136,7 +138,7 @@ class Registration:
                 renewed.clear()  # etcd was away
             renewed = {other: renewed.get(other, now) for other in found if renews[other]}
             for other, since in renewed.items():
-                if now - since > enough_s:
+                if tried_at - since > enough_s:
                     raise self._refusal(found[other])
 
     async def _renews(self, other: str) -> bool:

@@ -9,10 +9,12 @@ import pytest
 from cluster_kit import Gated, blindable, change_leader, die, eyes, gated, job, play
 
 from taskgraph.driver import JobSpec
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, TransportError
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.membership import registration
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.node import Node
+from taskgraph.protocol.records import NodeRecord
 from taskgraph.settings import Settings
 
 __all__ = ["blindable", "gated"]
@@ -163,6 +165,33 @@ def test_a_node_that_is_reached_in_the_end_takes_part(gated: type[Gated]) -> Non
         cluster.network.heal(other.id, first.id)
         await first.keeper.wait_until(lambda view: other.id in view.nodes)
         assert not run_of(cluster, other).done()
+
+    play(job(gated), scenario, nodes=1)
+
+
+def test_a_node_that_came_back_while_the_last_try_was_on_its_way_is_reached(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That try had begun before: the node that joined ended itself, and blamed a firewall."""
+    settings, tried, real = Settings(), list[float](), Registration._try
+    enough_s = settings.lease_ttl_s + registration._REGRANTED_S + settings.lease_stall_s
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        async def slowly(self: Registration, name: str, record: NodeRecord) -> TransportError | None:
+            error = await real(self, name, record)
+            if error is not None:  # it is not heard of before the time for it is over
+                tried.append(other.now())
+                lives_since = tried[0] + settings.connect_s + registration._LOOK_S
+                if other.now() + settings.connect_s > lives_since + enough_s:
+                    cluster.network.heal(other.id, first.id)
+                await asyncio.sleep(settings.connect_s)
+            return error
+
+        monkeypatch.setattr(Registration, "_try", slowly)
+        first = await works(cluster, gated)
+        other = unreached(cluster)
+        await asyncio.wait([run_of(cluster, other)], timeout=enough_s + 3 * settings.connect_s)
+        assert other.node_revision and not run_of(cluster, other).done()
 
     play(job(gated), scenario, nodes=1)
 
