@@ -39,7 +39,7 @@ from taskgraph.protocol.messages import (
     Stamp,
     Waits,
     WaitsPage,
-    Written,
+    WrittenFiles,
     stamp_of,
 )
 from taskgraph.protocol.records import name_of
@@ -214,7 +214,7 @@ class Serving:
                 return await self._leader().take_report(message)
             case RequestRestart():
                 return await self._leader().take_restart(message)
-            case Written():
+            case WrittenFiles():
                 return self._leader().checkpointer.take(message)
             case Seal():
                 attempt = await self._attempt(message.task, message.stamp)

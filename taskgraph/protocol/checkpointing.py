@@ -6,19 +6,36 @@ A file is written of a boundary that its primary read as committed; the leader c
 one attempt of the current lineage. Who tells the leader, tells every new leader again, until etcd's pointer is there.
 Each tells in the order in which it writes: who has told of a later one, or that it could not write its file, has none
 of this one, and never will. Then the boundary is given up, and what others wrote of it may go.
+
+Boundaries may come faster than the leader hears of them all. Then some are left out, here and by each primary that
+tells, and all leave out the same ones (`sparse`), whatever each of them knows: else one told of those only that
+another had left out, and none became complete.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from taskgraph.protocol.messages import Stamp, Written
 from taskgraph.protocol.view import JobView
 
-__all__ = ["Collected", "due", "files_needed", "is_open"]
+__all__ = ["Collected", "due", "files_needed", "is_open", "sparse"]
 
-_MOST = 4
-"""Boundaries collected at a time: a primary writes one while another waits, so more cannot become complete."""
+_MOST = 16
+"""Boundaries collected at a time. Some tasks tell later than others: by as many boundaries, and all are looked at."""
+_PASSED_OVER = 1024
+"""Of boundaries that were passed over so many are known, for files that are told of late."""
 _GIVEN_UP = 16
 """Of boundaries that were given up so many are known, for files that come late."""
+
+
+def sparse(boundaries: Iterable[Stamp], most: int) -> list[Stamp]:
+    """So many of these boundaries, in order: those whose epochs are multiples of the largest powers of two.
+
+    Of any two of whoever goes by this, each with as many boundaries of late as it happens to have, both keep those
+    that lie far apart, and then the newest of those that lie closer.
+    """
+    return sorted(sorted(boundaries, key=lambda at: (at.epoch & -at.epoch, at))[-most:])
 
 
 def due(view: JobView, boundary: Stamp, every: int) -> bool:
@@ -52,51 +69,77 @@ class Collected:
         self._tasks = tasks
         self._files: dict[Stamp, dict[int, Written]] = {}
         self._last: dict[int, Stamp] = {}  # what each task told of last
-        self._given_up: dict[Stamp, int] = {}  # and a task without a file of it
+        self._given_up: dict[Stamp, int | None] = {}  # and a task that could not write its file
+        self._passed_over: set[Stamp] = set()  # there were too many, or a later one is whole
 
     def take(self, written: Written) -> None:
-        files, task = self._files.setdefault(written.stamp, {}), written.task
+        stamp, task = written.stamp, written.task
+        self._last[task] = max(stamp, self._last.get(task, stamp))
+        if stamp in self._passed_over and written.size:
+            return
+        files = self._files.setdefault(stamp, {})
         if written.size or task not in files:  # else a primary before has written it
             files[task] = written
-        self._last[task] = max(written.stamp, self._last.get(task, written.stamp))
 
-    def give_up(self, view: JobView) -> dict[Stamp, int]:
-        """Boundaries that never become a checkpoint, and a task that has no file of each; oldest first.
+    def give_up(self, view: JobView) -> dict[Stamp, int | None]:
+        """Boundaries that never become a checkpoint, oldest first, each with a task that could not write its file.
 
-        One is given up once, and named again when one more file of it was written.
+        None where nothing failed, and yet a task has no file of it: it left this one out, or its primary was another
+        one then. One is given up once, and named again when one more file of it was written. What only comes too late
+        for a later one goes with that.
         """
-        self._files = {stamp: files for stamp, files in self._files.items() if is_open(view, stamp)}
+        self._forget_closed(view)
         needed = files_needed(view, self._tasks)
         if needed is None:
             return {}
+        whole = self._newest_whole(view, needed)
         for stamp, files in self._files.items():
-            lacking = [task for task in sorted(needed) if self._lacks(task, stamp, files)]
-            if lacking and stamp not in self._given_up:
-                self._given_up[stamp] = lacking[0]
+            failed = [task for task, written in files.items() if not written.size and task in needed]
+            if failed:
+                self._given_up[stamp] = min(failed)
+            elif (whole is None or stamp > whole) and self._is_lacking(stamp, needed - files.keys()):
+                self._given_up.setdefault(stamp, None)
         found = {stamp: self._given_up[stamp] for stamp in sorted(self._files) if stamp in self._given_up}
         for stamp in found:
             del self._files[stamp]
+        self._passed_over -= found.keys()
         self._given_up = {stamp: self._given_up[stamp] for stamp in sorted(self._given_up)[-_GIVEN_UP:]}
         return found
 
-    def _lacks(self, task: int, stamp: Stamp, files: dict[int, Written]) -> bool:
-        """Whether the task has no file of this boundary, and never will."""
-        told = files.get(task)
-        return self._last.get(task, stamp) > stamp if told is None else not told.size
+    def _is_lacking(self, stamp: Stamp, untold: Iterable[int]) -> bool:
+        """Whether one of these tasks, which did not tell of a file of this boundary, never will."""
+        return any(self._last.get(task, stamp) > stamp for task in untold)
 
     def complete(self, view: JobView) -> tuple[Stamp, tuple[Written, ...]] | None:
         """The newest boundary all of whose files are written, if there is one to go on to."""
-        self._files = {stamp: files for stamp, files in self._files.items() if is_open(view, stamp)}
+        self._forget_closed(view)
         needed = files_needed(view, self._tasks)
-        if needed is None or view.epoch is None:
+        if needed is None:
             return None
-        newest_first = sorted(self._files, reverse=True)
-        for stamp in newest_first[_MOST:]:
-            del self._files[stamp]
-        for stamp in newest_first[:_MOST]:
-            files = {task: written for task, written in self._files[stamp].items() if written.size}
-            if stamp in self._given_up:
-                continue
-            if stamp.epoch <= view.epoch.record.epoch and needed <= files.keys():
-                return stamp, tuple(files[task] for task in sorted(needed))
-        return None
+        whole = self._newest_whole(view, needed)
+        kept = sparse((stamp for stamp in self._files if whole is None or stamp > whole), _MOST)
+        if whole is not None:
+            kept.append(whole)
+        self._passed_over |= self._files.keys() - set(kept)
+        self._passed_over.difference_update(sorted(self._passed_over)[:-_PASSED_OVER])
+        self._files = {stamp: self._files[stamp] for stamp in kept}
+        return None if whole is None else (whole, tuple(self._files[whole][task] for task in sorted(needed)))
+
+    def _newest_whole(self, view: JobView, needed: frozenset[int]) -> Stamp | None:
+        at = view.epoch
+        return max(
+            (
+                stamp
+                for stamp, files in self._files.items()
+                if at is not None
+                and stamp.epoch <= at.record.epoch
+                and stamp not in self._given_up
+                and needed <= files.keys()
+                and all(files[task].size for task in needed)
+            ),
+            default=None,
+        )
+
+    def _forget_closed(self, view: JobView) -> None:
+        self._files = {stamp: files for stamp, files in self._files.items() if is_open(view, stamp)}
+        self._passed_over = {stamp for stamp in self._passed_over if is_open(view, stamp)}

@@ -43,6 +43,8 @@ __all__ = [
     "Wait",
     "Waits",
     "WaitsPage",
+    "Written",
+    "WrittenFiles",
     "stamp_of",
 ]
 
@@ -353,7 +355,7 @@ class HandOver:
 
 @frozen
 class Written:
-    """Primary to leader: my file of the checkpoint of this boundary is written. Reply: `Accepted`.
+    """A task's file of the checkpoint of a boundary.
 
     `stamp.epoch` is the boundary's number, `stamp.attempt` the attempt it was made in. A size of 0, which no file has,
     says that it could not be written, and will not be.
@@ -363,6 +365,25 @@ class Written:
     task: int
     size: int
     digest: str
+
+
+@frozen
+class WrittenFiles:
+    """Primary to leader: these files of mine are written. Reply: `Accepted`.
+
+    Attributes:
+        files: at least one, in the order in which they were written.
+    """
+
+    files: tuple[Written, ...]
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise DecodeError("files that were written, and none of them")
+
+    @property
+    def task(self) -> int:
+        return self.files[0].task
 
 
 @frozen
@@ -442,7 +463,7 @@ Call = (
     | Seal
     | RequestRestart
     | HandOver
-    | Written
+    | WrittenFiles
     | Audit
     | Waits
 )

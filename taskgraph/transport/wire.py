@@ -58,7 +58,7 @@ REPLY_OF: dict[type, type] = {
     messages.RequestRestart: messages.Accepted,
     messages.HandOver: messages.Accepted,
     messages.Release: messages.Accepted,
-    messages.Written: messages.Accepted,
+    messages.WrittenFiles: messages.Accepted,
     messages.Audit: messages.LedgerPage,
     messages.Waits: messages.WaitsPage,
 }

@@ -9,7 +9,7 @@ from protocol_kit import World, boundary
 
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundaries
-from taskgraph.protocol.checkpointing import Collected, due, files_needed, is_open
+from taskgraph.protocol.checkpointing import Collected, due, files_needed, is_open, sparse
 from taskgraph.protocol.kv import Txn
 from taskgraph.protocol.messages import Stamp, Written
 from taskgraph.protocol.records import CheckpointRecord, MemberRecord, State, StatusRecord
@@ -127,7 +127,37 @@ def test_what_is_told_of_late_boundaries_is_bounded(world: World) -> None:
     for epoch in range(1000):
         collected.take(written(epoch, 0))
         collected.complete(world.view())
-    assert len(collected._files) <= 5
+    assert len(collected._files) <= 16
+
+
+def test_whoever_leaves_boundaries_out_keeps_some_that_others_keep() -> None:
+    """One had told of the newest ones, and another, who tells later, of those before them."""
+    assert sparse((Stamp(1, epoch) for epoch in (7, 1, 6, 5, 3, 2)), 4) == [(1, 2), (1, 5), (1, 6), (1, 7)]
+    for every in (1, 10, 12):
+        for first, lag in ((1, 5), (77, 40), (1000, 1000), (3, 5000)):
+            of_late = [Stamp(1, index * every) for index in range(first, first + 2 * lag)]
+            both = set(sparse(of_late, 16)) & set(sparse(of_late[:lag], 16))
+            assert max(both).epoch >= of_late[lag - 1].epoch - lag // 2 * every
+
+
+def test_what_one_tells_late_goes_with_what_another_told_long_ago(world: World) -> None:
+    collected = Collected(2)
+    for _ in range(100):
+        world.commit()
+    view = world.view()
+    for epoch in range(1, 101):
+        collected.take(written(epoch, 0))
+        assert collected.complete(view) is None and collected.give_up(view) == {}
+    for epoch in (7, 16, 31, 32, 48):
+        collected.take(written(epoch, 1))
+    assert collected.give_up(view) == {}, "none of them failed, and they go with the one that is whole"
+    assert collected.complete(view) == (Stamp(1, 48), (written(48, 0), written(48, 1)))
+    advance(world, record(48))
+    collected.take(written(51, 1))
+    assert collected.give_up(world.view()) == {}, "both wrote that, and another leader may find it whole"
+    collected.take(unwritten(57, 1))
+    assert collected.give_up(world.view()) == {Stamp(1, 56): None, Stamp(1, 57): 1}
+    assert len(collected._passed_over) < 100
 
 
 def unwritten(epoch: int, task: int) -> Written:
@@ -167,8 +197,17 @@ def test_a_boundary_is_given_up_where_a_task_has_gone_on_without_it(world: World
     collected.take(written(6, 0))
     assert collected.give_up(view) == {}
     collected.take(written(6, 1))
+    assert collected.give_up(view) == {}, "it goes with the other, which is whole"
+    assert collected.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
+
+
+def test_a_boundary_without_a_file_of_each_task_is_given_up_where_none_after_it_is_whole(world: World) -> None:
+    collected, view = Collected(2), world.view()
+    collected.take(written(3, 0))
+    collected.take(written(6, 1))
+    assert collected.give_up(view) == {Stamp(1, 3): None}, "nothing failed"
+    collected.take(unwritten(3, 1))
     assert collected.give_up(view) == {Stamp(1, 3): 1}
-    assert collected.complete(view) is not None
 
 
 def test_one_that_is_whole_is_not_given_up_whatever_comes_after_it(world: World) -> None:

@@ -1,9 +1,10 @@
 """A primary's files of checkpoints.
 
-    a primary read a commit ──► its file, in a thread ──► `Written` ──► the leader (`checkpointer.py`)
+    a primary read a commit ──► its file, in a thread ──► `WrittenFiles` ──► the leader (`checkpointer.py`)
 
 A file that cannot be written costs that checkpoint and nothing else; a place that takes longer than the epochs of a
-checkpoint makes the epochs wait, by name.
+checkpoint makes the epochs wait, by name. A leader that hears late makes nobody wait: files are written meanwhile, and
+it is told of all of them at once.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import CheckpointError, DecodeError, TransportError
-from taskgraph.protocol.checkpointing import due, is_open
-from taskgraph.protocol.messages import Encoded, Stamp, Written
+from taskgraph.protocol.checkpointing import due, is_open, sparse
+from taskgraph.protocol.messages import Encoded, Stamp, Written, WrittenFiles
 
 if TYPE_CHECKING:
     from taskgraph.node.services import NodeServices
 
 __all__ = ["CheckpointWriter"]
 
+_UNTOLD = 16
+"""Of files written, and of those that could not be, so many wait to be told. The leader looks at as many."""
 _TOLD = 16
-"""Of files written, and of those that could not be, a primary tells a new leader of so many. It looks at fewer."""
+"""Of those that were told, a primary tells a new leader of so many."""
 
 
 class CheckpointWriter:
@@ -105,38 +108,44 @@ class CheckpointWriter:
         else:
             self._failing = False
             self._written[stamp] = Written(stamp, self._task, info.size, info.digest)
-        for old in sorted(self._written)[:-_TOLD]:
-            del self._written[old]
+        untold = self._untold(self._leader)
+        told = sorted(self._written.keys() - set(untold))
+        kept = {*sparse(untold, _UNTOLD), *told[-_TOLD:]}
+        self._written = {at: written for at, written in self._written.items() if at in kept}
 
     async def tell(self) -> None:
         """Tells the leader of every file, and every new leader again, until the pointer is that far.
 
-        In the order in which they were written: the leader goes by that.
+        In the order in which they were written: the leader goes by that. It is told at once of all that it was not told
+        of yet: one by one it would hear of each later than of the one before, where epochs take less time than that.
         """
         keeper = self._node.keeper
         while True:
-            view = keeper.view
-            leader = view.primaries.get(0)
-            self._written = {stamp: w for stamp, w in self._written.items() if is_open(view, stamp)}
-            revision = leader.mod_revision if leader is not None else 0
-            self._told = {(stamp, of) for stamp, of in self._told if stamp in self._written and of == revision}
-            untold = next((w for stamp, w in self._written.items() if (stamp, revision) not in self._told), None)
-            if untold is None or leader is None:
-                await keeper.wait_until(lambda _: self._news())
-                continue
             await self._node.while_paused()
-            if await self._tell(untold):
-                self._told.add((untold.stamp, revision))
+            view, leader = keeper.view, self._leader
+            self._written = {stamp: w for stamp, w in self._written.items() if is_open(view, stamp)}
+            self._told = {(stamp, of) for stamp, of in self._told if stamp in self._written and of == leader}
+            untold = self._untold(leader)
+            if not untold or not leader:
+                await keeper.wait_until(lambda _: bool(self._leader and self._untold(self._leader)))
+            elif await self._tell(WrittenFiles(tuple(self._written[stamp] for stamp in untold))):
+                self._told.update((stamp, leader) for stamp in untold)
 
-    async def _tell(self, written: Written) -> bool:
+    async def _tell(self, written: WrittenFiles) -> bool:
         try:
             await self._node.router.to_primary(0, lambda: written, timeout_s=self._node.settings.call_s)
         except TransportError as error:
-            self._node.log.debug("task %d: the leader does not hear of its file: %s", self._task, error)
+            self._node.log.debug("task %d: the leader does not hear of its files: %s", self._task, error)
             await self._node.breathe()
             return False
         return True
 
-    def _news(self) -> bool:
+    @property
+    def _leader(self) -> int:
+        """The revision of who leads; 0 while nobody does."""
         leader = self._node.keeper.view.primaries.get(0)
-        return leader is not None and any((stamp, leader.mod_revision) not in self._told for stamp in self._written)
+        return leader.mod_revision if leader is not None else 0
+
+    def _untold(self, leader: int) -> list[Stamp]:
+        """What was written, in that order, and the leader of this revision was not told of."""
+        return [stamp for stamp in self._written if (stamp, leader) not in self._told]

@@ -1,6 +1,6 @@
 """The leader's part in checkpoints: what primaries wrote becomes one.
 
-    `Written`, from every primary (`checkpoint_writer.py`) ──► manifest, pointer, manifest
+    `WrittenFiles`, from every primary (`checkpoint_writer.py`) ──► manifest, pointer, manifest
 
 What becomes a checkpoint, and when one is complete, is decided by `protocol.checkpointing`. A file that the leader does
 not find where it was written to costs that checkpoint and nothing else.
@@ -19,7 +19,7 @@ from taskgraph.errors import CheckpointError
 from taskgraph.node.primary.checkpoint_reader import SAME_PLACE
 from taskgraph.protocol import transactions
 from taskgraph.protocol.checkpointing import Collected, is_open
-from taskgraph.protocol.messages import Accepted, Stamp, Written
+from taskgraph.protocol.messages import Accepted, Stamp, Written, WrittenFiles
 from taskgraph.protocol.records import CheckpointRecord, name_of
 
 if TYPE_CHECKING:
@@ -46,12 +46,13 @@ class Checkpointer:
         self._failed: dict[str, int] = {}  # what failed last, and at which checkpoint's epoch that was told
         self._cleaned = False  # what this leader finds of earlier runs, but for what is kept, was written since
         self._others: set[str] = set()  # runs that keep checkpoints here as well, and were told of
-        self._given_up = 0  # checkpoints, since one was complete
+        self._given_up = 0  # checkpoints that failed since one was complete
         self._last_given_up = Stamp(0, 0)
         self._finished = ""  # the name of the last one that is complete also for those who do not know the pointer
 
-    def take(self, written: Written) -> Accepted:
-        self._collected.take(written)
+    def take(self, told: WrittenFiles) -> Accepted:
+        for written in told.files:
+            self._collected.take(written)
         self._wake.set()
         return Accepted(self._primary.term)
 
@@ -86,7 +87,7 @@ class Checkpointer:
                 await checkpoints.call(partial(checkpoints.store.discard, name, still))
             except OSError as error:  # then it goes with the next that is complete; that this one failed was told
                 node.log.info("what was written of checkpoint %s cannot be removed: %s", name, error)
-            if stamp <= self._last_given_up:
+            if task is None or stamp <= self._last_given_up:
                 continue
             self._given_up, self._last_given_up = self._given_up + 1, stamp
             count = self._given_up

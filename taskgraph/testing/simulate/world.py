@@ -39,7 +39,7 @@ from taskgraph.testing.simulate.workload import Workload
 
 __all__ = ["SimNode", "World"]
 
-_OF_ONE = {"Reports": "Report", "Offers": "Offer"}
+_OF_ONE = {"Reports": "Report", "Offers": "Offer", "WrittenFiles": "Written"}
 """Messages that are several of another kind: whatever is to happen with one may happen with several."""
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Header(_message.Message):
-    __slots__ = ("pull", "flag", "request", "offer", "report", "seal", "request_restart", "hand_over", "audit", "waits", "release", "written", "reports", "offers", "item", "answer", "accepted", "ledger_page", "waits_page", "refusal")
+    __slots__ = ("pull", "flag", "request", "offer", "report", "seal", "request_restart", "hand_over", "audit", "waits", "release", "reports", "offers", "written_files", "item", "answer", "accepted", "ledger_page", "waits_page", "refusal")
     PULL_FIELD_NUMBER: _ClassVar[int]
     FLAG_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -19,9 +19,9 @@ class Header(_message.Message):
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
-    WRITTEN_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     OFFERS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FILES_FIELD_NUMBER: _ClassVar[int]
     ITEM_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -39,16 +39,16 @@ class Header(_message.Message):
     audit: Audit
     waits: Waits
     release: Release
-    written: Written
     reports: Reports
     offers: Offers
+    written_files: WrittenFiles
     item: Item
     answer: Answer
     accepted: Accepted
     ledger_page: LedgerPage
     waits_page: WaitsPage
     refusal: Refusal
-    def __init__(self, pull: _Optional[_Union[Pull, _Mapping]] = ..., flag: _Optional[_Union[Flag, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., request_restart: _Optional[_Union[RequestRestart, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., reports: _Optional[_Union[Reports, _Mapping]] = ..., offers: _Optional[_Union[Offers, _Mapping]] = ..., item: _Optional[_Union[Item, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., ledger_page: _Optional[_Union[LedgerPage, _Mapping]] = ..., waits_page: _Optional[_Union[WaitsPage, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    def __init__(self, pull: _Optional[_Union[Pull, _Mapping]] = ..., flag: _Optional[_Union[Flag, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., request_restart: _Optional[_Union[RequestRestart, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., reports: _Optional[_Union[Reports, _Mapping]] = ..., offers: _Optional[_Union[Offers, _Mapping]] = ..., written_files: _Optional[_Union[WrittenFiles, _Mapping]] = ..., item: _Optional[_Union[Item, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., ledger_page: _Optional[_Union[LedgerPage, _Mapping]] = ..., waits_page: _Optional[_Union[WaitsPage, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class Stamp(_message.Message):
     __slots__ = ("attempt", "epoch")
@@ -293,6 +293,12 @@ class Written(_message.Message):
     size: int
     digest: str
     def __init__(self, stamp: _Optional[_Union[Stamp, _Mapping]] = ..., task: _Optional[int] = ..., size: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class WrittenFiles(_message.Message):
+    __slots__ = ("files",)
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    files: _containers.RepeatedCompositeFieldContainer[Written]
+    def __init__(self, files: _Optional[_Iterable[_Union[Written, _Mapping]]] = ...) -> None: ...
 
 class Audit(_message.Message):
     __slots__ = ("stamp", "task")

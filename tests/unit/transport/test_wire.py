@@ -28,6 +28,7 @@ waits = st.builds(
     m.Wait, text, text, int64, text, st.floats(allow_nan=False), st.lists(st.tuples(text, int64), max_size=3).map(tuple)
 )
 reports = st.builds(m.Report, stamps, int64, int64, st.booleans(), int64, sums, sums, st.booleans(), numbers, numbers)
+written = st.builds(m.Written, stamps, int64, int64, text)
 BY_HINT: dict[Any, st.SearchStrategy[Any]] = {
     int: int64,
     bool: st.booleans(),
@@ -38,6 +39,7 @@ BY_HINT: dict[Any, st.SearchStrategy[Any]] = {
     tuple[m.LedgerEntry, ...]: st.lists(entries, max_size=3).map(tuple),
     tuple[tuple[int, int, bytes], ...]: st.lists(parts, min_size=1, max_size=3).map(tuple),
     tuple[m.Report, ...]: st.lists(reports, min_size=1, max_size=3).map(tuple),
+    tuple[m.Written, ...]: st.lists(written, min_size=1, max_size=3).map(tuple),
     tuple[m.Wait, ...]: st.lists(waits, max_size=3).map(tuple),
 }
 

@@ -92,7 +92,10 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
     (m.Offer(STAMP, 2**62, 3, True, False, 7, encoded(bytes(200_000), b"z")), m.Accepted()),
     (m.Offers(STAMP, 4, 3, 7, ((9, 0, bytes(16)), (10, 2**31, b"d" * 16)), encoded(bytes(3000))), m.Accepted(4)),
     (m.Release(3, 2**62, 7, 9), m.Accepted()),
-    (m.Written(m.Stamp(2, 40), 3, 2**40, "0f" * 16), m.Accepted()),
+    (
+        m.WrittenFiles((m.Written(m.Stamp(2, 40), 3, 2**40, "0f" * 16), m.Written(m.Stamp(2, 50), 3, 0, ""))),
+        m.Accepted(),
+    ),
     (
         m.Report(STAMP, 3, 1, True, 2, 2**128 - 1, 0, True, {"b": 0.1, "a": -0.0}, {}),
         m.Accepted(1),

@@ -21,7 +21,7 @@ from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.node.primary.checkpointer import Checkpointer
 from taskgraph.node.router import Router
-from taskgraph.protocol.messages import Call, Reply, Stamp, Written
+from taskgraph.protocol.messages import Call, Reply, Stamp, Written, WrittenFiles
 
 __all__ = ["gated"]
 
@@ -56,7 +56,7 @@ def test_it_asks_itself_before_each_file(
         await gated.reached.wait()
         node = holder(cluster, 0)
         checkpointer = Checkpointer(node, node.roles.primaries[0])
-        checkpointer.take(Written(Stamp(1, 2), 0, 0, ""))  # it could not be written
+        checkpointer.take(WrittenFiles((Written(Stamp(1, 2), 0, 0, ""),)))  # it could not be written
         monkeypatch.setattr(Store, "discard", discard)
         await checkpointer._give_up()
 
@@ -72,7 +72,7 @@ def test_one_that_pauses_waits_with_it(gated: type[Gated], tmp_path: Path, monke
         await gated.reached.wait()
         node = holder(cluster, 0)
         checkpointer = Checkpointer(node, node.roles.primaries[0])
-        checkpointer.take(Written(Stamp(1, 2), 0, 0, ""))
+        checkpointer.take(WrittenFiles((Written(Stamp(1, 2), 0, 0, ""),)))
         monkeypatch.setattr(Store, "discard", lambda self, name, still: removed.append(name))
         node.pause(True)
         giving_up = asyncio.ensure_future(checkpointer._give_up())
@@ -92,7 +92,7 @@ def test_a_file_of_which_the_leader_has_not_heard_is_told_again(
     to_primary = Router.to_primary
 
     async def loses(self: Router, task: int, message: Callable[[], Call], **options: Any) -> Reply:
-        if isinstance(message(), Written) and not lost:
+        if isinstance(message(), WrittenFiles) and not lost:
             lost.append(message())
             raise PeerLost("its session broke")
         return await to_primary(self, task, message, **options)
