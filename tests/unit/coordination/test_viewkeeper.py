@@ -97,6 +97,12 @@ async def test_a_listing_and_a_nudge_wake_all(job: Job) -> None:
     job.keeper.notify_later()
     await waiting
     assert (job.changes, job.structures) == (4, 3)
+    again = job.keeper.when(lambda _: not beside, structure=True)
+    beside = False
+    job.keeper.notify_later()
+    async with asyncio.timeout(1):
+        await again
+    assert (job.changes, job.structures) == (5, 4), "each nudge is told, not the first one alone"
 
 
 async def test_who_need_not_hear_of_commits_lists_again_when_something_else_changed(
