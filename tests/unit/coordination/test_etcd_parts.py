@@ -437,6 +437,15 @@ async def test_the_cluster_is_the_first_that_answers_and_another_one_where_nobod
     await connection.close()
 
 
+async def test_of_calls_that_fail_at_one_endpoint_the_first_alone_leaves_it() -> None:
+    connection = Connection(EtcdOptions.make("a:1,b:1"))
+    a, b = connection.options.endpoints
+    for failed, then in ((a, b), (a, b), (b, a), (b, a)):
+        connection.leave(failed)
+        assert connection.endpoint == then
+    await connection.close()
+
+
 def test_pauses_grow_and_are_bounded() -> None:
     assert all(0.0 < pause_s(tries) <= 1.0 for tries in range(1, 2000))
     assert pause_s(1) <= 0.05 and pause_s(50) >= 0.5
