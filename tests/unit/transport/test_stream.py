@@ -278,7 +278,17 @@ async def test_a_recorded_hello_is_useless(streams: Cluster) -> None:
     assert len(b.served) == 1
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n" + bytes(40), pack_frame(Head(Kind.CALL, 1)), b"TG"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n" + bytes(40),
+        pack_frame(Head(Kind.CALL, 1)),
+        b"TG",
+        seal(pack_whole(Kind.CALL, 1, wire.to_header(SEAL)), len(wire.to_header(SEAL))),
+        seal(pack_whole(Kind.TELL, 1, wire.to_header(SEAL)), len(wire.to_header(SEAL))),
+    ],
+    ids=["http", "empty call", "cut", "call", "tell"],
+)
 async def test_strangers_are_hung_up_on(streams: Cluster, data: bytes) -> None:
     b = await streams.node(settings=Settings(connect_s=0.2))
     a = await streams.node()
@@ -289,7 +299,7 @@ async def test_strangers_are_hung_up_on(streams: Cluster, data: bytes) -> None:
             async with asyncio.timeout(5):
                 await reader.read()
     await a.call(b, SEAL)
-    assert b.lost.empty()
+    assert b.served == [(a.name, SEAL)] and b.lost.empty()
 
 
 async def test_strangers_who_say_nothing_are_few_and_do_not_keep_others_out(
