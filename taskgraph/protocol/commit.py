@@ -16,7 +16,7 @@ take flags and requests; a done task takes nothing more. Tasks that can take nei
 Two sums over everything sent and everything received make one comparison cover every edge of the epoch. If all are
 done and the sums differ, some edge does not agree. Where a term changed since the epoch began, a takeover
 recomputed something differently, and the epoch restarts. Where none changed, it is a bug of the job or ours: the
-job fails by name.
+job fails by name. If some are idle, one of them may be at work again with what it took since it reported: ledgers tell.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from taskgraph.protocol.messages import Report, Stamp
 from taskgraph.protocol.takeover import stranded
 from taskgraph.protocol.view import JobView
 
-__all__ = ["Action", "Commit", "Diverged", "Leader", "Restart", "SealTasks", "WaitFor"]
+__all__ = ["DIFFERENTLY", "Action", "Commit", "Diverged", "Leader", "Restart", "SealTasks", "WaitFor"]
 
 _MASK = (1 << 128) - 1
 _CAUSE = "there is state that no snapshot holds, or a task is not deterministic: tg.testing.run tells which"
 """Of what comes out differently on another primary."""
+DIFFERENTLY = f"a new primary recomputed something differently ({_CAUSE})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,13 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """All done, some edge does not agree, and no term changed: ask every task for its ledger and fail by name."""
+    """Some edge seems not to agree: ask every task for its ledger.
+
+    Attributes:
+        replaced: a term changed since, which explains it: the epoch restarts. Else the job fails by name.
+    """
+
+    replaced: bool = False
 
 
 Action = WaitFor | SealTasks | Commit | Restart | Diverged
@@ -309,12 +316,12 @@ class Leader:
             if not _agree(reports) and not settled:
                 return WaitFor(tuple(r.task for r in idle), "something sent is not received yet")
             if not _agree(reports):
-                return self._unequal(view)
+                return Diverged(self._replaced(view))
             open_seals = tuple((r.task, r.version) for r in idle if self._sealed.get(r.task) != (r.term, r.version))
             if open_seals:
                 return SealTasks(open_seals)
             return WaitFor(tuple(r.task for r in idle), "sealed, not done yet")
-        return self._unequal(view)
+        return Restart(DIFFERENTLY) if self._replaced(view) else Diverged()
 
     def _terms(self, view: JobView) -> dict[int, int]:
         """The current term of every task, 0 before its first primary."""
@@ -347,10 +354,8 @@ class Leader:
     def _is_last(self, epoch: int) -> bool:
         return self._told[epoch].finishing > 0 or (self._epochs is not None and epoch + 1 >= self._epochs)
 
-    def _unequal(self, view: JobView) -> Action:
-        if view.term_changed(in_attempt=self._ahead > 0):
-            return Restart(f"a new primary recomputed something differently ({_CAUSE})")
-        return Diverged()
+    def _replaced(self, view: JobView) -> bool:
+        return view.term_changed(in_attempt=self._ahead > 0)
 
 
 def _same(numbers: Mapping[str, float], others: Mapping[str, float]) -> bool:

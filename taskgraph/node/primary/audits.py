@@ -33,6 +33,8 @@ class Findings:
         disagreements: edges whose two ends were both seen, and differ: one line each.
         hidden: tasks whose ledger was not shown.
         behind: tasks whose ledger moved on since their last report.
+        differing: edges of which one end has what the other one, which is not `behind`, has not: one line each. What
+            was asked for at different moments may differ for one of them.
     """
 
     def __init__(self, reports: Mapping[int, Report], pages: Mapping[int, tuple[LedgerEntry, ...]]) -> None:
@@ -44,11 +46,23 @@ class Findings:
         # took, or sent, a message since it reported may have met another that was asked too early: of those, only
         # items are settled.
         moved = set(self.behind)
-        pages = {
+        settled = {
             task: tuple(e for e in page if e.kind == ITEM or not moved.intersection((e.sender, e.receiver)))
             for task, page in pages.items()
         }
-        self.disagreements = explain(pages)
+        self.disagreements = explain(settled)
+        has = {(e.sent, e.kind, e.sender, e.receiver, e.name) for page in pages.values() for e in page}
+        self.differing = explain(
+            {
+                task: tuple(
+                    e
+                    for e in page
+                    if (e.receiver if e.sent else e.sender) not in moved
+                    or (not e.sent, e.kind, e.sender, e.receiver, e.name) in has
+                )
+                for task, page in pages.items()
+            }
+        )
 
     def waits(self, node: NodeCore) -> Iterable[str]:
         """What the leader waits for, where nothing is known to be wrong."""

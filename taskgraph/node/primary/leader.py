@@ -18,7 +18,7 @@ from taskgraph.node.primary import audits
 from taskgraph.node.primary.checkpointer import Checkpointer
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
-from taskgraph.protocol.commit import Commit, Diverged, Leader, Restart, SealTasks, WaitFor
+from taskgraph.protocol.commit import DIFFERENTLY, Commit, Diverged, Leader, Restart, SealTasks, WaitFor
 from taskgraph.protocol.cycles import describe_cycle, describe_waits, find_cycle, first_of
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import (
@@ -80,6 +80,7 @@ class LeaderRole:
         self._patience: tuple[Stamp | None, float] = (None, _ASK_S)  # for what each primary waits for
         self.waits: tuple[str, ...] = ()
         self._audit_waits: tuple[str, ...] = ()
+        self._differed: tuple[Stamp, list[str]] | None = None  # what ledgers that were asked for last differed in
         self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
         """What was read after a commit was refused, and how many times that was the same."""
         self.checkpointer = Checkpointer(node, primary)
@@ -243,7 +244,7 @@ class LeaderRole:
             case Restart(why):
                 await self._restart(why)
             case Diverged():
-                await self._explain_and_fail()
+                await self._explain(decision)
             case WaitFor():
                 pass
 
@@ -416,8 +417,9 @@ class LeaderRole:
 
     # -- when something is wrong ------------------------------------------------------------------
 
-    async def _explain_and_fail(self) -> None:
-        """Some edge seems not to agree although nobody was replaced: name it, and fail the job; or what it waits for.
+    async def _explain(self, diverged: Diverged) -> None:
+        """Some edge seems not to agree: name what that waits for; or fail the job, and name the edge. Where a primary
+        was replaced, the epoch starts again instead.
 
         It looks for as long as that is so, and ends with the first news: the leader has better things to do then.
         """
@@ -426,21 +428,31 @@ class LeaderRole:
         fence, reports = self._fences(), self._leader.reports()
         looking = asyncio.create_task(audits.audit(self._node, stamp, reports), name="audit")
         try:
-            while not looking.done() and self._still_diverged(fence, news):
+            while not looking.done() and self._still(diverged, fence, news):
                 self._wake.clear()
                 news_came = asyncio.ensure_future(self._wake.wait())
                 try:
                     await asyncio.wait([looking, news_came], return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     news_came.cancel()
-            if not looking.done() or not self._still_diverged(fence, news):
+            if not looking.done() or not self._still(diverged, fence, news):
                 return
             found = looking.result()
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
+        waits = tuple(found.waits(self._node))
+        if diverged.replaced:
+            # A task at work may just be slow. Or it waits for what a primary that is gone would have sent: then ledgers
+            # differ, and differ still when they are asked for again.
+            seen, self._differed = self._differed, (stamp, found.differing)
+            if not waits or (found.differing and seen == self._differed):
+                await self._restart(DIFFERENTLY)
+            else:
+                self._audit_waits = waits  # and looks again
+            return
         lines = found.disagreements
-        self._audit_waits = () if lines else tuple(found.waits(self._node))
+        self._audit_waits = () if lines else waits
         if self._audit_waits:
             return  # and looks again
         lines = lines or ["no edge can be named: please report this as a bug of taskgraph"]
@@ -449,10 +461,10 @@ class LeaderRole:
         )
         await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
-    def _still_diverged(self, fence: tuple[Compare, ...], news: float) -> bool:
+    def _still(self, diverged: Diverged, fence: tuple[Compare, ...], news: float) -> bool:
         """Whether all that a divergence was concluded from is as it was."""
         decision = self._leader.decide(self._node.keeper.view, settled=True)
-        return isinstance(decision, Diverged) and self._fences() == fence and self._last_news == news
+        return decision == diverged and self._fences() == fence and self._last_news == news
 
     async def _watch_stalls(self) -> None:
         """Beside the role: whoever makes an epoch stand still may not answer, and must not delay what comes then."""

@@ -1,0 +1,161 @@
+"""Handlers that are at work for long, where sums of idle tasks differ for as long, and a primary was replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from cluster_kit import IN_STEP, die, holder, play, told
+
+import taskgraph as tg
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.primary.audits import Findings
+from taskgraph.protocol.commit import DIFFERENTLY
+from taskgraph.protocol.messages import LedgerEntry, Report, Stamp
+from taskgraph.protocol.sums import identity
+
+S = Stamp(1, 0)
+LONG_S = 5.0
+
+
+class Slow(tg.Task, state=["taken"]):
+    """The hub flags all others, and what they do with that takes long."""
+
+    def setup(self) -> None:
+        self.taken = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.scratch.taken = 0
+        if self.task_id == 0:
+            epoch.flag("spokes", "go")
+        epoch.processor(self.count)
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        await asyncio.sleep(LONG_S)
+        epoch.scratch.taken += 1
+
+    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.taken += epoch.scratch.taken
+
+    def result(self) -> int:
+        return self.taken
+
+
+@pytest.mark.parametrize("settings", [IN_STEP, tg.Settings()])
+def test_no_handler_is_begun_again_because_a_node_joined(settings: tg.Settings) -> None:
+    job = tg.Job(tasks=5, epochs=8, builder=lambda _: Slow(), topology=tg.star(), settings=settings)
+
+    async def scenario(cluster: InProcessCluster) -> tuple[tg.JobResult, InProcessCluster]:
+        await cluster.nodes[0].keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch == 2)
+        await cluster.start(1)
+        return await cluster.result(), cluster
+
+    result, cluster = play(job, scenario, nodes=2)
+    assert told(cluster, "hand-over")
+    assert told(cluster, "restart") == [] and result.restarts == 0
+    assert result.values == {0: 0} | dict.fromkeys(range(1, 5), 8)
+
+
+class Pairs(tg.Task, state=["pairs"]):
+    """Task 0 waits until both others have flagged it the same word. Each primary of task 1 has a word of its own."""
+
+    words: list[str]
+    flagged: asyncio.Event
+
+    def setup(self) -> None:
+        self.pairs = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.scratch.came = {}
+        if self.task_id == 1:
+            epoch.processor(self.begin, outbound={"begun": "own"})
+            epoch.processor(self.count, inbound={"begun": "own"})
+        else:
+            epoch.processor(self.count)
+
+    async def begin(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        await asyncio.sleep(1)  # the others are idle by then
+        word = self.words.pop(0) if self.words else "last"
+        epoch.flag("first", word)
+        if word == "lost":
+            await asyncio.sleep(1)  # it was taken by then
+            self.flagged.set()
+            await asyncio.sleep(1000)
+        epoch.flag("third", word)
+        outs.put("begun", word)
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        if self.task_id == 2:
+            epoch.flag("first", meta)
+        elif epoch.scratch.came.setdefault(meta, other := asyncio.Event()) is other:
+            await other.wait()
+        else:
+            epoch.scratch.came[meta].set()
+
+    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.pairs += len(epoch.scratch.came)
+
+    def result(self) -> int:
+        return self.pairs
+
+
+def test_a_handler_that_waits_for_what_a_lost_primary_would_have_sent_is_begun_again() -> None:
+    class Fresh(Pairs, state=["pairs"]):
+        words, flagged = ["lost"], asyncio.Event()
+
+    links = {"own": lambda i, n, e: (i,), "first": lambda i, n, e: (0,), "third": lambda i, n, e: (2,)}
+    job = tg.Job(tasks=3, epochs=2, builder=lambda _: Fresh(), topology=links, settings=IN_STEP)
+
+    async def scenario(cluster: InProcessCluster) -> tuple[tg.JobResult, InProcessCluster]:
+        await Fresh.flagged.wait()
+        lost = holder(cluster, 1)
+        assert lost not in (holder(cluster, 0), holder(cluster, 2))
+        die(cluster, lost.id)
+        return await cluster.result(), cluster
+
+    result, cluster = play(job, scenario, nodes=3)
+    assert [text.partition(": ")[2][:40] for text in told(cluster, "restart")] == [DIFFERENTLY[:40]]
+    assert result.values == {0: 2, 1: 0, 2: 0}
+
+
+# -- what ledgers tell ----------------------------------------------------------------------------
+
+
+def sent(to: int, name: str) -> LedgerEntry:
+    return LedgerEntry(True, "flag", 1 - to, to, name, b"")
+
+
+def received(by: int, name: str) -> LedgerEntry:
+    return LedgerEntry(False, "flag", 1 - by, by, name, b"")
+
+
+def found(*pages: tuple[LedgerEntry, ...], moved: int | None = None) -> Findings:
+    """Of tasks that are idle, all but `moved` with the ledger they reported."""
+
+    def total(page: tuple[LedgerEntry, ...], side: bool) -> int:
+        return sum(identity(e.kind, e.sender, e.receiver, e.name, e.digest) for e in page if e.sent is side)
+
+    reports = {
+        task: Report(S, task, 1, False, 1, *((0, 0) if task == moved else (total(page, True), total(page, False))))
+        for task, page in enumerate(pages)
+    }
+    return Findings(reports, dict(enumerate(pages)))
+
+
+def test_what_a_task_at_work_took_of_one_that_has_sent_it_does_not_differ() -> None:
+    findings = found((sent(1, "x"),), (received(1, "x"),), moved=1)
+    assert (findings.behind, findings.differing, findings.disagreements) == ((1,), [], [])
+
+
+def test_what_a_task_at_work_may_still_count_does_not_differ() -> None:
+    findings = found((sent(1, "x"),), (received(1, "y"),), moved=1)
+    assert findings.behind == (1,)
+    assert findings.differing == ["task 1 counted flag 'y' from task 0, which did not send it"]
+    assert findings.disagreements == []  # asked for at another moment it may have sent it
+
+
+def test_what_nobody_is_at_work_with_differs_and_disagrees() -> None:
+    findings = found((sent(1, "x"),), ())
+    assert findings.behind == ()
+    assert findings.differing == findings.disagreements == ["task 0 sent flag 'x' to task 1, which did not count it"]
