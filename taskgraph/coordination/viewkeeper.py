@@ -107,10 +107,11 @@ class ViewKeeper:
             view.apply(batch.revision, batch.events)
             if view.structure_revision != structure and view.epoch is epoch:
                 self._notify_in_time()
-            elif view.structure_revision != structure or (batch.events and self._later is not None):
+            elif view.structure_revision != structure or (view.epoch is not epoch and self._later is not None):
                 self.notify()
             elif batch.events:
-                self._notify(self._waiters, self._listeners)
+                if self._later is None:  # else what the job's events are told with comes soon
+                    self._notify(self._waiters, self._listeners)
             elif batch.reopened:
                 await self.load_persistently()
 

@@ -56,7 +56,7 @@ class JobView:
     def __init__(self, job: str) -> None:
         self.keys = Keys(job)
         self.revision = 0
-        self.structure_revision = 0  # of the last change of anything but `epoch`
+        self.structure_revision = 0  # of the last change of anything but `epoch`, and events, which nobody asks it for
         self.spec: bytes | None = None
         self.spec_revision = 0
         self.epoch: Versioned[EpochRecord] | None = None
@@ -137,7 +137,7 @@ class JobView:
             else:
                 self._delete(kv.key)
                 deleted.append(kv)
-            if kv.key != self.keys.epoch:
+            if kv.key != self.keys.epoch and not kv.key.startswith(self.keys.events):
                 self.structure_revision = kv.mod_revision
                 if kv.key.startswith(self.keys.gone_nodes):
                     self.gone_revision = kv.mod_revision

@@ -88,6 +88,18 @@ def test_structure_revision_stands_still_while_epochs_commit() -> None:
     assert view.structure_revision == world.store.revision
 
 
+def test_structure_revision_stands_still_while_events_come_and_go() -> None:
+    """After a failover of hundreds of tasks there are as many, and nodes would place all tasks anew for each."""
+    world = World("a")
+    world.first(0, "a")
+    view = world.view()
+    structure = view.structure_revision
+    world.put(world.keys.event("1"), b"{}")
+    world.delete(world.keys.event("1"))
+    view.apply(world.store.revision, world.store.events_from(structure + 1, world.keys.root))
+    assert (view.structure_revision, view.revision) == (structure, world.store.revision)
+
+
 def test_reading_a_fresh_view() -> None:
     view = JobView(JOB)
     assert view.stamp is None

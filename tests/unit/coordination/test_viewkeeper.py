@@ -334,3 +334,32 @@ async def test_a_commit_waits_for_nothing_and_brings_what_was_not_told_yet(
     await job.put_epoch(1)
     await second
     assert job.structures == structures + 1
+
+
+async def test_events_wake_nobody_who_looks_at_the_structure_nor_hurry_what_is_told_soon(
+    job: Job, node: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failover of hundreds of tasks is told in as many events, when nodes are busy with it."""
+    now = node.now()
+
+    def look() -> None:
+        nonlocal now
+        now += 3600.0
+
+    async def put(key: str, value: bytes) -> None:
+        await node.txn(Txn(success=(Put(key, value),)))
+
+    structures, keys = job.structures, job.keeper.view.keys
+    result = await node.txn(Txn(success=(Put(keys.event("1"), b"{}"),)))
+    await job.keeper.caught_up(result.revision)
+    assert job.structures == structures
+    monkeypatch.setattr(node, "now", lambda: now)
+    monkeypatch.setattr("taskgraph.coordination.viewkeeper._REST_S", 1.0)
+    job.keeper.on_change(look, structure=True)
+    for task in range(2):
+        await put(keys.primary(task), PrimaryRecord(node="n1", term=1, stateful=True).to_bytes())
+    for number in range(20):
+        await put(keys.event(str(number)), b"{}")
+    async with asyncio.timeout(10):
+        await job.keeper.wait_until(lambda view: len(view.primaries) == 2, structure=True)
+    assert job.structures - structures <= 2
