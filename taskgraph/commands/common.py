@@ -18,7 +18,7 @@ from pathlib import Path
 
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
-from taskgraph.errors import JobError, TransportError, UnknownJob
+from taskgraph.errors import CoordinationError, JobError, TransportError, UnknownJob
 from taskgraph.files import remove_file
 from taskgraph.launch.access import configured, etcd_access, insecure_listen, node_access
 from taskgraph.launch.run import connect
@@ -264,12 +264,8 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
         found = runtime.find(name)
         if found is not None:
             return _with_tls_given(found, options)
-        kept = runtime.finished(name)
-        if kept is not None:
-            how = ended_text(kept["status"].get("state", ""))
-            raise UnknownJob(f"job {name!r} does not run any more, it {how}: see {see_text(name)}")
-        if (killed := runtime.killed(name)) is not None:
-            raise UnknownJob(_killed_text(runtime, killed))
+        if ended := _ended_here(runtime, name):
+            raise UnknownJob(ended)
         known = ", ".join(e.name for e in runtime.jobs())
         running = f"running here: {known}" if known else _none_text(runtime)
         raise UnknownJob(f"no running job {name!r} is known here ({running}); for one elsewhere give --etcd")
@@ -279,6 +275,16 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
     if not jobs:
         raise UnknownJob(f"{_none_text(runtime)}; for one elsewhere give its name and --etcd")
     raise JobError(f"several jobs run on this host: name one of {', '.join(e.name for e in jobs)}")
+
+
+def _ended_here(runtime: Runtime, name: str) -> str:
+    """What is known here of the end of a job that does not run here any more; "": nothing."""
+    kept = runtime.finished(name)
+    if kept is not None:
+        how = ended_text(kept["status"].get("state", ""))
+        return f"job {name!r} does not run any more, it {how}: see {see_text(name)}"
+    killed = runtime.killed(name)
+    return _killed_text(runtime, killed) if killed is not None else ""
 
 
 def _with_tls_given(entry: JobEntry, options: argparse.Namespace) -> JobEntry:
@@ -413,12 +419,23 @@ def see_text(name: str) -> str:
 
 @asynccontextmanager
 async def reach(options: argparse.Namespace) -> AsyncIterator[Reached]:
-    """Connects to the job's etcd and reads its spec."""
+    """Connects to the job's etcd and reads its spec.
+
+    Raises:
+        UnknownJob: it ended with its embedded etcd after it was found: what that etcd does not answer helps nobody.
+    """
     entry = find_entry(options)
-    async with await connect(entry.etcd, entry.tls) as coordinator:
-        keys = Keys(entry.name)
-        kv = await coordinator.get(keys.spec)
-        if kv is None:
-            raise UnknownJob(f"no job {entry.name!r} was submitted at {entry.etcd}")
-        spec = readable(JobSpec.from_bytes, kv, keys)
-        yield Reached(entry.name, _with_what_is_known(entry, spec.run), spec, coordinator)
+    try:
+        async with await connect(entry.etcd, entry.tls) as coordinator:
+            keys = Keys(entry.name)
+            kv = await coordinator.get(keys.spec)
+            if kv is None:
+                raise UnknownJob(f"no job {entry.name!r} was submitted at {entry.etcd}")
+            spec = readable(JobSpec.from_bytes, kv, keys)
+            yield Reached(entry.name, _with_what_is_known(entry, spec.run), spec, coordinator)
+    except CoordinationError as error:
+        if not ended_with_launcher(entry):
+            raise
+        again = Runtime().find(entry.name) is not None
+        told = f"another run of job {entry.name!r} has begun" if again else _ended_here(Runtime(), entry.name)
+        raise UnknownJob(told or f"job {entry.name!r} has just ended") from error

@@ -15,16 +15,18 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import taskgraph as tg
 from taskgraph import cli
+from taskgraph.commands import common
 from taskgraph.commands.acting import signal_number
 from taskgraph.commands.common import access_of, add_etcd_options, etcd_of, find_entry, token_for, token_of
 from taskgraph.commands.running import job_of, print_result
-from taskgraph.errors import JobError, UnknownJob
+from taskgraph.errors import JobError, Unavailable, UnknownJob
 from taskgraph.files import write_whole
 from taskgraph.launch import threads_env
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -396,6 +398,39 @@ def test_of_a_run_that_was_killed_nothing_of_an_earlier_one_is_told(
         assert told.out == "" and f"its launcher (process {killed.pid}) was killed" in told.err
         assert ("its etcd ended with it" in told.err) == embedded == ("--etcd 10.0.0.1:7" not in told.err)
         assert f"logs of its nodes: {runtime.folder('fit')}" in told.err
+
+
+@pytest.mark.parametrize("command", [("kill", "fit", "--task", "0"), ("shutdown", "fit"), ("status",)])
+@pytest.mark.parametrize("then", ["finished", "began again", "killed", "nothing", "runs"])
+def test_a_job_that_ends_while_a_command_looks_for_its_etcd_is_said_to_have_ended(
+    command: tuple[str, ...], then: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The user was told how to start an etcd."""
+    runtime = Runtime()
+    runtime.put(found := entry("fit"))
+
+    async def connect(*access: object) -> None:
+        if then != "runs":
+            runtime.remove("fit")
+        if then == "finished":
+            runtime.keep_finished("fit", {"status": {"state": "finished"}, "result": None, "events": []})
+        elif then == "began again":
+            runtime.put(replace(found, etcd="127.0.0.1:8"))
+        elif then == "killed":
+            runtime.put(gone("fit", embedded=True))
+        raise Unavailable("no etcd can be used at 127.0.0.1:7")
+
+    monkeypatch.setattr(common, "connect", connect)
+    assert cli.main([*command]) == cli.UNREACHABLE
+    told = capsys.readouterr().err
+    says = {
+        "finished": "job 'fit' does not run any more, it finished: see `taskgraph status fit`",
+        "began again": "another run of job 'fit' has begun",
+        "killed": "was killed, and its etcd ended with it",
+        "nothing": "job 'fit' has just ended",
+        "runs": "no etcd can be used at 127.0.0.1:7",
+    }
+    assert says[then] in told and ("no etcd can be used" in told) == (then == "runs")
 
 
 def test_a_job_at_an_etcd_that_is_named_needs_its_name() -> None:
