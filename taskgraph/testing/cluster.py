@@ -243,10 +243,23 @@ class _Run:
             # In life nobody waits for that; here a kill that loses a task's state would tell nothing of the job.
             if await _until_survivable(cluster, node_id) and self._kills.pop((task, epoch), None) is not None:
                 cluster.crash(node_id)
+                self._forget_missed(cluster, node_id)
                 cluster.add()
                 await asyncio.Event().wait()  # the crash cancels whatever runs here
 
         return at
+
+    def _forget_missed(self, cluster: InProcessCluster, crashed: str) -> None:
+        """One write commits several epochs where tasks work ahead: who was killed after it was killed after each.
+
+        No other primary of task 0 comes to that stage of these epochs.
+        """
+        truth = _truth(cluster)
+        if truth.epoch is None or truth.primary_node(0) != crashed:
+            return
+        for (task, epoch), stage in list(self._kills.items()):
+            if stage == "committed" and epoch < truth.epoch.record.epoch:
+                del self._kills[task, epoch]
 
     def progress(self) -> int:
         """Grows with every commit, and whatever else the nodes agree on."""

@@ -81,6 +81,16 @@ def test_a_kill_after_the_last_commit_comes_while_who_is_missing_can_still_be_re
     same(tg.testing.run(ring, kills=kills, order=order), undisturbed)
 
 
+@pytest.mark.parametrize("order", range(3))
+def test_kills_after_commits_that_are_one_write_are_one(order: int) -> None:
+    """The second was said never to have come to pass, and failed the run: who took over had nothing to commit there."""
+    kills: Kills = {(0, 1): "committed", (0, 2): "committed"}
+    ring = tg.Job(tasks=3, epochs=4, builder=Averages, topology=tg.ring(), backups=1)
+    killed = tg.testing.run(ring, kills=kills, order=order, strict=False)
+    same(killed, tg.testing.run(ring))
+    assert killed.failovers >= 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_any_kills_at_all(undisturbed: JobResult, seed: int, caplog: pytest.LogCaptureFixture) -> None:
