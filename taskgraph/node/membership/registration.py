@@ -56,6 +56,7 @@ class Registration:
         self._lease: Lease | None = None
         self._draining = False
         self._why_paused = ""  # what was last said of it
+        self._writing = ""  # the writer of a change of the key that was not answered yet
         self._reached: set[str] = set()  # nodes that answered before this one began: ids are never used again
 
     @property
@@ -254,13 +255,24 @@ class Registration:
         """Why this node has to prove anew what is its own; "": it has not."""
         if self._unproved(lease):
             return f"the lease could not be renewed in time{f' ({lease.trouble()})' if lease.trouble() else ''}"
-        return "somebody deleted this node's key in etcd" if self._deleted() else ""
+        return self._why_another()
 
-    def _deleted(self) -> bool:
-        """Whether the key is not there although its lease may live. Others take this node for lost then."""
+    def _why_another(self) -> str:
+        """Why the key in etcd is not the one that this node wrote last, although its lease may live; "": it is.
+
+        Where there is none, others take this node for lost. And all that it writes compares the key's revision: where
+        that is another one, as when somebody deleted the key and an earlier try to write it came after that, none of
+        its writes would be taken any more.
+        """
         node, view = self._node, self._node.keeper.view
-        known = 0 < self._node.node_revision <= view.revision and view.spec is not None
-        return known and node.id not in view.nodes and node.id not in view.gone
+        if not 0 < node.node_revision <= view.revision or view.spec is None or node.id in view.gone:
+            return ""
+        known = view.nodes.get(node.id)
+        if known is None:
+            return "somebody deleted this node's key in etcd"
+        if known.mod_revision == node.node_revision or known.record.writer == self._writing:
+            return ""
+        return "this node's key in etcd was written again, and not by what it does now"
 
     def _unproved(self, lease: Lease) -> bool:
         """At two thirds of the TTL without an answered renewal."""
@@ -327,6 +339,7 @@ class Registration:
         while True:
             await self._node.while_paused()
             view, record = self._node.keeper.view, self._current()
+            self._writing = record.writer
             txn = transactions.update_node(view, self._node.id, record, self._node.node_revision)
             try:
                 revision = await self._node.transact(txn, key=view.keys.node(self._node.id), writer=record.writer)
@@ -334,6 +347,7 @@ class Registration:
                 revision = None  # the node pauses, and resumes under another lease
             if revision is not None:
                 self._node.node_revision = max(self._node.node_revision, revision)  # it may have resumed since
+                self._writing = ""
                 await self._node.keeper.caught_up(revision)
                 return
             await self._node.breathe()

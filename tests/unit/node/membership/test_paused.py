@@ -13,7 +13,7 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryLease
 from taskgraph.errors import Refused
 from taskgraph.launch.inprocess import InProcessCluster, arun_inprocess
 from taskgraph.observe.events import Event
-from taskgraph.protocol.kv import Delete, Txn
+from taskgraph.protocol.kv import Delete, Put, Txn
 from taskgraph.protocol.messages import Call, Reason, Release, Seal, Stamp, Waits
 from taskgraph.results import JobResult
 from taskgraph.testing.clock import FastForwardLoop
@@ -113,6 +113,42 @@ def test_a_node_whose_key_was_deleted_puts_it_back(gated: type[Gated], all_of_th
         gated.gate.set()
         result = await cluster.result()
         assert len(cluster.nodes) == 3 and not told(cluster, "gone")
+        return result
+
+    assert play(job(gated), scenario, nodes=3).values == {0: 3, 1: 3}
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_node_whose_key_was_written_again_proves_itself_anew(gated: type[Gated], drains: bool) -> None:
+    """Somebody deletes it, and an earlier try to put it arrives then: none of the node's writes was taken any more."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        node = holder(cluster, 0)
+        key = node.keeper.view.keys.node(node.id)
+        known = await node.coordinator.get(key)
+        assert known is not None
+        again = Put(key, known.value, node.keeper.view.nodes[node.id].record.lease)
+        await node.coordinator.txn(Txn(success=(again,)))
+        if drains:
+            node.drain("told to")
+        await asyncio.sleep(2.0)
+        gated.gate.set()
+        result = await cluster.result()
+        assert len(told(cluster, "paused")) == len(told(cluster, "resumed")) == 1
+        assert told(cluster, "paused")[0].startswith("this node's key in etcd was written again")
+        return result
+
+    assert play(job(gated), scenario, nodes=3).values == {0: 3, 1: 3}
+
+
+def test_a_node_that_says_that_it_drains_does_not_pause_for_that(gated: type[Gated]) -> None:
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        holder(cluster, 0).drain("told to")
+        gated.gate.set()
+        result = await cluster.result()
+        assert told(cluster, "drain") and not told(cluster, "paused")
         return result
 
     assert play(job(gated), scenario, nodes=3).values == {0: 3, 1: 3}
