@@ -71,15 +71,25 @@ class Collected:
         self._last: dict[int, Stamp] = {}  # what each task told of last
         self._given_up: dict[Stamp, int | None] = {}  # and a task that could not write its file
         self._passed_over: set[Stamp] = set()  # there were too many, or a later one is whole
+        self._enough = 0  # so few files make no boundary whole
 
-    def take(self, written: Written) -> None:
+    def take(self, written: Written) -> bool:
+        """Whether there may be something to give up, or to complete, that was not there before.
+
+        Each of hundreds of tasks tells by itself: with each, all that is known would be gone through in vain.
+        """
         stamp, task = written.stamp, written.task
         self._last[task] = max(stamp, self._last.get(task, stamp))
-        if stamp in self._passed_over and written.size:
-            return
-        files = self._files.setdefault(stamp, {})
-        if written.size or task not in files:  # else a primary before has written it
-            files[task] = written
+        whole = False
+        if stamp not in self._passed_over or not written.size:
+            files = self._files.setdefault(stamp, {})
+            if written.size or task not in files:  # else a primary before has written it
+                files[task] = written
+            whole = len(files) >= self._enough
+            if len(self._files) > 2 * _MOST:  # whoever is to look waits for the place
+                self._keep(sparse(self._files, _MOST))
+        gone_on = any(before < stamp and task not in files for before, files in self._files.items())
+        return whole or gone_on or not written.size or stamp in self._given_up
 
     def give_up(self, view: JobView) -> dict[Stamp, int | None]:
         """Boundaries that never become a checkpoint, oldest first, each with a task that could not write its file.
@@ -114,16 +124,22 @@ class Collected:
         """The newest boundary all of whose files are written, if there is one to go on to."""
         self._forget_closed(view)
         needed = files_needed(view, self._tasks)
+        self._enough = 0 if needed is None else len(needed)
         if needed is None:
             return None
         whole = self._newest_whole(view, needed)
         kept = sparse((stamp for stamp in self._files if whole is None or stamp > whole), _MOST)
         if whole is not None:
             kept.append(whole)
-        self._passed_over |= self._files.keys() - set(kept)
-        self._passed_over.difference_update(sorted(self._passed_over)[:-_PASSED_OVER])
-        self._files = {stamp: self._files[stamp] for stamp in kept}
+        self._keep(kept)
         return None if whole is None else (whole, tuple(self._files[whole][task] for task in sorted(needed)))
+
+    def _keep(self, kept: Iterable[Stamp]) -> None:
+        """The others are passed over."""
+        files = {stamp: self._files[stamp] for stamp in kept}
+        self._passed_over |= self._files.keys() - files.keys()
+        self._passed_over.difference_update(sorted(self._passed_over)[:-_PASSED_OVER])
+        self._files = files
 
     def _newest_whole(self, view: JobView, needed: frozenset[int]) -> Stamp | None:
         at = view.epoch
