@@ -51,8 +51,9 @@ class Checkpointer:
         self._finished = ""  # the name of the last one that is complete also for those who do not know the pointer
 
     def take(self, told: WrittenFiles) -> Accepted:
-        if any([self._collected.take(written) for written in told.files]):
-            self._wake.set()
+        for written in told.files:
+            if self._collected.take(written):
+                self._wake.set()
         return Accepted(self._primary.term)
 
     async def run(self) -> None:
