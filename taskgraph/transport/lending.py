@@ -154,7 +154,6 @@ class Borrowing:
         self._pid = 0
         self._mappings: Mappings | None = None
         self._thread = threading.get_ident()
-        self._last = 0
         self._back: deque[int] = deque()
         self._back_bytes = 0  # about: threads may count at the same time
         self._asked = False  # to flush as soon as the loop comes to it
@@ -186,9 +185,8 @@ class Borrowing:
 
     def _reference(self, told: tuple[int, ...], length: int) -> Reference:
         lease, _, _, size, offset, _ = told
-        if not self._last < lease < _SPOILED:
-            raise DecodeError(f"lease {lease} after {self._last}")
-        self._last = lease
+        if not 0 < lease < _SPOILED:  # in any order: a large message begins after small ones that were sent later
+            raise DecodeError(f"lease {lease}")
         if not 0 < length <= size <= _MAX_SIZE or offset > size - length:
             raise DecodeError(f"a reference to {length} bytes at {offset} of {size}")
         return _new(Reference, (*told, length))
