@@ -19,14 +19,14 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, JobFailed, OutcomeUnknown, TaskGraphError
 from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, kept_record, size_bytes, why_given_up
-from taskgraph.launch.follow import Follower, client_of, kept_events
+from taskgraph.launch.follow import Follower, client_of
 from taskgraph.launch.resuming import lost_text
 from taskgraph.launch.runtime import Runtime
 from taskgraph.observe.control_client import StillAtWork, control_address
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import Compare, Put, Txn
-from taskgraph.protocol.records import NodeRecord, StatusRecord, name_of
+from taskgraph.protocol.records import NodeRecord, State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
@@ -230,7 +230,7 @@ class Collector(Follower):
         self.kept_json, self.only_there = copy.here, copy.not_here
         if copy.here is not None:
             try:
-                await self._keep_here(copy.here, self.view.status.record if self.view.status else None)
+                await self._keep_here(copy.here, self.status or StatusRecord(state=State.FINISHED))
             except (OSError, TaskGraphError) as error:  # a full disk
                 log.warning("the result of job %s is not kept on this host: %s", self._spec.name, error)
                 if copy.in_etcd != copy.here:
@@ -259,7 +259,7 @@ class Collector(Follower):
         events: list[Event] = []
         with contextlib.suppress(CoordinationError, TimeoutError):
             async with timeouts.timeout(_REST_S):
-                events, _ = await kept_events(self._coordinator, self._spec.name)
+                events = await self.kept()
 
         def keep() -> None:
             Runtime().keep_finished(self._spec.name, kept_record(self._spec.run, status, not_kept, events), text)

@@ -106,6 +106,23 @@ class Follower:
         """Whether the run that is followed has committed its last epoch."""
         return self.view.finished and self.view.spec_revision == self._run_at
 
+    @property
+    def status(self) -> StatusRecord | None:
+        """The status of the run that is followed; None: it is there no more."""
+        status = self.view.status
+        return status.record if status is not None and self._is_ours else None
+
+    async def kept(self) -> list[Event]:
+        """Events of the run that is followed, as etcd keeps them; none where they went with it.
+
+        Raises:
+            CoordinationError: etcd does not answer.
+        """
+        found, _ = await kept_events(self._coordinator, self._spec.name)
+        # Another run that was submitted under its name has deleted them, and what is there are that one's.
+        spec = await self._coordinator.get(self.view.keys.spec)
+        return found if spec is None or JobSpec.from_bytes(spec.value).run == self._spec.run else []
+
     async def start(self, on_event: Callable[[Event], None] | None = None) -> None:
         """Begins; `on_event` gets every event, commits too (at least once: a new leader may repeat the last).
 
@@ -157,7 +174,7 @@ class Follower:
             return
         try:
             async with timeouts.timeout(_REST_S):
-                found, _ = await kept_events(self._coordinator, self._spec.name)
+                found = await self.kept()
         except (CoordinationError, TimeoutError) as error:
             log.warning("the last events of job %r were not read: %s", self._spec.name, str(error) or "no answer")
             return

@@ -19,7 +19,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.launch.collect import job_failed, kept_record, why_not_kept
 from taskgraph.launch.collector import Collector
-from taskgraph.launch.follow import DELETED, kept_events, node_statuses
+from taskgraph.launch.follow import DELETED, node_statuses
 from taskgraph.launch.forkserver import ForkServer, NotStarted
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -350,12 +350,13 @@ class Supervisor:
         if not self._without_etcd:
             with contextlib.suppress(CoordinationError, TimeoutError):
                 async with timeouts.timeout(_LAST_WORDS_S):
-                    events, _ = await kept_events(self._coordinator, self._spec.name)
-        view = self._follower.view
+                    events = await self._follower.kept()
+        view, status = self._follower.view, self._follower.status
         collected = self._follower.kept_json is not None or self._follower.not_kept
-        if view.finished and self._uncollected and not collected:
+        if self._follower.finished and self._uncollected and not collected:
             await (self._take_others() if view.collected else self._tell_uncollected())
-        status = view.status.record if view.status else None
+        if status is None and self._follower.kept_json is not None:
+            status = StatusRecord(state=State.FINISHED)
         if self._without_etcd and view.running:
             reason = f"its embedded etcd {self._without_etcd}"
             status = StatusRecord(state=State.FAILED, reason=reason, writer="launcher")

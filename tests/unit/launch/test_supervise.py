@@ -28,6 +28,7 @@ from taskgraph.launch.supervise import Hooks, Supervisor, drain_s, end_reason, l
 from taskgraph.listening import NOWHERE
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.usercode import lastwords
+from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn
 from taskgraph.protocol.records import GoneRecord, NodeRecord, PrimaryRecord, Ran, State, StatusRecord
@@ -312,6 +313,33 @@ async def test_where_another_one_collected_first_a_run_says_so_and_where_the_val
     assert left is not None and left["result"] == (json.loads(RESULT.to_json()) if kept else None)
     found = await etcd.get(keys.collected)
     assert found is not None and found.value == why, "what the other one said of it stays"
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_host_keeps_of_a_run_nothing_of_the_next_one_of_its_name(
+    again: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its launcher waits for its nodes to end, and the job may be submitted again meanwhile, and run."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    etcd, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
+    await submit(etcd, SPEC)
+    finished = Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    await etcd.txn(Txn(success=(finished, Put(keys.event("1"), Event(1.0, "n1", "began", "").to_bytes()))))
+    follower = Collector(etcd, SPEC, b"")
+    await follower.start()
+    try:
+        follower.kept_json = RESULT.to_json()
+        if again:
+            await submit(etcd, dataclasses.replace(SPEC, run="another"))
+            await etcd.txn(Txn(success=(Put(keys.event("2"), Event(2.0, "n1", "lost", "").to_bytes()),)))
+        await Supervisor(SPEC, ENTRY, etcd, follower, Hooks())._finish(0.0, 0.0)
+        left = Runtime().finished("fit")
+        await follower._keep_here(RESULT.to_json(), follower.status)
+    finally:
+        await follower.stop()
+    assert left is not None and left["status"]["state"] == "finished" and left["result"] is not None
+    assert [event["kind"] for event in left["events"]] == ([] if again else ["began"])
+    assert (Runtime().finished("fit") or {})["events"] == left["events"]
 
 
 async def _never() -> str:
