@@ -24,7 +24,7 @@ from taskgraph.node.epochs.inbound import Inbound, raised
 from taskgraph.node.epochs.items import Items
 from taskgraph.node.epochs.mailbox import Mailbox
 from taskgraph.node.epochs.quiet import Quiet
-from taskgraph.node.epochs.recording import Recording, left_by, seen
+from taskgraph.node.epochs.recording import Left, Recording, left_by, seen
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.usercode.errors import cancelled_by_users
 from taskgraph.observe.trace import clock
@@ -274,16 +274,19 @@ class Attempt:
         after = close = outputs.close
         compute = processor.compute
         if recording is not None:
-            compute = recording.marked(recording.started(name, processor), compute)
+            step = recording.started(name, processor)
+            compute = recording.marked(step, compute)
             close = partial(recording.closes, name, outputs)
             after = recording.watched(processor, close)
+            since = len(recording.moments)
             before = await seen(self.replica, partial(left_by, self)) if self.replica.shape.in_flight else {}
         actor.stamp = self.stamp
         alone = not processor.parallel
         await actor.call(name, compute, epoch, inputs, outputs, alone=alone, after=after, attempt=self)
         if recording is not None:
             if self.replica.shape.in_flight:
-                recording.left[name] = (before, await seen(self.replica, partial(left_by, self)))
+                left = await seen(self.replica, partial(left_by, self))
+                recording.left[name] = Left(before, left, beside=recording.others_ran(step, since))
             await recording.finished(name, sync=processor.sync, looked=after is not close)
         self._states[name] = "done"
 

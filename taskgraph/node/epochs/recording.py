@@ -24,6 +24,7 @@ from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
 
 __all__ = [
     "Fields",
+    "Left",
     "Moment",
     "Recording",
     "RequestKey",
@@ -65,6 +66,19 @@ class Step:
         return called if self.method == "on_flag" else f"handler {called}"
 
 
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What there was, but items, before and after a processor.
+
+    Attributes:
+        beside: other code of the task ran between the two looks: what it did is among that.
+    """
+
+    before: Fields
+    then: Fields
+    beside: bool
+
+
 class Recording:
     """What one task did in one attempt, and whether its state stayed as it was until the sync points."""
 
@@ -84,7 +98,7 @@ class Recording:
         self.items: dict[tuple[str, int], Encoded] = {}
         self.puts: dict[tuple[str, int], Encoded] = {}
         self.filled: dict[tuple[str, int], str] = {}  # by whom: what was computed into the memory that is sent
-        self.left: dict[str, tuple[Fields, Fields]] = {}  # processor -> what there was before and after it, but items
+        self.left: dict[str, Left] = {}
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # of what threads note, where computes are parallel
         self._open = 0
@@ -140,6 +154,10 @@ class Recording:
         with self._lock:
             self._open -= 1
             self.moments.append(("ended", step, self._loop.time()))
+
+    def others_ran(self, step: int, since: int) -> bool:
+        """Whether other code than this step's began or ended since there were so many moments."""
+        return any(moment[0] != "answered" and moment[1] != step for moment in self.moments[since:])
 
     def asks(self, key: RequestKey, value: Encoded) -> None:
         """A request is sent."""

@@ -411,10 +411,11 @@ async def _check_stateless(replica: Replica, fresh: Replica, recording: Recordin
         for (tag, to), digest in work.digests.items():
             if recording.puts[(tag, to)].digest != digest:
                 raise await _not_stateless(replica, fresh, stamp, step.where, f"puts another {tag!r} to task {to}")
-        left, (before, then) = await seen(fresh, partial(left_by, work)), recording.left[step.where]
-        # What something beside it left is not its doing: what is not run here, or ran while it waited.
-        names = {*changed(had, left), *(() if recording.interleaved else changed(before, then))}
-        if differing := sorted(name for name in names if left.get(name) != then.get(name)):
+        left, was = await seen(fresh, partial(left_by, work)), recording.left[step.where]
+        # What something beside it left is not its doing: what is not run here, or ran while it waited, or while it had
+        # not begun yet.
+        names = {*changed(had, left), *(() if recording.interleaved or was.beside else changed(was.before, was.then))}
+        if differing := sorted(name for name in names if left.get(name) != was.then.get(name)):
             raise await _not_stateless(replica, fresh, stamp, step.where, f"leaves another {differing[0]}")
 
 

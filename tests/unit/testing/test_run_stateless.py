@@ -311,3 +311,30 @@ def test_a_compute_that_runs_while_another_one_waits(kind: type[Parallel], order
     )
     given = job(kind, epochs=4)
     assert run(given, order=order).values == run(given, strict=False).values
+
+
+@pytest.mark.parametrize("order", range(3))
+def test_what_ran_before_a_thread_began_is_not_taken_for_its_doing(order: int) -> None:
+    """Both have their items at one moment, and one turn after the other: the first one in line began last."""
+
+    class Relayed(Sum):
+        def declare(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.relay, inbound={"x": "left"}, outbound={"y": "right"}, parallel=True)
+            epoch.processor(self.early, outbound={"x": "right"})
+            epoch.processor(self.keep, inbound={"x": "left"}, outbound={"z": "right"})
+            epoch.processor(self.late, inbound={"y": "left", "z": "left"})
+
+        @tg.stateless
+        def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            outs.put("y", ins["x"])
+
+        @tg.stateless
+        def keep(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            epoch.scratch.kept = ins["x"]
+            outs.put("z", None)
+
+        def late(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.total += epoch.scratch.kept + ins["y"]
+
+    given = job(Relayed, tasks=3, epochs=4, topology=tg.ring())
+    assert run(given, order=order).values == run(given, strict=False).values
