@@ -71,25 +71,17 @@ class Collected:
         self._last: dict[int, Stamp] = {}  # what each task told of last
         self._given_up: dict[Stamp, int | None] = {}  # and a task that could not write its file
         self._passed_over: set[Stamp] = set()  # there were too many, or a later one is whole
-        self._enough = 0  # so few files make no boundary whole
 
-    def take(self, written: Written) -> bool:
-        """Whether there may be something to give up, or to complete, that was not there before.
-
-        Each of hundreds of tasks tells by itself: with each, all that is known would be gone through in vain.
-        """
+    def take(self, written: Written) -> None:
         stamp, task = written.stamp, written.task
         self._last[task] = max(stamp, self._last.get(task, stamp))
-        whole = False
-        if stamp not in self._passed_over or not written.size:
-            files = self._files.setdefault(stamp, {})
-            if written.size or task not in files:  # else a primary before has written it
-                files[task] = written
-            whole = len(files) >= self._enough
-            if len(self._files) > 2 * _MOST:  # whoever is to look waits for the place
-                self._keep(sparse(self._files, _MOST))
-        gone_on = any(before < stamp and task not in files for before, files in self._files.items())
-        return whole or gone_on or not written.size or stamp in self._given_up
+        if stamp in self._passed_over and written.size:
+            return
+        files = self._files.setdefault(stamp, {})
+        if written.size or task not in files:  # else a primary before has written it
+            files[task] = written
+        if len(self._files) > 2 * _MOST:  # whoever is to look waits for the place
+            self._keep(sparse(self._files, _MOST))
 
     def give_up(self, view: JobView) -> dict[Stamp, int | None]:
         """Boundaries that never become a checkpoint, oldest first, each with a task that could not write its file.
@@ -124,7 +116,6 @@ class Collected:
         """The newest boundary all of whose files are written, if there is one to go on to."""
         self._forget_closed(view)
         needed = files_needed(view, self._tasks)
-        self._enough = 0 if needed is None else len(needed)
         if needed is None:
             return None
         whole = self._newest_whole(view, needed)

@@ -143,28 +143,6 @@ def test_what_is_told_while_nobody_looks_is_bounded(world: World) -> None:
     assert found is not None and found[0].epoch > 990
 
 
-def test_only_what_may_change_something_is_looked_at() -> None:
-    """With each of hundreds of files the leader went through all that it knew of."""
-    world = World("a")
-    for task in range(100):
-        world.first(task, "a")
-    for _ in range(6):
-        world.commit()
-    collected, view = Collected(100), world.view()
-    collected.complete(view)
-    for epoch in (3, 4):
-        assert [task for task in range(100) if collected.take(written(epoch, task))] == [99]
-    assert collected.complete(view) == (Stamp(1, 4), tuple(written(4, task) for task in range(100)))
-    advance(world, record(4))
-    assert not collected.take(written(5, 0)) and collected.take(unwritten(5, 1)), "it is given up"
-    assert collected.give_up(world.view()) == {Stamp(1, 5): 1}
-    assert collected.take(written(5, 2)), "what comes late of it is to be removed, too"
-    assert collected.give_up(world.view()) == {Stamp(1, 5): 1}
-    assert not collected.take(written(6, 2)) and not collected.take(written(6, 4))
-    collected.take(written(7, 5))
-    assert collected.take(written(7, 2)) is False and collected.take(written(7, 6)), "it has none of the one before"
-
-
 def test_whoever_leaves_boundaries_out_keeps_some_that_others_keep() -> None:
     """One had told of the newest ones, and another, who tells later, of those before them."""
     assert sparse((Stamp(1, epoch) for epoch in (7, 1, 6, 5, 3, 2)), 4) == [(1, 2), (1, 5), (1, 6), (1, 7)]

@@ -52,8 +52,8 @@ class Checkpointer:
 
     def take(self, told: WrittenFiles) -> Accepted:
         for written in told.files:
-            if self._collected.take(written):
-                self._wake.set()
+            self._collected.take(written)
+        self._wake.set()
         return Accepted(self._primary.term)
 
     async def run(self) -> None:
