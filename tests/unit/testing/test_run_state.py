@@ -57,6 +57,21 @@ def test_state_changed_by_a_handler_is_named_and_nothing_else_is_told(caplog: py
     assert not [record for record in caplog.records if record.exc_info]
 
 
+def test_state_changed_by_a_flag_is_named() -> None:
+    class Flagged(Total):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.flag(1 - self.task_id, epoch.number)
+            epoch.processor(self.close)
+
+        def on_flag(self, epoch: tg.Epoch, sender: int, meta: int) -> None:
+            self.total += 1
+
+        def close(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            pass
+
+    says(fails(job(Flagged)), "epoch 0", "'on_flag' changed state (total) outside a sync point")
+
+
 class Unequal(type):
     """Who compares its classes has no hash of them, as in Python."""
 
