@@ -427,12 +427,16 @@ async def test_a_command_that_ignores_sigterm_is_killed_after_two_seconds(tmp_pa
     await gone(child)
 
 
-async def test_sigterm_to_the_guard_ends_its_command() -> None:
-    process = await guard("--", "sleep", "1000")
+async def test_sigterm_to_the_guard_ends_its_command_and_removes_the_directories(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    process = await guard("--remove", str(folder), "--", "sleep", "1000")
     child = await child_of(process)
     process.terminate()
     await process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, "it was killed, and Linux killed the command"
     await gone(child)
+    assert not folder.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
