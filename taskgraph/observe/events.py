@@ -311,9 +311,32 @@ def in_order(listing: Listing) -> list[KeyValue]:
 async def _prune(coordinator: Coordinator, keys: Keys, kept: int) -> None:
     try:
         listing = await coordinator.list(keys.events)
-        old = in_order(listing)[: max(0, len(listing.items) - kept)]
+        old = _to_prune(in_order(listing), kept)
         for start in range(0, len(old), _BATCH):
             part = old[start : start + _BATCH]
             await coordinator.txn(Txn(success=tuple(Delete(kv.key) for kv in part)))
     except CoordinationError as error:
         log.warning("old events were not pruned: %s", error)
+
+
+def _to_prune(there: list[KeyValue], kept: int) -> list[KeyValue]:
+    """The oldest ones; of single tasks first, while these are more than half of what is kept.
+
+    A node that is lost with hundreds of tasks is one event. That all of them have other primaries and backups then is
+    a thousand.
+    """
+    surplus = len(there) - kept
+    if surplus <= 0:
+        return []
+    of_tasks = [kv for kv in there if _of_task(kv)]
+    first = of_tasks[: min(surplus, max(0, len(of_tasks) - kept // 2))]
+    left_out = {kv.key for kv in first}
+    others = (kv for kv in there if kv.key not in left_out)
+    return [*first, *itertools.islice(others, surplus - len(first))]
+
+
+def _of_task(kv: KeyValue) -> bool:
+    try:
+        return Event.from_bytes(kv.value).task is not None
+    except DecodeError:
+        return False

@@ -48,6 +48,13 @@ def in_etcd(store: MemoryStore) -> list[str]:
     return [Event.from_bytes(kv.value).text for kv in store.select(Keys(JOB).events, prefix=True)]
 
 
+async def pruned(store: MemoryStore, kept: int, last: str) -> None:
+    """Returns once the last event is there, and no more than so many are."""
+    async with asyncio.timeout(10):
+        while last not in (there := in_etcd(store)) or len(there) > kept:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def test_a_burst_of_events_is_one_write_and_all_of_them_are_kept_in_their_order() -> None:
     """Around a failure or a drain every node tells several within some milliseconds; each write wakes all nodes."""
     events, store = EventLog("n1"), submitted()
@@ -192,6 +199,32 @@ async def test_of_two_hosts_whose_clocks_differ_the_events_that_came_first_are_p
     listing = await MemoryCoordinator(store).list(Keys(JOB).events)
     told = [Event.from_bytes(kv.value).text for kv in in_order(listing)]
     assert told == [str(number) for number in range(28, 40)]
+
+
+async def test_what_happens_to_hundreds_of_tasks_does_not_push_out_why() -> None:
+    """Of a node that was lost with 250 tasks `events` told a thousand lines, and not that it was lost."""
+    events, store = EventLog("n1"), submitted()
+    async with kept(events, store, kept=100):
+        events.emit("began", "the job began")
+        for node in range(3):
+            events.emit("lost", f"n{node} is gone")
+            for task in range(100):
+                events.emit("takeover", f"n9 is primary of {task} after n{node}", task=task)
+            await pruned(store, 100, f"n9 is primary of 99 after n{node}")
+    told = in_etcd(store)
+    assert told[:4] == ["the job began", "n0 is gone", "n1 is gone", "n2 is gone"]
+    assert told[4:] == [f"n9 is primary of {task} after n2" for task in range(4, 100)]
+
+
+async def test_what_happens_to_tasks_is_kept_beside_what_happens_more_often() -> None:
+    events, store = EventLog("n1"), submitted()
+    async with kept(events, store, kept=10):
+        for number in range(8):
+            events.emit("takeover", f"a task {number}", task=number)
+        for number in range(56):
+            events.emit("waits", f"{number}")
+        await pruned(store, 10, "55")
+    assert in_etcd(store) == [f"{number}" for number in range(46, 56)], "beyond half of them, what is older goes"
 
 
 async def test_late_events_of_a_run_are_not_told_of_the_next_one_of_its_name() -> None:
