@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 #: Renewals per TTL: with TTL 5 s one a second; four in a row may fail before anything is noticed.
 _RENEWALS_PER_TTL = 5
+#: An endpoint that fails and fails is told of as often: an etcd may be away for days, and is asked four times a second.
+_SAY_AGAIN_S = 60.0
 #: How long `close` waits for the threads to end. They only wait for each other and for gRPC to cancel a call.
 _JOIN_S = 2.0
 
@@ -135,6 +137,7 @@ class EtcdLease:
         self._lost = False
         self._trouble = ""
         self._why_none = ""  # why no stream could be opened, last
+        self._told_at: dict[Endpoint, float] = {}  # when it was told that it fails, unless a renewal was answered since
         self._ticked_at = time.monotonic()
         self._closing = False
         self._wake = threading.Event()  # the renewer has a reason to look before its time
@@ -236,7 +239,10 @@ class EtcdLease:
 
     def _tell_failed(self, endpoint: Endpoint, why: str) -> None:
         self._trouble = f"etcd {endpoint.target}: {why}"
-        log.warning("renewal of lease %x at %s; trying the next endpoint", self._id, self._trouble)
+        now = time.monotonic()
+        if now >= self._told_at.get(endpoint, -math.inf) + _SAY_AGAIN_S:
+            self._told_at[endpoint] = now
+            log.warning("renewal of lease %x at %s; trying the next endpoint", self._id, self._trouble)
 
     def _opened(self, endpoint: Endpoint) -> _Stream | None:
         """A stream to it; None: there is none yet, since a login comes first, or for a reason that passes."""
@@ -257,6 +263,7 @@ class EtcdLease:
             if self._trouble != self._why_none:
                 log.warning("renewal of lease %x: %s; trying again", self._id, self._trouble)
             self._why_none = self._trouble
+            self._told_at.clear()
             return None
         self._why_none = ""
         return stream
@@ -277,6 +284,7 @@ class EtcdLease:
         else:
             self._valid_until = max(self._valid_until, sent_at + ttl_s)
             self._trouble = ""
+            self._told_at.clear()
 
     def refused(self, token: str) -> None:
         self._refused = token
