@@ -48,6 +48,14 @@ _PAIRS_KEPT = 1 << 16
 """Fewer epochs are kept where they have more pairs than that in all: 20 MiB."""
 _FEWEST_KEPT = 4
 """But never fewer: the epoch at work, the next, and one that a restart or a replay looks at."""
+_TRIED = 3
+"""How many answers of a link that may change are asked for once more, of those that name somebody; of a function of
+`edges`, one. All nodes of a test ask that same function, and its answers are kept: that it draws other pairs each time
+would show on nodes only."""
+_AS_GIVEN = (
+    "every node asks on its own and needs the same answer, so let it follow from the arguments alone, as what "
+    "np.random.default_rng([7, epoch]) draws"
+)
 
 
 class Topology(Mapping[str, Link]):
@@ -74,6 +82,7 @@ class Topology(Mapping[str, Link]):
         self.known: dict[tuple[str, int, int], tuple[int, ...]] = {}
         """By link, task and number of tasks: what `neighbors` found that is the same in every epoch."""
         self._room = _KEPT_IDS
+        self._untried = dict.fromkeys(links.keys() - self.lasting, _TRIED)
 
     def __getitem__(self, name: str) -> Link:
         return self._links[name]
@@ -105,7 +114,7 @@ class Topology(Mapping[str, Link]):
         """Checked neighbors of a task along a link.
 
         Raises:
-            GraphError: no such link, or it names a task that does not exist, or one twice.
+            GraphError: no such link, or it names a task that does not exist, or one twice, or others each time.
         """
         found = self.known.get((link, task_id, tasks))
         if found is not None:
@@ -117,6 +126,14 @@ class Topology(Mapping[str, Link]):
         if link in self.lasting and len(found) < self._room:
             self._room -= len(found) + 1
             self.known[link, task_id, tasks] = found
+        if found and (left := self._untried.get(link)):
+            again = _checked(self._links[link], f"link {link!r}", task_id, tasks, epoch)
+            if again != found:
+                raise GraphError(
+                    f"task {task_id}: link {link!r} names {list(found)} in epoch {epoch}, and {list(again)} when it "
+                    f"is asked once more: {_AS_GIVEN}"
+                )
+            self._untried[link] = left - 1
         return found
 
 
@@ -277,17 +294,25 @@ def edges(pairs: Pairs | Callable[[int], Pairs], *, out: str = "out", inbound: s
 
     Raises:
         JobError: something is no edge; from a function: when used.
-        GraphError: when it is used; an edge names a task that does not exist, or is there twice. It fails a job:
-            JobFailed, with the same text.
+        GraphError: when it is used; an edge names a task that does not exist, or is there twice, or a function returns
+            others each time. It fails a job: JobFailed, with the same text.
     """
     if out == inbound:
         raise JobError(f"edges: the two links need two names, not {out!r} for both")
     edges_of: Callable[[int], _Edges]
     if callable(pairs):
-        of_epoch = pairs
+        of_epoch, tried = pairs, False
 
         def made_of(epoch: int) -> tuple[_Edges, int]:
+            nonlocal tried
             found = _edges(of_epoch(epoch))
+            if found.pairs and not tried:
+                if _edges(of_epoch(epoch)) != found:
+                    raise GraphError(
+                        f"edges: the function returns other pairs when it is asked once more for epoch {epoch}: "
+                        f"{_AS_GIVEN}"
+                    )
+                tried = True
             return found, found.pairs
 
         edges_of = _kept(made_of)
