@@ -133,7 +133,7 @@ class NodeCore:
     @property
     def running(self) -> bool:
         """Whether it still takes on anything; a node that leaves answers for a moment longer."""
-        return self._group is not None and not self._leaving
+        return self._group is not None and not self._leaving and self._broken is None
 
     def speaks(self) -> bool:
         """Whether this is the first of the nodes by name, which tells what all of them see."""

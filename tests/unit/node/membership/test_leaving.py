@@ -256,3 +256,25 @@ def test_a_node_that_was_cancelled_from_outside_says_whose_code_may_have_done_it
         assert Ran("asyncio tasks of its own", 0, 1) in gone.ran
 
     play(job(gated), scenario, nodes=2)
+
+
+def test_a_node_that_is_breaking_down_takes_up_no_doubts(gated: type[Gated], caplog: pytest.LogCaptureFixture) -> None:
+    """Its tasks were cancelled, and it had not come to say that it leaves: code of a task was blamed for its end."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        node = holder(cluster, 0)
+        other = next(n.id for n in cluster.nodes if n is not node)
+
+        async def fail() -> None:
+            raise CoordinationError("etcd has lost what it had acknowledged")
+
+        failing = node.own(fail(), "fails")
+        failing.add_done_callback(lambda _: (node._on_gone(other), node._on_lost(other)))
+        gated.gate.set()
+        await asyncio.wait([cluster._members[node.id].run])
+        assert isinstance(cluster._node_failed.exception() or cluster._node_failed.result(), CoordinationError)
+        assert not node.farewell().ran
+
+    play(job(gated), scenario, nodes=2)
+    assert not caplog.records
