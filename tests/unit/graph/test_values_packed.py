@@ -77,6 +77,27 @@ def test_what_is_large_has_a_buffer_of_its_own_in_the_order_of_the_value(large: 
     assert [named.buffer for named in outline(encoded)] == [0, *[None] * 8, *[1] * 12, 2]
 
 
+@tg.message
+class Layer:
+    weights: Any
+
+
+class Coded:
+    def __init__(self, weights: Any) -> None:
+        self.weights = weights
+
+
+codec(Coded, lambda coded: coded.weights, Coded, name="test.coded")
+
+
+@pytest.mark.parametrize("kind", [Layer, Coded, lambda weights: [weights], lambda weights: {0: weights}])
+def test_an_outline_names_the_arrays_of_as_many_values_as_there_are(kind: Callable[[Any], Any]) -> None:
+    value = [kind(kind(np.full(n, n))) for n in range(300)]
+    assert [named.shape for named in outline(encode(value))] == [(n,) for n in range(300)]
+    steps = {len(named.path) for named in outline(encode(value))}
+    assert steps == {1 if kind is Coded else 3}, "what a codec makes of a value has no step of its own"
+
+
 def test_what_is_tiny_stays_in_the_description() -> None:
     value = [*(np.full(64, n) for n in range(500)), "x" * 512, b"y" * 512]
     encoded = encode(value)

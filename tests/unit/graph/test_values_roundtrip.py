@@ -232,6 +232,22 @@ def test_padding_is_sent_as_zeros() -> None:
             assert encode(clean[0]).digest == encode(dirty[0]).digest
 
 
+def test_padding_of_records_within_a_field_is_sent_as_zeros() -> None:
+    inner = np.dtype([("x", "u1"), ("y", "i4")], align=True)
+    dtype = np.dtype([("several", inner, (2, 3)), ("one", inner)])
+    for count in (1, 1000):
+        clean = np.zeros(count, dtype)
+        memory = bytearray(b"\xaa" * clean.nbytes)
+        dirty = np.frombuffer(memory, dtype)
+        for name in ("several", "one"):
+            for field in ("x", "y"):
+                dirty[name][field] = 0
+        assert b"\xaa" in memory
+        encoded = encode(dirty)
+        assert encoded.digest == encode(clean).digest
+        assert not [part for part in (encoded.meta, *encoded.buffers) if b"\xaa" in bytes(part)]
+
+
 PADDED = np.dtype([("a", "i1"), ("b", "f8"), ("c", [("x", "u1"), ("y", "i4")], (2,))], align=True)
 LIES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "in C's order": lambda a: a,
