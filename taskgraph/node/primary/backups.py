@@ -38,6 +38,9 @@ __all__ = ["Backups"]
 
 Key = tuple[int, int, int]
 
+_UNTAKEN_S = 1.0
+"""What a node cannot take, having no memory for it, it is offered again so much later: it is sent whole each time."""
+
 
 class Backups:
     """The in-sync set of one task, as its primary works on it for one term.
@@ -237,7 +240,12 @@ class Backups:
                     change.set_result(None)
 
     def _lacks(self, what: str, nodes: tuple[str, ...]) -> str:
-        return f"{what} {', '.join(map(name_of, nodes))}"
+        return f"{what} {', '.join(map(self._named, nodes))}"
+
+    def _named(self, node: str) -> str:
+        """And why it cannot take what it is offered, where it said so: nobody else would tell what is waited for."""
+        refused = tender.refused if (tender := self._tenders.get(node)) is not None else ""
+        return f"{name_of(node)} (it refuses: {refused})" if refused else name_of(node)
 
     def _lacks_holders(self, key: Key, need: int) -> str:
         return f"{need - self._insync.holders(key)} more in-sync replicas (min_in_sync={need})"
@@ -425,13 +433,18 @@ class Backups:
         settings = self._node.settings
         timeout_s = settings.setup_s if candidate else None
         began = self._node.tracing.on and clock()
-        # A candidate's is not given up because an epoch committed: what takes longer than an epoch would never be over.
-        dead = self._when(tender, lambda: not candidate and key not in self._insync.missing(node))
+
+        def moot() -> bool:
+            # A candidate's is not given up when an epoch commits: what takes longer than one would never be over.
+            return not candidate and key not in self._insync.missing(node)
+
+        dead = self._when(tender, moot)
         try:
             async with alongside(self._node.router.to_node(node, message, timeout_s=timeout_s), dead) as (call, _):
                 await any_done(call, dead)
                 if call.done() and isinstance(call.result(), Accepted):
                     self._insync.acknowledge(node, key)
+                    tender.refused = ""
                     if candidate and not tender.caught_up_by:
                         tender.caught_up_by = self._node.now() + settings.admit_wait_s
                     if began:
@@ -441,7 +454,13 @@ class Backups:
         except Refused as refused:
             if refused.reason in (Reason.USER_ERROR, Reason.DONE):
                 self._node.log.info("task %d: node %s refuses boundary %d: %s", self._task, node, key[0], refused)
-            await backoff.pause()
+            if refused.reason == Reason.BAD_MESSAGE:
+                tender.refused = str(refused)
+                with contextlib.suppress(TimeoutError):
+                    async with timeouts.timeout(_UNTAKEN_S):
+                        await self._when(tender, moot)
+            else:
+                await backoff.pause()
         except TransportError as error:
             self._node.log.debug("task %d: offer to node %s: %s", self._task, node, error)
             await backoff.pause()

@@ -21,6 +21,7 @@ class Tender:
         offered: offers under way that were made beside the tender, by what they offer.
         caught_up_by: of a candidate that holds something: until when an epoch waits for it.
         idle: there is nothing to do but to wait for something.
+        refused: why it cannot take what it was offered last, as it says; "" where it could.
         wait: done when there is something to do, as `due` tells.
     """
 
@@ -29,6 +30,7 @@ class Tender:
     offered: dict[Key, asyncio.Future[Reply]] = field(default_factory=dict)
     caught_up_by: float = 0.0
     idle: bool = False
+    refused: str = ""
     wait: asyncio.Future[None] | None = None
     due: Callable[[], bool] = bool
 

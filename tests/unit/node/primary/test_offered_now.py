@@ -97,6 +97,46 @@ def test_what_is_not_accepted_the_tender_offers_again(
     assert [epoch for _, epoch in slow] == [0, 1, 4, 8, 12]
 
 
+def test_what_a_member_has_no_memory_for_is_offered_once_a_second_and_the_wait_says_why(
+    slow: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was sent whole some twenty times a second, and nothing but the backup's log said why it was not taken."""
+    monkeypatch.setattr(Serving, "_offer_now", refusing_at(epoch=4, for_s=20.0))
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        node = await at_epoch_2(cluster)
+        await asyncio.sleep(10)
+        backup = next(name_of(other.id) for other in cluster.nodes if other is not node)
+        why = f"the acknowledgement of {backup} (it refuses: no memory for a call of 8000019 bytes)"
+        assert node.roles.primaries[0].waiting_for == why
+        (told_of,) = told(cluster, "waits")
+        assert f"task 0 waits for {why}" in told_of
+        assert len(slow) < 20, "of 10 s"
+        began = node.now()
+        result = await cluster.result()
+        assert node.now() - began < 20
+        return result
+
+    waiting = job(Counting, tasks=1, epochs=12, settings=tg.Settings(epochs_ahead=0, admit_wait_s=30.0))
+    assert play(waiting, scenario, nodes=2).values == {0: 12}
+
+
+def refusing_at(*, epoch: int, for_s: float) -> Callable[[Serving, str, Offer], Reply | None]:
+    """How a node serves offers that has no memory for that boundary, for so long from when it was first offered."""
+    taken = Serving._offer_now
+    first: list[float] = []
+
+    def served(serving: Serving, peer: str, offer: Offer) -> Reply | None:
+        now = asyncio.get_running_loop().time()
+        if offer.stamp.epoch == epoch:
+            first.append(now)
+            if now - first[0] < for_s:
+                raise Refused(Reason.BAD_MESSAGE, "no memory for a call of 8000019 bytes")
+        return taken(serving, peer, offer)
+
+    return served
+
+
 def test_an_offer_is_not_given_up_for_want_of_an_answer(
     slow: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
