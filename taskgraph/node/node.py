@@ -288,6 +288,7 @@ class Node(NodeServices):
         """What runs here, and what it waits for."""
         leader = self.roles.leader
         waits = (
+            *(self.registration.waits if self.registration is not None else ()),
             *self.wishes.waits,
             *self.takeovers.waits,
             *(leader.waits if leader is not None else ()),

@@ -247,6 +247,14 @@ class Registration:
             await asyncio.sleep(_TICK_S)
 
     @property
+    def waits(self) -> tuple[str, ...]:
+        """Why this node pauses, for `status`, which may reach etcd where it does not."""
+        if not (self._node.paused and self._node.node_revision and self._lease is not None):
+            return ()  # it is not registered yet, or has nothing to prove
+        why = self._why_unproved(self._lease) or self._why_paused
+        return (f"{self._node.name} is paused{f': {why}' if why else ''}",)
+
+    @property
     def unproved(self) -> bool:
         """Whether this node pauses, or is about to."""
         return self._lease is not None and bool(self._why_unproved(self._lease))

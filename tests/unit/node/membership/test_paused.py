@@ -36,6 +36,27 @@ def test_a_pause_says_why_the_lease_was_not_renewed(gated: type[Gated], monkeypa
     ]
 
 
+def test_status_says_why_a_node_is_paused_for_as_long_as_it_is(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said `paused`, and nothing more, where etcd answers whoever asks but not that node, or too late for it."""
+    monkeypatch.setattr(MemoryLease, "trouble", lambda _: "etcd 10.0.0.1:2379: no answer for 1.7 s")
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        node = holder(cluster, 0)
+        assert not any("paused" in line for line in node.status().waits)
+        why = "the lease could not be renewed in time (etcd 10.0.0.1:2379: no answer for 1.7 s)"
+        async with paused(node):
+            assert node.status().waits[0] == f"{node.name} is paused: {why}"
+            assert f"{node.name} is paused: {why}" in cluster.waits()
+        assert not any("paused" in line for line in node.status().waits)
+        gated.gate.set()
+        return await cluster.result()
+
+    assert play(job(gated, tasks=1), scenario, nodes=2).values == {0: 3}
+
+
 def test_a_node_pauses_a_third_of_the_ttl_before_its_key_may_go(gated: type[Gated]) -> None:
     """Others may take over from it once that goes: it has to know sooner than they do."""
 
