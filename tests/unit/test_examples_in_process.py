@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +18,17 @@ from taskgraph.results import JobResult
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BOTH_STYLES = ["framework_regression", "framework_regression_events"]
-ALL = [*BOTH_STYLES, "linear_regression", "readme", "heat", "gpu_kmeans", "gpu_regression"]
+ALL = [*BOTH_STYLES, "linear_regression", "readme", "heat", "tempering", "alignment", "gpu_kmeans", "gpu_regression"]
 STAGES = ["compose", "processor", "sync", "snapshot", "done", "commit", "committed"]
 
 
 def job(example: str, **options: object) -> tg.Job:
     return load_driver(str(EXAMPLES / f"{example}.py"))(**options)
+
+
+def without_tasks(example: str, function: str) -> Any:
+    """What an example compares itself with."""
+    return load_driver(str(EXAMPLES / f"{example}.py")).__wrapped__.__globals__[function]
 
 
 def test_flights_that_cannot_be_read_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +80,37 @@ def test_readmes_program_finds_the_line() -> None:
     np.testing.assert_allclose(result.value, [1.0, 2.0, 3.0], rtol=1e-9)
     slopes = [report.numbers["slope"] for report in result.reports]
     assert slopes[-1] < 1e-3 < slopes[0]
+
+
+def test_a_cold_chain_leaves_its_well_by_the_help_of_hot_ones() -> None:
+    epochs = 400
+    assert tg.run(job("tempering", tasks=1, epochs=epochs), nodes=0).value == 0, "alone it does not"
+    found = tg.run(job("tempering", epochs=epochs), nodes=0)
+    assert found.values[0] / epochs == pytest.approx(without_tasks("tempering", "left_share")(), abs=0.1)
+    assert found.values[0] > found.values[5], "a hot one is in both wells alike"
+    assert found.reports[-1].numbers["left"] == found.values[0] / epochs
+
+
+@pytest.mark.parametrize("order", range(2))
+def test_a_tempering_is_the_same_whoever_is_killed(order: int) -> None:
+    undisturbed = tg.testing.run(job("tempering", tasks=4, epochs=8))
+    kills = {(0, 2): "processor", (3, 3): "sync", (1, 5): "done"}
+    killed = tg.testing.run(job("tempering", tasks=4, epochs=8), kills=kills, order=order)
+    assert killed.failovers >= 3
+    assert killed.values == undisturbed.values
+    assert killed.reports == undisturbed.reports
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 5])
+def test_alignments_are_scored_as_without_tasks_whoever_is_killed(tasks: int) -> None:
+    score = without_tasks("alignment", "score")
+    scores = [score(number, 30) for number in range(8)]
+    assert scores[0] == 60 > scores[7], "two that are alike, and two that are not"
+    assert tg.testing.run(job("alignment", tasks=tasks, epochs=8, length=30)).value == scores
+    kills = {(0, 2): "processor", (tasks - 1, 5): "sync"}
+    killed = tg.testing.run(job("alignment", tasks=tasks, epochs=8, length=30), kills=kills, strict=False)
+    assert killed.value == scores
+    assert killed.failovers >= 2
 
 
 @pytest.mark.slow
