@@ -13,6 +13,7 @@ from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn, TxnResult
 from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.etcd import SimEtcd, Stream
 from taskgraph.testing.simulate.loop import Process
+from taskgraph.testing.simulate.pace import Starving
 
 __all__ = ["SimCoordinator", "SimLease"]
 
@@ -32,7 +33,8 @@ class SimCoordinator:
         on_txn: told of every transaction: "sending", and "before" it is executed at the server.
         timeout_s: how long a call may take, with its retries.
         lag: how much later than others its watches are told.
-        slips: what becomes of its reads.
+        slips: what becomes of its reads, and of its transactions.
+        starving: who comes last for a while.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class SimCoordinator:
         timeout_s: float,
         lag: float = 1.0,
         slips: Slips | None = None,
+        starving: Starving | None = None,
     ) -> None:
         self.etcd = etcd
         self.process = process
@@ -53,6 +56,7 @@ class SimCoordinator:
         self._timeout_s = timeout_s
         self.lag = lag
         self._slips = slips
+        self._starving = starving
         self._gone = ""
         self._streams: dict[Stream, None] = {}
         self._leases: dict[SimLease, None] = {}
@@ -73,9 +77,17 @@ class SimCoordinator:
         """Whether answers to its calls arrive."""
         return self._heard
 
+    def late_s(self, what: str) -> float:
+        """How much later than it would something happens between the server and this process."""
+        return self._starving.late_s(what, f"{what} of {self.process.name}") if self._starving is not None else 0.0
+
     def answer_delay(self) -> float:
         """From the server back to this process."""
-        return self.etcd.delay() + (self.answer_s * self.etcd.rng.random() if self.answer_s else 0.0)
+        return (
+            self.etcd.delay()
+            + self.late_s("answers of etcd")
+            + (self.answer_s * self.etcd.rng.random() if self.answer_s else 0.0)
+        )
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -185,12 +197,14 @@ class SimCoordinator:
         if writes and self.lose_next:
             self.lose_next -= 1
             lost = rng.choice(("answer", "answer", "request", "refused", "late"))
+        elif writes and self._slips is not None:
+            lost = self._slips.write()
         if self.speaks:
             if writes and self.hold_next is not None:
                 hold, self.hold_next = self.hold_next, None
                 hold(arrive)
             else:
-                etcd.later(etcd.delay(), arrive)
+                etcd.later(etcd.delay() + self.late_s("transactions" if writes else "reads"), arrive)
         try:
             async with timeouts.timeout(timeout_s):
                 return await answer
@@ -353,7 +367,7 @@ class SimLease:
                 loop = asyncio.get_running_loop()
                 loop.call_later(client.answer_delay(), self._answered, now, there, context=client.threads.context)
 
-        etcd.later(etcd.delay(), etcd.arrive, execute)
+        etcd.later(etcd.delay() + client.late_s("renewals"), etcd.arrive, execute)
 
     def _answered(self, sent_at: float, there: bool) -> None:
         if not self.running:

@@ -17,6 +17,7 @@ __all__ = [
     "draw",
     "draw_around_checkpoints",
     "draw_around_race",
+    "draw_between_steps",
     "draw_deletions",
     "draw_in_flight",
     "draw_one",
@@ -74,6 +75,10 @@ _OVERTAKEN_BY = {
     "sending register": ("takeover", "gone", "register"),
 }
 """A write, and those that must be taken into account when they come right before it."""
+_EVERYWHERE = (
+    "Pull", "Item", "Offer", "Report", "Seal", "Accepted", "Refusal", "Release", "HandOver", "Request", "Answer",
+    "Flag", "RequestRestart", "Written", "Audit", "LedgerPage", "Waits", "WaitsPage",
+)  # fmt: skip
 _CHECKPOINT_MOMENTS = (
     "after commit", "after commit", "before commit", "point commit", "sending commit", "point snapshot",
     "point checkpoint", "message Written", "point checkpointed", "sending checkpoint", "before checkpoint",
@@ -116,22 +121,41 @@ class Slips:
     of other nodes that take long.
 
     They make long what is mostly short, for instance the time in which a node has its key and has not begun to work.
-    In some of the seeds, out of a generator of their own, so that the others do not depend on them.
+    In some of the seeds, out of a generator of their own, so that the others do not depend on them. In some, out of
+    another one, transactions are lost likewise, and reports, of which nobody is told that they arrived.
     """
 
-    def __init__(self, rng: random.Random, *, share: float) -> None:
+    def __init__(self, rng: random.Random, *, share: float, writes: random.Random, writes_share: float) -> None:
         self._rng = rng
         drawn = rng.random() < share
         self._reads = rng.choice((0.0, 0.03, 0.1)) if drawn else 0.0
         self._probes = drawn and rng.random() < 0.7
+        self._lossy, drawn = writes, writes.random() < writes_share
+        self._writes = writes.choice((0.01, 0.03, 0.1)) if drawn else 0.0
+        self._reports = writes.choice((0.0, 0.02, 0.1)) if drawn else 0.0
 
     @property
     def drawn(self) -> bool:
         return self._reads > 0 or self._probes
 
+    @property
+    def loses(self) -> bool:
+        return self._writes > 0
+
     def end(self) -> None:
         """None from now on."""
         self._reads, self._probes = 0.0, False
+        self._writes = self._reports = 0.0
+
+    def write(self) -> str:
+        """What becomes of a transaction: "" where it is as always."""
+        if not self._writes or self._lossy.random() >= self._writes:
+            return ""
+        return self._lossy.choice(("answer", "answer", "request", "refused", "late"))
+
+    def report(self) -> bool:
+        """Whether a report is lost."""
+        return self._reports > 0 and self._lossy.random() < self._reports
 
     def read(self) -> str:
         """What becomes of a read: "" where it is as always; "request", "answer" where that is lost; "late"."""
@@ -294,6 +318,20 @@ def draw_with_moods(rng: random.Random) -> list[Fault]:
     for fault in faults:
         fault.kind, fault.target, fault.told_s, fault.then = "crash", "who", rng.choice((0.0, 0.005)), None
         fault.moment, fault.count = "answer Report", rng.choice((1, 2, 3, 5, 8, 12))
+    return faults
+
+
+def draw_between_steps(rng: random.Random) -> list[Fault]:
+    """What is added where steps of nodes' loops take their time: at one of these, or with a message of any kind."""
+    faults = [draw_one(rng, follows=True) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
+    for fault in faults:
+        fault.kind = rng.choice(("crash", "crash", "freeze", "reset", "watch break", "cut one way", fault.kind))
+        fault.until = ""
+        if rng.random() < 0.6:
+            fault.moment, fault.count = "step", int(10 ** rng.uniform(1.0, 4.0))
+        else:
+            fault.moment = f"{rng.choice(('sending', 'message', 'answer'))} {rng.choice(_EVERYWHERE)}"
+            fault.count = int(10 ** rng.uniform(0.0, 1.7))
     return faults
 
 

@@ -91,6 +91,9 @@ class Client(Protocol):
     def lag(self) -> float:
         """How much later than others it is told."""
 
+    def late_s(self, what: str) -> float:
+        """How much later than it would something happens."""
+
 
 class Stream:
     """One watch as the server sees it. What was sent on a broken stream does not arrive."""
@@ -159,7 +162,9 @@ class Stream:
         self._deliver_later(what, upto)
 
     def _deliver_later(self, what: WatchBatch | WatchCompacted, upto: int) -> None:
-        self._last_at = max(self._last_at + 1e-6, self._etcd.now() + self._etcd.delay())
+        self._last_at = max(
+            self._last_at + 1e-6, self._etcd.now() + self._etcd.delay() + self._client.late_s("watches")
+        )
         loop = asyncio.get_running_loop()
         loop.call_at(self._last_at, self._deliver, self._life, what, upto, context=self._context)
 

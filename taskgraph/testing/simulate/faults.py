@@ -377,8 +377,7 @@ class Faults:
         if not heal:
             return
         world = self._world
-        if world.slips is not None:
-            world.slips.end()
+        world.pace.end()
         for node in world.existing():
             node.process.thaw(world.loop)
             node.threads.thaw(world.loop)

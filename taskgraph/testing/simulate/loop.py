@@ -4,6 +4,8 @@ One event loop runs everything. Each simulated process is a name in a context va
 it, so the loop knows of every callback whose it is. A frozen process is one whose callbacks are held back; on thaw
 they run in the order they would have, late: its timers have passed, its messages are old, its mind is unchanged. That
 is what SIGSTOP and SIGCONT do to a process, and it makes a real zombie.
+
+Likewise a process may be busy for a while with what it has run at one time.
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ class Nothing(Exception):
 class Process:
     """Something that can be frozen as a whole."""
 
-    __slots__ = ("_held", "context", "frozen", "name")
+    __slots__ = ("_held", "busy", "context", "frozen", "name", "stepped")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, stepped: Callable[[], float] | None = None) -> None:
         self.name = name
         self.frozen = False
+        self.busy = False
+        self.stepped = stepped
+        """Told that all was run that was to be run at one time; returns how long that took."""
         self._held: list[asyncio.Handle] = []
         self.context = contextvars.Context()
         self.context.run(_OWNER.set, self)
@@ -47,8 +52,26 @@ class Process:
     def thaw(self, loop: SimLoop) -> None:
         """What was held back runs now."""
         self.frozen = False
+        self._go_on(loop)
+
+    def steps(self, loop: SimLoop) -> None:
+        """All was run that was to be run now; what comes while that takes is held back."""
+        if self.stepped is not None and (took_s := self.stepped()) > 0.0:
+            self.busy = True
+            loop.call_later(took_s, self._stepped, loop, context=_OUTSIDE.copy())
+
+    def _stepped(self, loop: SimLoop) -> None:
+        self.busy = False
+        self._go_on(loop)
+
+    def _go_on(self, loop: SimLoop) -> None:
+        if self.frozen or self.busy:
+            return
         held, self._held = self._held, []
         loop.again(held)
+
+
+_OUTSIDE = contextvars.Context()
 
 
 class _Now(asyncio.Handle):
@@ -67,9 +90,12 @@ class _Later(asyncio.TimerHandle):
 
 def _run(handle: Any) -> None:
     process = handle._context.get(_OWNER)
-    if process is not None and process.frozen:
-        process._held.append(handle)
-        return
+    if process is not None:
+        if process.frozen or process.busy:
+            process._held.append(handle)
+            return
+        if process.stepped is not None:
+            handle._loop.ran[process] = None
     try:
         handle._context.run(handle._callback, *handle._args)
     except (SystemExit, KeyboardInterrupt):
@@ -106,6 +132,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._at_once = 0
         self._tasks = 0
         self.steps = 0
+        self.ran: dict[Process, None] = {}  # processes that have a pace, and whose callbacks are being run
         self.abort = ""  # why it must not go on
 
     def time(self) -> float:
@@ -185,6 +212,10 @@ class SimLoop(asyncio.BaseEventLoop):
         for handle in due:
             if not handle.cancelled():
                 handle._run()
+        if self.ran:
+            ran, self.ran = self.ran, {}
+            for process in ran:
+                process.steps(self)
 
     def close(self) -> None:
         self._timers.clear()

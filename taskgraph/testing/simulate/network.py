@@ -18,10 +18,11 @@ from typing import Any
 from taskgraph import timeouts
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Block
-from taskgraph.protocol.messages import Call, Pull, Refusal, Reply
+from taskgraph.protocol.messages import Call, Pull, Refusal, Reply, Report, Reports
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.loop import Process
+from taskgraph.testing.simulate.pace import Starving
 from taskgraph.transport.api import Coming, OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_all_now, answer_quietly, call_self, describe, unwrap
 
@@ -55,7 +56,8 @@ class SimNetwork:
         in_order: share of messages that stay behind the one before them on their connection; the others overtake.
         on_message: (from, to, message, stage): told when a call arrives and when its reply does.
         on_call: (from, to, message): told when a call is about to leave.
-        slips: how long probes take.
+        slips: how long probes take, and which reports are lost.
+        starving: who comes last for a while.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class SimNetwork:
         on_message: Callable[[str, str, object], None],
         on_call: Callable[[str, str, object], None],
         slips: Slips | None = None,
+        starving: Starving | None = None,
     ) -> None:
         self.rng = rng
         self.settings = settings
@@ -76,6 +79,7 @@ class SimNetwork:
         self.on_message = on_message
         self.on_call = on_call
         self._slips = slips
+        self._starving = starving
         self.transports: dict[str, SimTransport] = {}
         self._vanished: set[str] = set()  # nodes whose host is gone: nothing refuses there
         self._connections: dict[_Connection, None] = {}
@@ -157,18 +161,30 @@ class SimNetwork:
         """Whether a connection attempt gets no answer at all."""
         return node in self._vanished
 
-    def transmit(self, connection: _Connection, sender: str, deliver: Callable[[], None]) -> None:
+    def _late_s(self, sender: str, to: str, kind: str) -> float:
+        """How much later than it would a message arrives."""
+        if self._starving is None:
+            return 0.0
+        return self._starving.late_s(
+            f"what {sender} sends", f"what {to} is sent", f"what {sender} sends {to}", kind, f"{kind} to {to}"
+        )
+
+    def loses(self, message: object) -> bool:
+        """Whether one is lost of those of which nobody is told that they arrived."""
+        return isinstance(message, Report | Reports) and self._slips is not None and self._slips.report()
+
+    def transmit(self, connection: _Connection, sender: str, deliver: Callable[[], None], kind: str = "") -> None:
         """Runs `deliver` at the other end, in its process, if both ends still stand then."""
         to = connection.other(sender)
         if connection.half_open or not connection.open[sender]:
             return
         if self.is_cut(sender, to):
-            self._stalled.setdefault((sender, to), []).append(lambda: self.transmit(connection, sender, deliver))
+            self._stalled.setdefault((sender, to), []).append(lambda: self.transmit(connection, sender, deliver, kind))
             return
         transport = self.transports.get(to)
         if transport is None:
             return
-        at = asyncio.get_running_loop().time() + self.delay()
+        at = asyncio.get_running_loop().time() + self.delay() + self._late_s(sender, to, kind or "hello")
         if self.rng.random() < self._in_order:
             at = max(at, connection.last_at.get(to, 0.0))
         connection.last_at[to] = max(at, connection.last_at.get(to, 0.0))
@@ -212,6 +228,8 @@ class SimNetwork:
     def _at(self, connection: _Connection, node: str, delay_s: float, why: str, *, clean: bool = False) -> None:
         transport = self.transports.get(node)
         if transport is not None:
+            if self._starving is not None:
+                delay_s += self._starving.late_s("ends of connections", f"ends of connections at {node}")
             asyncio.get_running_loop().call_later(
                 delay_s, lambda: self._end(connection, node, why, clean=clean), context=transport.process.context
             )
@@ -308,7 +326,8 @@ class SimTransport:
             reply.add_done_callback(partial(self._one_is_over, connection, number, target))
             begun.append(reply)
         if target is not None:
-            self.network.transmit(connection, self.node, partial(target._accept_all, connection, first, message))
+            arrives = partial(target._accept_all, connection, first, message)
+            self.network.transmit(connection, self.node, arrives, type(message).__name__)
         return begun
 
     def _one_is_over(
@@ -339,8 +358,9 @@ class SimTransport:
         connection.pending[number] = reply
         self.network.on_call(self.node, connection.acceptor, message)
         target = self.network.transports.get(connection.acceptor)
-        if target is not None:
-            self.network.transmit(connection, self.node, lambda: target._accept(connection, number, message, quiet))
+        if target is not None and not (quiet and self.network.loses(message)):
+            arrives = partial(target._accept, connection, number, message, quiet)
+            self.network.transmit(connection, self.node, arrives, type(message).__name__)
         try:
             return await reply
         finally:
@@ -488,7 +508,7 @@ class SimTransport:
             if reply is not None and not reply.done():
                 reply.set_result(answered)
 
-        self.network.transmit(connection, self.node, deliver)
+        self.network.transmit(connection, self.node, deliver, type(answered).__name__)
 
     # -- endings ----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from taskgraph.checkpoint.places import Bytes
-from taskgraph.testing.simulate.threads import InlineThreads
+from taskgraph.testing.simulate.threads import Ends, InlineThreads
 
 __all__ = ["FileThreads", "NodePlace", "SimPlace"]
 
@@ -119,8 +119,8 @@ class NodePlace:
 class FileThreads(InlineThreads):
     """The threads that wait for the place. What a killed process had under way there happened, or did not."""
 
-    def __init__(self, rng: random.Random, place: NodePlace) -> None:
-        super().__init__(rng, 0.0)
+    def __init__(self, rng: random.Random, place: NodePlace, ends: Ends | None, late_s: Callable[[], float]) -> None:
+        super().__init__(rng, 0.0, ends, late_s)
         self._place = place
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:

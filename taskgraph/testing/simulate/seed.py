@@ -21,13 +21,15 @@ from unittest import mock
 
 import taskgraph as tg
 from taskgraph.coordination import viewkeeper
-from taskgraph.node import reconciler
+from taskgraph.node import reconciler, replica
+from taskgraph.node.epochs import inbound, pulls
+from taskgraph.node.primary import gathered
 from taskgraph.protocol.records import State
 from taskgraph.testing.simulate.drawing import (
-    Slips,
     draw,
     draw_around_checkpoints,
     draw_around_race,
+    draw_between_steps,
     draw_deletions,
     draw_in_flight,
     draw_race,
@@ -35,6 +37,7 @@ from taskgraph.testing.simulate.drawing import (
 )
 from taskgraph.testing.simulate.faults import Faults
 from taskgraph.testing.simulate.loop import Nothing, SimLoop
+from taskgraph.testing.simulate.pace import Pace
 from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.transcript import Transcript
 from taskgraph.testing.simulate.workload import Mistake, Workload
@@ -55,8 +58,8 @@ AHEAD = 0.5
 IN_FLIGHT = 0.7
 """Share of those whose tasks may be in several epochs at a time, where they have no handlers."""
 
-SLIPPING = 0.3
-"""Share of the seeds with reads of etcd that are lost or late, or probes that take long."""
+LARGE = 0.15
+"""Share of the seeds in which all values count as large, and so are made and read in threads."""
 
 DELETING = 0.1
 """Share of the seeds in which somebody deletes keys of nodes that live."""
@@ -78,6 +81,7 @@ class Outcome:
     Attributes:
         problem: "" or what was violated, or what hangs.
         rests: whether nodes rested between their looks.
+        large: whether all values counted as large.
         ended: "finished"; "lost" where every holder of a task was gone; "mistaken" where its own code failed it.
     """
 
@@ -90,6 +94,7 @@ class Outcome:
     wall_s: float
     steps: int
     rests: bool = False
+    large: bool = False
 
 
 def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
@@ -101,7 +106,7 @@ def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
     began = time.perf_counter()
     loop = SimLoop()
     outcome = Outcome(seed, "", "", "", Transcript(loop.time), 0.0, 0.0, 0)
-    with _watched(loop), _garbage_kept(), _resting(outcome):
+    with _watched(loop), _garbage_kept(), _resting(outcome), _large(outcome):
         runner = asyncio.Runner(loop_factory=lambda: loop)
         try:
             with runner:
@@ -147,6 +152,22 @@ def _resting(outcome: Outcome) -> Iterator[None]:
 
 def _rests(rng: random.Random) -> Callable[[float], float]:
     return lambda took_s: rng.choice(RESTS_S)
+
+
+@contextlib.contextmanager
+def _large(outcome: Outcome) -> Iterator[None]:
+    """A state is one number: what is made of it, and read from it, never takes a moment of its own in most seeds."""
+    sizes = random.Random(f"sizes of {outcome.seed}")
+    outcome.large = sizes.random() < LARGE
+    with contextlib.ExitStack() as stack:
+        if outcome.large:
+            stack.enter_context(mock.patch.object(replica, "_SMALL_BYTES", -1))
+            if sizes.random() < 0.5:
+                stack.enter_context(mock.patch.object(gathered, "_SMALL_BYTES", -1))
+            if sizes.random() < 0.5:
+                stack.enter_context(mock.patch.object(pulls, "LARGE_BYTES", -1))
+                stack.enter_context(mock.patch.object(inbound, "LARGE_BYTES", -1))
+        yield
 
 
 class Stuck(BaseException):
@@ -230,8 +251,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     settings = _settings(rng, workload)
     if keeping:
         settings = dataclasses.replace(settings, checkpoints_kept=keeps.choice((1, 2, 3)))
-    slips = Slips(random.Random(f"reads and probes of {outcome.seed}"), share=SLIPPING)
-    world = World(workload, settings, 1, rng, keeps, slips)
+    pace = Pace.draw(outcome.seed, asyncio.get_running_loop().time)
+    world = World(workload, settings, 1, rng, keeps, pace)
     outcome.transcript = world.transcript
     outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
     if workload.epochs_ahead:
@@ -250,8 +271,9 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         outcome.described += f", {workload.mistake.text}"
     if outcome.rests:
         outcome.described += ", nodes that rest between their looks"
-    if slips.drawn:
-        outcome.described += ", slow probes or reads"
+    if outcome.large:
+        outcome.described += ", values that count as large"
+    outcome.described += pace.described
     if keeping:
         outcome.described += f", a checkpoint every {workload.checkpoint_every} epochs"
     world.loop.set_exception_handler(lambda _, context: world.violated(_unhandled(context)))
@@ -272,6 +294,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         faults.add(draw_with_moods(turns))
     if race:
         faults.add(draw_around_race(races, race))
+    if pace.steps.drawn:
+        faults.add(draw_between_steps(random.Random(f"failures between steps of {outcome.seed}")))
     if (deletes := random.Random(f"deleted keys of {outcome.seed}")).random() < DELETING:
         faults.add(draw_deletions(deletes))
     try:
@@ -365,8 +389,8 @@ def hanging(world: World) -> str:
     for known in world.existing():
         node = known.node
         what = "paused" if node.paused else ""
-        for replica in node.status().replicas:
-            if replica.role == "primary":
-                what += f" task {replica.task} (term {replica.term}): {', '.join(replica.waits) or 'nothing'};"
+        for held in node.status().replicas:
+            if held.role == "primary":
+                what += f" task {held.task} (term {held.term}): {', '.join(held.waits) or 'nothing'};"
         lines.append(f"{known.id}: {what.strip()} {'; '.join(node.status().waits)}".strip())
     return " | ".join(lines)

@@ -1,4 +1,8 @@
-"""Plain functions of users, run on the loop: each takes some virtual time, and none can block."""
+"""Plain functions of users, run on the loop: each takes some virtual time, and none can block.
+
+When in that time it runs makes a difference: a thread may be through with what somebody gives up before the loop hears
+of its end.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,68 @@ import asyncio
 import concurrent.futures
 import random
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from taskgraph.node.usercode.threads import Begun
+from taskgraph.node.usercode.threads import Begun, Work
 
-__all__ = ["InlineThreads"]
+__all__ = ["Ends", "InlineThreads"]
 
 R = TypeVar("R")
+
+_LONG_S = 2.0
+
+
+class Ends:
+    """When functions run, and end, in the time they are given: in some of the seeds not only at its end.
+
+    Args:
+        late_s: how much later than it would a function ends.
+    """
+
+    def __init__(self, rng: random.Random, *, share: float) -> None:
+        self._rng = rng
+        self.drawn = rng.random() < share
+        self._at_once = rng.choice((0.0, 0.5, 1.0))
+        self._long = rng.choice((0.0, 0.01, 0.03))
+
+    def end(self) -> None:
+        self._long = 0.0
+
+    def at_once(self) -> bool:
+        """Whether a brief function is over before its caller goes on."""
+        return self.drawn and self._rng.random() < self._at_once
+
+    def share(self) -> float:
+        """The share of its time that passes before a function runs; in the rest its end is not heard of."""
+        return self._rng.random() if self.drawn else 1.0
+
+    def long_s(self) -> float:
+        """How much longer than others a function takes."""
+        return _LONG_S * self._rng.random() ** 2 if self.drawn and self._rng.random() < self._long else 0.0
+
+
+class _Over(Generic[R]):
+    """`Work` that ended before its caller went on."""
+
+    over = True
+    took_s = 0.0
+
+    def __init__(self, function: Callable[[], R]) -> None:
+        self._result: R | None = None
+        self._error: BaseException | None = None
+        try:
+            self._result = function()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> R:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._result  # type: ignore[return-value]
+
+    def future(self) -> asyncio.Future[R]:
+        raise AssertionError("it is over")
 
 
 class InlineThreads:
@@ -20,14 +79,24 @@ class InlineThreads:
 
     in_step = True
 
-    def __init__(self, rng: random.Random, compute_s: float) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        compute_s: float,
+        ends: Ends | None = None,
+        late_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._rng = rng
         self._compute_s = compute_s
+        self._ends = ends
+        self._late_s = late_s
 
     def clock(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def start(self, function: Callable[[], R], *, brief: bool) -> Begun[R]:
+    def start(self, function: Callable[[], R], *, brief: bool) -> Work[R]:
+        if brief and self._ends is not None and self._ends.at_once():
+            return _Over(function)
         return Begun(self.run(function))
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
@@ -37,14 +106,30 @@ class InlineThreads:
         def step() -> None:
             if future.cancelled():
                 return
+            result: R | None = None
+            error: BaseException | None = None
             try:
                 result = function()
-            except BaseException as error:
+            except BaseException as raised:
+                error = raised
+            if after_s > 0.0:
+                loop.call_later(after_s, settle, result, error)
+            else:
+                settle(result, error)
+
+        def settle(result: R | None, error: BaseException | None) -> None:
+            if future.cancelled():
+                return
+            if error is not None:
                 future.set_exception(error)
             else:
-                future.set_result(result)
+                future.set_result(result)  # type: ignore[arg-type]
 
-        loop.call_later(self._compute_s * self._rng.random() ** 2, step)
+        takes_s, share = self._compute_s * self._rng.random() ** 2 + self._late_s(), 1.0
+        if self._ends is not None:
+            takes_s, share = takes_s + self._ends.long_s(), self._ends.share()
+        after_s = takes_s * (1.0 - share)
+        loop.call_later(takes_s * share, step)
         return future
 
     def tell(self, function: Callable[..., object], *args: object) -> None:

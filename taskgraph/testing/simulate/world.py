@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import random
+from collections.abc import Callable
 from typing import Protocol
 
 import taskgraph as tg
@@ -26,11 +27,11 @@ from taskgraph.protocol.kv import Compare, KeyEvent, Put, Txn
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
 from taskgraph.testing.simulate.client import SimCoordinator
-from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.invariants import Invariants, kind_of
 from taskgraph.testing.simulate.loop import Process, SimLoop
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
+from taskgraph.testing.simulate.pace import Pace
 from taskgraph.testing.simulate.place import FileThreads, NodePlace, SimPlace
 from taskgraph.testing.simulate.runs import Runs, Violation
 from taskgraph.testing.simulate.threads import InlineThreads
@@ -75,7 +76,7 @@ class World:
     Args:
         rng: decides delays; what happens is decided by whoever calls `crash` and the like.
         keeps: decides what concerns checkpoints alone, so that jobs without any do not depend on it.
-        slips: what becomes of reads and probes; none where it is not given.
+        pace: what holds nodes up without being a failure; nothing where it is not given.
         moment: told of every named moment, with the node it is about ("" for none), at that very moment.
     """
 
@@ -86,7 +87,7 @@ class World:
         min_nodes: int,
         rng: random.Random,
         keeps: random.Random,
-        slips: Slips | None = None,
+        pace: Pace | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
@@ -103,7 +104,8 @@ class World:
         self.moment: Moment = lambda name, node, peer="": None
         self.nodes: dict[str, SimNode] = {}
         self._keeps = keeps
-        self.slips = slips
+        self.pace = pace or Pace.none()
+        self.pace.starving.told = self._comes_last
         self.place = SimPlace(random.Random(keeps.getrandbits(64)), lambda name, node: self.moment(name, node))
         self.failed: asyncio.Future[None] = loop.create_future()
         speed = rng.choice((0.0003, 0.001, 0.001, 0.005))
@@ -123,7 +125,8 @@ class World:
             in_order=rng.choice((0.5, 1.0)),
             on_message=self._on_message,
             on_call=self._on_call,
-            slips=self.slips,
+            slips=self.pace.slips,
+            starving=self.pace.starving,
         )
         self.invariants = Invariants(
             self.spec.name,
@@ -161,7 +164,7 @@ class World:
             name = f"n{self._names}"
         self._incarnations[name] = self._incarnations.get(name, 0) + 1
         node_id = f"{name}-{self._incarnations[name]}"
-        process, threads = Process(node_id), Process(node_id)
+        process, threads = Process(node_id, self._stepped(node_id)), Process(node_id)
         coordinator = SimCoordinator(
             self.etcd,
             process,
@@ -169,7 +172,8 @@ class World:
             on_txn=self._on_txn,
             timeout_s=self._etcd_timeout_s,
             lag=self._rng.choice((1.0, 1.0, 1.0, 0.0, 10.0)),
-            slips=self.slips,
+            slips=self.pace.slips,
+            starving=self.pace.starving,
         )
         place = self.place.seen_by(node_id)
         events = EventLog(name)
@@ -184,8 +188,12 @@ class World:
             events=events,
             host=f"h{self._rng.randrange(1, 4)}",
             devices=0,
-            threads=InlineThreads(random.Random(self._rng.getrandbits(64)), self._compute_s),
-            file_threads=FileThreads(random.Random(self._keeps.getrandbits(64)), place),
+            threads=InlineThreads(
+                random.Random(self._rng.getrandbits(64)), self._compute_s, self.pace.ends, self._late("code", node_id)
+            ),
+            file_threads=FileThreads(
+                random.Random(self._keeps.getrandbits(64)), place, self.pace.ends, self._late("files", node_id)
+            ),
             place=place,
             point=self._point(node_id),
         )
@@ -193,6 +201,25 @@ class World:
         run = self.loop.create_task(self._run(node), name=f"node {name}", context=process.fresh())
         known = self.nodes[node_id] = SimNode(node_id, name, process, threads, coordinator, place, node, run)
         return known
+
+    def _late(self, what: str, node_id: str) -> Callable[[], float]:
+        return lambda: self.pace.starving.late_s(what, f"{what} of {node_id}")
+
+    def _stepped(self, node_id: str) -> Callable[[], float] | None:
+        """What a node's event loop takes for what it ran at one time; None where that is nothing."""
+        steps = self.pace.steps
+        if not steps.drawn:
+            return None
+
+        def stepped() -> float:
+            self.moment("step", node_id)
+            return steps.step_s() + self.pace.starving.late_s(f"steps of {node_id}") / 10
+
+        return stepped
+
+    def _comes_last(self, name: str, late_s: float, for_s: float) -> None:
+        self.transcript.add("world", "comes last", f"{name}: up to {late_s:.3f} s, for {for_s:.3f} s")
+        self.transcript.state("comes last")
 
     async def _run(self, node: Node) -> None:
         try:

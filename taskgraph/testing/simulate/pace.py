@@ -1,0 +1,172 @@
+"""What takes long in a seed without being a failure: steps of the event loop, and whoever comes last for a while.
+
+Each draws from a generator of its own, and only in some of the seeds, so that the others do not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from taskgraph.testing.simulate.drawing import Slips
+from taskgraph.testing.simulate.threads import Ends
+
+__all__ = ["Pace", "Starving", "Steps"]
+
+SLIPPING = 0.3
+"""Share of the seeds with reads of etcd that are lost or late, or probes that take long."""
+
+LOSING = 0.1
+"""Share of the seeds with transactions that are lost, or reports."""
+
+STEPPING = 0.15
+"""Share of the seeds in which the loop of a node takes time for what it runs."""
+
+ENDING = 0.2
+"""Share of the seeds whose functions in threads run at any time before their end is heard of."""
+
+STARVING = 0.2
+"""Share of the seeds in which somebody comes last for a while."""
+
+_STEPS_S = (0.00001, 0.0001, 0.001, 0.004)
+_LONG_STEPS = (0.0, 0.002, 0.02)
+_LONG_STEP_S = 0.1
+
+_CHANGES = (1, 1, 2, 3, 4, 6)
+_EVENTS = (10.0, 10_000.0)
+_LATE_S = (0.002, 1.0)
+_FOR_S = (0.1, 6.0)
+
+
+class Steps:
+    """How long the event loop of a node takes for what is to be run at one time, before it looks what else has come.
+
+    Code takes no virtual time of its own. So whatever follows from something without a wait would be through before
+    anything else can happen: no message would arrive, and nobody would be killed, between two steps of a function that
+    waits for nobody.
+    """
+
+    def __init__(self, rng: random.Random, *, share: float) -> None:
+        self._rng = rng
+        self.drawn = rng.random() < share
+        self._usual_s = rng.choice(_STEPS_S)
+        self._long = rng.choice(_LONG_STEPS)
+
+    def end(self) -> None:
+        """None takes any time from now on."""
+        self.drawn = False
+
+    def step_s(self) -> float:
+        if not self.drawn:
+            return 0.0
+        rng = self._rng
+        if rng.random() < self._long:
+            return _LONG_STEP_S * rng.random()
+        return self._usual_s * rng.random() ** 2
+
+
+class Starving:
+    """Who comes last for a while: all that one node sends or gets, or all messages of a kind, or what etcd tells one.
+
+    After S. Burckhardt et al., "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs" (ASPLOS 2010):
+    delays that are drawn anew for each event hardly ever make one actor late for long. Many races need no more than
+    that, at one of few moments. So at few events of a run one of those whom the event is of becomes the last one. It
+    does not stand still: here time passes where all others wait for it, and then they give up.
+
+    Args:
+        share: of the seeds that have this.
+        now: the time.
+
+    Attributes:
+        told: is called with who comes last, how late, and for how long.
+    """
+
+    def __init__(self, rng: random.Random, *, share: float, now: Callable[[], float]) -> None:
+        self._rng = rng
+        self._now = now
+        self.told: Callable[[str, float, float], None] = lambda name, late_s, for_s: None
+        self._changes: list[int] = []
+        if rng.random() < share:
+            self._changes = sorted(int(_drawn(rng, _EVENTS)) for _ in range(rng.choice(_CHANGES)))
+        self.drawn = bool(self._changes)
+        self._events = 0
+        self._last: dict[str, tuple[float, float]] = {}  # who is late -> how late, until when
+
+    def end(self) -> None:
+        """Nobody is late from now on."""
+        self._changes.clear()
+        self._last.clear()
+
+    def late_s(self, *of: str) -> float:
+        """How much later than it would an event happens. It is one of several actors: a node's, a link's, a kind's."""
+        if not self._changes and not self._last:
+            return 0.0
+        self._events += 1
+        if self._changes and self._events >= self._changes[0]:
+            del self._changes[0]
+            name, late_s, for_s = self._rng.choice(of), _drawn(self._rng, _LATE_S), _drawn(self._rng, _FOR_S)
+            self._last[name] = (late_s, self._now() + for_s)
+            self.told(name, late_s, for_s)
+        return max(self._late_s(name) for name in of)
+
+    def _late_s(self, name: str) -> float:
+        late_s, until = self._last.get(name, (0.0, 0.0))
+        if not late_s:
+            return 0.0
+        if until <= self._now():
+            del self._last[name]
+            return 0.0
+        return late_s * self._rng.uniform(0.5, 1.0)
+
+
+@dataclass
+class Pace:
+    """All of it, of one seed."""
+
+    slips: Slips
+    steps: Steps
+    ends: Ends
+    starving: Starving
+
+    @classmethod
+    def draw(cls, seed: int, now: Callable[[], float]) -> Pace:
+        def of(what: str) -> random.Random:
+            return random.Random(f"{what} of {seed}")
+
+        slips = Slips(
+            of("reads and probes"), share=SLIPPING, writes=of("transactions and reports"), writes_share=LOSING
+        )
+        steps, ends = Steps(of("steps"), share=STEPPING), Ends(of("ends"), share=ENDING)
+        return cls(slips, steps, ends, Starving(of("who comes last"), share=STARVING, now=now))
+
+    @classmethod
+    def none(cls) -> Pace:
+        """Nothing is held up."""
+        rng = random.Random(0)
+        slips, steps = Slips(rng, share=0.0, writes=rng, writes_share=0.0), Steps(rng, share=0.0)
+        return cls(slips, steps, Ends(rng, share=0.0), Starving(rng, share=0.0, now=lambda: 0.0))
+
+    @property
+    def described(self) -> str:
+        drawn = {
+            "slow probes or reads": self.slips.drawn,
+            "lost transactions or reports": self.slips.loses,
+            "steps that take time": self.steps.drawn,
+            "functions that end at any time": self.ends.drawn,
+            "somebody who comes last": self.starving.drawn,
+        }
+        return "".join(f", {what}" for what, has in drawn.items() if has)
+
+    def end(self) -> None:
+        self.slips.end()
+        self.steps.end()
+        self.ends.end()
+        self.starving.end()
+
+
+def _drawn(rng: random.Random, between: tuple[float, float]) -> float:
+    """As likely of each size."""
+    low, high = between
+    return low * math.exp(rng.random() * math.log(high / low))

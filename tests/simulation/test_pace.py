@@ -1,0 +1,156 @@
+"""What takes long in a seed without being a failure: what else happens meanwhile, and that nothing is lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from taskgraph.testing.simulate import pace, run_seed
+from taskgraph.testing.simulate import seed as seeds
+from taskgraph.testing.simulate.loop import Process, SimLoop
+from taskgraph.testing.simulate.pace import Starving, Steps
+from taskgraph.testing.simulate.threads import Ends, InlineThreads
+
+
+def play(scenario: Callable[[], Any]) -> Any:
+    with asyncio.Runner(loop_factory=SimLoop) as runner:
+        return runner.run(scenario())
+
+
+def running(name: str, takes_s: float) -> tuple[Process, list[tuple[str, float]]]:
+    """A process whose loop takes so long for what it runs at one time, and what it has run, and when."""
+    return Process(name, lambda: takes_s), []
+
+
+def call(process: Process, ran: list[tuple[str, float]], *names: str, at_s: float = 0.0) -> None:
+    """Has the process call these, each after the one before it, without a wait."""
+    loop = asyncio.get_running_loop()
+
+    def step(left: tuple[str, ...]) -> None:
+        ran.append((left[0], round(loop.time() - 1.0, 6)))
+        if left[1:]:
+            loop.call_soon(step, left[1:])
+
+    loop.call_later(at_s, step, names, context=process.context)
+
+
+def test_messages_arrive_between_two_steps_of_a_busy_loop() -> None:
+    async def scenario() -> list[tuple[str, float]]:
+        process, ran = running("n1", 0.1)
+        call(process, ran, "first", "second", "third")
+        call(process, ran, "message", at_s=0.05)
+        await asyncio.sleep(1.0)
+        return ran
+
+    assert play(scenario) == [("first", 0.0), ("second", 0.1), ("message", 0.1), ("third", 0.2)]
+
+
+def test_a_busy_loop_holds_up_no_other_process() -> None:
+    async def scenario() -> list[tuple[str, float]]:
+        busy, ran = running("n1", 0.1)
+        call(busy, ran, "a", "b")
+        call(Process("n2"), ran, "x", "y", "z", at_s=0.01)
+        await asyncio.sleep(1.0)
+        return ran
+
+    assert play(scenario) == [("a", 0.0), ("x", 0.01), ("y", 0.01), ("z", 0.01), ("b", 0.1)]
+
+
+@pytest.mark.parametrize("thaws_s", [0.05, 0.3])
+def test_a_process_goes_on_when_it_is_neither_busy_nor_frozen(thaws_s: float) -> None:
+    async def scenario() -> list[tuple[str, float]]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimLoop)
+        process, ran = running("n1", 0.1)
+        call(process, ran, "a", "b", "c")
+        await asyncio.sleep(0.01)
+        process.frozen = True
+        loop.call_later(thaws_s - 0.01, process.thaw, loop)
+        await asyncio.sleep(1.0)
+        return ran
+
+    goes_on_s = max(0.1, thaws_s)
+    assert play(scenario) == [("a", 0.0), ("b", goes_on_s), ("c", round(goes_on_s + 0.1, 6))]
+
+
+def test_steps_take_no_time_where_they_are_not_drawn_or_have_ended() -> None:
+    assert Steps(random.Random(1), share=0.0).step_s() == 0.0
+    steps = Steps(random.Random(1), share=1.0)
+    assert max(steps.step_s() for _ in range(1000)) > 0.0
+    steps.end()
+    assert steps.step_s() == 0.0
+
+
+def test_who_comes_last_does_so_for_a_while_and_nobody_else_does() -> None:
+    now, told = 0.0, list[tuple[str, float, float]]()
+    last = Starving(random.Random(3), share=1.0, now=lambda: now)
+    last.told = lambda *what: told.append(what)
+    last._changes = [3]
+    assert last.late_s("a") == last.late_s("b") == 0.0 and not told
+    first = last.late_s("a", "b")
+    ((name, late_s, for_s),) = told
+    other = "b" if name == "a" else "a"
+    assert all(0.5 * late_s <= each <= late_s for each in (first, last.late_s(name), last.late_s(other, name)))
+    assert last.late_s(other) == 0.0
+    now = for_s
+    assert last.late_s(name) == 0.0
+
+
+def test_nobody_comes_last_where_that_is_not_drawn_or_has_ended() -> None:
+    assert not Starving(random.Random(3), share=0.0, now=lambda: 0.0).drawn
+    last = Starving(random.Random(3), share=1.0, now=lambda: 0.0)
+    last._changes = [1]
+    assert last.drawn and last.late_s("a") > 0.0
+    last.end()
+    assert last.late_s("a") == 0.0
+
+
+def test_a_function_that_was_given_up_may_have_run() -> None:
+    """A thread is through with it before the loop hears of that."""
+
+    async def scenario() -> tuple[list[str], bool]:
+        threads, ran = InlineThreads(random.Random(1), 1.0, Ends(random.Random(2), share=1.0)), list[str]()
+        future = threads.run(lambda: ran.append("ran"))
+        while not ran:  # noqa: ASYNC110 (no event tells)
+            await asyncio.sleep(0.001)
+        given_up = future.cancel()
+        await asyncio.sleep(1.0)
+        return ran, given_up
+
+    assert play(scenario) == (["ran"], True)
+
+
+def test_a_brief_function_may_be_over_at_once() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    async def scenario() -> None:
+        ends = Ends(random.Random(1), share=1.0)
+        ends._at_once = 1.0
+        threads = InlineThreads(random.Random(1), 1.0, ends)
+        assert threads.start(lambda: 7, brief=True).over and threads.start(lambda: 7, brief=True).result() == 7
+        with pytest.raises(ZeroDivisionError):
+            threads.start(fail, brief=True).result()
+        assert not threads.start(lambda: 7, brief=False).over
+
+    play(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_seeds_in_which_everything_takes_long_find_nothing_and_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    for share in ("LOSING", "STEPPING", "ENDING", "STARVING"):
+        monkeypatch.setattr(pace, share, 1.0)
+    monkeypatch.setattr(seeds, "LARGE", 1.0)
+    outcomes = [run_seed(seed) for seed in range(60)]
+    assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
+    assert sum(outcome.transcript.states["comes last"] > 0 for outcome in outcomes) >= 30
+    assert sum(outcome.transcript.states["takeover"] > 0 for outcome in outcomes) >= 20
+    for outcome in outcomes[:5]:
+        assert run_seed(outcome.seed).transcript.digest() == outcome.transcript.digest()
+    for what in ("lost transactions", "steps that", "functions that", "somebody who", "count as large"):
+        assert all(what in outcome.described for outcome in outcomes)
