@@ -17,6 +17,7 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
 from taskgraph.errors import TaskGraphError, Unavailable, said
+from taskgraph.host import running
 from taskgraph.jobs import Job
 from taskgraph.node.membership.failing import failure_record
 from taskgraph.node.router import Router
@@ -92,6 +93,7 @@ class NodeCore:
         self.id = node_id
         self.name = name
         self.host = host or socket.gethostname()
+        self.machine = running() if host is None else ""
         self.spec = spec
         self.job = job
         self.settings = job.settings

@@ -186,6 +186,7 @@ class Node(NodeServices):
             device_ids=device_ids(self.devices),
             token_mark=self._token_mark,
             arithmetic=arithmetic(),
+            machine=self.machine,
         )
 
     def _check_spec(self) -> None:

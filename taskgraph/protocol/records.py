@@ -133,7 +133,9 @@ class NodeRecord(Record):
     Attributes:
         name: what a person calls it; the node's id is the name plus the uuid of its process.
         run: the run id of the job's spec, so that a node of an earlier job of the same name counts for nothing.
-        host: placement puts replicas of one task on different hosts where it can.
+        host: its host's name, of a container its own.
+        machine: what all containers of a host have in common. Placement puts replicas of one task on different machines
+            where it can; "" where they are told apart by their hosts' names.
         endpoints: see `transport.api.Peer`.
         control: where the control service listens.
         devices: number of CUDA devices.
@@ -156,6 +158,7 @@ class NodeRecord(Record):
     draining: bool = False
     token_mark: str = ""
     arithmetic: tuple[str, ...] = ()
+    machine: str = ""
 
 
 def name_of(node: str) -> str:

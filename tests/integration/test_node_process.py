@@ -25,6 +25,7 @@ import trustme
 from etcd_kit import following
 from processes_kit import becomes, free_port, kill, running
 
+from taskgraph import host
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
@@ -238,7 +239,8 @@ async def test_nodes_compute_a_job_and_leave_when_its_result_was_collected(embed
             command = command_of(pid)
             assert rig.entry.token not in command and rig.entry.etcd not in command
             assert os.getsid(pid) == pid, "a Ctrl-C on the terminal is for the launcher alone"
-            assert (await rig.record(name)).pid == pid
+            record = await rig.record(name)
+            assert (record.pid, record.machine) == (pid, host.running())
         assert same(await rig.results(), await calm())
         await rig.nodes.wait(LIMIT_S)
         assert rig.nodes.codes() == {"n1": 0, "n2": 0, "n3": 0}

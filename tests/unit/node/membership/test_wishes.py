@@ -83,3 +83,22 @@ def test_nodes_that_read_deaths_and_a_commit_together_wish_for_the_same_as_other
     monkeypatch.setattr(wishes_module, "place", wished())
     stages = {("commit", 0, 1): add, ("commit", 0, 3): evict_and_kill}
     play(job(Counting, tasks=6, epochs=12), scenario, nodes=7, stages=stages)
+
+
+def test_containers_of_one_machine_are_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a host's name of its own: both replicas of a task were put on one machine, which takes both along."""
+    machines = {named(node): f"m{node % 2}" for node in range(1, 5)}
+    add = InProcessCluster.add
+
+    def contained(cluster: InProcessCluster) -> str:
+        node = add(cluster)
+        cluster.node(node).machine = machines[node]
+        return node
+
+    async def scenario(cluster: InProcessCluster) -> list[list[str]]:
+        await cluster.result()
+        view = cluster.nodes[0].keeper.view
+        return [sorted(machines[node] for node in view.in_sync(task)) for task in range(8)]
+
+    monkeypatch.setattr(InProcessCluster, "add", contained)
+    assert play(job(Counting, tasks=8), scenario, nodes=4) == [["m0", "m1"]] * 8
