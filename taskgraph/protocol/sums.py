@@ -23,7 +23,7 @@ from xxhash import xxh3_128_intdigest
 from taskgraph.errors import TaskGraphError
 from taskgraph.protocol.messages import LedgerEntry
 
-__all__ = ["ITEM", "Conflict", "Kind", "Ledger", "explain", "identity", "total"]
+__all__ = ["ITEM", "REQUEST", "Conflict", "Kind", "Ledger", "explain", "identity", "total"]
 
 Kind = Literal["item", "flag", "request", "answer"]
 """What an entry counts, as a plain text, since it travels. A type: a word that only one end of an edge has would make
@@ -34,6 +34,7 @@ since the same flag twice is one and two different flags are two. A request's na
 answer has the same name, and sender and receiver exchanged."""
 
 ITEM: Final[Kind] = "item"
+REQUEST: Final[Kind] = "request"
 """To compare with what came from another node, which may be any text."""
 
 _MASK = (1 << 128) - 1  # the sums live in the integers mod 2**128, the width of the hash

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from taskgraph.errors import TransportError
 from taskgraph.protocol.messages import Audit, LedgerEntry, LedgerPage, Report, Stamp
 from taskgraph.protocol.records import name_of
-from taskgraph.protocol.sums import ITEM, explain, identity, total
+from taskgraph.protocol.sums import ITEM, REQUEST, explain, identity, total
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
@@ -33,8 +33,8 @@ class Findings:
         disagreements: edges whose two ends were both seen, and differ: one line each.
         hidden: tasks whose ledger was not shown.
         behind: tasks whose ledger moved on since their last report.
-        differing: edges of which one end has what the other one, which is not `behind`, has not: one line each. What
-            was asked for at different moments may differ for one of them.
+        differing: edges of which one end has what the other one has not, which is not `behind`, or would have counted
+            it before: one line each. What was asked for at different moments may differ for one of them.
     """
 
     def __init__(self, reports: Mapping[int, Report], pages: Mapping[int, tuple[LedgerEntry, ...]]) -> None:
@@ -51,6 +51,7 @@ class Findings:
             for task, page in pages.items()
         }
         self.disagreements = explain(settled)
+        # But for a request, which counts with its answer, all is counted by who sends it before anybody can have it.
         has = {(e.sent, e.kind, e.sender, e.receiver, e.name) for page in pages.values() for e in page}
         self.differing = explain(
             {
@@ -58,6 +59,7 @@ class Findings:
                     e
                     for e in page
                     if (e.receiver if e.sent else e.sender) not in moved
+                    or not (e.sent or e.kind == REQUEST)
                     or (not e.sent, e.kind, e.sender, e.receiver, e.name) in has
                 )
                 for task, page in pages.items()

@@ -119,6 +119,51 @@ def test_a_handler_that_waits_for_what_a_lost_primary_would_have_sent_is_begun_a
     assert result.values == {0: 2, 1: 0, 2: 0}
 
 
+class Watched(Pairs, state=["pairs"]):
+    """And task 1 is at work until task 0 has all pairs."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        super().compose(epoch)
+        epoch.scratch.over = asyncio.Event()
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        if self.task_id == 1:
+            if meta == "watch":
+                await epoch.scratch.over.wait()
+            else:
+                epoch.scratch.over.set()
+            return
+        await super().on_flag(epoch, sender, meta)
+        if self.task_id == 2:
+            await asyncio.sleep(1)  # task 1 is idle by then
+            epoch.flag("second", "watch")
+        elif all(other.is_set() for other in epoch.scratch.came.values()):
+            epoch.flag("second", "over")
+
+
+def test_two_handlers_that_wait_for_each_other_and_for_a_lost_primary_are_begun_again() -> None:
+    """Both ends of the edge that differs moved on, and will not report again: the job stood for ever."""
+
+    class Fresh(Watched, state=["pairs"]):
+        words, flagged = ["lost"], asyncio.Event()
+
+    links = {"own": lambda i, n, e: (i,)} | {
+        name: lambda i, n, e, to=to: (to,) for to, name in enumerate(("first", "second", "third"))
+    }
+    job = tg.Job(tasks=3, epochs=2, builder=lambda _: Fresh(), topology=links, settings=IN_STEP)
+
+    async def scenario(cluster: InProcessCluster) -> tuple[tg.JobResult, InProcessCluster]:
+        await Fresh.flagged.wait()
+        lost = holder(cluster, 1)
+        assert lost not in (holder(cluster, 0), holder(cluster, 2))
+        die(cluster, lost.id)
+        return await cluster.result(), cluster
+
+    result, cluster = play(job, scenario, nodes=3)
+    assert [text.partition(": ")[2][:40] for text in told(cluster, "restart")] == [DIFFERENTLY[:40]]
+    assert result.values == {0: 2, 1: 0, 2: 0}
+
+
 # -- what ledgers tell ----------------------------------------------------------------------------
 
 
@@ -153,6 +198,27 @@ def test_what_a_task_at_work_may_still_count_does_not_differ() -> None:
     assert findings.behind == (1,)
     assert findings.differing == ["task 1 counted flag 'y' from task 0, which did not send it"]
     assert findings.disagreements == []  # asked for at another moment it may have sent it
+
+
+def test_what_came_from_a_task_at_work_that_did_not_send_it_differs() -> None:
+    pages = (sent(1, "x"), received(0, "z")), (received(1, "y"), sent(0, "v"))
+    never_sent = [
+        "task 1 counted flag 'y' from task 0, which did not send it",
+        "task 0 counted flag 'z' from task 1, which did not send it",
+    ]
+    findings = found(*pages, moved=0)
+    assert findings.differing == ["task 0 sent flag 'x' to task 1, which did not count it", *never_sent]
+    reports = {task: Report(S, task, 1, False, 1, 0, 0) for task in range(2)}
+    findings = Findings(reports, dict(enumerate(pages)))
+    assert findings.behind == (0, 1) and findings.disagreements == []
+    assert findings.differing == never_sent  # what is sent, and not counted, may be on its way
+
+
+def test_a_request_that_a_task_at_work_waits_for_does_not_differ() -> None:
+    asked = LedgerEntry(False, "request", 0, 1, "add/1", b"")
+    pages = (sent(1, "x"),), (received(1, "x"), asked)
+    assert found(*pages, moved=0).differing == []
+    assert found(*pages).differing == ["task 1 counted request 'add/1' from task 0, which did not send it"]
 
 
 def test_what_nobody_is_at_work_with_differs_and_disagrees() -> None:
