@@ -174,6 +174,7 @@ class Backups:
             self._poke()
             return
         self._insync.acknowledge(tender.node, *[boundary.key for boundary in answered])
+        tender.refused = ""
         if began:
             self._trace_offer(began, tender.node, answered)
         if self._insync.steady:

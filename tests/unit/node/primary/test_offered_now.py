@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from cluster_kit import IN_STEP, Counting, holder, job, play, told
+from cluster_kit import IN_STEP, Counting, holder, job, play, restart, told
 
 import taskgraph as tg
 from taskgraph.errors import PeerLost, Refused
@@ -118,6 +118,39 @@ def test_what_a_member_has_no_memory_for_is_offered_once_a_second_and_the_wait_s
         return result
 
     waiting = job(Counting, tasks=1, epochs=12, settings=tg.Settings(epochs_ahead=0, admit_wait_s=30.0))
+    assert play(waiting, scenario, nodes=2).values == {0: 12}
+
+
+def test_a_refusal_is_not_told_of_once_the_member_took_what_came_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Counting, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await asyncio.sleep(3)
+            await super().count(epoch, ins, outs)
+
+    taken = Serving._offer_now
+
+    def served(serving: Serving, peer: str, offer: Offer) -> Reply | None:
+        if offer.stamp == Stamp(1, 4):
+            raise Refused(Reason.BAD_MESSAGE, "no memory for a call of 8000019 bytes")
+        if offer.stamp.epoch == 8 and asyncio.get_running_loop().time() < 60:
+            raise Refused(Reason.STALE, "behind")
+        return taken(serving, peer, offer)
+
+    monkeypatch.setattr(Serving, "_offer_now", served)
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        node = await at_epoch_2(cluster)
+        backup = next(name_of(other.id) for other in cluster.nodes if other is not node)
+        await node.keeper.wait_until(lambda view: view.stamp == Stamp(1, 3))
+        await asyncio.sleep(5)
+        assert "no memory" in node.roles.primaries[0].waiting_for
+        await restart(cluster, Stamp(1, 3))
+        await node.keeper.wait_until(lambda view: view.stamp == Stamp(2, 7))
+        await asyncio.sleep(5)
+        assert node.roles.primaries[0].waiting_for == f"the acknowledgement of {backup}"
+        return await cluster.result()
+
+    waiting = job(Slow, tasks=1, epochs=12, settings=tg.Settings(epochs_ahead=0, admit_wait_s=30.0))
     assert play(waiting, scenario, nodes=2).values == {0: 12}
 
 
