@@ -15,7 +15,7 @@ Where the sums differ the leader asks for the entries themselves, and `explain` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 from xxhash import xxh3_128_intdigest
@@ -42,6 +42,8 @@ _MASK = (1 << 128) - 1  # the sums live in the integers mod 2**128, the width of
 
 _Key = tuple[str, int, int, str]
 """Of an entry: kind, sender, receiver, name."""
+Counts = Callable[[_Key, bool, bool], bool]
+"""Of an edge, and whether it was sent, and received: whether that counts."""
 _headers: Final[dict[_Key, bytes]] = {}
 """Of items, what is hashed before their digest."""
 _HEADERS_KEPT: Final = 4096
@@ -158,12 +160,15 @@ def _counted(sent: bool, key: _Key, known: bytes, digest: bytes) -> bool:
     return False
 
 
-def explain(pages: Mapping[int, Sequence[LedgerEntry]], limit: int = 20) -> list[str]:
+def explain(
+    pages: Mapping[int, Sequence[LedgerEntry]], limit: int = 20, *, counts: Counts = lambda edge, sent, received: True
+) -> list[str]:
     """Says which edges disagree, from the entries of the tasks that could be asked.
 
     Args:
         pages: task -> the entries of its ledger. What an absent task would have to confirm proves nothing.
         limit: lines at most; a last line counts the rest.
+        counts: is asked of each edge that disagrees.
 
     Returns:
         One line per edge whose ends were both seen and disagree, in the order of sender, receiver and name.
@@ -180,11 +185,12 @@ def explain(pages: Mapping[int, Sequence[LedgerEntry]], limit: int = 20) -> list
                 )
                 continue
             (sent if e.sent else received)[(e.kind, e.sender, e.receiver, e.name)] = e.digest
-    for key in sorted(sent.keys() | received.keys(), key=lambda k: (k[1], k[2], k[0], k[3])):
+    # There may be hundreds of thousands: in order are put those that differ.
+    differing = [key for key, digest in sent.items() if received.get(key) != digest]
+    differing += [key for key in received if key not in sent]
+    for key in sorted(differing, key=lambda k: (k[1], k[2], k[0], k[3])):
         kind, sender, receiver, name = key
-        if sent.get(key) == received.get(key):
-            continue
-        if sender not in pages or receiver not in pages:
+        if sender not in pages or receiver not in pages or not counts(key, key in sent, key in received):
             continue
         if key not in received:
             lines.append(_not_received(kind, sender, receiver, name))

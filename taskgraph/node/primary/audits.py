@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import TransportError
@@ -30,11 +31,9 @@ class Findings:
         pages: the ledgers of those that answered.
 
     Attributes:
-        disagreements: edges whose two ends were both seen, and differ: one line each.
         hidden: tasks whose ledger was not shown.
         behind: tasks whose ledger moved on since their last report.
-        differing: edges of which one end has what the other one has not, which is not `behind`, or would have counted
-            it before: one line each. What was asked for at different moments may differ for one of them.
+        entries: of all ledgers together.
     """
 
     def __init__(self, reports: Mapping[int, Report], pages: Mapping[int, tuple[LedgerEntry, ...]]) -> None:
@@ -42,29 +41,35 @@ class Findings:
         self.behind = tuple(
             task for task in sorted(pages) if not reports[task].done and _sums(pages[task]) != _reported(reports[task])
         )
+        self.entries = sum(map(len, pages.values()))
+        self._pages = pages
+        self._moved = frozenset(self.behind)
+
+    @cached_property
+    def disagreements(self) -> list[str]:
+        """Edges whose two ends were both seen, and differ: one line each."""
         # A task is not idle before what it sent was acknowledged: so what others show, asked later, has it. Only who
         # took, or sent, a message since it reported may have met another that was asked too early: of those, only
         # items are settled.
-        moved = set(self.behind)
-        settled = {
-            task: tuple(e for e in page if e.kind == ITEM or not moved.intersection((e.sender, e.receiver)))
-            for task, page in pages.items()
-        }
-        self.disagreements = explain(settled)
-        # But for a request, which counts with its answer, all is counted by who sends it before anybody can have it.
-        has = {(e.sent, e.kind, e.sender, e.receiver, e.name) for page in pages.values() for e in page}
-        self.differing = explain(
-            {
-                task: tuple(
-                    e
-                    for e in page
-                    if (e.receiver if e.sent else e.sender) not in moved
-                    or not (e.sent or e.kind == REQUEST)
-                    or (not e.sent, e.kind, e.sender, e.receiver, e.name) in has
-                )
-                for task, page in pages.items()
-            }
-        )
+        moved = self._moved
+        return explain(self._pages, counts=lambda edge, *_: edge[0] == ITEM or moved.isdisjoint(edge[1:3]))
+
+    @cached_property
+    def differing(self) -> list[str]:
+        """Edges of which one end has what the other one has not, which is not `behind`, or would have counted it
+        before: one line each. What was asked for at different moments may differ for one of them.
+        """
+
+        def counts(edge: tuple[str, int, int, str], sent: bool, received: bool) -> bool:
+            kind, sender, receiver, _ = edge
+            if sent and received:
+                return True
+            if sent:
+                return receiver not in self._moved
+            # A request counts with its answer. All else is counted by who sends it before anybody can have it.
+            return kind != REQUEST or sender not in self._moved
+
+        return explain(self._pages, counts=counts)
 
     def waits(self, node: NodeCore) -> Iterable[str]:
         """What the leader waits for, where nothing is known to be wrong."""

@@ -50,6 +50,9 @@ _ASK_S = 1.0
 _SETTLE_S = 0.5
 """Idle tasks with unequal sums are taken as diverged when no report came for this long: by far longer than a report
 that is under way needs, far shorter than a person waits."""
+_REST_S = 25e-6
+"""For each entry of the ledgers that were asked for, until they are asked for again: of hundreds of tasks that all send
+to all they take a second of a node's time, and may be asked for as long as somebody's handler is at work."""
 _UNUSUAL = 3
 """So many times as long as between commits of late: before, what an epoch waits for is shown to who asks, and not told.
 Else each epoch of a job whose epochs are long would be an event."""
@@ -80,6 +83,7 @@ class LeaderRole:
         self._patience: tuple[Stamp | None, float] = (None, _ASK_S)  # for what each primary waits for
         self.waits: tuple[str, ...] = ()
         self._audit_waits: tuple[str, ...] = ()
+        self._look_at_ledgers_at = self._clock()
         self._differed: tuple[Stamp, list[str]] | None = None  # what ledgers that were asked for last differed in
         self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
         """What was read after a commit was refused, and how many times that was the same."""
@@ -244,7 +248,8 @@ class LeaderRole:
             case Restart(why):
                 await self._restart(why)
             case Diverged():
-                await self._explain(decision)
+                if self._clock() >= self._look_at_ledgers_at:
+                    await self._explain(decision)
             case WaitFor():
                 pass
 
@@ -438,6 +443,7 @@ class LeaderRole:
             if not looking.done() or not self._still(diverged, fence, news):
                 return
             found = looking.result()
+            self._look_at_ledgers_at = self._clock() + found.entries * _REST_S
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)

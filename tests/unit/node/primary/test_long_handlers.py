@@ -10,6 +10,7 @@ from cluster_kit import IN_STEP, die, holder, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.primary import leader
 from taskgraph.node.primary.audits import Findings
 from taskgraph.protocol.commit import DIFFERENTLY
 from taskgraph.protocol.messages import LedgerEntry, Report, Stamp
@@ -162,6 +163,50 @@ def test_two_handlers_that_wait_for_each_other_and_for_a_lost_primary_are_begun_
     result, cluster = play(job, scenario, nodes=3)
     assert [text.partition(": ")[2][:40] for text in told(cluster, "restart")] == [DIFFERENTLY[:40]]
     assert result.values == {0: 2, 1: 0, 2: 0}
+
+
+class Late(tg.Task, state=["taken"]):
+    """Task 1 is idle when it takes a flag, and then at work for long."""
+
+    def setup(self) -> None:
+        self.taken = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        if self.task_id == 0:
+            epoch.flag("first", "go")
+        epoch.processor(self.count)
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        await asyncio.sleep(2 if self.task_id == 0 else 100)
+        if self.task_id == 0:
+            epoch.flag("second", "go")
+
+    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.taken += 1
+
+    def result(self) -> int:
+        return self.taken
+
+
+def test_large_ledgers_are_asked_for_the_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice a second those of 300 tasks that all send to all kept the leader's node from renewing its lease."""
+    audit, audits = leader.audits.audit, []
+
+    async def counted(*args: Any) -> Findings:
+        found = await audit(*args)
+        audits.append(found)
+        found.entries = 400_000
+        return found
+
+    monkeypatch.setattr(leader.audits, "audit", counted)
+    links = {"first": lambda i, n, e: (0,), "second": lambda i, n, e: (1,)}
+    job = tg.Job(tasks=2, epochs=1, builder=lambda _: Late(), topology=links, settings=IN_STEP)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        return await cluster.result()
+
+    assert play(job, scenario, nodes=2).values == {0: 1, 1: 1}
+    assert 5 <= len(audits) <= 11, "of 100 s"
 
 
 # -- what ledgers tell ----------------------------------------------------------------------------
