@@ -20,6 +20,7 @@ import pytest
 from etcd_kit import Certificates, etcd_with_tls, etcd_with_users, etcdctl, following, make_certificates
 from processes_kit import becomes
 
+from taskgraph import rpc
 from taskgraph.coordination.api import AccessRefused
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator, EtcdLease, coordinator
@@ -57,21 +58,20 @@ async def test_tls_with_client_certificates(tmp_path: Path, certificates: Certif
                 await EtcdCoordinator.connect(endpoint, timeout_s=1.0, **arguments)
 
 
+def given(folder: Path, made: Certificates) -> dict[str, Path]:
+    """The files that a client is told of, from now on with these certificates."""
+    for name in ("ca", "client", "client_key"):
+        (folder / "new").write_bytes(getattr(made, name).read_bytes())
+        (folder / "new").rename(folder / f"given-{name}")
+    return {"ca": folder / "given-ca", "cert": folder / "given-client", "key": folder / "given-client_key"}
+
+
 @pytest.mark.slow
 async def test_renewed_certificates_are_taken_up_when_etcd_is_connected_to_anew(
     tmp_path: Path, certificates: Certificates
 ) -> None:
     """An authority of its own stands for certificates that have expired: none of the old ones is taken any more."""
-    given = tmp_path / "given"
-    given.mkdir()
-    names = ("ca", "client", "client_key")
-
-    def give(made: Certificates) -> dict[str, Path]:
-        for name in names:
-            (given / "new").write_bytes(getattr(made, name).read_bytes())
-            (given / "new").rename(given / name)
-        return {"ca": given / "ca", "cert": given / "client", "key": given / "client_key"}
-
+    give = partial(given, tmp_path)
     arguments = give(certificates)
     async with etcd_with_tls(tmp_path, certificates) as endpoint:
         node = await EtcdCoordinator.connect(endpoint, timeout_s=20.0, **arguments)
@@ -89,6 +89,31 @@ async def test_renewed_certificates_are_taken_up_when_etcd_is_connected_to_anew(
             assert found is not None and found.mod_revision == start
             revision = (await node.txn(put("/b"))).revision
             await follower.until(revision)
+
+
+@pytest.mark.slow
+async def test_what_was_connected_with_certificates_of_before_is_closed_once_its_calls_have_ended(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    """Each renewal that a failure met left a connection and its memory, for as long as the job lasts."""
+    arguments = given(tmp_path, certificates)
+    async with etcd_with_tls(tmp_path, certificates) as endpoint:
+        before = len(rpc._open)
+        async with await EtcdCoordinator.connect(endpoint, **arguments) as node:
+            start = (await node.txn(put("/a"))).revision
+            async with following(node, "/", start) as follower:
+                await follower.until(start)
+                for number in range(5):
+                    given(tmp_path, certificates)
+                    reading = [asyncio.ensure_future(node.get("/a")) for _ in range(3)]
+                    await asyncio.sleep(0)  # they are under way
+                    node._connection.leave(node._connection.endpoint)  # as where a call fails
+                    async with following(node, "/", start) as another:
+                        assert all(await asyncio.gather(*reading))
+                        await another.until(start + number)
+                    await follower.until((await node.txn(put("/a"))).revision)
+                assert len(rpc._open) - before <= 3  # the follower's, the last one, and that of now
+        assert len(rpc._open) == before
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
@@ -79,14 +80,17 @@ class Stream(Generic[Response]):
 
     Attributes:
         endpoint: where.
+        channel: over which.
         token: what it was opened with, if etcd has users.
         left: calls to its endpoint failed, and it was cancelled for that; whoever reads it opens another.
+        over: it was cancelled.
     """
 
     def __init__(
         self,
         call: grpc.aio.StreamStreamCall[Message, Response],
         endpoint: Endpoint,
+        channel: grpc.aio.Channel,
         token: str | None,
         connect_s: float | None,
     ) -> None:
@@ -94,8 +98,10 @@ class Stream(Generic[Response]):
         self._connect_s = connect_s
         self._writing: asyncio.Future[None] | None = None
         self.endpoint = endpoint
+        self.channel = channel
         self.token = token
         self.left = False
+        self.over = False
 
     async def write(self, message: Message) -> None:
         """Sends it, as soon as the endpoint is connected.
@@ -120,6 +126,7 @@ class Stream(Generic[Response]):
         return cast("AsyncGenerator[Response, None]", self._call.__aiter__())
 
     def cancel(self) -> None:
+        self.over = True
         self._call.cancel()
         # Before it was connected gRPC itself would wait for ever. It is not asked to tell of the call's end: some of
         # its versions keep whom they told, and with it the call, and its channel.
@@ -158,7 +165,8 @@ class Connection:
         self.options = options
         self._made_of = dict.fromkeys(options.endpoints, options.tls_files())  # before they are read
         self._channels = {endpoint: options.aio_channel(endpoint) for endpoint in options.endpoints}
-        self._former: list[grpc.aio.Channel] = []  # calls may be under way there: they end by themselves
+        self._former: list[grpc.aio.Channel] = []  # closed once the calls that are under way there have ended
+        self._under_way: Counter[grpc.aio.Channel] = Counter()  # calls, without streams
         self._calls: dict[tuple[Endpoint, str], Any] = {}  # what gRPC makes of a channel and a method's path
         self._current = 0
         self.cluster = 0
@@ -203,6 +211,16 @@ class Connection:
         self._former.append(self._channels[endpoint])
         self._channels[endpoint], self._made_of[endpoint] = channel, files
         self._calls = {key: call for key, call in self._calls.items() if key[0] != endpoint}
+
+    async def _close_former(self) -> None:
+        """Closes those of before the TLS files were renewed: each would keep memory, and perhaps a connection."""
+        if not self._former:
+            return
+        used = {stream.channel for stream in self._streams if not stream.over}.union(self._under_way)
+        unused = [channel for channel in self._former if channel not in used]
+        self._former = [channel for channel in self._former if channel in used]
+        for channel in unused:
+            await rpc.close(channel)
 
     async def call(
         self,
@@ -268,6 +286,7 @@ class Connection:
                     continue
                 if not space_used_up(details):
                     self.leave(endpoint)  # or whoever asks what became of it asks the same silent member
+                await self._close_former()
                 if verdict is Verdict.UNKNOWN and sent and not again:
                     raise OutcomeUnknown(
                         f"{what}: it was sent to etcd at {endpoint.target}, without a usable answer ({details}). "
@@ -291,13 +310,16 @@ class Connection:
         endpoint = self.endpoint
         if self._closed:
             raise Unavailable(f"{method.name}: the connection to etcd was closed")
+        await self._close_former()
         token = await self._enter(endpoint)
-        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = self._channel(endpoint).stream_stream(
+        channel = self._channel(endpoint)
+        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = channel.stream_stream(
             method.path, method.request.SerializeToString, method.response.FromString
         )
         # `hasleader`: a member cut off from the majority ends the stream instead of staying silent.
         metadata = [("hasleader", "true"), *credentials(token)]
-        stream = Stream(open_stream(None, metadata=metadata), endpoint, token, _CONNECT_S if self._several else None)
+        connect_s = _CONNECT_S if self._several else None
+        stream = Stream(open_stream(None, metadata=metadata), endpoint, channel, token, connect_s)
         self._streams.add(stream)
         return stream
 
@@ -333,6 +355,7 @@ class Connection:
         channels = [*self._channels.values(), *self._former]
         self._channels.clear()  # a frame of an exception that a caller keeps may hold us for long
         self._calls.clear()
+        self._under_way.clear()
         self._former.clear()
         for channel in channels:
             await rpc.close(channel)
@@ -407,7 +430,14 @@ class Connection:
             send = self._calls[endpoint, method.path] = self._channel(endpoint).unary_unary(
                 method.path, method.request.SerializeToString, method.response.FromString
             )
-        answer = await rpc.answered(send(request, metadata=credentials(token)), timeout_s)
+        channel = self._channel(endpoint)
+        self._under_way[channel] += 1
+        try:
+            answer = await rpc.answered(send(request, metadata=credentials(token)), timeout_s)
+        finally:
+            self._under_way[channel] -= 1
+            if self._under_way[channel] <= 0:
+                del self._under_way[channel]
         if answer is None:  # what gRPC makes of bytes that are no message
             nothing = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "its answer cannot be read")
