@@ -53,6 +53,10 @@ that is under way needs, far shorter than a person waits."""
 _REST_S = 25e-6
 """For each entry of the ledgers that were asked for, until they are asked for again: of hundreds of tasks that all send
 to all they take a second of a node's time, and may be asked for as long as somebody's handler is at work."""
+_RAREST_S = 5.0
+_PART = 1 / 4
+"""Ledgers that told of nothing but what is waited for are asked for again after this part of the time since the last
+news, and after `_RAREST_S` at most: all tasks answer, and handlers may be at work for hours."""
 _UNUSUAL = 3
 """So many times as long as between commits of late: before, what an epoch waits for is shown to who asks, and not told.
 Else each epoch of a job whose epochs are long would be an event."""
@@ -85,6 +89,8 @@ class LeaderRole:
         self._audit_waits: tuple[str, ...] = ()
         self._look_at_ledgers_at = self._clock()
         self._differed: tuple[Stamp, list[str]] | None = None  # what ledgers that were asked for last differed in
+        self._explained: tuple[Diverged, tuple[Compare, ...], float] | None = None  # and nothing but waits was found
+        self._explain_again_at = self._clock()
         self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
         """What was read after a commit was refused, and how many times that was the same."""
         self.checkpointer = Checkpointer(node, primary)
@@ -247,9 +253,11 @@ class LeaderRole:
                 await self._seal(versions)
             case Restart(why):
                 await self._restart(why)
-            case Diverged():
-                if self._clock() >= self._look_at_ledgers_at:
-                    await self._explain(decision)
+            case Diverged() as diverged:
+                as_before = self._explained == (diverged, self._fences(), self._last_news)
+                again_at = self._explain_again_at if as_before else 0.0
+                if self._clock() >= max(again_at, self._look_at_ledgers_at):
+                    await self._explain(diverged)
             case WaitFor():
                 pass
 
@@ -456,16 +464,25 @@ class LeaderRole:
                 await self._restart(DIFFERENTLY)
             else:
                 self._audit_waits = waits  # and looks again
+                if not found.differing:
+                    self._rest(diverged, fence, news)
             return
         lines = found.disagreements
         self._audit_waits = () if lines else waits
         if self._audit_waits:
+            self._rest(diverged, fence, news)
             return  # and looks again
         lines = lines or ["no edge can be named: please report this as a bug of taskgraph"]
         wrong = GraphError(
             f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: {first_of(lines, _SHOWN)}"
         )
         await self._node.fail_job(wrong, None, stamp.epoch, fence)
+
+    def _rest(self, diverged: Diverged, fence: tuple[Compare, ...], news: float) -> None:
+        """Ledgers are not asked for again for a while, if nothing else is heard."""
+        now = self._clock()
+        self._explained = (diverged, fence, news)
+        self._explain_again_at = now + min(_RAREST_S, (now - news) * _PART)
 
     def _still(self, diverged: Diverged, fence: tuple[Compare, ...], news: float) -> bool:
         """Whether all that a divergence was concluded from is as it was."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from cluster_kit import IN_STEP, die, holder, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.primary import leader
+from taskgraph.node.primary import audits, leader
 from taskgraph.node.primary.audits import Findings
 from taskgraph.protocol.commit import DIFFERENTLY
 from taskgraph.protocol.messages import LedgerEntry, Report, Stamp
@@ -56,6 +58,34 @@ def test_no_handler_is_begun_again_because_a_node_joined(settings: tg.Settings) 
     assert told(cluster, "hand-over")
     assert told(cluster, "restart") == [] and result.restarts == 0
     assert result.values == {0: 0} | dict.fromkeys(range(1, 5), 8)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_ledgers_are_asked_for_less_often_the_longer_a_handler_is_at_work(
+    monkeypatch: pytest.MonkeyPatch, joins: bool
+) -> None:
+    """All tasks were, twice a second: with 300 of them that took 8 % of a core, for hours."""
+    asked: list[float] = []
+
+    async def audit(*args: Any) -> Findings:
+        asked.append(asyncio.get_running_loop().time())
+        return await audits.audit(*args)
+
+    monkeypatch.setattr(leader, "audits", SimpleNamespace(audit=audit))
+    monkeypatch.setitem(globals(), "LONG_S", 200.0)
+    job = tg.Job(tasks=5, epochs=1, builder=lambda _: Slow(), topology=tg.star(), settings=IN_STEP)
+
+    async def scenario(cluster: InProcessCluster) -> float:
+        if joins:
+            await asyncio.sleep(100.0)
+            await cluster.start(1)
+        await cluster.result()
+        return asyncio.get_running_loop().time()
+
+    ended = play(job, scenario, nodes=2)
+    pauses = [later - before for before, later in itertools.pairwise(asked)]
+    assert 35 <= len(asked) < 80
+    assert min(pauses) > 0.4 and max(pauses) < 6.5 and ended - asked[-1] < 6.5
 
 
 class Pairs(tg.Task, state=["pairs"]):
