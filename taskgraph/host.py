@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
+    "all_cores",
     "began",
     "children",
     "command",
@@ -74,6 +75,13 @@ def _files_of_groups(own: Path, mounted: Path, new: str, old: str) -> Iterator[t
             yield mounted, mounted / group.lstrip("/"), new
         elif "memory" in controllers.split(","):
             yield mounted / "memory", mounted / "memory" / group.lstrip("/"), old
+
+
+def all_cores() -> int:
+    """How many cores the machine has, whether this process may use them or not."""
+    with contextlib.suppress(ValueError, OSError):
+        return os.sysconf("SC_NPROCESSORS_ONLN")  # `os.cpu_count` says what a user sets, as of Python 3.13
+    return os.cpu_count() or 1
 
 
 if hasattr(os, "sched_getaffinity"):

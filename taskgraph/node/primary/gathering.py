@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from taskgraph.host import cores
+from taskgraph.host import all_cores, cores
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
+    from taskgraph.protocol.records import NodeRecord
 
 __all__ = ["Gathering", "longer"]
 
@@ -27,6 +28,9 @@ def longer(gather_s: float, nodes: int, cores: int) -> float:
 
 class Gathering:
     """For one node: it looks at the host of the leader, and takes all hosts to have as many cores as its own.
+
+    Containers of one machine have names of their own, and share its cores: they count together, against all cores of
+    the machine, as each may have some for itself.
 
     Nodes of one process are woken once for all: there it stays as it was set.
     """
@@ -50,7 +54,10 @@ class Gathering:
             self._known = view.structure_revision
             if node.own_process:
                 leader = view.nodes.get(view.primary_node(0) or "")
-                host = leader.record.host if leader is not None else node.host
-                nodes = sum(1 for known in view.live_nodes(node.spec.run).values() if known.host == host)
-                self._seconds = longer(node.settings.gather_s, nodes, cores())
+                at: NodeCore | NodeRecord = leader.record if leader is not None else node
+                live, set_s = view.live_nodes(node.spec.run).values(), node.settings.gather_s
+                self._seconds = longer(set_s, sum(1 for known in live if known.host == at.host), cores())
+                if at.machine:
+                    beside = sum(1 for known in live if known.machine == at.machine)
+                    self._seconds = max(self._seconds, longer(set_s, beside, all_cores()))
         return self._seconds

@@ -39,15 +39,24 @@ class _Keeper:
         kv = KeyValue(key, b"" if record is None else record.to_bytes(), self._revision, self._revision)
         self.view.apply(self._revision, [KeyEvent("delete" if record is None else "put", kv)])
 
-    def node(self, name: str, host: str, run: str = "r1") -> None:
+    def node(self, name: str, host: str, run: str = "r1", machine: str = "") -> None:
         record = NodeRecord(
-            name=name, run=run, host=host, pid=1, endpoints=(), control="", fingerprint="", lease=1, writer="w"
+            name=name,
+            run=run,
+            host=host,
+            pid=1,
+            endpoints=(),
+            control="",
+            fingerprint="",
+            lease=1,
+            machine=machine,
+            writer="w",
         )
         self.write(KEYS.node(name), record)
 
 
 class _Node:
-    host = "here"
+    host, machine = "here", ""
 
     def __init__(self, own_process: bool = True) -> None:
         self.keeper = _Keeper()
@@ -82,6 +91,24 @@ def test_nodes_of_the_leaders_host_count_as_they_come_and_go() -> None:
     assert subject.seconds(64) == pytest.approx(0.025)
     node.keeper.write(KEYS.primary(0), primary("n3"))
     assert subject.seconds(64) == pytest.approx(0.04)
+
+
+def test_containers_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a host's name of its own, and counted as one node alone on its host."""
+    monkeypatch.setattr(gathering, "all_cores", lambda: 4)
+    node: Any = _Node()
+    subject = Gathering(node)
+    for number in range(16):
+        node.keeper.node(f"n{number}", f"pod-{number}", machine="m1")
+        node.keeper.node(f"m{number}", f"pod-{number + 16}", machine="m2")
+    node.keeper.write(KEYS.primary(0), primary("n3"))
+    assert subject.seconds(64) == pytest.approx(0.04)
+    for number in range(12):  # in one of them, which has but two of the four cores
+        node.keeper.node(f"k{number}", "pod-3", machine="m1")
+    assert subject.seconds(64) == pytest.approx(0.07)
+    monkeypatch.setattr(gathering, "all_cores", lambda: 64)
+    node.keeper.node("k13", "pod-3", machine="m1")
+    assert subject.seconds(64) == pytest.approx(0.07)
 
 
 def test_a_commit_alone_is_no_reason_to_count_again() -> None:
