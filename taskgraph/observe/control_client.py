@@ -41,6 +41,8 @@ _UNANSWERED_S = 300.0
 comes after the results that were sent before it: with gRPC's 60 s, those at 30 kB/s are never whole."""
 _CUT_OFF = ("Socket closed", "Connection reset", "connection closed")
 _ENDED = "certificate has expired"
+_NOT_CONNECTED = ("failed to connect to all addresses", "errors resolving ", "DNS resolution failed")
+"""What gRPC says of a call that it had no connection for."""
 _NOBODY_LISTENS = ("Connection refused", "No such file or directory")
 """What gRPC says of an address whose process is gone. In other words, it is lost, and whoever asks asks again."""
 
@@ -209,11 +211,13 @@ class ControlClient:
 
         Raises:
             PeerLost: it does not answer. A node that was busy with hundreds of tasks may do as told all the same: who
-                takes that for a no drains a second one.
+                takes that for a no drains a second one. It says so, but where no connection to the node was made.
         """
         try:
             await self._call("Drain", pb.DrainRequest(why=why), pb.DrainReply, timeout_s)
         except PeerLost as error:
+            if _never_sent(error):
+                raise
             raise PeerLost(f"{error}; whether it drains is not known: `taskgraph status` tells") from error
 
     async def events(self, *, follow: bool) -> AsyncIterator[tuple[Event, int]]:
@@ -356,6 +360,12 @@ def _broke(error: PeerLost) -> bool:
     """Whether the connection broke, or none was made: it was not silent, nor did it answer something else."""
     cause = error.__cause__
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def _never_sent(error: PeerLost) -> bool:
+    """Whether there was no connection that anything could have been sent over."""
+    cause = error.__cause__
+    return _broke(error) and isinstance(cause, grpc.RpcError) and (cause.details() or "").startswith(_NOT_CONNECTED)
 
 
 def _options(address: str) -> list[tuple[str, int]]:

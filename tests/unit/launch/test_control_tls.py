@@ -118,6 +118,15 @@ async def test_the_token_does_not_replace_a_certificate(ours: Tls, theirs: Tls) 
                 await client.kill(signal.SIGKILL)
 
 
+async def test_a_drain_that_could_not_be_sent_is_not_said_to_be_perhaps_under_way(ours: Tls, theirs: Tls) -> None:
+    async with serving(tcp_host="127.0.0.1", tls=ours) as service:
+        for tls in (theirs, None):
+            async with service.client(tls=tls) as client:
+                with pytest.raises(PeerLost, match=r"did not answer Drain: UNAVAILABLE: failed to connect") as told:
+                    await client.drain("a test")
+            assert "is not known" not in str(told.value)
+
+
 async def test_a_client_does_not_tell_an_impostor(ours: Tls, tmp_path: Path) -> None:
     """Whoever listens there with a certificate of another authority gets no call, and so no credential."""
     make_certs(tmp_path / "alien", force=False)
