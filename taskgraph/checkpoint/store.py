@@ -142,7 +142,8 @@ class Store:
         """Removes what was written of one that will not become complete. What is still being written stays.
 
         All of it stays where there is a manifest: whoever calls this may be behind, and another leader, who was told of
-        all files, makes it complete. So each file is looked at anew.
+        all files, makes it complete. So that is looked at before each file: by the staged manifest, which is written
+        before the final one. A listing each time would be as many as there are files, of all that are left.
 
         Args:
             still: whether the caller still knows that it will not become complete; asked before each file is removed.
@@ -151,13 +152,25 @@ class Store:
             OSError: it cannot be removed.
         """
         folder = self._path(str(name))
-        for file in self._place.names(folder):
+        files = self._place.names(folder)
+        if _FINAL in files:
+            return
+        for file in files:
             if file.startswith("."):  # by that name a directory's files are written
                 continue
-            if not still() or not {_STAGED, _FINAL}.isdisjoint(self._place.names(folder)):
+            if not still() or self._is_staged(str(name)):
                 return
             self._place.remove(f"{folder}/{file}")
         self._place.remove_empty(folder)
+
+    def _is_staged(self, name: str) -> bool:
+        try:
+            self._place.read(self._path(name, _STAGED), _MANIFEST_BYTES)
+        except FileNotFoundError:
+            return False
+        except NoFile:
+            pass
+        return True
 
     def begin(self, series: int, run: str) -> None:
         """A series is begun over the checkpoints of earlier ones: who resumes the job must not go back to those.

@@ -431,6 +431,23 @@ def test_what_becomes_complete_while_it_is_removed_keeps_the_rest(store: Store) 
     assert store.newest([str(name)]).refused == ()
 
 
+def test_what_is_removed_is_listed_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store was asked for a listing before each file: of 500 tasks 500, of up to 500 files."""
+    name, place, listed = Name(1, 1, 20, "r1"), store._place, []
+    for task in range(20):
+        store.write(name, task, boundary(task))
+    names = place.names
+
+    def listing(path: str) -> list[str]:
+        listed.append(path)
+        return names(path)
+
+    monkeypatch.setattr(place, "names", listing)
+    store.discard(name)
+    assert names(f"fit/{name}") == []
+    assert len(listed) <= 2  # an object store's folder is looked at once more, whether it is empty
+
+
 def test_nothing_is_removed_by_one_who_may_not_any_more(tmp_path: Path) -> None:
     store, name = Store(f"file://{tmp_path}", ORIGIN), Name(1, 1, 20, "r1")
     store.write(name, 0, boundary(0))
