@@ -178,12 +178,12 @@ def test_a_dataframe_is_told_its_arrays() -> None:
 
 
 @message
-class Layer:
+class Stage:
     w: Any
 
 
 def test_the_path_leads_to_the_culprit() -> None:
-    assert " at ['theta'][2].w cannot travel" in refused({"n": 1, "theta": [0, 1, Layer(w={1})]})
+    assert " at ['theta'][2].w cannot travel" in refused({"n": 1, "theta": [0, 1, Stage(w={1})]})
     assert " at [3][0] cannot travel" in refused({3: ({1},)})
     assert " at [0] (in the key [<tuple>])[1] cannot travel" in refused([{(1, Color.RED): 2}])
     assert " at " not in refused({1})
@@ -235,7 +235,7 @@ def test_the_same_part_over_and_over_ends(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_message_with_a_field_never_set() -> None:
-    half = Layer.__new__(Layer)
+    half = Stage.__new__(Stage)
     assert "field 'w' was never set" in refused([half])
 
 

@@ -21,7 +21,7 @@ from taskgraph.graph.values import decode, digesting, encode, staying, verify
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
-from taskgraph.transport import devicelending, wire
+from taskgraph.transport import devicelending, stream, wire
 from taskgraph.transport.api import Coming
 from taskgraph.transport.devicelending import TICKET_BYTES, DeviceBorrowing, DeviceLending, Ticket
 from taskgraph.transport.frames import Kind
@@ -459,6 +459,9 @@ async def test_what_is_idle_is_closed_and_freed(
     got = await pulled(consumer, producer)
     monkeypatch.setattr(devicelending, "_IDLE_S", -1.0)
     monkeypatch.setattr(shared, "_IDLE_S", -1.0)
+    monkeypatch.setattr(stream, "_TRIM_S", 3600.0)  # by the test alone, however long it takes
+    for node in (producer, consumer):
+        stream_of(node)._trimming.cancel()
     stream_of(consumer)._trim()
     await asyncio.sleep(0.02)
     assert len(soft.opened) == 1 and np.array_equal(await x_of(got, soft), HOST), "it is read"
