@@ -36,6 +36,8 @@ __all__ = ["JobEntry", "Runtime", "alive"]
 log = logging.getLogger("taskgraph.launch")
 
 _FINISHED_KEPT = 32
+_RUN = ".run"
+"""Beside the logs of a job that has ended: which run's they are."""
 _BEGINNING_S = 60.0
 """Nobody takes longer between making a job's folder and the entry in it, but for who holds its claim."""
 _STALE_KEPT = 4
@@ -308,7 +310,7 @@ class Runtime:
             file.unlink(missing_ok=True)  # of an earlier job of that name: it would be taken for this one's
             raise
         finally:
-            self._keep_logs(name, self.kept_logs(name))
+            self._keep_logs(name, record.get("run", ""))
         known = sorted(folder.glob("*.json"), key=_written_at)
         for path in known[:-_FINISHED_KEPT]:
             path.unlink(missing_ok=True)
@@ -324,11 +326,16 @@ class Runtime:
         self._folder(name)
         return self.root / "finished" / f"{name}.logs"
 
-    def _keep_logs(self, name: str, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+    def _keep_logs(self, name: str, run: str) -> None:
+        """Those of an earlier run go; not what another launcher of this one kept, which may be all there is."""
+        folder = self.kept_logs(name)
+        if not run or _run_of(folder) != run:
+            shutil.rmtree(folder, ignore_errors=True)
         for path in (self.root / "jobs" / name).glob("*.log"):
             if path.stat().st_size:
                 path.rename(self._made(folder) / path.name)
+        with contextlib.suppress(OSError):  # nothing is kept, or the disk is full
+            (folder / _RUN).write_text(run)
 
     def killed(self, name: str) -> JobEntry | None:
         """The entry of a job whose launcher was killed, and left it: of its last run on this host."""
@@ -361,6 +368,14 @@ class Runtime:
             return None
         whole = isinstance(found, dict) and isinstance(found.get("status"), dict) and "result" in found
         return {"events": [], **found} if whole and run in ("", found.get("run")) else None
+
+
+def _run_of(logs: Path) -> str:
+    """The run whose logs were kept there; "": not known."""
+    try:
+        return (logs / _RUN).read_text()
+    except (OSError, ValueError):
+        return ""
 
 
 def _check_private(folder: Path) -> None:

@@ -554,6 +554,23 @@ def test_the_last_finished_jobs_are_kept_with_their_logs(runtime: Runtime) -> No
     assert (runtime.root / "finished" / "job33.logs" / "n1.log").read_text() == "it said this"
 
 
+@pytest.mark.parametrize("run", ["one", ""])
+def test_the_launcher_of_a_run_that_ends_last_keeps_the_logs_that_another_one_has_kept(
+    runtime: Runtime, run: str
+) -> None:
+    """`run` and `launch` on one host: whoever was first took the logs of all nodes, and the other removed them."""
+    for name, text in (("n1.log", "it said this"), ("n2.log", "and that"), ("n3.log", "")):
+        (runtime.folder("fit") / name).write_text(text)
+    runtime.keep_finished("fit", {"run": "one"})
+    (runtime.folder("fit") / "n3.log").write_text("it ended later")
+    runtime.keep_finished("fit", {"run": run})
+    logs = {path.name: path.read_text() for path in runtime.kept_logs("fit").glob("n*.log")}
+    later = {"n3.log": "it ended later"}
+    assert logs == ({"n1.log": "it said this", "n2.log": "and that", **later} if run else later)
+    runtime.keep_finished("fit", {"run": "another"})
+    assert not runtime.kept_logs("fit").exists(), "what an earlier run said is not told of this one"
+
+
 def test_where_the_disk_is_full_logs_are_kept_and_no_earlier_job_of_that_name(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
