@@ -126,6 +126,7 @@ class Reason:
     BAD_MESSAGE = "bad message"  # not something this receiver understands
     NOT_COPIED = "not copied"  # there is no copy of it on the host, and no device is to blame: there will be none
     DEVICE_ERROR = "device error"  # there is no copy of it on the host, since its device failed
+    NO_MEMORY = "no memory"  # whoever was to get it, a call or a reply, has none for it; there may be some later
     CLOSING = "closing"  # the node is shutting down
 
 

@@ -155,7 +155,7 @@ class DialledSession(Session):
 
     def _no_memory(self, head: Head) -> None:
         text = f"no memory for a reply of {head.payload} bytes"
-        self._pending.pop(head.call).fail(Refused(Reason.BAD_MESSAGE, text))
+        self._pending.pop(head.call).fail(Refused(Reason.NO_MEMORY, text))
         self._outbox.send(Kind.CANCEL, head.call)  # the rest of it need not come, and tickets in it nobody reads
 
     def _cannot_borrow(self, call: int) -> None:
@@ -353,7 +353,7 @@ class AcceptedSession(Session):
     def _no_memory(self, head: Head) -> None:
         del self._calls[head.call]
         log.error("no memory for a call of %d bytes from node %s", head.payload, self.peer)
-        self._reply(head.call, Refusal(Reason.BAD_MESSAGE, f"no memory for a call of {head.payload} bytes"))
+        self._reply(head.call, Refusal(Reason.NO_MEMORY, f"no memory for a call of {head.payload} bytes"))
 
     def _cannot_borrow(self, call: int) -> None:
         del self._calls[call]

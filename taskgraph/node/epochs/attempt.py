@@ -214,6 +214,10 @@ class Attempt:
     def _on_idle(self, version: int) -> None:
         self._primary.report_idle(self.stamp, Idle(version, self.ledger.sent_sum, self.ledger.received_sum))
 
+    async def again(self, refused: Refused) -> bool:
+        """Whether a call that was refused is made once more; after a pause."""
+        return await self._primary.again(self.stamp, refused)
+
     def refused(self, refused: Refused, why: str) -> None:
         """A call was refused for good: the leader is asked for another attempt. Raises as `Primary.refused`."""
         self._primary.refused(self.stamp, refused, why)

@@ -161,20 +161,24 @@ class Inbound:
 
     async def _pull(self, tag: str, producer: int) -> None:
         """Gets one item; keeps at it through failures of its producer."""
-        try:
-            reply = await self._primary.replica.router.to_primary(
-                producer, lambda: Pull(self._stamp, self._task, self._primary.term, producer, tag)
-            )
-        except Refused as refused:
-            if refused.reason == Reason.NOT_OFFERED:
-                who = f"task {self._task}, epoch {self._stamp.epoch}: {self._wanted_by(tag, producer)}"
-                raise GraphError(
-                    f"{who} pulls {tag!r} from task {producer}, which does not offer it in this epoch; {refused}"
-                ) from refused
-            why = f"task {self._task} cannot pull {tag!r} from task {producer}: {refused}"
-            self._primary.refused(self._stamp, refused, why)
-            await asyncio.Event().wait()  # until the restart cancels this attempt
-            raise AssertionError from refused
+        while True:
+            try:
+                reply = await self._primary.replica.router.to_primary(
+                    producer, lambda: Pull(self._stamp, self._task, self._primary.term, producer, tag)
+                )
+                break
+            except Refused as refused:
+                if refused.reason == Reason.NOT_OFFERED:
+                    who = f"task {self._task}, epoch {self._stamp.epoch}: {self._wanted_by(tag, producer)}"
+                    raise GraphError(
+                        f"{who} pulls {tag!r} from task {producer}, which does not offer it in this epoch; {refused}"
+                    ) from refused
+                if await self._primary.again(self._stamp, refused):
+                    continue
+                why = f"task {self._task} cannot pull {tag!r} from task {producer}: {refused}"
+                self._primary.refused(self._stamp, refused, why)
+                await asyncio.Event().wait()  # until the restart cancels this attempt
+                raise AssertionError from refused
         self._take(tag, producer, reply)
 
     def _wanted_by(self, tag: str, producer: int) -> str:

@@ -114,17 +114,20 @@ class Mailbox:
 
     async def _call(self, to: int, message: Callable[[], Flag | Request], what: str, where: str) -> Answer | Accepted:
         attempt = self._attempt
-        try:
-            reply = await attempt.replica.router.to_primary(to, message)
-        except Refused as refused:
-            if refused.reason == Reason.NOT_OFFERED:
-                raise GraphError(
-                    f"task {attempt.task}, epoch {attempt.number}, {in_words(where)}: {what} to task {to}: {refused}"
-                ) from refused
-            # DONE, CONFLICT: only a replaced primary can get these. This attempt cannot be completed.
-            attempt.refused(refused, f"{what} from task {attempt.task} to task {to} was refused: {refused}")
-            await asyncio.Event().wait()  # until the restart cancels this attempt
-            raise AssertionError from refused
+        while True:
+            try:
+                reply = await attempt.replica.router.to_primary(to, message)
+                break
+            except Refused as refused:
+                if refused.reason == Reason.NOT_OFFERED:
+                    who = f"task {attempt.task}, epoch {attempt.number}, {in_words(where)}"
+                    raise GraphError(f"{who}: {what} to task {to}: {refused}") from refused
+                if await attempt.again(refused):
+                    continue
+                # DONE, CONFLICT: only a replaced primary can get these. This attempt cannot be completed.
+                attempt.refused(refused, f"{what} from task {attempt.task} to task {to} was refused: {refused}")
+                await asyncio.Event().wait()  # until the restart cancels this attempt
+                raise AssertionError from refused
         assert isinstance(reply, Answer | Accepted)
         return reply
 

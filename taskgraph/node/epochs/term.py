@@ -49,6 +49,9 @@ class Term(Protocol):
     def report_idle(self, stamp: Stamp, idle: Idle) -> None:
         """Tells the leader that the epoch is quiet here."""
 
+    async def again(self, stamp: Stamp, refused: Refused) -> bool:
+        """Whether a call of an attempt that was refused is made once more in that attempt; after a pause."""
+
     def refused(self, stamp: Stamp, refused: Refused, why: str) -> None:
         """A call of an attempt was refused for good, so that the attempt cannot be completed: the epoch restarts.
 

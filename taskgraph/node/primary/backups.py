@@ -455,7 +455,7 @@ class Backups:
         except Refused as refused:
             if refused.reason in (Reason.USER_ERROR, Reason.DONE):
                 self._node.log.info("task %d: node %s refuses boundary %d: %s", self._task, node, key[0], refused)
-            if refused.reason == Reason.BAD_MESSAGE:
+            if refused.reason in (Reason.BAD_MESSAGE, Reason.NO_MEMORY):
                 tender.refused = str(refused)
                 with contextlib.suppress(TimeoutError):
                     async with timeouts.timeout(_UNTAKEN_S):

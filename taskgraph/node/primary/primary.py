@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Primary"]
 
+_SHORT_S = 1.0
+"""What a node has no memory for is pulled, or sent, again so much later: it may be sent whole each time."""
+_MOST_DOUBLED = 6
+"""It is for so long, doubled with each attempt that ends for it, that the next attempt does so: a minute at most."""
+
 
 class Primary:
     """One task, one term."""
@@ -80,6 +85,7 @@ class Primary:
         self.reporter = Reporter(node, leads=replica.task == 0)
         self._restart_asked: set[tuple[Stamp, str]] = set()
         self._not_copied: set[Stamp] = set()  # attempts of one epoch that an error of another node's device has ended
+        self._short: dict[Stamp, float] = {}  # where a node had no memory, and nothing was committed since: since when
         self._group: asyncio.TaskGroup | None = None
         self.stage = "setup"
         self.writer = CheckpointWriter(node, self.task)
@@ -559,6 +565,24 @@ class Primary:
                     lost = f"task {task} lost a primary that took a message of task {self.task}"
                     self.ask_restart(attempt.stamp, lost)
                     return
+
+    async def again(self, stamp: Stamp, refused: Refused) -> bool:
+        """Whether a call of an attempt that was refused is made once more in that attempt, after a pause.
+
+        So it is where a node has no memory for it, and the epoch started again for that before: for twice as long each
+        time. To start again frees what epochs ahead held; where that does not help, it would do nothing else.
+        """
+        if refused.reason != Reason.NO_MEMORY:
+            return False
+        now, at = self.node.now(), self.node.keeper.view.stamp
+        self._short = {of: since for of, since in self._short.items() if at is None or of.epoch >= at.epoch}
+        since = self._short.setdefault(stamp, now)
+        before = len({of.attempt for of in self._short} - {stamp.attempt})
+        patience_s = _SHORT_S * 2 ** min(before - 1, _MOST_DOUBLED) if before else 0.0
+        if now - since >= patience_s:
+            return False
+        await asyncio.sleep(_SHORT_S)
+        return True
 
     def refused(self, stamp: Stamp, refused: Refused, why: str) -> None:
         """A call of an attempt was refused for good, so that the attempt cannot be completed: the epoch restarts.

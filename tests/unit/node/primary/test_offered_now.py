@@ -164,7 +164,7 @@ def refusing_at(*, epoch: int, for_s: float) -> Callable[[Serving, str, Offer], 
         if offer.stamp.epoch == epoch:
             first.append(now)
             if now - first[0] < for_s:
-                raise Refused(Reason.BAD_MESSAGE, "no memory for a call of 8000019 bytes")
+                raise Refused(Reason.NO_MEMORY, "no memory for a call of 8000019 bytes")
         return taken(serving, peer, offer)
 
     return served

@@ -1,0 +1,85 @@
+"""A node that has no memory for what another task sends it, for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from cluster_kit import IN_STEP, play, told
+
+import taskgraph as tg
+from taskgraph.errors import Refused
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.router import Router
+from taskgraph.protocol.messages import Flag, Pull, Reason
+
+NO_MEMORY = "no memory for a reply of 72000019 bytes"
+
+
+class Sends(tg.Task, state=["sum"]):
+    """Task 0 sends task 1 an item and a flag."""
+
+    def setup(self) -> None:
+        self.sum = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.scratch.flagged = 0
+        if self.task_id == 0:
+            epoch.processor(self.give, outbound={"v": "next"})
+        else:
+            epoch.processor(self.take, inbound={"v": "last"})
+
+    async def give(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        epoch.flag("next", 1)
+        outs.put("v", epoch.number)
+
+    def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        epoch.scratch.flagged += meta
+
+    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.sum += int(ins["v"])
+
+    def result(self) -> int:
+        return self.sum
+
+
+LINKS = {"next": lambda task, tasks, epoch: [1 - task] * (task == 0), "last": lambda task, tasks, epoch: [0] * task}
+
+
+@pytest.mark.parametrize("settings", [IN_STEP, tg.Settings()])
+@pytest.mark.parametrize("kind", [Pull, Flag])
+@pytest.mark.parametrize(("for_s", "restarts"), [(0.1, 1), (6.0, 4), (150.0, 9)])
+def test_what_a_node_has_no_memory_for_is_asked_for_again_and_the_epoch_starts_again_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Any], for_s: float, restarts: int, settings: tg.Settings
+) -> None:
+    """The epoch started again at once, for as long as that lasted: thousands of times in an hour, each told."""
+    began: list[float] = []
+    call, begin = Router._call, Router.begin
+
+    def is_short(message: object) -> bool:
+        if not isinstance(message, kind) or message.stamp.epoch != 3:
+            return False
+        now = asyncio.get_running_loop().time()
+        began.append(now)
+        return now - began[0] < for_s
+
+    async def calling(self: Router, peer: Any, message: Any, *args: Any) -> Any:
+        if is_short(message):
+            await asyncio.sleep(0.01)
+            raise Refused(Reason.NO_MEMORY, NO_MEMORY)
+        return await call(self, peer, message, *args)
+
+    monkeypatch.setattr(Router, "_call", calling)
+    monkeypatch.setattr(Router, "begin", lambda self, task, m, **o: None if is_short(m) else begin(self, task, m, **o))
+    monkeypatch.setattr(Router, "begin_all", lambda *args: None)
+    job = tg.Job(tasks=2, epochs=8, builder=lambda _: Sends(), topology=LINKS, settings=settings)
+
+    async def scenario(cluster: InProcessCluster) -> tuple[tg.JobResult, float, list[str]]:
+        result = await cluster.result()
+        return result, asyncio.get_running_loop().time(), told(cluster, "restart")
+
+    result, ended, told_of = play(job, scenario, nodes=2)
+    assert result.values == {0: 0, 1: sum(range(8))}
+    assert 1 <= len(told_of) <= restarts and all(NO_MEMORY in text for text in told_of)
+    assert ended - began[0] < for_s + 3.0, "it is asked for once a second"
