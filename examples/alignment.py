@@ -1,14 +1,14 @@
 """How alike are two genes? Smith-Waterman scores of many pairs, in a chain of tasks that all work at once.
 
 The score of two sequences comes from a table in which each row follows from the one above. A task has a block of its
-rows, so it waits for the last row of the task before. With one pair in each epoch, only one task at a time would have
-anything to do. But the pairs do not depend on each other: what is marked `@tg.stateless` may begin with the next ones.
-While the last task is at pair 0, the one before is at pair 1, and so on. Only `record` waits for its turn, since it
-adds to the state.
+rows, so it waits for the last row of the task before: of one pair, which is one epoch, a single task at a time has
+anything to do. But the pairs do not depend on each other, and a task that is done with its rows goes on with those of
+the next pair at once. (It may be up to `epochs_ahead` epochs ahead of what is committed.) While the last task is at
+pair 0, the one before is at pair 1, and so on.
 
     taskgraph run examples/alignment.py --nodes 4
     taskgraph run examples/alignment.py --nodes 4 -o length=2000
-    taskgraph run examples/alignment.py --nodes 4 -o length=2000 --set epochs_in_flight=1     # one pair after another
+    taskgraph run examples/alignment.py --nodes 4 -o length=2000 --set epochs_ahead=0     # one pair after another
     python examples/alignment.py
 
 The scores are those of `score`, which needs no tasks.
@@ -63,14 +63,12 @@ class Rows(tg.Task, state=["scores"]):
         self.rows = tg.shard(self.length, self.task_id, self.tasks)
         self.scores: list[int] = []
 
-    @tg.stateless
     def compose(self, epoch: tg.Epoch) -> None:
         if self.task_id < self.tasks - 1:  # to the north of the first task nobody is
             epoch.processor(self.align, inbound={"row": "north"}, outbound={"row": "south"})
         else:
             epoch.processor(self.record, inbound={"row": "north"})
 
-    @tg.stateless
     def align(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         outs.put("row", self.work(epoch, ins))
 
