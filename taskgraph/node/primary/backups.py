@@ -39,7 +39,7 @@ __all__ = ["Backups"]
 Key = tuple[int, int, int]
 
 _UNTAKEN_S = 1.0
-"""What a node cannot take, having no memory for it, it is offered again so much later: it is sent whole each time."""
+"""What a node cannot take, mostly for want of memory, it is offered again so much later: it is sent whole each time."""
 
 
 class Backups:

@@ -131,25 +131,6 @@ class Pairs(tg.Task, state=["pairs"]):
         return self.pairs
 
 
-def test_a_handler_that_waits_for_what_a_lost_primary_would_have_sent_is_begun_again() -> None:
-    class Fresh(Pairs, state=["pairs"]):
-        words, flagged = ["lost"], asyncio.Event()
-
-    links = {"own": lambda i, n, e: (i,), "first": lambda i, n, e: (0,), "third": lambda i, n, e: (2,)}
-    job = tg.Job(tasks=3, epochs=2, builder=lambda _: Fresh(), topology=links, settings=IN_STEP)
-
-    async def scenario(cluster: InProcessCluster) -> tuple[tg.JobResult, InProcessCluster]:
-        await Fresh.flagged.wait()
-        lost = holder(cluster, 1)
-        assert lost not in (holder(cluster, 0), holder(cluster, 2))
-        die(cluster, lost.id)
-        return await cluster.result(), cluster
-
-    result, cluster = play(job, scenario, nodes=3)
-    assert [text.partition(": ")[2][:40] for text in told(cluster, "restart")] == [DIFFERENTLY[:40]]
-    assert result.values == {0: 2, 1: 0, 2: 0}
-
-
 class Watched(Pairs, state=["pairs"]):
     """And task 1 is at work until task 0 has all pairs."""
 
@@ -172,10 +153,11 @@ class Watched(Pairs, state=["pairs"]):
             epoch.flag("second", "over")
 
 
-def test_two_handlers_that_wait_for_each_other_and_for_a_lost_primary_are_begun_again() -> None:
-    """Both ends of the edge that differs moved on, and will not report again: the job stood for ever."""
+@pytest.mark.parametrize("waiting", [Pairs, Watched])
+def test_handlers_that_wait_for_what_a_lost_primary_would_have_sent_are_begun_again(waiting: type[Pairs]) -> None:
+    """Of those that are watched both ends of the edge that differs moved on, and will not report again."""
 
-    class Fresh(Watched, state=["pairs"]):
+    class Fresh(waiting, state=["pairs"]):  # type: ignore[misc, valid-type]
         words, flagged = ["lost"], asyncio.Event()
 
     links = {"own": lambda i, n, e: (i,)} | {

@@ -131,7 +131,7 @@ def test_a_refusal_is_not_told_of_once_the_member_took_what_came_then(monkeypatc
 
     def served(serving: Serving, peer: str, offer: Offer) -> Reply | None:
         if offer.stamp == Stamp(1, 4):
-            raise Refused(Reason.BAD_MESSAGE, "no memory for a call of 8000019 bytes")
+            raise Refused(Reason.NO_MEMORY, "no memory for a call of 8000019 bytes")
         if offer.stamp.epoch == 8 and asyncio.get_running_loop().time() < 60:
             raise Refused(Reason.STALE, "behind")
         return taken(serving, peer, offer)
