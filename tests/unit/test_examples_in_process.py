@@ -18,7 +18,17 @@ from taskgraph.results import JobResult
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BOTH_STYLES = ["framework_regression", "framework_regression_events"]
-ALL = [*BOTH_STYLES, "linear_regression", "readme", "heat", "tempering", "alignment", "gpu_kmeans", "gpu_regression"]
+ALL = [
+    *BOTH_STYLES,
+    "linear_regression",
+    "readme",
+    "heat",
+    "tempering",
+    "alignment",
+    "network",
+    "gpu_kmeans",
+    "gpu_regression",
+]
 STAGES = ["compose", "processor", "sync", "snapshot", "done", "commit", "committed"]
 
 
@@ -111,6 +121,28 @@ def test_alignments_are_scored_as_without_tasks_whoever_is_killed(tasks: int) ->
     killed = tg.testing.run(job("alignment", tasks=tasks, epochs=8, length=30), kills=kills, strict=False)
     assert killed.value == scores
     assert killed.failovers >= 2
+
+
+def test_a_network_learns_what_it_learns_without_tasks_whoever_is_killed() -> None:
+    alone, right = (without_tasks("network", each) for each in ("alone", "right"))
+    told = right(alone(4, 400, 16, 2000, 50), 16, 2000)
+    assert told > 0.99
+    weights = alone(3, 10, 8, 100, 20)
+    undisturbed = tg.testing.run(job("network", tasks=3, epochs=10, hidden=8, points=100, size=20))
+    kills = {(0, 2): "processor", (2, 5): "sync", (1, 7): "done"}
+    killed = tg.testing.run(job("network", tasks=3, epochs=10, hidden=8, points=100, size=20), kills=kills, order=1)
+    assert killed.failovers >= 3
+    for result in (undisturbed, killed):
+        parts = [result.values[task] for task in range(3)]
+        np.testing.assert_array_equal(np.concatenate(parts), weights)
+    assert killed.reports == undisturbed.reports
+
+
+@pytest.mark.parametrize("tasks", [1, 7])
+def test_a_network_may_have_any_number_of_tasks(tasks: int) -> None:
+    result = tg.testing.run(job("network", tasks=tasks, epochs=3, hidden=2, points=50, size=9))
+    parts = [result.values[task] for task in range(tasks)]
+    np.testing.assert_array_equal(np.concatenate(parts), without_tasks("network", "alone")(tasks, 3, 2, 50, 9))
 
 
 @pytest.mark.slow
