@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from taskgraph import timeouts
 from taskgraph.errors import GraphError, TransportError
@@ -66,6 +66,15 @@ _REFUSALS = 20
 """Commits refused in a row, each time with a view that was read again since, a second in all: no lag explains it."""
 
 
+class _Look(NamedTuple):
+    """A look at ledgers."""
+
+    at: float
+    entries: int
+    explained: tuple[Diverged, tuple[Compare, ...], float] | None
+    """What was concluded from what, if nothing was found but what is waited for."""
+
+
 class LeaderRole:
     """Leads the job while its node's primary of task 0 lives."""
 
@@ -87,10 +96,8 @@ class LeaderRole:
         self._patience: tuple[Stamp | None, float] = (None, _ASK_S)  # for what each primary waits for
         self.waits: tuple[str, ...] = ()
         self._audit_waits: tuple[str, ...] = ()
-        self._look_at_ledgers_at = self._clock()
+        self._looked: _Look | None = None  # at the ledgers of those whose sums are unequal, the last time
         self._differed: tuple[Stamp, list[str]] | None = None  # what ledgers that were asked for last differed in
-        self._explained: tuple[Diverged, tuple[Compare, ...], float] | None = None  # and nothing but waits was found
-        self._explain_again_at = self._clock()
         self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
         """What was read after a commit was refused, and how many times that was the same."""
         self.checkpointer = Checkpointer(node, primary)
@@ -254,9 +261,7 @@ class LeaderRole:
             case Restart(why):
                 await self._restart(why)
             case Diverged() as diverged:
-                as_before = self._explained == (diverged, self._fences(), self._last_news)
-                again_at = self._explain_again_at if as_before else 0.0
-                if self._clock() >= max(again_at, self._look_at_ledgers_at):
+                if self._may_look(diverged):
                     await self._explain(diverged)
             case WaitFor():
                 pass
@@ -451,11 +456,13 @@ class LeaderRole:
             if not looking.done() or not self._still(diverged, fence, news):
                 return
             found = looking.result()
-            self._look_at_ledgers_at = self._clock() + found.entries * _REST_S
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
         waits = tuple(found.waits(self._node))
+        nothing_but_waits = waits and not (found.differing if diverged.replaced else found.disagreements)
+        explained = (diverged, fence, news) if nothing_but_waits else None
+        self._looked = _Look(self._clock(), found.entries, explained)
         if diverged.replaced:
             # A task at work may just be slow. Or it waits for what a primary that is gone would have sent: then ledgers
             # differ, and differ still when they are asked for again.
@@ -464,13 +471,10 @@ class LeaderRole:
                 await self._restart(DIFFERENTLY)
             else:
                 self._audit_waits = waits  # and looks again
-                if not found.differing:
-                    self._rest(diverged, fence, news)
             return
         lines = found.disagreements
         self._audit_waits = () if lines else waits
         if self._audit_waits:
-            self._rest(diverged, fence, news)
             return  # and looks again
         lines = lines or ["no edge can be named: please report this as a bug of taskgraph"]
         wrong = GraphError(
@@ -478,11 +482,14 @@ class LeaderRole:
         )
         await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
-    def _rest(self, diverged: Diverged, fence: tuple[Compare, ...], news: float) -> None:
-        """Ledgers are not asked for again for a while, if nothing else is heard."""
-        now = self._clock()
-        self._explained = (diverged, fence, news)
-        self._explain_again_at = now + min(_RAREST_S, (now - news) * _PART)
+    def _may_look(self, diverged: Diverged) -> bool:
+        """Whether ledgers may be asked for by now, after the last time."""
+        if (looked := self._looked) is None:
+            return True
+        rest_s = looked.entries * _REST_S
+        if looked.explained == (diverged, self._fences(), self._last_news):
+            rest_s = max(rest_s, min(_RAREST_S, (looked.at - self._last_news) * _PART))
+        return self._clock() >= looked.at + rest_s
 
     def _still(self, diverged: Diverged, fence: tuple[Compare, ...], news: float) -> bool:
         """Whether all that a divergence was concluded from is as it was."""
