@@ -32,10 +32,14 @@ _Waiters = dict["asyncio.Future[None]", Callable[[JobView], bool]]  # in the ord
 
 
 class ViewKeeper:
-    """One job's view, its waiters, and the transactions that were decided from it."""
+    """One job's view, its waiters, and the transactions that were decided from it.
 
-    def __init__(self, coordinator: Coordinator, job: str, *, refresh_s: float) -> None:
-        self.view = JobView(job)
+    Args:
+        one_run: see `JobView`.
+    """
+
+    def __init__(self, coordinator: Coordinator, job: str, *, refresh_s: float, one_run: bool = False) -> None:
+        self.view = JobView(job, one_run=one_run)
         self._coordinator = coordinator
         self._refresh_s = refresh_s
         self._waiters: _Waiters = {}

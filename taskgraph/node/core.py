@@ -104,7 +104,7 @@ class NodeCore:
         self.events = events
         self.tracing = Tracing()
         self.log = logging.getLogger("taskgraph.node")
-        self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=self.settings.refresh_s)
+        self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=self.settings.refresh_s, one_run=True)
         self.router = Router(transport, self.keeper)
         self.writes = Writes(coordinator)
         self.threads = threads or PooledThreads(f"{name}-task", limit=max(64, 2 * job.tasks))

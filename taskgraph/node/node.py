@@ -65,7 +65,6 @@ class Node(NodeServices):
         super().__init__(**services)
         self._control, self._token_mark = control, token_mark
         self._results_kept_s = None if kept_on else self.settings.results_kept_s
-        self._known_spec: bytes | None = None
         self.registration: Registration | None = None
         self.roles = Roles(self)
         self.suspicion = Suspicion(self, self.roles.primaries, unproved=self._unproved, changed=self.roles.reconsider)
@@ -255,11 +254,8 @@ class Node(NodeServices):
         await self.keeper.wait_until(lambda v: shows(v) or self._draining.over)
 
     def _other_run(self) -> bool:
-        """Whether the job's name was given to another run, or deleted. A spec is decoded once."""
-        spec = self.keeper.view.spec
-        if spec is not None and spec is not self._known_spec and JobSpec.from_bytes(spec).run == self.spec.run:
-            self._known_spec = spec
-        return spec is None or spec is not self._known_spec
+        """Whether the job's name was given to another run, or deleted."""
+        return self.keeper.view.superseded or self.keeper.view.spec is None
 
     def drain(self, why: str) -> None:
         """Asks the node to hand everything over and leave. Asking again changes nothing."""

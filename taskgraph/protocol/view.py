@@ -51,11 +51,19 @@ class JobView:
     """The state of one job's keys at `revision`.
 
     `absent` keys simply do not appear. Nodes of an earlier run of the same job name are left out.
+
+    Args:
+        one_run: it shows the run that it is first told of, and no other: once the job's name is submitted again it
+            stays as it was, but for `revision` and `superseded`. So nothing that a node decides by it is written to
+            another run: what is compared is of the revisions of its own.
     """
 
-    def __init__(self, job: str) -> None:
+    def __init__(self, job: str, *, one_run: bool = False) -> None:
         self.keys = Keys(job)
         self.revision = 0
+        self.superseded = False
+        self._one_run = one_run
+        self._run_at = 0  # the first `spec_revision`
         self.structure_revision = 0  # of the last change of anything but `epoch`, and events, which nobody asks it for
         self.spec: bytes | None = None
         self.spec_revision = 0
@@ -89,6 +97,9 @@ class JobView:
             listed._put(kv)
         if why := self._lost_in(listed):
             raise WentBack(why)
+        if self._is_another_run(listed.spec_revision):
+            self._end(revision)
+            return
         known, run, at = self.epoch, self.spec_revision, listed.epoch
         needed = [self.keys.epoch]
         if run and listed.spec_revision in (run, 0):  # else another run has begun, or nothing was read before
@@ -98,7 +109,16 @@ class JobView:
             same = known is not None and _same_attempt(known, at)
             listed.attempt_revision = self.attempt_revision if same else self.revision
         listed.revision = listed.structure_revision = listed.gone_revision = revision
+        listed._one_run, listed._run_at = self._one_run, self._run_at or listed.spec_revision
         vars(self).update(vars(listed))
+
+    def _is_another_run(self, spec_revision: int) -> bool:
+        return self._one_run and 0 < self._run_at < spec_revision
+
+    def _end(self, revision: int) -> None:
+        """Another run was read of at `revision`."""
+        self.superseded, self.revision = True, max(revision, self.revision)
+        self.structure_revision = self.revision
 
     def _lost_in(self, listed: JobView) -> str:
         """What this view knows and a listing shows to be lost; "": nothing does.
@@ -127,11 +147,18 @@ class JobView:
             DecodeError: a key holds something else; or one is deleted that stays for as long as there is something to
                 do for nodes, which would wait for ever for what it says.
         """
-        deleted = []
+        deleted, ends = [], 0
+        if self._one_run:
+            events = tuple(events)
+            specs = (e.kv.mod_revision for e in events if e.kind == "put" and e.kv.key == self.keys.spec)
+            ends = self.revision if self.superseded else next(filter(self._is_another_run, specs), 0)
         for event in events:
             kv = event.kv
             if kv.mod_revision <= self.revision:
                 continue  # a watch that was started again may repeat what a listing already held
+            if ends and kv.mod_revision >= ends:
+                self._end(max(revision, ends))
+                return
             if event.kind == "put":
                 self._put(kv)
             else:
@@ -178,6 +205,7 @@ class JobView:
         match self._split(kv.key):
             case ["spec"]:
                 self.spec, self.spec_revision = kv.value, kv.mod_revision
+                self._run_at = self._run_at or kv.mod_revision
             case ["status"]:
                 self.status = _versioned(StatusRecord, kv)
             case ["generation"]:

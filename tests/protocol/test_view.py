@@ -8,6 +8,7 @@ import pytest
 from protocol_kit import JOB, RUN, World, node_record
 
 from taskgraph.errors import DecodeError
+from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import (
@@ -350,3 +351,40 @@ def test_deaths_are_known_by_the_last_epoch_that_their_code_ran_in() -> None:
     world.put(world.keys.gone("b"), GoneRecord(reason="killed", ran=(Ran("send", 0, 8),)).to_bytes())
     world.delete(world.keys.gone("c"))
     assert set(world.view().deaths_from(8)) == {"b", "e"}
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_node_sees_nothing_of_another_run_and_writes_nothing_to_it(listed: bool) -> None:
+    """Its name was submitted again before the node heard that its own run had ended: it took its tasks over."""
+    world = World("a", "b")
+    world.first(0, "b")
+    view = JobView(JOB, one_run=True)
+    view.reset(world.store.revision, world.store.select(world.keys.root, prefix=True))
+    world.store.execute(
+        Txn(
+            success=(
+                Delete(world.keys.tasks, prefix=True),
+                Put(world.keys.epoch, EpochRecord(epoch=0, attempt=1, writer="again").to_bytes()),
+                Put(world.keys.spec, b'{"run": "again"}'),
+                Put(world.keys.generation, b"again"),
+                Put(world.keys.status, StatusRecord(state=State.RUNNING, writer="again").to_bytes()),
+            )
+        )
+    )
+    again = world.store.revision
+    world.put(world.keys.node("c"), node_record("c", run="again").to_bytes())
+    for _ in range(2):  # and at any time later
+        if listed:
+            view.reset(world.store.revision, world.store.select(world.keys.root, prefix=True))
+        else:
+            view.apply(world.store.revision, world.store.events_from(view.revision + 1, world.keys.root))
+        assert view.superseded and view.revision == world.store.revision >= again
+        assert view.spec == b"{}" and view.primary_node(0) == "b" and "c" not in view.nodes
+    gone = GoneRecord(reason="it left")
+    assert not world.run(transactions.declare_gone(view, "a", gone)).succeeded
+    failed = StatusRecord(state=State.FAILED, reason="its own mistake")
+    assert not world.run(transactions.fail(view, failed)).succeeded
+    from_nothing = transactions.take_over_from_nothing(
+        view, 0, "a", world.revisions["a"], stateful=True, writer=world.writer()
+    )
+    assert not world.run(from_nothing).succeeded

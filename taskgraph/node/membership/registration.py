@@ -86,7 +86,7 @@ class Registration:
                 await self._node.from_etcd(keeper.load)
                 if self._node.draining:
                     return
-                if keeper.view.spec_revision != spec:
+                if keeper.view.superseded or keeper.view.spec_revision != spec:
                     raise JobError(
                         f"job {keeper.view.keys.job!r} was submitted anew while this node started: start the node again"
                     )
