@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import platform
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 __all__ = [
     "all_cores",
+    "allowed_cores",
     "began",
     "children",
     "command",
@@ -42,7 +44,7 @@ def memory_bytes(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return 0
-    for folder, group, file in _files_of_groups(own, mounted, "memory.max", "memory.limit_in_bytes"):
+    for folder, group, file in _files_of_groups(own, mounted, "memory", "memory.max", "memory.limit_in_bytes"):
         for place in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # it may say "max"
                 found = min(found, int((place / file).read_text()))
@@ -54,7 +56,7 @@ def memory_bytes(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
 def oom_kills(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int | None:
     """How many processes of this one's control group the kernel has killed since memory was used up; None where it
     does not say. The arguments are those of `memory_bytes`."""
-    for folder, group, file in _files_of_groups(own, mounted, "memory.events", "memory.oom_control"):
+    for folder, group, file in _files_of_groups(own, mounted, "memory", "memory.events", "memory.oom_control"):
         for place in (group, folder):  # in a container its own group may be mounted there
             with contextlib.suppress(OSError, ValueError):
                 counts = dict(line.split() for line in (place / file).read_text().splitlines())
@@ -63,9 +65,9 @@ def oom_kills(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int | None:
     return None
 
 
-def _files_of_groups(own: Path, mounted: Path, new: str, old: str) -> Iterator[tuple[Path, Path, str]]:
-    """Where the control groups of memory are that this process is in: the folder of all, that of its own, and what the
-    file is called there, by the new control groups (`new`) or by the old ones."""
+def _files_of_groups(own: Path, mounted: Path, controller: str, new: str, old: str) -> Iterator[tuple[Path, Path, str]]:
+    """Where the control groups of memory, say, are that this process is in: the folder of all, that of its own, and
+    what the file is called there, by the new control groups (`new`) or by the old ones."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except (OSError, ValueError):
@@ -73,8 +75,8 @@ def _files_of_groups(own: Path, mounted: Path, new: str, old: str) -> Iterator[t
     for _, controllers, group in lines:
         if not controllers:
             yield mounted, mounted / group.lstrip("/"), new
-        elif "memory" in controllers.split(","):
-            yield mounted / "memory", mounted / "memory" / group.lstrip("/"), old
+        elif controller in controllers.split(","):
+            yield mounted / controller, mounted / controller / group.lstrip("/"), old
 
 
 def all_cores() -> int:
@@ -95,6 +97,27 @@ else:
     def cores() -> int:
         """How many cores this process may use."""
         return os.cpu_count() or 1
+
+
+def allowed_cores(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
+    """How many cores' time there is for this process: that of those it may use, or less, where its control group, or
+    one that holds that, has a quota, as a container's limit is one: it runs on all of them, but not all the time.
+
+    The arguments are those of `memory_bytes`.
+    """
+    found = cores()
+    for folder, group, file in _files_of_groups(own, mounted, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+        for place in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # it may say "max"
+                said = (place / file).read_text().split()
+                if len(said) == 1:
+                    said += (place / "cpu.cfs_period_us").read_text().split()
+                quota, period = (int(number) for number in said)
+                if quota > 0:  # the old ones say -1 where there is no limit
+                    found = min(found, max(1, math.ceil(quota / period)))
+            if place == folder:
+                break
+    return found
 
 
 def running() -> str:

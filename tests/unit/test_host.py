@@ -61,3 +61,31 @@ def test_memory_is_the_hosts_where_the_control_group_allows_more(tmp_path: Path)
     (tmp_path / "own").write_text("0::/\n")
     (tmp_path / "memory.max").write_text(f"{1 << 60}\n")
     assert host.memory_bytes(tmp_path / "own", tmp_path) == host.memory_bytes(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/job/step", {"job/step/cpu.max": "max 100000", "job/cpu.max": "200000 100000"}, 2),
+        ("0::/job/step", {"job/step/cpu.max": "400000 100000", "cpu.max": "300000 100000"}, 3),
+        ("0::/elsewhere", {"cpu.max": "150000 100000"}, 2),  # in a container it is mounted as the root
+        ("0::/job", {"job/cpu.max": "5000 100000"}, 1),
+        ("0::/job", {"job/cpu.max": "max 100000"}, 64),
+        ("0::/job", {"job/cpu.max": "10000000 100000"}, 64),
+        ("5:cpu,cpuacct:/job\n0::/", {"cpu/job/cpu.cfs_quota_us": "250000", "cpu/job/cpu.cfs_period_us": "50000"}, 5),
+        ("5:cpu:/job", {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, 64),
+        ("5:cpu:/job", {"cpu/job/cpu.cfs_quota_us": "200000"}, 64),
+        ("0::/", {}, 64),
+    ],
+)
+def test_cores_are_as_many_as_the_quota_of_the_control_group_suffices_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], expected: int
+) -> None:
+    """Of a large machine a container has two cores' time, say, on whichever of its cores: no affinity says so."""
+    monkeypatch.setattr(host, "cores", lambda: 64)
+    (tmp_path / "own").write_text(f"{own}\n")
+    for file, said in files.items():
+        path = tmp_path / "mounted" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{said}\n")
+    assert host.allowed_cores(tmp_path / "own", tmp_path / "mounted") == expected

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from taskgraph.host import all_cores, cores
+from taskgraph.host import all_cores, allowed_cores
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
@@ -56,7 +56,7 @@ class Gathering:
                 leader = view.nodes.get(view.primary_node(0) or "")
                 at: NodeCore | NodeRecord = leader.record if leader is not None else node
                 live, set_s = view.live_nodes(node.spec.run).values(), node.settings.gather_s
-                self._seconds = longer(set_s, sum(1 for known in live if known.host == at.host), cores())
+                self._seconds = longer(set_s, sum(1 for known in live if known.host == at.host), allowed_cores())
                 if at.machine:
                     beside = sum(1 for known in live if known.machine == at.machine)
                     self._seconds = max(self._seconds, longer(set_s, beside, all_cores()))

@@ -69,7 +69,7 @@ class _Node:
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "cores", lambda: 2)
+    monkeypatch.setattr(gathering, "allowed_cores", lambda: 2)
 
 
 def primary(node: str) -> PrimaryRecord:
