@@ -110,7 +110,7 @@ def _text(dtype: np.dtype[Any]) -> str:
 def _describe_record(dtype: np.dtype[Any], depth: int) -> bytes:
     assert dtype.names is not None
     if dtype.type not in (np.void, np.record):
-        raise DtypeRefused(f"its dtype makes scalars of {dtype.type.__name__}: send a.astype(a.dtype.descr)")
+        raise DtypeRefused(f"its dtype makes scalars of {dtype.type.__name__}: send a.view((np.void, a.dtype))")
     flags = _ALIGNED * dtype.isalignedstruct | _NP_RECORD * (dtype.type is np.record)
     parts = [bytes((_RECORD,)), _REC.pack(flags, dtype.itemsize, len(dtype.names))]
     for name in dtype.names:

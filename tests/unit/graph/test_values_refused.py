@@ -19,7 +19,7 @@ import pytest
 
 from taskgraph.errors import JobError, ValueNotEncodable
 from taskgraph.graph import encoding
-from taskgraph.graph.values import encode, message
+from taskgraph.graph.values import decode, encode, message
 
 
 class Pair(NamedTuple):
@@ -105,6 +105,18 @@ def test_each_kind_has_a_way_out(value: Any, named: str, way_out: str) -> None:
     assert text.startswith("channel 'grad' of task 3: a value of type ")
     assert named in text
     assert way_out in text
+
+
+@pytest.mark.parametrize("offset", [0, 8], ids=["dense", "with a gap"])
+def test_records_with_scalars_of_a_class_of_ones_own_travel_as_their_way_out_says(offset: int) -> None:
+    fields = {"names": ["a", "b"], "formats": ["f8", "i4"], "offsets": [offset, 16], "itemsize": 24}
+    records = np.zeros(3, np.dtype((of("mine", "Row", np.void), fields)))
+    records["a"] = [1, 2, 3]
+    for value in (records, records[1]):
+        assert "its dtype makes scalars of Row: send a.view((np.void, a.dtype))" in refused(value)
+        arrived = decode(encode(value.view((np.void, value.dtype))))
+        assert np.array_equal(arrived["a"], value["a"])
+        assert arrived.dtype.fields == value.dtype.fields
 
 
 def of(module: str, name: str, *bases: type, **members: Any) -> type:
