@@ -20,6 +20,8 @@ from taskgraph.version import LOCAL_FINGERPRINT, PROTOCOL, VERSION
 
 __all__ = ["JobSpec"]
 
+_DEFAULTS = Settings()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
@@ -58,25 +60,23 @@ class JobSpec:
     protocol: int = PROTOCOL
 
     @classmethod
-    def of(cls, job: Job, *, name: str = "", expected_nodes: int = 0, token_mark: str = "") -> JobSpec:
+    def of(cls, job: Job, *, expected_nodes: int = 0, token_mark: str = "") -> JobSpec:
         """The spec of a job made by a job function; raises JobError where other processes cannot make it."""
         check_not_importing(job.name)
         function, kwargs = job.origin()
-        made = cls._make(job, reference_of(function), kwargs, fingerprint(function), name, expected_nodes)
-        return dataclasses.replace(made, token_mark=token_mark)
+        made = cls._make(job, reference_of(function), kwargs, fingerprint(function))
+        return dataclasses.replace(made, expected_nodes=expected_nodes, token_mark=token_mark)
 
     @classmethod
     def local(cls, job: Job) -> JobSpec:
         """The spec of a job that stays in this process."""
         check_not_importing(job.name)
-        return cls._make(job, None, {}, LOCAL_FINGERPRINT, "", 0)
+        return cls._make(job, None, {}, LOCAL_FINGERPRINT)
 
     @classmethod
-    def _make(
-        cls, job: Job, driver: DriverRef | None, kwargs: dict[str, Any], print_: str, name: str, nodes: int
-    ) -> JobSpec:
+    def _make(cls, job: Job, driver: DriverRef | None, kwargs: dict[str, Any], print_: str) -> JobSpec:
         return cls(
-            name=name or job.name or "job",
+            name=job.name or "job",
             run=uuid.uuid4().hex,
             driver=driver,
             kwargs=kwargs,
@@ -87,7 +87,6 @@ class JobSpec:
             min_nodes=job.min_nodes,
             seed=job.seed,
             settings=dataclasses.asdict(job.settings),
-            expected_nodes=nodes,
             checkpoint=job.checkpoint,
             checkpoint_every=job.checkpoint_every,
         )
@@ -105,6 +104,10 @@ class JobSpec:
             return cls(**{**known, "driver": DriverRef(**driver) if driver else None})
         except (ValueError, TypeError, AttributeError) as error:
             raise DecodeError(f"not a job's spec: {data[:200]!r} ({error})") from error
+
+    def setting(self, name: str) -> Any:
+        """One of its settings; where the taskgraph that submitted it has none of that name, what it is by itself."""
+        return self.settings.get(name, getattr(_DEFAULTS, name))
 
     def check_protocol(self) -> None:
         """Raises FingerprintMismatch where this process cannot take part in the job, or read what its nodes say."""

@@ -23,7 +23,6 @@ from taskgraph.launch import forget as forgetting
 from taskgraph.launch.follow import Follower, client_of
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import Runtime
-from taskgraph.launch.supervise import drain_s
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe.format import ids_text
 from taskgraph.protocol.reach import host_of
@@ -268,8 +267,8 @@ def drain_risk(view: JobView, spec: JobSpec, node: str) -> str:
         return ""
     tasks = f"task{'s' * (len(alone) > 1)} {ids_text(alone)}"
     return (
-        f"{name_of(node)} alone has {tasks}, which is lost when it leaves, after {drain_s(spec):g} s (drain_s) at the "
-        f"latest, unless another node is there by then"
+        f"{name_of(node)} alone has {tasks}, which is lost when it leaves, after {spec.setting('drain_s'):g} s "
+        f"(drain_s) at the latest, unless another node is there by then"
     )
 
 

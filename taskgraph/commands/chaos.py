@@ -175,7 +175,7 @@ class _Chaos:
         while True:
             with contextlib.suppress(CoordinationError):
                 await self.keeper.load()
-                ttl_s = float(self._reached.spec.settings.get("lease_ttl_s", 5.0))
+                ttl_s = self._reached.spec.setting("lease_ttl_s")
                 fault = draw(
                     self._rng,
                     self._view,

@@ -48,7 +48,7 @@ from taskgraph.launch.resuming import lost_text
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import tick
-from taskgraph.launch.supervise import drain_s, launch_nodes
+from taskgraph.launch.supervise import launch_nodes
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
 from taskgraph.observe.progress import Progress
@@ -148,7 +148,7 @@ async def _launch(options: argparse.Namespace) -> int:
                 etcd_ends=reached.entry.embedded,
             )
         )
-        _on_signals(work, leave, follower, drain_s(reached.spec))
+        _on_signals(work, leave, follower, reached.spec.setting("drain_s"))
         ticking = asyncio.ensure_future(tick(progress, tails))
         gone = asyncio.ensure_future(launcher_gone(reached.entry))
         try:
@@ -367,7 +367,7 @@ async def _submitted(
 
 def _take_threads(spec: JobSpec) -> None:
     """BLAS reads how many threads it takes when it is loaded, which is before we know the job: so once again."""
-    wanted = thread_env(spec.settings.get("blas_threads", 1))
+    wanted = thread_env(spec.setting("blas_threads"))
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.environ.update(wanted)
         sys.stdout.flush()

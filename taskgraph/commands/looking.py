@@ -30,7 +30,6 @@ from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.protocol.view import JobView
-from taskgraph.settings import Settings
 
 __all__ = ["events", "result", "status"]
 
@@ -108,7 +107,7 @@ def _nobody(reached: Reached, view: JobView) -> str:
         reached.name,
         expected=spec.expected_nodes,
         launcher=known.pid if known is not None and not known.stale else None,
-        lost_after_s=spec.settings.get("lost_after_s", Settings().lost_after_s),
+        lost_after_s=spec.setting("lost_after_s"),
     )
 
 

@@ -29,7 +29,6 @@ from taskgraph.protocol.kv import Compare, Put, Txn
 from taskgraph.protocol.records import NodeRecord, State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
-from taskgraph.settings import Settings
 from taskgraph.tls import Tls
 from taskgraph.transport.endpoints import host_key
 
@@ -140,7 +139,7 @@ class Collector(Follower):
     async def _see_gone(self) -> None:
         """Raises JobFailed where a node lives whose socket was not there for too long. Where etcd does not answer, it
         cannot tell that the node has ended."""
-        limit_s = _GONE_S + float(self._spec.settings.get("lease_ttl_s", Settings().lease_ttl_s))
+        limit_s = _GONE_S + self._spec.setting("lease_ttl_s")
         for node, since in self._gone.items():
             if time.monotonic() - since <= limit_s:
                 continue
@@ -268,7 +267,7 @@ class Collector(Follower):
 
     def only_there_text(self) -> str:
         """Who has a result that was kept nowhere, and how one gets it."""
-        kept_s = self._spec.settings.get("results_kept_s", Settings().results_kept_s)
+        kept_s = self._spec.setting("results_kept_s")
         return (
             f"the nodes of job {self._spec.name} alone keep its values ({self.only_there}), for {kept_s:g} s "
             f"(results_kept_s): `taskgraph result {self._spec.name} --json > FILE` takes them"

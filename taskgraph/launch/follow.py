@@ -76,7 +76,7 @@ class Follower:
     """Follows one job until it ended. Reads only, but for `cancel_job`. Who takes its results, too: `Collector`."""
 
     def __init__(self, coordinator: Coordinator, spec: JobSpec, token: bytes, tls: Tls | None = None) -> None:
-        self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=spec.settings.get("refresh_s", 0.05))
+        self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=spec.setting("refresh_s"))
         self._coordinator = coordinator
         self._spec = spec
         self._token = token

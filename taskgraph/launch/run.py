@@ -236,7 +236,7 @@ async def _on_nodes(
             stack.callback(runtime.remove, spec.name)
             etcd_log = runtime.folder(spec.name) / "etcd.log"
             # What nodes need is loaded while etcd starts.
-            ahead = await stack.enter_async_context(ForkServer(etcd_log.parent, spec.settings.get("blas_threads", 1)))
+            ahead = await stack.enter_async_context(ForkServer(etcd_log.parent, spec.setting("blas_threads")))
             embedded = await stack.enter_async_context(EmbeddedEtcd(private=True, log=etcd_log, nodes=nodes))
         entry = JobEntry(
             name=spec.name,

@@ -31,9 +31,8 @@ from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
-from taskgraph.settings import Settings
 
-__all__ = ["Hooks", "Supervisor", "drain_s", "end_reason", "launch_nodes"]
+__all__ = ["Hooks", "Supervisor", "end_reason", "launch_nodes"]
 
 log = logging.getLogger("taskgraph.launch")
 
@@ -100,8 +99,8 @@ class Supervisor:
             entry,
             coordinator,
             self._runtime,
-            blas_threads=spec.settings.get("blas_threads", 1),
-            deal_devices=spec.settings.get("deal_devices", True),
+            blas_threads=spec.setting("blas_threads"),
+            deal_devices=spec.setting("deal_devices"),
             listening=listening,
             collects=True,
             on_exit=self._on_exit,
@@ -136,8 +135,8 @@ class Supervisor:
             except TimeoutError:
                 raise await self._timed_out(timeout_s or 0.0) from None
             await self._follower.let_go(found, result)
-            others_s += _cancel_s(self._spec)
-            await self._nodes.wait_to_end(_NODE_END_S, _cancel_s(self._spec))
+            others_s += self._spec.setting("cancel_s")
+            await self._nodes.wait_to_end(_NODE_END_S, self._spec.setting("cancel_s"))
             return result
         except asyncio.CancelledError as error:
             grace_s = others_s = _CANCELLED_END_S
@@ -251,7 +250,7 @@ class Supervisor:
 
     @property
     def _lost_after_s(self) -> float:
-        return float(self._spec.settings.get("lost_after_s", Settings().lost_after_s))
+        return float(self._spec.setting("lost_after_s"))
 
     async def _others_text(self) -> str:
         """That the job has finished, and its results are not ours: what became of them."""
@@ -439,14 +438,14 @@ async def launch_nodes(
         entry,
         coordinator,
         Runtime(),
-        blas_threads=spec.settings.get("blas_threads", 1),
-        deal_devices=spec.settings.get("deal_devices", True),
+        blas_threads=spec.setting("blas_threads"),
+        deal_devices=spec.setting("deal_devices"),
         listening=listening,
     )
     try:
         await _start_unless(leave, nodes, count)
         on_start(nodes)
-        leaves = _leave_when(leave, nodes, drain_s(spec))
+        leaves = _leave_when(leave, nodes, spec.setting("drain_s"))
         async with (
             alongside(nodes.wait(None)) as (gone,),
             alongside(_to_the_end(follower, gone), follower.broken(), leaves) as (ending, broken, leaving),
@@ -469,7 +468,7 @@ async def launch_nodes(
                 _tell_deaths(nodes)
             until_left = [_follow_until_left(follower, nodes, spec.run)] if etcd_ends else []
             async with alongside(*until_left):
-                await nodes.wait_to_end(_NODE_END_S, _cancel_s(spec))
+                await nodes.wait_to_end(_NODE_END_S, spec.setting("cancel_s"))
             return ending.result()
     finally:
         await nodes.stop(0.0 if leave.is_set() else _NODE_END_S)
@@ -513,13 +512,3 @@ async def _to_the_end(follower: Collector, gone: asyncio.Future[None]) -> tuple[
 async def _leave_when(told: asyncio.Event, nodes: LocalNodes, within_s: float) -> None:
     await told.wait()
     await nodes.leave(within_s + _NODE_END_S)
-
-
-def _cancel_s(spec: JobSpec) -> float:
-    """How long the last code of a task may take."""
-    return float(spec.settings.get("cancel_s", Settings().cancel_s))
-
-
-def drain_s(spec: JobSpec) -> float:
-    """How long nodes of a job that are told to leave try to hand everything over."""
-    return float(spec.settings.get("drain_s", Settings().drain_s))

@@ -420,6 +420,13 @@ def test_fields_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
     assert JobSpec.from_bytes(more) == spec
 
 
+def test_a_setting_that_the_version_which_submitted_a_job_had_not_is_what_it_is_by_itself(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, settings=tg.Settings(drain_s=7))
+    former = dataclasses.replace(spec, settings={"drain_s": 7})
+    for each in (spec, former):
+        assert (each.setting("drain_s"), each.setting("lease_ttl_s")) == (7, tg.Settings().lease_ttl_s)
+
+
 def test_nodes_make_the_job_that_was_submitted(tmp_path: Path) -> None:
     settings = tg.Settings(lease_ttl_s=3.0, blas_threads=2)
     changes: dict[str, Any] = {"name": "other", "epochs": 9, "backups": 2, "min_nodes": 3, "seed": 5}

@@ -24,7 +24,7 @@ from taskgraph.launch.forkserver import NodeProcess, NotStarted
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
-from taskgraph.launch.supervise import Hooks, Supervisor, drain_s, end_reason, launch_nodes
+from taskgraph.launch.supervise import Hooks, Supervisor, end_reason, launch_nodes
 from taskgraph.listening import NOWHERE
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.usercode import lastwords
@@ -276,10 +276,6 @@ async def test_an_etcd_that_ends_with_the_run_is_watched_until_the_nodes_here_ha
         assert bool(follower._services) == (not etcd_ends)
     finally:
         await follower.stop()
-
-
-def test_nodes_hand_over_for_as_long_as_the_job_says() -> None:
-    assert drain_s(SPEC) == Settings().drain_s
 
 
 @pytest.mark.parametrize("kept", [True, False])
