@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from taskgraph.errors import PeerLost
 from taskgraph.observe.usage import Usage
-from taskgraph.protocol.cycles import first_of
+from taskgraph.protocol.cycles import first_of, who
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["NoAnswer", "NodeStatus", "ReplicaStatus", "ReportRow", "TaskResult", "waits_text"]
@@ -110,7 +110,7 @@ def waits_text(statuses: Iterable[NodeStatus]) -> str:
     lines = [
         f"task {r.task} runs {r.processor!r} for {r.running_s:.1f} s"
         for r in replicas
-        if r.processor and not any(line.startswith(f"task {r.task} {r.processor!r} is running") for line in found)
+        if r.processor and not any(line.startswith(f"task {r.task} {who(r.processor)} is running") for line in found)
     ]
     lines += found or [f"task {r.task}: {w}" for r in replicas if r.role == "primary" for w in r.waits]
     if lines:

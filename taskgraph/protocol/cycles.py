@@ -29,7 +29,7 @@ from math import inf
 
 from taskgraph.protocol.messages import Wait
 
-__all__ = ["HANDLER", "Edge", "describe_cycle", "describe_waits", "find_cycle", "first_of"]
+__all__ = ["HANDLER", "Edge", "describe_cycle", "describe_waits", "find_cycle", "first_of", "who"]
 
 HANDLER = "handler "  # how the processor of a handler's wait begins; the method's name follows
 
@@ -171,12 +171,11 @@ def describe_cycle(cycle: Sequence[Edge]) -> str:
 
 def _clause(edge: Edge, before: Edge) -> str:
     will = f" (which will put {before.name!r})" if before.kind == "item" else ""
-    return (
-        f"task {edge.task} {_who(edge.processor)}{will} {_what(edge.kind, edge.processor, edge.name, edge.next_task)}"
-    )
+    return f"task {edge.task} {who(edge.processor)}{will} {_what(edge.kind, edge.processor, edge.name, edge.next_task)}"
 
 
-def _who(processor: str) -> str:
+def who(processor: str) -> str:
+    """A processor or a handler in words; "" for what is neither."""
     if not processor:
         return ""
     return f"handler {processor[len(HANDLER) :]!r}" if processor.startswith(HANDLER) else repr(processor)
@@ -191,10 +190,10 @@ def _what(kind: str, processor: str, name: str, task: int) -> str:
         case "reply":
             return f"awaits the reply of task {task} to {name!r}"
         case "turn":
-            return f"waits for its turn: {_who(name)} runs"
+            return f"waits for its turn: {who(name)} runs"
         case "turn of asking":
             return (
-                f"waits for its turn: {_who(name)} runs, which has asked for replies; where threads of its own wait "
+                f"waits for its turn: {who(name)} runs, which has asked for replies; where threads of its own wait "
                 f"for them, have it send all requests first, and then call wait() itself"
             )
         case "outside":
@@ -216,7 +215,7 @@ def describe_waits(waits: Mapping[int, Sequence[Wait]], limit: int = 200) -> lis
     steps = _steps(waits)
     found = [(_far(w, task, steps), task, w) for task, page in sorted(waits.items()) for w in page]
     lines = [
-        f"task {task}{' ' * bool(w.processor)}{_who(w.processor)} {_what(w.kind, w.processor, w.name, w.task)}, "
+        f"task {task}{' ' * bool(w.processor)}{who(w.processor)} {_what(w.kind, w.processor, w.name, w.task)}, "
         f"{w.since_s:.1f} s"
         for _, task, w in sorted(found, key=lambda each: each[:2])
     ]

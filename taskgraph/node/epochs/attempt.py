@@ -547,6 +547,14 @@ class Attempt:
             asking.add(name)
             if name is not where:
                 found.append(Wait(name, "reply", to, method, since))
+        # What runs and asks nobody, of each handler the oldest: where the task has not reported anything yet, nothing
+        # else tells of it.
+        told = set(asking)
+        for where, began in self.replica.actor.running:
+            name = HANDLER + where if where == "on_flag" else where
+            if name.startswith(HANDLER) and name not in told:
+                told.add(name)
+                found.append(Wait(name, "running", self.task, name, self._loop.time() - began))
         if holder := self.replica.actor.holder:
             kind = "turn of asking" if holder in asking else "turn"
             queued = sorted({where for where in self.replica.actor.queued if where.startswith(HANDLER)})

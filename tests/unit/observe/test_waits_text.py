@@ -29,6 +29,8 @@ def test_what_the_leader_found_is_not_told_again_by_the_primaries() -> None:
     assert text == f"it waits: {found[0]}"
     found = ("task 2 'add' is running, 2.9 s", *found)
     assert waits_text([status(replica(2, "add"), waits=found)]) == "it waits: " + "; ".join(found)
+    found = ("task 2 handler 'pull' is running, 2.9 s", *found[1:])
+    assert waits_text([status(replica(2, "handler pull"), waits=found)]) == "it waits: " + "; ".join(found)
 
 
 def test_it_computes_where_there_is_somebody_to_compute_and_nothing_else_to_tell() -> None:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from cluster_kit import Counting, Gated, gated, holder, job, play
+from cluster_kit import Counting, Gated, gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
@@ -80,9 +80,46 @@ def test_each_processor_says_for_what_it_waits_and_what_it_will_put() -> None:
             ("all", "item", 0, "w", ()),
             ("all", "order", 1, "gives", ()),
             ("count", "order", 1, "all", ()),
+            ("handler what", "running", 1, "handler what", ()),
         ]
 
     play(job(Asks, epochs=1), scenario, nodes=2)
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_handler_that_hangs_before_its_task_reported_anything_is_what_the_epoch_waits_for(kind: str) -> None:
+    """`status` said that it ran, and of the job that it waited for nothing."""
+
+    class Hangs(Counting, state=["total"]):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.flag(self.task_id)
+            epoch.processor(self.count)
+
+        if kind == "def":
+
+            def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+                epoch.request(self.task_id, "never").wait()
+
+        else:
+
+            async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+                await epoch.request(self.task_id, "never")
+
+        @tg.handles("never")
+        async def never(self, epoch: tg.Epoch, sender: int, payload: None) -> None:
+            await asyncio.Event().wait()
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await asyncio.sleep(10.0)
+        (text,) = told(cluster, "waits")
+        (lines,) = (node.roles.leader.waits for node in cluster.nodes if node.roles.leader is not None)
+        assert text.startswith("epoch 0 waits: task 0 handler 'never' is running, ")
+        assert [line.rpartition(",")[0] for line in lines] == [
+            "task 0 handler 'never' is running",
+            "task 0 handler 'on_flag' awaits the reply of task 0 to 'never'",
+        ]
+
+    play(job(Hangs, tasks=1, epochs=1), scenario, nodes=1)
 
 
 @pytest.mark.parametrize("hook", ["on_commit", "on_event"])
