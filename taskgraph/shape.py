@@ -20,6 +20,7 @@ __all__ = [
     "HandlerInfo",
     "TaskShape",
     "arguments_of",
+    "check_attributes",
     "check_keywords",
     "checked_state",
     "handles",
@@ -45,6 +46,9 @@ _ALIKE = 0.8
 """difflib's ratio from which a method's name counts as a hook's, misspelt: `reslut`, `on_flags`, `set_up`."""
 _HANDLER = ("epoch", "sender", "payload")
 _PLAIN_ONLY = ("snapshot", "restore", "result")
+_HOOK_NAMES = frozenset(_HOOKS)
+_ASKED = frozenset({"compose", "result"})
+"""Hooks that are called of every task; others where its class has them."""
 GIVEN = ("task_id", "tasks", "log", "primary", "xp")
 
 
@@ -148,6 +152,33 @@ def check_keywords(cls: type, base: type, keywords: Mapping[str, object]) -> Non
     if keywords and not any("__init_subclass__" in vars(other) for other in after if other is not object):
         names = ", ".join(map(repr, keywords))
         raise JobError(f"class {cls.__name__}: tg.Task takes state=[...], not {names}")
+
+
+def check_attributes(task: object, shape: TaskShape) -> None:
+    """Raises JobError for an attribute of the object that hides a hook, or would be one, and is not called.
+
+    `self.result = 0.5` would be found only when the job is over.
+    """
+    own = vars(task)
+    if _HOOK_NAMES.isdisjoint(own):
+        return
+    for name in sorted(_HOOK_NAMES & own.keys()):
+        value, called = own[name], f"{name}({', '.join(('self', *_HOOKS[name]))})"
+        if not callable(value):
+            raise JobError(
+                f"{type(task).__name__}: self.{name} was set to {_a(value)}, which hides the hook {called}: give the "
+                f"attribute another name" + (", and return it from there" if name == "result" else "")
+            )
+        stated = shape.stateful and name in ("snapshot", "restore")  # the default does as much, and is called
+        if name not in shape.overrides | _ASKED and not stated:
+            raise JobError(
+                f"{type(task).__name__}: self.{name} was set on the object and would not be called: hooks are methods "
+                f"of the class, `def {called}`, which may call what the object has under another name"
+            )
+
+
+def _a(value: object) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def checked_state(cls: type, state: Sequence[str]) -> Sequence[str]:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -28,13 +29,11 @@ from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.numbers import held
 from taskgraph.protocol.records import EpochRecord
-from taskgraph.shape import TaskShape
+from taskgraph.shape import GIVEN, TaskShape, check_attributes
 from taskgraph.task import Task, shape_of
 from taskgraph.topology import Topology, as_topology
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from taskgraph.device.api import Device
     from taskgraph.node.epochs.given import Given
     from taskgraph.node.router import Router
@@ -55,6 +54,29 @@ _SPOILER_S: Final = 0.2
 def named_fields(state: Any) -> dict[str, Any]:
     """What `snapshot()` returned, by name where it is a dict."""
     return state if isinstance(state, dict) and all(isinstance(name, str) for name in state) else {"snapshot()": state}
+
+
+def _check_given(task: Task, **given: int) -> None:
+    """Raises JobError where its `__init__` set something else under a name that is ours: it would be gone."""
+    own = vars(task)
+    for name in GIVEN:
+        if name not in own:
+            continue
+        value, number = own[name], given.get(name)
+        if number is not None:
+            fits = isinstance(value, int | np.integer) and int(value) == number
+        else:
+            fits = isinstance(value, {"log": logging.Logger, "xp": ModuleType}.get(name, bool))
+        if not fits:
+            raise _taken(task, "__init__", name)
+
+
+def _taken(task: Task, where: str, name: str) -> JobError:
+    return JobError(
+        f"{type(task).__name__}: {where} set self.{name}, to a value of type {type(vars(task)[name]).__name__}; that "
+        f"is set by the framework, as are {', '.join(other for other in GIVEN if other != name)}: give yours another "
+        f"name"
+    )
 
 
 def encode_fields(state: Any, task: int) -> dict[str, Encoded]:
@@ -161,6 +183,8 @@ class Replica:
                 f"the task builder returned an object for task {self.task} that it had returned before: make one each "
                 f"time it is called, as in builder=lambda task_id: {type(task).__name__}(...)"
             )
+        _check_given(task, task_id=self.task, tasks=self.job.tasks)
+        check_attributes(task, shape_of(type(task)))
         task.task_id = self.task
         task.tasks = self.job.tasks
         task.log = logging.getLogger(f"{_LOGGERS}{self.task}")
@@ -187,8 +211,14 @@ class Replica:
     async def _run_setup(self) -> None:
         await self.build()
         if "setup" in self.shape.overrides:
-            await self.actor.call("setup", self.user_task.setup)
+            await self.actor.call("setup", self.user_task.setup, after=self._check_attributes)
         self.ready = True
+
+    def _check_attributes(self) -> None:
+        """What `setup()` set where we would set something else, or call something."""
+        check_attributes(self.user_task, self.shape)
+        if not isinstance(self.user_task.primary, bool):
+            raise _taken(self.user_task, "setup", "primary")
 
     @property
     def stateful(self) -> bool:
@@ -203,6 +233,7 @@ class Replica:
         task, shape = self.user_task, self.shape
 
         def take() -> Encoded:
+            check_attributes(task, shape)  # of the last epoch, too: its result is asked for when all has ended
             # Encoded before anything else of the task runs: the snapshot may be the task's own arrays.
             state = task.snapshot() if shape.stateful else None
             try:

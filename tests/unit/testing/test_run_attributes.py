@@ -1,0 +1,101 @@
+"""Attributes of a task's object that have the name of a hook, or of what the framework sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import taskgraph as tg
+
+
+class Counts(tg.Task, state=["total"]):
+    """Two epochs of it add up to 2."""
+
+    total: int
+
+    def setup(self) -> None:
+        self.total = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.count)
+
+    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += 1
+
+
+def run(builder: Callable[[int], tg.Task]) -> tg.JobResult:
+    return tg.testing.run(tg.Job(tasks=1, epochs=2, builder=builder))
+
+
+@pytest.mark.parametrize("hook", ["on_flag", "on_commit", "on_event", "teardown"])
+def test_a_hook_that_is_set_on_the_object_would_not_be_called(hook: str) -> None:
+    class Sets(Counts, state=["total"]):
+        def setup(self) -> None:
+            super().setup()
+            setattr(self, hook, print)
+
+    with pytest.raises(tg.JobFailed, match=rf"self\.{hook} was set on the object and would not be called.*def {hook}"):
+        run(lambda _: Sets())
+
+
+@pytest.mark.parametrize("when", ["setup", "the last epoch"])
+def test_a_result_that_is_set_and_not_returned(when: str) -> None:
+    """It was found when the job was over: `'float' object is not callable`, with no line of the user's."""
+
+    class Sets(Counts, state=["total"]):
+        def setup(self) -> None:
+            super().setup()
+            if when == "setup":
+                self.result = None  # type: ignore[method-assign, assignment]
+
+        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if epoch.last:
+                self.result = 0.5  # type: ignore[method-assign, assignment]
+
+    with pytest.raises(
+        tg.JobFailed, match=r"self\.result was set to .*, which hides the hook result\(self\)"
+    ) as failed:
+        run(lambda _: Sets())
+    assert failed.value.where == ("setup" if when == "setup" else "snapshot")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tasks", ["a", "b"]), ("task_id", "first"), ("log", []), ("primary", None), ("xp", 1.0)]
+)
+def test_what_the_framework_sets_is_not_replaced_in_silence(name: str, value: Any) -> None:
+    class Sets(Counts, state=["total"]):
+        def __init__(self) -> None:
+            setattr(self, name, value)
+
+    with pytest.raises(tg.JobFailed, match=rf"__init__ set self\.{name}, to a value of type .* set by the framework"):
+        run(lambda _: Sets())
+
+
+def test_nor_is_whether_it_is_primary_which_changes_later() -> None:
+    class Sets(Counts, state=["total"]):
+        def setup(self) -> None:
+            super().setup()
+            self.primary = {"host": "a"}  # type: ignore[assignment]
+
+    with pytest.raises(tg.JobFailed, match=r"setup set self\.primary, to a value of type dict"):
+        run(lambda _: Sets())
+
+
+def test_what_is_called_all_the_same_may_be_set() -> None:
+    class Sets(Counts, state=["total"]):
+        def __init__(self, task_id: int) -> None:
+            self.task_id, self.tasks = task_id, 1
+
+        def setup(self) -> None:
+            super().setup()
+            self.compose, self.result = self.other, lambda: self.total  # type: ignore[method-assign]
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            raise AssertionError("it is another one")
+
+        def other(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.count)
+
+    assert run(Sets).value == 2
