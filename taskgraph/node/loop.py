@@ -21,6 +21,19 @@ class NodeLoop(uvloop.Loop):
         if not as_expected(context.get("exception")):
             super().default_exception_handler(context)
 
+    def stop(self) -> None:
+        """Ends `run_forever`, where nobody calls it in an asyncio task, as code of users would.
+
+        Raises:
+            JobError: somebody does: the node would end, and so would each that takes the task over.
+        """
+        if asyncio.current_task(self) is not None:
+            raise JobError(
+                "loop.stop(): this event loop is the node's, which would end with it: to end a processor return from "
+                "it, to fail the job raise"
+            )
+        super().stop()
+
     def set_task_factory(self, factory: Any) -> None:
         """Takes one whose tasks begin as asyncio's own do: all tasks of the node are made by it from then on.
 

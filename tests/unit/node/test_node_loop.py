@@ -97,3 +97,13 @@ def test_a_descriptor_that_uvloop_closes_is_its_own(loop: Callable[[], asyncio.A
 
     with asyncio.Runner(loop_factory=loop) as runner:
         assert (runner.run(hands_over()) < 0) is (loop is not asyncio.SelectorEventLoop)
+
+
+def test_code_of_a_task_cannot_stop_it() -> None:
+    """The node ended, which was told as a sys.exit; and so did each that took the task over."""
+
+    def scenario(loop: Any) -> None:
+        with pytest.raises(JobError, match=r"loop\.stop\(\): this event loop is the node's"):
+            loop.stop()
+
+    in_a_node(scenario)
