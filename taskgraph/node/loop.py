@@ -8,7 +8,7 @@ from typing import Any
 import uvloop
 
 from taskgraph.errors import JobError, class_name, worded
-from taskgraph.node.usercode.ended import as_expected
+from taskgraph.node.usercode.ended import as_expected, unnoticed
 
 __all__ = ["NodeLoop"]
 
@@ -20,6 +20,7 @@ class NodeLoop(uvloop.Loop):
         """Tells what nobody took notice of, unless it is as it should be. Not called where users set a handler."""
         if not as_expected(context.get("exception")):
             super().default_exception_handler(context)
+            unnoticed(context.get("exception"), "an asyncio task or callback")
 
     def stop(self) -> None:
         """Ends `run_forever`, where nobody calls it in an asyncio task, as code of users would.

@@ -271,7 +271,9 @@ class Node(NodeServices):
 
     def _cut_off(self) -> None:
         """Somebody cancelled the node: in a process of its own, code of the user's, of which task is not known."""
-        self._why_left = "was ended by user code (sys.exit in an asyncio task of its own, a cancel of all, or loop.stop)"
+        self._why_left = (
+            "was ended by user code (sys.exit in an asyncio task of its own, a cancel of all, or loop.stop)"
+        )
         begun = {task: primary.attempts.latest for task, primary in self.roles.primaries.items()}
         self._ran = tuple(Ran(_BESIDE, t, self.epoch if at is None else at.epoch) for t, at in begun.items())
         if lastwords.here is not None:  # it may come to tell nobody else

@@ -58,7 +58,7 @@ from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
 from taskgraph.node.sockets import keep_sockets
 from taskgraph.node.usercode import lastwords
-from taskgraph.node.usercode.ended import pass_ended_threads_over
+from taskgraph.node.usercode.ended import pass_ended_threads_over, tell_unnoticed
 from taskgraph.observe.events import EventLog, keep_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Get, Txn
@@ -253,8 +253,11 @@ async def _run(
         )
         control.attach(node)
         _obey(config, node)
+        loop = asyncio.get_running_loop()
         if untaken is not None:
-            untaken.tell(partial(_emit_soon, asyncio.get_running_loop(), events))
+            untaken.tell(partial(_emit_soon, loop, events, "log"))
+        tell_unnoticed(partial(_emit_soon, loop, events, "raised"))
+        stack.callback(tell_unnoticed, None)
         if folder is not None:
             await stack.enter_async_context(_while(keep_sockets(folder, (transport, control), events)))
         if tls is not None:
@@ -279,10 +282,10 @@ def _tell_end(job: str, status: StatusRecord) -> None:
         log.warning("job %r was ended: %s", job, status.reason)
 
 
-def _emit_soon(loop: asyncio.AbstractEventLoop, events: EventLog, text: str) -> None:
-    """From whatever thread prints."""
+def _emit_soon(loop: asyncio.AbstractEventLoop, events: EventLog, kind: str, text: str) -> None:
+    """From whatever thread prints, or ends."""
     with contextlib.suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(events.emit, "log", text)
+        loop.call_soon_threadsafe(events.emit, kind, text)
 
 
 @contextlib.asynccontextmanager

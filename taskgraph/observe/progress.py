@@ -37,7 +37,7 @@ _ENDING_S = 2.0
 _MERGED = ("lost", "takeover", "hand-over", "evicted", "admitted", "slow", "teardown failed")
 _ONCE = ("unheld", "sockets")
 """What nodes tell each for itself, and of one task of many: the first one tells what is the matter."""
-_OF_A_NODE = ("paused", "resumed")
+_OF_A_NODE = ("paused", "resumed", "raised")
 """What a node tells of itself, without its name: `taskgraph events` has a column for that."""
 _ENDS = (State.FINISHED, State.FAILED, State.CANCELLED)
 _DEPARTURES = ("lost", "gone", "evicted", "drain")
