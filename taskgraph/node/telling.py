@@ -66,7 +66,7 @@ def _replica_status(node: NodeCore, replica: Replica, primary: Primary | None) -
         boundary=committed.stamp.epoch if committed else None,
         processor=running[-1].where if running else "",
         running_s=node.now() - running[-1].since if running else 0.0,
-        waits=tuple(waits),
+        waits=tuple(dict.fromkeys(waits)),  # a handler may wait for many of its requests, alike
         in_sync=primary.backups.in_sync if primary else 0,
     )
 

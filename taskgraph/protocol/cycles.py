@@ -205,7 +205,7 @@ def _what(kind: str, processor: str, name: str, task: int) -> str:
 
 
 def describe_waits(waits: Mapping[int, Sequence[Wait]], limit: int = 200) -> list[str]:
-    """One line for each wait: `task 3 'add' waits for 'gradient' from task 5, 2.3 s`.
+    """One line for each wait, or for all that are alike: `task 3 'add' waits for 'gradient' from task 5, 2.3 s`.
 
     What waits for nobody comes first, and then who is nearest to it: it is that which keeps the others waiting.
 
@@ -213,11 +213,16 @@ def describe_waits(waits: Mapping[int, Sequence[Wait]], limit: int = 200) -> lis
         limit: lines at most; a last line counts the rest.
     """
     steps = _steps(waits)
-    found = [(_far(w, task, steps), task, w) for task, page in sorted(waits.items()) for w in page]
+    found: dict[tuple[float, int, str], list[float]] = {}  # what is waited for alike, by handlers for many requests say
+    for task, page in sorted(waits.items()):
+        for w in page:
+            text = (
+                f"task {task}{' ' * bool(w.processor)}{who(w.processor)} {_what(w.kind, w.processor, w.name, w.task)}"
+            )
+            found.setdefault((_far(w, task, steps), task, text), []).append(w.since_s)
     lines = [
-        f"task {task}{' ' * bool(w.processor)}{who(w.processor)} {_what(w.kind, w.processor, w.name, w.task)}, "
-        f"{w.since_s:.1f} s"
-        for _, task, w in sorted(found, key=lambda each: each[:2])
+        f"{text}{f' ({len(since)} times)' * (len(since) > 1)}, {max(since):.1f} s"
+        for (_, _, text), since in sorted(found.items(), key=lambda each: each[0][:2])
     ]
     return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
 
