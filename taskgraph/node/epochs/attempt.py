@@ -40,6 +40,9 @@ __all__ = ["Attempt", "Idle", "first_error"]
 
 R = TypeVar("R")
 
+_MOST_IN_STEP = 2_000
+"""Coroutines of a task that wait for something, in a test: where handlers ask each other without an end, there are more
+and more of them, and the run takes minutes to say that it hangs."""
 _LONG = 200
 """Characters of why an epoch is held that are told: they go to etcd each time that is said."""
 
@@ -471,6 +474,12 @@ class Attempt:
 
     def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]:
         self._check_not_quiet(where, "request")
+        if self.replica.threads.in_step and self.replica.actor.waiting > _MOST_IN_STEP:
+            raise GraphError(
+                f"task {self.task}, epoch {self.number}, {in_words(where)}: request {method!r} to task {to}: "
+                f"{_MOST_IN_STEP} coroutines of the task wait already, and a test takes no more; does a handler ask "
+                f"for ever, itself or in a circle?"
+            )
         future: concurrent.futures.Future[Encoded] = concurrent.futures.Future()
 
         def send() -> Coroutine[Any, Any, None]:

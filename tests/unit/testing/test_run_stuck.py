@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
+from taskgraph.node.epochs import attempt
 from taskgraph.node.usercode.actor import in_user_code
 from taskgraph.testing import cluster, threads
 from taskgraph.testing.clock import FastForwardLoop, Turn
@@ -260,6 +261,25 @@ def test_handlers_that_ask_without_an_end_fail_by_name(monkeypatch: pytest.Monke
         tg.testing.run(tg.Job(tasks=3, epochs=2, builder=AsksForEver))
     assert caught.value.where == "handler pass"
     assert threading.active_count() == before
+
+
+class AwaitsForEver(AsksForEver):
+    """Likewise on the event loop."""
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        await epoch.request(1, "pass")
+
+    @tg.handles("pass")
+    async def hand_on(self, epoch: tg.Epoch, sender: int, payload: Any) -> Any:
+        return await epoch.request((self.task_id + 1) % self.tasks, "pass")
+
+
+def test_so_do_those_that_are_coroutines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run took all of its time, and told the stack of the event loop."""
+    monkeypatch.setattr(attempt, "_MOST_IN_STEP", 20)
+    with pytest.raises(tg.JobFailed, match=r"20 coroutines of the task wait already, .* ask for ever") as caught:
+        tg.testing.run(tg.Job(tasks=3, epochs=2, builder=AwaitsForEver))
+    assert caught.value.where == "handler pass"
 
 
 async def test_threads_end_together_and_nobody_is_blamed_for_how_long_it_takes(
