@@ -72,6 +72,7 @@ class _Hello:
     """What both sides share.
 
     Attributes:
+        node: the one that this side is.
         peer: the node of the other side; to be believed only once `done`.
         done: both sides have proven themselves.
         probe: the session ends after the hello.
@@ -82,7 +83,7 @@ class _Hello:
     def __init__(self, token: bytes, job: str, node: str) -> None:
         self._token = token
         self._job = job
-        self._node = node
+        self.node = node
         self._mine = secrets.token_bytes(_NONCE_BYTES)
         self._theirs = b""
         self._expected = Kind.HELLO_OPEN
@@ -110,11 +111,11 @@ class Dialling(_Hello):
         self._expected = Kind.HELLO_CHALLENGE
 
     def open(self) -> Frames:
-        message = frame_pb2.HelloOpen(job=self._job, node=self._node, nonce=self._mine, probe=self.probe)
+        message = frame_pb2.HelloOpen(job=self._job, node=self.node, nonce=self._mine, probe=self.probe)
         return [(Kind.HELLO_OPEN, message.SerializeToString())]
 
     def _proof_of(self, role: bytes) -> bytes:
-        return _proof(self._token, role, self._job, self._node, self.peer, *self._random(self._mine, self._theirs))
+        return _proof(self._token, role, self._job, self.node, self.peer, *self._random(self._mine, self._theirs))
 
     def on_frame(self, kind: Kind, data: bytes) -> Frames:
         """What to send next.
@@ -141,7 +142,7 @@ class Answering(_Hello):
     """The listener's side."""
 
     def _proof_of(self, role: bytes) -> bytes:
-        return _proof(self._token, role, self._job, self.peer, self._node, *self._random(self._theirs, self._mine))
+        return _proof(self._token, role, self._job, self.peer, self.node, *self._random(self._theirs, self._mine))
 
     def on_frame(self, kind: Kind, data: bytes) -> Frames:
         """What to send next.
@@ -161,7 +162,7 @@ class Answering(_Hello):
             self.probe = opened.probe
             self._theirs = _checked_nonce(opened.nonce)
             self._expected = Kind.HELLO_PROOF
-            challenge = frame_pb2.HelloChallenge(node=self._node, nonce=self._mine)
+            challenge = frame_pb2.HelloChallenge(node=self.node, nonce=self._mine)
             return [(Kind.HELLO_CHALLENGE, challenge.SerializeToString())]
         proof = _parse(frame_pb2.HelloProof, data).proof
         if not hmac.compare_digest(proof, self._proof_of(b"dialler")):

@@ -14,6 +14,7 @@ from taskgraph.errors import DecodeError, PeerLost, Refused
 from taskgraph.graph.values import staying
 from taskgraph.protocol.deviceloss import device_error
 from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Item, Pull, Reason, Refusal, Reply
+from taskgraph.protocol.records import name_of
 from taskgraph.transport import wire
 from taskgraph.transport.api import Coming
 from taskgraph.transport.calls import BegunCall, answer, answer_all_now, answer_later, answer_now, describe
@@ -154,7 +155,7 @@ class DialledSession(Session):
         return True
 
     def _no_memory(self, head: Head) -> None:
-        text = f"no memory for a reply of {head.payload} bytes"
+        text = f"{name_of(self._hello.node)} has no memory for a reply of {head.payload} bytes"
         self._pending.pop(head.call).fail(Refused(Reason.NO_MEMORY, text))
         self._outbox.send(Kind.CANCEL, head.call)  # the rest of it need not come, and tickets in it nobody reads
 
@@ -353,7 +354,8 @@ class AcceptedSession(Session):
     def _no_memory(self, head: Head) -> None:
         del self._calls[head.call]
         log.error("no memory for a call of %d bytes from node %s", head.payload, self.peer)
-        self._reply(head.call, Refusal(Reason.NO_MEMORY, f"no memory for a call of {head.payload} bytes"))
+        text = f"{name_of(self._hello.node)} has no memory for a call of {head.payload} bytes"
+        self._reply(head.call, Refusal(Reason.NO_MEMORY, text))
 
     def _cannot_borrow(self, call: int) -> None:
         del self._calls[call]

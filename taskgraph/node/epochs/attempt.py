@@ -217,9 +217,13 @@ class Attempt:
     def _on_idle(self, version: int) -> None:
         self._primary.report_idle(self.stamp, Idle(version, self.ledger.sent_sum, self.ledger.received_sum))
 
-    async def again(self, refused: Refused) -> bool:
+    async def again(self, refused: Refused, what: str) -> bool:
         """Whether a call that was refused is made once more; after a pause."""
-        return await self._primary.again(self.stamp, refused)
+        return await self._primary.again(self.stamp, refused, what)
+
+    def taken(self, what: str) -> None:
+        """A call that was made once more is answered."""
+        self._primary.taken(self.stamp, what)
 
     def refused(self, refused: Refused, why: str) -> None:
         """A call was refused for good: the leader is asked for another attempt. Raises as `Primary.refused`."""

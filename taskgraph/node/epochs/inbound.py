@@ -161,6 +161,7 @@ class Inbound:
 
     async def _pull(self, tag: str, producer: int) -> None:
         """Gets one item; keeps at it through failures of its producer."""
+        what = f"{tag!r} from task {producer}"
         while True:
             try:
                 reply = await self._primary.replica.router.to_primary(
@@ -173,12 +174,13 @@ class Inbound:
                     raise GraphError(
                         f"{who} pulls {tag!r} from task {producer}, which does not offer it in this epoch; {refused}"
                     ) from refused
-                if await self._primary.again(self._stamp, refused):
+                if await self._primary.again(self._stamp, refused, what):
                     continue
-                why = f"task {self._task} cannot pull {tag!r} from task {producer}: {refused}"
+                why = f"task {self._task} cannot pull {what}: {refused}"
                 self._primary.refused(self._stamp, refused, why)
                 await asyncio.Event().wait()  # until the restart cancels this attempt
                 raise AssertionError from refused
+        self._primary.taken(self._stamp, what)
         self._take(tag, producer, reply)
 
     def _wanted_by(self, tag: str, producer: int) -> str:

@@ -49,8 +49,15 @@ class Term(Protocol):
     def report_idle(self, stamp: Stamp, idle: Idle) -> None:
         """Tells the leader that the epoch is quiet here."""
 
-    async def again(self, stamp: Stamp, refused: Refused) -> bool:
-        """Whether a call of an attempt that was refused is made once more in that attempt; after a pause."""
+    async def again(self, stamp: Stamp, refused: Refused, what: str) -> bool:
+        """Whether a call of an attempt that was refused is made once more in that attempt; after a pause.
+
+        Args:
+            what: the call, in words: `taken` is told of it.
+        """
+
+    def taken(self, stamp: Stamp, what: str) -> None:
+        """A call that was made once more is answered."""
 
     def refused(self, stamp: Stamp, refused: Refused, why: str) -> None:
         """A call of an attempt was refused for good, so that the attempt cannot be completed: the epoch restarts.

@@ -86,6 +86,7 @@ class Primary:
         self._restart_asked: set[tuple[Stamp, str]] = set()
         self._not_copied: set[Stamp] = set()  # attempts of one epoch that an error of another node's device has ended
         self._short: dict[Stamp, float] = {}  # where a node had no memory, and nothing was committed since: since when
+        self._wanting: dict[tuple[Stamp, str], str] = {}  # calls of this attempt that wait for memory -> who has none
         self._group: asyncio.TaskGroup | None = None
         self.stage = "setup"
         self.writer = CheckpointWriter(node, self.task)
@@ -269,6 +270,7 @@ class Primary:
                     await lanes.end()  # also where this is cancelled once more
                 finally:
                     self._lanes = None
+                    self._wanting.clear()
                     self.reporter.forget()
                     # Also where the term ends meanwhile: its node would take part with that thread beside it.
                     if not work.cancelled() and isinstance(stuck := work.exception(), StuckError):
@@ -480,7 +482,9 @@ class Primary:
     def waiting_for(self) -> str:
         """What the primary itself waits for outside user code, for `status`."""
         lacking = self._lanes.lacking if self._lanes is not None else ""
-        return self.stage or self.backups.blocked or lacking  # it may lack what itself would report, were it done
+        memory = next(iter(self._wanting.values()), "")
+        # It may lack what itself would report, were it done.
+        return self.stage or memory or self.backups.blocked or lacking
 
     def waits(self, stamp: Stamp) -> tuple[Wait, ...]:
         """What the attempt at `stamp` waits for, and what the primary itself waits for outside user code."""
@@ -566,7 +570,7 @@ class Primary:
                     self.ask_restart(attempt.stamp, lost)
                     return
 
-    async def again(self, stamp: Stamp, refused: Refused) -> bool:
+    async def again(self, stamp: Stamp, refused: Refused, what: str) -> bool:
         """Whether a call of an attempt that was refused is made once more in that attempt, after a pause.
 
         So it is where a node has no memory for it, and the epoch started again for that before: for twice as long each
@@ -581,8 +585,13 @@ class Primary:
         patience_s = _SHORT_S * 2 ** min(before - 1, _MOST_DOUBLED) if before else 0.0
         if now - since >= patience_s:
             return False
+        self._wanting[stamp, what] = f"memory for {what}: {refused}"
         await asyncio.sleep(_SHORT_S)
         return True
+
+    def taken(self, stamp: Stamp, what: str) -> None:
+        """A call that was made once more is answered."""
+        self._wanting.pop((stamp, what), None)
 
     def refused(self, stamp: Stamp, refused: Refused, why: str) -> None:
         """A call of an attempt was refused for good, so that the attempt cannot be completed: the epoch restarts.

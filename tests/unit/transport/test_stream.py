@@ -39,6 +39,7 @@ from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol import messages as m
 from taskgraph.protocol.reach import host_of
+from taskgraph.protocol.records import name_of
 from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, incoming, outbox, sides, stream, wire
 from taskgraph.transport._proto import frame_pb2
@@ -767,8 +768,9 @@ async def test_no_memory_is_an_answer(streams: Cluster, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(incoming, "_allocate", poor)
     b.handler = handler
-    for call in (pull(), m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"", bytes(3 << 20)))):
-        with pytest.raises(Refused, match="no memory"):
+    flag = m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"", bytes(3 << 20)))
+    for call, who, which in ((pull(), a, "reply"), (flag, b, "call")):
+        with pytest.raises(Refused, match=f"^{name_of(who.name)} has no memory for a {which} of 31457"):
             await a.call(b, call)
     assert a.lost.empty() and b.lost.empty()
 

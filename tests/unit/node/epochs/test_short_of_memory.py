@@ -14,7 +14,7 @@ from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.router import Router
 from taskgraph.protocol.messages import Flag, Pull, Reason
 
-NO_MEMORY = "no memory for a reply of 72000019 bytes"
+NO_MEMORY = "n2 has no memory for a reply of 72000019 bytes"
 
 
 class Sends(tg.Task, state=["sum"]):
@@ -83,3 +83,36 @@ def test_what_a_node_has_no_memory_for_is_asked_for_again_and_the_epoch_starts_a
     assert result.values == {0: 0, 1: sum(range(8))}
     assert 1 <= len(told_of) <= restarts and all(NO_MEMORY in text for text in told_of)
     assert ended - began[0] < for_s + 3.0, "it is asked for once a second"
+
+
+@pytest.mark.parametrize("kind", [Pull, Flag])
+def test_who_waits_for_memory_is_told(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> None:
+    """It was said that the task waits for what was there long since, and of whoever sent a flag nothing."""
+    call, short = Router._call, True
+
+    async def calling(self: Router, peer: Any, message: Any, *args: Any) -> Any:
+        if isinstance(message, kind) and message.stamp.epoch == 3 and short:
+            raise Refused(Reason.NO_MEMORY, NO_MEMORY)
+        return await call(self, peer, message, *args)
+
+    monkeypatch.setattr(Router, "_call", calling)
+    monkeypatch.setattr(Router, "begin", lambda *args, **options: None)
+    monkeypatch.setattr(Router, "begin_all", lambda *args: None)
+    job = tg.Job(tasks=2, epochs=8, builder=lambda _: Sends(), topology=LINKS, settings=IN_STEP)
+
+    async def scenario(cluster: InProcessCluster) -> tuple[dict[int, Any], set[str]]:
+        nonlocal short
+        said: set[str] = set()
+        for _ in range(40):
+            await asyncio.sleep(0.5)
+            said.update(wait for node in cluster.nodes for each in node.status().replicas for wait in each.waits)
+        short = False
+        result = await cluster.result()
+        said_last = {wait for node in cluster.nodes for each in node.status().replicas for wait in each.waits}
+        assert not any("memory" in wait for wait in said_last)
+        return result.values, said
+
+    values, said = play(job, scenario, nodes=2)
+    assert values == {0: 0, 1: sum(range(8))}
+    what = "'v' from task 0" if kind is Pull else "a flag to task 1"
+    assert f"memory for {what}: {NO_MEMORY}" in said
