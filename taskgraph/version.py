@@ -2,7 +2,7 @@
 
 VERSION = "0.1.0"
 
-PROTOCOL = 11
+PROTOCOL = 12
 """What nodes say to each other and to etcd; nodes of different protocols do not work on one job."""
 
 LOCAL_FINGERPRINT = "local"

@@ -14,11 +14,16 @@ __all__ = ["Assignment", "Holding", "Seat", "Wish"]
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A node that may hold replicas: registered, not gone, not draining."""
+    """A node that may hold replicas: registered, not gone, not draining.
+
+    Attributes:
+        left: tasks that it left to others, for want of memory, each as often as it did.
+    """
 
     node: str
     host: str
     devices: int = 0
+    left: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,8 @@ class Assignment:
         self.size = backups + 1
         self.device_seats = [i for i in range(self.seats) if by_id[self.names[i]].devices > 0]
         self.has_device = [n not in by_id or by_id[n].devices > 0 for n in self.names]
+        self.left = [by_id[n].left if n in by_id else () for n in self.names]
+        self.short = [bool(left) for left in self.left]
         self.needs = [needs_device(t) for t in range(tasks)]
         self.primary = [-1] * tasks
         self.backups: list[list[int]] = [[] for _ in range(tasks)]

@@ -19,12 +19,16 @@ with a backup of its task (a *hand-over*, which copies nothing), along a chain o
 and only where no chain of hand-overs is left a primary moves to a seat that holds nothing of its task. A primary that
 needs a device changes places with one that needs none.
 
-Every step makes (sum of squares of primaries per seat, sum of squares of those that need a device, tasks short of
-hosts, sum of squares of replicas per seat) smaller in lexicographic order. Hence it ends; and the outcome, once
-adopted, has no step left: placing again changes nothing. Where replicas are even to 1, chains of hand-overs alone
-make the primaries even to 1: any n seats have at most n * ceil(D / (backups + 1)) tasks all to themselves, D being
-the most replicas on one seat (Hall), and a chain exists while a seat has two primaries more than another that it can
-reach (Harvey, Ladner, Lovasz, Tamir, Semi-matchings for bipartite graphs, 2006).
+A node that left a task to others, for want of memory, leads no task that it does not lead already where another node
+can: code that it would run for that may have no memory either, and what it raises fails the job. What it left is led by
+a holder that left it less often. It holds replicas like any other.
+
+Every step makes (how often seats left what they lead, sum of squares of primaries per seat, sum of squares of those
+that need a device, tasks short of hosts, sum of squares of replicas per seat) smaller in lexicographic order. Hence it
+ends; and the outcome, once adopted, has no step left: placing again changes nothing. Where replicas are even to 1,
+chains of hand-overs alone make the primaries even to 1: any n seats have at most n * ceil(D / (backups + 1)) tasks all
+to themselves, D being the most replicas on one seat (Hall), and a chain exists while a seat has two primaries more than
+another that it can reach (Harvey, Ladner, Lovasz, Tamir, Semi-matchings for bipartite graphs, 2006).
 
 So balance comes before holding, to the last primary. That is cheap: a member whose node left has to be replaced by a
 copy anyway, and hand-overs are free.
@@ -65,6 +69,7 @@ def place(
     plan = _Plan(seats, tasks, backups, holdings, needs_device, keep)
     plan.lead_orphans()
     plan.lead_fresh()
+    plan.relieve()
     plan.trim()
     plan.fill()
     while True:
@@ -72,7 +77,7 @@ def place(
         plan.even_replicas()
         # All must run: each may find a step after the others found none.
         steps = plan.hand_over(held_only=True) + plan.hand_over(held_only=False) + plan.even_primaries()
-        steps += plan.even_devices()
+        steps += plan.even_devices() + plan.relieve()
         if not steps:
             return plan.wishes()
 
@@ -86,18 +91,36 @@ class _Plan(Assignment):
         """A task that lost its primary goes to a member; to one that is absent only where there is no other."""
         for task, held in enumerate(self.held):
             if self.primary[task] < 0 and held:
-                heir = min(held, key=lambda i: (i >= self.seats, self.leads(i)))  # then by admission
+                # Then by admission.
+                heir = min(held, key=lambda i: (i >= self.seats, *self._lack(task, i), self.leads(i)))
                 self.drop(task, heir)
                 self.lead(task, heir)
 
     def lead_fresh(self) -> None:
         """Tasks held by nobody: even numbers on the seats, in contiguous blocks. The choosiest tasks first."""
-        for needs, seats in ((True, self.device_seats), (False, list(range(self.seats)))):
+        for needs, eligible in ((True, self.device_seats), (False, list(range(self.seats)))):
+            seats = [i for i in eligible if not self.short[i]] or eligible
             fresh = [t for t, p in enumerate(self.primary) if p < 0 and self.needs[t] is needs]
             if seats:
                 blocks = _even_shares([(self.leads(i), i) for i in seats], len(fresh))
                 for task, seat in zip(fresh, (i for i in seats for _ in range(blocks[i])), strict=True):
                     self.lead(task, seat)
+
+    def relieve(self) -> int:
+        """What a seat left for want of memory goes to a holder that did so less often. Returns the steps."""
+        steps = 0
+        for task, primary in enumerate(self.primary):
+            if primary >= 0 and task in self.left[primary]:
+                able = [i for i in self.backups[task] if i < self.seats]
+                heir = min(able, key=lambda i: self._lack(task, i), default=primary)
+                if self._lack(task, heir)[0] < self._lack(task, primary)[0]:
+                    self.swap(task, heir)
+                    steps += 1
+        return steps
+
+    def _lack(self, task: int, node: int) -> tuple[int, bool]:
+        """How little a node is the one to lead a task, for want of memory."""
+        return self.left[node].count(task), self.short[node]
 
     def trim(self) -> None:
         """Lets surplus members go: absent ones, those on a host with another replica, those on the fullest seat."""
@@ -191,7 +214,7 @@ class _Plan(Assignment):
 
     def _move_primary(self, full: int, empty: int) -> bool:
         able = [t for t in self.led[full] if self.eligible(t, empty) and empty not in self.backups[t]]
-        if not able:
+        if not able or self.short[empty]:
             return False
         self._relocate(min(able, key=lambda t: (empty not in self.held[t], t)), empty)
         return True
@@ -214,7 +237,7 @@ class _Plan(Assignment):
         One goes from the seat with the most of them to the one with the fewest, which gives another in return where
         it would lead more tasks than before. It has one to give: it leads as many, and fewer that need a device.
         """
-        load = {i: sum(self.needs[t] for t in self.led[i]) for i in self.device_seats}
+        load = {i: sum(self.needs[t] for t in self.led[i]) for i in self.device_seats if not self.short[i]}
         steps = 0
         while load:
             full = max(load, key=lambda i: (load[i], -i))
@@ -302,7 +325,7 @@ class _Ways:
         return [
             (to, giver)
             for to in self._plan.backups[task]
-            if to < self._plan.seats and (not self._held_only or to in held)
+            if to < self._plan.seats and not self._plan.short[to] and (not self._held_only or to in held)
         ]
 
 

@@ -143,6 +143,7 @@ class NodeRecord(Record):
         draining: it wants to leave: place nothing here, hand over what is here.
         token_mark: by which nodes see that they have the same token, without telling it; "" where they are one process.
         arithmetic: what decides the last bits of what it computes: Python, numpy, the processor.
+        left: tasks that it left to others, since it had no memory for what they pull; each as often as it did.
     """
 
     name: str
@@ -159,6 +160,7 @@ class NodeRecord(Record):
     token_mark: str = ""
     arithmetic: tuple[str, ...] = ()
     machine: str = ""
+    left: tuple[int, ...] = ()
 
 
 def name_of(node: str) -> str:

@@ -329,6 +329,41 @@ def test_tasks_that_need_a_device_change_places_with_others_where_nodes_with_one
     assert place(grown, 8, 1, adopted(wishes), needs.__contains__) == wishes
 
 
+@settings(max_examples=400, deadline=None)
+@given(situations(), st.data())
+def test_who_left_a_task_leads_no_other_one_that_another_node_can_lead(situation: tuple, data: st.DataObject) -> None:
+    seats, tasks, backups, holdings, needs_device, keep = situation
+    lists = st.lists(st.integers(0, 5), max_size=3)
+    seats = [replace(s, left=tuple(data.draw(lists)) if data.draw(st.booleans()) else ()) for s in seats]
+    wishes = place(seats, tasks, backups, holdings, needs_device, keep)
+    assert place(seats, tasks, backups, adopted(wishes), needs_device, keep) == wishes
+    left = {s.node: s.left for s in seats}
+    for t, w in wishes.items():
+        able = {s.node for s in seats if s.devices or not needs_device(t)}
+        if w.primary not in left:
+            continue
+        for backup in w.backups:
+            assert t not in left[w.primary] or backup in keep or left[backup].count(t) >= left[w.primary].count(t)
+        now = holdings.get(t, Holding(None, ()))
+        if left[w.primary] and w.primary != now.primary:
+            if now.primary in able:
+                assert left[now.primary].count(t) > left[w.primary].count(t)
+            else:
+                assert all(left[n] for n in able.intersection(now.members) or able)
+
+
+def test_who_left_a_task_gets_no_other_one_in_return() -> None:
+    """Its code may have no memory there either, and what that raises fails the job."""
+    seats = [Seat("a", "h"), Seat("b", "h", left=(1,))]
+    before = {0: Holding("a", ("a", "b")), 1: Holding("b", ("b", "a"))}
+    wishes = place(seats, 2, 1, before)
+    assert wishes == {0: Wish("a", ("b",)), 1: Wish("a", ("b",))}
+    assert place(seats, 2, 1, adopted(wishes)) == wishes
+    both = [Seat("a", "h", left=(1, 1)), Seat("b", "h", left=(1,))]
+    assert place(both, 2, 1, adopted(wishes))[1] == Wish("b", ("a",)), "it left it less often"
+    assert place([*both, Seat("c", "h")], 2, 1, adopted(wishes))[1].primary == "c"
+
+
 @settings(max_examples=200, deadline=None)
 @given(situations())
 def test_replicas_are_even_on_one_host(situation: tuple) -> None:

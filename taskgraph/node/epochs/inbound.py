@@ -174,7 +174,7 @@ class Inbound:
                     raise GraphError(
                         f"{who} pulls {tag!r} from task {producer}, which does not offer it in this epoch; {refused}"
                     ) from refused
-                if await self._primary.again(self._stamp, refused, what):
+                if await self._primary.again(self._stamp, refused, what, pulls=True):
                     continue
                 why = f"task {self._task} cannot pull {what}: {refused}"
                 self._primary.refused(self._stamp, refused, why)

@@ -49,11 +49,12 @@ class Term(Protocol):
     def report_idle(self, stamp: Stamp, idle: Idle) -> None:
         """Tells the leader that the epoch is quiet here."""
 
-    async def again(self, stamp: Stamp, refused: Refused, what: str) -> bool:
+    async def again(self, stamp: Stamp, refused: Refused, what: str, *, pulls: bool = False) -> bool:
         """Whether a call of an attempt that was refused is made once more in that attempt; after a pause.
 
         Args:
             what: the call, in words: `taken` is told of it.
+            pulls: it is this node that has no memory, if one has none.
         """
 
     def taken(self, stamp: Stamp, what: str) -> None:

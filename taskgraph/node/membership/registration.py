@@ -57,6 +57,8 @@ class Registration:
         self._draining = False
         self._why_paused = ""  # what was last said of it
         self._writing = ""  # the writer of a change of the key that was not answered yet
+        self._one_writes = asyncio.Lock()
+        node.announce = self.announce
         self._reached: set[str] = set()  # nodes that answered before this one began: ids are never used again
 
     @property
@@ -68,7 +70,11 @@ class Registration:
         """What the key is to say, for one write: made anew for each, since several may be under way."""
         assert self._lease is not None
         return dataclasses.replace(
-            self._record, lease=self._lease.id, draining=self._draining, writer=self._node.writer()
+            self._record,
+            lease=self._lease.id,
+            draining=self._draining,
+            left=self._node.left,
+            writer=self._node.writer(),
         )
 
     async def register(self) -> None:
@@ -344,6 +350,14 @@ class Registration:
     async def announce_drain(self) -> None:
         """Tells everyone that this node wants to leave."""
         self._draining = True
+        await self.announce()
+
+    async def announce(self) -> None:
+        """Has the key say what changed of what this node wants."""
+        async with self._one_writes:
+            await self._announce()
+
+    async def _announce(self) -> None:
         while True:
             await self._node.while_paused()
             view, record = self._node.keeper.view, self._current()

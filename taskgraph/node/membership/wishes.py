@@ -73,7 +73,7 @@ class Wishes:
             return
         self.revision = view.structure_revision
         live = view.live_nodes(node.spec.run)
-        seats = [Seat(n, r.machine or r.host, r.devices) for n, r in sorted(live.items()) if not r.draining]
+        seats = [Seat(n, r.machine or r.host, r.devices, r.left) for n, r in sorted(live.items()) if not r.draining]
         # Who was evicted "until e" counts as no holder, though it is one while e is committed. Where all have to wish
         # for the same, it must not matter whether a node read the next commit together with the change or after it.
         # Nothing is lost by that: such a node takes over where nobody else can, whoever is wished for, and is then the

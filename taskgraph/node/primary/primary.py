@@ -49,6 +49,14 @@ _SHORT_S = 1.0
 """What a node has no memory for is pulled, or sent, again so much later: it may be sent whole each time."""
 _MOST_DOUBLED = 6
 """It is for so long, doubled with each attempt that ends for it, that the next attempt does so: a minute at most."""
+_LEFT_AFTER = 5
+"""After so many attempts of an epoch, and"""
+_LEFT_S = 120.0
+"""after so long its task is left to another node: what else took memory has come and gone by then, as a rule. Not
+sooner: the other node has no more than it had, and what code raises there for want of memory fails the job."""
+_LEFT_RARER = 4
+"""Where that node left it, too, it is after so many times as long: so tasks go round ever more rarely where none has
+memory, and a node that has some again is found in a few times as long as it took."""
 
 
 class Primary:
@@ -404,12 +412,16 @@ class Primary:
 
     def _heir(self) -> str | None:
         """Whom placement wants as the primary in place of this one, where that node can take over now."""
-        wish, view = self.node.wish(self.task), self.node.keeper.view
+        wish = self.node.wish(self.task)
         heir = wish.primary if wish is not None else None
         if heir is None or heir == self.node.id:
             return None
-        able = heir in view.in_sync(self.task) and heir not in self.node.suspects and heir in view.nodes
-        return heir if able else None
+        return heir if self._able(heir) else None
+
+    def _able(self, other: str) -> bool:
+        """Whether that node can take over now."""
+        view = self.node.keeper.view
+        return other in view.in_sync(self.task) and other not in self.node.suspects and other in view.nodes
 
     async def hand_over_if_wished(self, stamp: Stamp) -> None:
         """Right after a commit: where placement wants another primary, and it is in sync, it takes over now."""
@@ -570,11 +582,14 @@ class Primary:
                     self.ask_restart(attempt.stamp, lost)
                     return
 
-    async def again(self, stamp: Stamp, refused: Refused, what: str) -> bool:
+    async def again(self, stamp: Stamp, refused: Refused, what: str, *, pulls: bool = False) -> bool:
         """Whether a call of an attempt that was refused is made once more in that attempt, after a pause.
 
         So it is where a node has no memory for it, and the epoch started again for that before: for twice as long each
         time. To start again frees what epochs ahead held; where that does not help, it would do nothing else.
+
+        Args:
+            pulls: it is this node that has no memory. In the end it leaves the task to another one.
         """
         if refused.reason != Reason.NO_MEMORY:
             return False
@@ -584,10 +599,37 @@ class Primary:
         before = len({of.attempt for of in self._short} - {stamp.attempt})
         patience_s = _SHORT_S * 2 ** min(before - 1, _MOST_DOUBLED) if before else 0.0
         if now - since >= patience_s:
+            if pulls and before >= _LEFT_AFTER:
+                await self._leave_to_others(now - min(self._short.values()), what, refused)
             return False
         self._wanting[stamp, what] = f"memory for {what}: {refused}"
         await asyncio.sleep(_SHORT_S)
         return True
+
+    async def _leave_to_others(self, short_s: float, what: str, refused: Refused) -> None:
+        """Has placement want another primary, where there is a backup: the next attempt begins with the hand-over.
+
+        Args:
+            short_s: for how long there has been no memory.
+        """
+        node, task, view = self.node, self.task, self.node.keeper.view
+        wish, mine = node.wish(task), node.left.count(task)
+        if wish is not None and wish.primary == node.id:
+            others = {n: view.nodes[n].record.left.count(task) for n in wish.backups if self._able(n)}
+            least = min(others.values(), default=mine)
+            if others and mine <= least and short_s >= _LEFT_S * _LEFT_RARER**least:
+                node.left += (task,) * (least + 1 - mine)
+                heir = name_of(min(others, key=others.__getitem__))
+                text = f"{node.name} leaves task {task} to {heir}, as it had no memory for {what} for {short_s:.0f} s"
+                node.events.emit("waits", f"{text}: {refused}", task=task, epoch=node.epoch)
+                node.own(node.announce(), f"leave task {task} to another node")
+        left = node.left.count(task)
+
+        def told(view: JobView) -> bool:
+            known = view.nodes.get(node.id)
+            return known is None or known.record.left.count(task) >= left
+
+        await node.keeper.wait_until(told)
 
     def taken(self, stamp: Stamp, what: str) -> None:
         """A call that was made once more is answered."""

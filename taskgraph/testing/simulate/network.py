@@ -18,11 +18,12 @@ from typing import Any
 from taskgraph import timeouts
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Block
-from taskgraph.protocol.messages import Call, Pull, Refusal, Reply, Report, Reports
+from taskgraph.protocol.messages import Call, Pull, Reason, Refusal, Reply, Report, Reports
+from taskgraph.protocol.records import name_of
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.loop import Process
-from taskgraph.testing.simulate.pace import Starving
+from taskgraph.testing.simulate.pace import Memory, Starving
 from taskgraph.transport.api import Coming, OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_all_now, answer_quietly, call_self, describe, unwrap
 
@@ -58,6 +59,7 @@ class SimNetwork:
         on_call: (from, to, message): told when a call is about to leave.
         slips: how long probes take, and which reports are lost.
         starving: who comes last for a while.
+        memory: who has none for what comes.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class SimNetwork:
         on_call: Callable[[str, str, object], None],
         slips: Slips | None = None,
         starving: Starving | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.rng = rng
         self.settings = settings
@@ -80,6 +83,7 @@ class SimNetwork:
         self.on_call = on_call
         self._slips = slips
         self._starving = starving
+        self._memory = memory
         self.transports: dict[str, SimTransport] = {}
         self._vanished: set[str] = set()  # nodes whose host is gone: nothing refuses there
         self._connections: dict[_Connection, None] = {}
@@ -172,6 +176,12 @@ class SimNetwork:
     def loses(self, message: object) -> bool:
         """Whether one is lost of those of which nobody is told that they arrived."""
         return isinstance(message, Report | Reports) and self._slips is not None and self._slips.report()
+
+    def arrived(self, to: str, reply: Reply) -> Reply:
+        """What `to` takes a reply for: one that it has no memory for is refused there."""
+        if self._memory is None or not self._memory.lacks(to, reply):
+            return reply
+        return Refusal(Reason.NO_MEMORY, f"{name_of(to)} has no memory for a reply")
 
     def transmit(self, connection: _Connection, sender: str, deliver: Callable[[], None], kind: str = "") -> None:
         """Runs `deliver` at the other end, in its process, if both ends still stand then."""
@@ -503,10 +513,11 @@ class SimTransport:
 
     def _reply(self, connection: _Connection, number: int, answered: Reply) -> None:
         def deliver() -> None:
-            self.network.on_message(self.node, connection.dialler, answered)
+            taken = self.network.arrived(connection.dialler, answered)
+            self.network.on_message(self.node, connection.dialler, taken)
             reply = connection.pending.get(number)
             if reply is not None and not reply.done():
-                reply.set_result(answered)
+                reply.set_result(taken)
 
         self.network.transmit(connection, self.node, deliver, type(answered).__name__)
 

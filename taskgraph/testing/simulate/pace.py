@@ -10,10 +10,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from taskgraph.protocol.messages import Answer, Item
 from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.threads import Ends
 
-__all__ = ["Pace", "Starving", "Steps"]
+__all__ = ["Memory", "Pace", "Starving", "Steps"]
 
 SLIPPING = 0.3
 """Share of the seeds with reads of etcd that are lost or late, or probes that take long."""
@@ -26,6 +27,9 @@ STEPPING = 0.15
 
 ENDING = 0.2
 """Share of the seeds whose functions in threads run at any time before their end is heard of."""
+
+SHORT = 0.1
+"""Share of the seeds in which nodes have no memory for what they pull, for a while or for ever."""
 
 STARVING = 0.2
 """Share of the seeds in which somebody comes last for a while."""
@@ -121,6 +125,37 @@ class Starving:
         return late_s * self._rng.uniform(0.5, 1.0)
 
 
+class Memory:
+    """Which nodes have no memory for items, or for answers, that come to them.
+
+    In half of the seeds that have this it is one node alone, which never has any for items: it has to leave what it
+    leads to others.
+
+    Args:
+        share: of the seeds that have this.
+    """
+
+    def __init__(self, rng: random.Random, *, share: float) -> None:
+        self._rng = rng
+        self.drawn = rng.random() < share
+        self.lasts = rng.random() < 0.5
+        self._share = rng.choice((0.1, 0.5, 1.0))  # of what comes
+        self._names = {f"n{rng.randint(1, 3)}" for _ in range(1 if self.lasts else 3)}
+        self._from = rng.choice((0, 0, 1, 3))  # an epoch
+
+    def end(self) -> None:
+        """From now on no node is short of memory, but for one that never has any."""
+        self.drawn = self.drawn and self.lasts
+
+    def lacks(self, node: str, message: object) -> bool:
+        """Whether `node` has none for a message that comes to it."""
+        if not self.drawn or not isinstance(message, Item if self.lasts else Item | Answer):
+            return False
+        if message.stamp.epoch < self._from:
+            return False
+        return node.rpartition("-")[0] in self._names and self._rng.random() < self._share
+
+
 @dataclass
 class Pace:
     """All of it, of one seed."""
@@ -129,6 +164,7 @@ class Pace:
     steps: Steps
     ends: Ends
     starving: Starving
+    memory: Memory
 
     @classmethod
     def draw(cls, seed: int, now: Callable[[], float]) -> Pace:
@@ -139,14 +175,16 @@ class Pace:
             of("reads and probes"), share=SLIPPING, writes=of("transactions and reports"), writes_share=LOSING
         )
         steps, ends = Steps(of("steps"), share=STEPPING), Ends(of("ends"), share=ENDING)
-        return cls(slips, steps, ends, Starving(of("who comes last"), share=STARVING, now=now))
+        memory = Memory(of("memory"), share=SHORT)
+        return cls(slips, steps, ends, Starving(of("who comes last"), share=STARVING, now=now), memory)
 
     @classmethod
     def none(cls) -> Pace:
         """Nothing is held up."""
         rng = random.Random(0)
         slips, steps = Slips(rng, share=0.0, writes=rng, writes_share=0.0), Steps(rng, share=0.0)
-        return cls(slips, steps, Ends(rng, share=0.0), Starving(rng, share=0.0, now=lambda: 0.0))
+        starving = Starving(rng, share=0.0, now=lambda: 0.0)
+        return cls(slips, steps, Ends(rng, share=0.0), starving, Memory(rng, share=0.0))
 
     @property
     def described(self) -> str:
@@ -156,6 +194,7 @@ class Pace:
             "steps that take time": self.steps.drawn,
             "functions that end at any time": self.ends.drawn,
             "somebody who comes last": self.starving.drawn,
+            "nodes without memory": self.memory.drawn,
         }
         return "".join(f", {what}" for what, has in drawn.items() if has)
 
@@ -164,6 +203,7 @@ class Pace:
         self.steps.end()
         self.ends.end()
         self.starving.end()
+        self.memory.end()
 
 
 def _drawn(rng: random.Random, between: tuple[float, float]) -> float:

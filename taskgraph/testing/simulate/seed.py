@@ -23,7 +23,7 @@ import taskgraph as tg
 from taskgraph.coordination import viewkeeper
 from taskgraph.node import reconciler, replica
 from taskgraph.node.epochs import inbound, pulls
-from taskgraph.node.primary import gathered
+from taskgraph.node.primary import gathered, primary
 from taskgraph.protocol.records import State
 from taskgraph.testing.simulate.drawing import (
     draw,
@@ -70,6 +70,9 @@ RESTING = 0.2
 RESTS_S = (0.0, 0.0, 0.01, 0.05, 0.2)
 """For how long they do."""
 
+SHORT_S = 0.02
+"""Instead of a second."""
+
 LIMIT_CPU_S = 10.0
 """What a seed may cost, by far; one that takes longer has met a loop that does not end."""
 
@@ -106,7 +109,7 @@ def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
     began = time.perf_counter()
     loop = SimLoop()
     outcome = Outcome(seed, "", "", "", Transcript(loop.time), 0.0, 0.0, 0)
-    with _watched(loop), _garbage_kept(), _resting(outcome), _large(outcome):
+    with _watched(loop), _garbage_kept(), _resting(outcome), _large(outcome), _soon():
         runner = asyncio.Runner(loop_factory=lambda: loop)
         try:
             with runner:
@@ -167,6 +170,13 @@ def _large(outcome: Outcome) -> Iterator[None]:
             if sizes.random() < 0.5:
                 stack.enter_context(mock.patch.object(pulls, "LARGE_BYTES", -1))
                 stack.enter_context(mock.patch.object(inbound, "LARGE_BYTES", -1))
+        yield
+
+
+@contextlib.contextmanager
+def _soon() -> Iterator[None]:
+    """What a node has no memory for is asked for again so soon that it happens within a seed that it leaves a task."""
+    with mock.patch.object(primary, "_SHORT_S", SHORT_S), mock.patch.object(primary, "_LEFT_S", 120 * SHORT_S):
         yield
 
 
@@ -252,6 +262,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     if keeping:
         settings = dataclasses.replace(settings, checkpoints_kept=keeps.choice((1, 2, 3)))
     pace = Pace.draw(outcome.seed, asyncio.get_running_loop().time)
+    if not workload.backups:
+        pace.memory.lasts = False  # there is nobody to leave anything to
     world = World(workload, settings, 1, rng, keeps, pace)
     outcome.transcript = world.transcript
     outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"

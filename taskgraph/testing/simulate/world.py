@@ -127,6 +127,7 @@ class World:
             on_call=self._on_call,
             slips=self.pace.slips,
             starving=self.pace.starving,
+            memory=self.pace.memory,
         )
         self.invariants = Invariants(
             self.spec.name,

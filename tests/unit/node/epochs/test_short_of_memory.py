@@ -6,13 +6,15 @@ import asyncio
 from typing import Any
 
 import pytest
-from cluster_kit import IN_STEP, play, told
+from cluster_kit import IN_STEP, holder, play, told
 
 import taskgraph as tg
 from taskgraph.errors import Refused
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.primary import primary
 from taskgraph.node.router import Router
 from taskgraph.protocol.messages import Flag, Pull, Reason
+from taskgraph.protocol.records import name_of
 
 NO_MEMORY = "n2 has no memory for a reply of 72000019 bytes"
 
@@ -116,3 +118,101 @@ def test_who_waits_for_memory_is_told(monkeypatch: pytest.MonkeyPatch, kind: typ
     assert values == {0: 0, 1: sum(range(8))}
     what = "'v' from task 0" if kind is Pull else "a flag to task 1"
     assert f"memory for {what}: {NO_MEMORY}" in said
+
+
+class Pulls(Sends, state=["sum"]):
+    """The same without a flag."""
+
+    async def give(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("v", epoch.number)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Nodes, by name, that have no memory for items of epochs from 3 on."""
+    call, poor = Router._call, set[str]()
+
+    async def calling(self: Router, peer: Any, message: Any, *args: Any) -> Any:
+        me = name_of(self._transport.node)  # type: ignore[attr-defined]
+        if me in poor and isinstance(message, Pull) and message.stamp.epoch >= 3:
+            raise Refused(Reason.NO_MEMORY, f"{me} has no memory for a reply of 72000019 bytes")
+        return await call(self, peer, message, *args)
+
+    monkeypatch.setattr(Router, "_call", calling)
+    monkeypatch.setattr(Router, "begin", lambda *args, **options: None)
+    monkeypatch.setattr(Router, "begin_all", lambda *args: None)
+    monkeypatch.setattr(primary, "_LEFT_S", 30.0)
+    return poor
+
+
+def pulling(settings: tg.Settings = IN_STEP, *, backups: int = 1) -> tg.Job:
+    return tg.Job(
+        tasks=2, epochs=8, builder=lambda _: Pulls(), topology=LINKS, settings=settings, backups=backups, min_nodes=3
+    )
+
+
+async def led_by(cluster: InProcessCluster, task: int) -> str:
+    """The node that works on the task, once an epoch is committed."""
+    await cluster.nodes[0].keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 1)
+    return name_of(holder(cluster, task).id)
+
+
+def left(cluster: InProcessCluster) -> list[str]:
+    """What was told of tasks that nodes left to others."""
+    return [text for text in told(cluster, "waits") if " leaves task " in text]
+
+
+@pytest.mark.parametrize("settings", [IN_STEP, tg.Settings()])
+def test_a_task_is_left_to_a_backup_that_has_memory_for_what_it_pulls(short: set[str], settings: tg.Settings) -> None:
+    """The epoch started again for ever, though the backup could have gone on."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        short.add(first := await led_by(cluster, 1))
+        assert (await cluster.result()).values == {0: 0, 1: sum(range(8))}
+        assert 30 < asyncio.get_running_loop().time() < 60
+        (why,) = left(cluster)
+        assert why.startswith(f"{first} leaves task 1 to n")
+        assert ", as it had no memory for 'v' from task 0 for 3" in why
+        assert why.endswith(f" s: {first} has no memory for a reply of 72000019 bytes")
+        assert await led_by(cluster, 1) != first
+        assert all(holder(cluster, task).name != first for task in range(2)), "it is given no other task in return"
+
+    play(pulling(settings), scenario, nodes=3)
+
+
+def test_without_a_backup_a_task_stays_where_it_is(short: set[str]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        short.add(first := await led_by(cluster, 1))
+        await asyncio.sleep(300)
+        assert await led_by(cluster, 1) == first and not left(cluster)
+        short.clear()
+        assert (await cluster.result()).values == {0: 0, 1: sum(range(8))}
+
+    play(pulling(backups=0), scenario, nodes=3)
+
+
+def test_a_task_for_which_no_node_has_memory_goes_round_ever_more_rarely(short: set[str]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        short.update(f"n{n}" for n in range(1, 4))
+        await asyncio.sleep(570)
+        assert len(left(cluster)) == 2, "after half a minute, after two minutes more, and then not within eight"
+        short.clear()
+        assert (await cluster.result()).values == {0: 0, 1: sum(range(8))}
+
+    play(pulling(), scenario, nodes=3)
+
+
+def test_a_node_that_has_memory_again_is_found_where_the_other_one_has_none(short: set[str]) -> None:
+    """It left the task, and would hold it for ever as a backup; whoever has it now never gets memory."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first = await led_by(cluster, 1)
+        short.update(f"n{n}" for n in range(1, 4))
+        await asyncio.sleep(45)
+        assert len(left(cluster)) == 1 and await led_by(cluster, 1) != first
+        short.remove(first)
+        assert (await cluster.result()).values == {0: 0, 1: sum(range(8))}
+        assert asyncio.get_running_loop().time() < 300
+        assert len(left(cluster)) == 2 and await led_by(cluster, 1) == first
+
+    play(pulling(), scenario, nodes=3)
