@@ -75,7 +75,7 @@ def test_what_a_node_has_no_memory_for_is_asked_for_again_and_the_epoch_starts_a
     monkeypatch.setattr(Router, "_call", calling)
     monkeypatch.setattr(Router, "begin", lambda self, task, m, **o: None if is_short(m) else begin(self, task, m, **o))
     monkeypatch.setattr(Router, "begin_all", lambda *args: None)
-    job = tg.Job(tasks=2, epochs=8, builder=lambda _: Sends(), topology=LINKS, settings=settings)
+    job = tg.Job(tasks=2, epochs=8, builder=lambda _: Sends(), topology=LINKS, settings=settings, backups=0)
 
     async def scenario(cluster: InProcessCluster) -> tuple[tg.JobResult, float, list[str]]:
         result = await cluster.result()
