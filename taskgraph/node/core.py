@@ -141,6 +141,11 @@ class NodeCore:
         """Whether it still takes on anything; a node that leaves answers for a moment longer."""
         return self._group is not None and not self._leaving and self._broken is None
 
+    @property
+    def leaving(self) -> bool:
+        """Whether what runs here is brought to its end: nobody would end what is begun from now on."""
+        return self._leaving
+
     def speaks(self) -> bool:
         """Whether this is the first of the nodes by name, which tells what all of them see."""
         return min(self.keeper.view.live_nodes(self.spec.run), default="") == self.id

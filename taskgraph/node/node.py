@@ -154,7 +154,7 @@ class Node(NodeServices):
             self._group = None
 
     async def _stop_everything(self, services: list[asyncio.Task[None]]) -> None:
-        self._leaving = True  # nobody would end what is begun from now on
+        self._leaving = True
         setups = [r.setting_up for r in self.roles.replicas.values() if r.setting_up is not None]
         tasks = [*services, *self._owned, *setups]
         pending, rounds = set(tasks), 0

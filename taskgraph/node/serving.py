@@ -332,6 +332,8 @@ class Serving:
 
     def _check_offer(self, peer: str, offer: Offer | Offers) -> None:
         view = self._node.keeper.view
+        if self._node.leaving:  # a replica that is set up now would not be torn down
+            raise Refused(Reason.CLOSING, f"{self._node.name} is leaving")
         if not view.is_primary(offer.task, peer, offer.term):
             raise Refused(Reason.STALE, f"task {offer.task} is in term {view.term(offer.task)}, not {offer.term}")
         if offer.task in self._roles.primaries:

@@ -16,7 +16,7 @@ from taskgraph.errors import CoordinationError, Refused
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership.draining import Draining
 from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
-from taskgraph.protocol.messages import HandOver
+from taskgraph.protocol.messages import HandOver, Offer, Reason
 from taskgraph.protocol.records import Ran
 
 __all__ = ["gated"]
@@ -47,6 +47,31 @@ def test_an_offer_that_comes_while_tasks_are_torn_down_does_not_end_the_node_wit
         assert [run.exception() for run in runs] == [None] * 4
 
     play(job(Slow, tasks=8, epochs=2), scenario, nodes=4)
+
+
+def test_a_node_that_leaves_sets_nothing_up_for_an_offer() -> None:
+    """Others left first, so it was wished for, and offered a boundary: `setup` ran, and no `teardown` did."""
+    tearing_down.clear()
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await cluster.result()
+        runs = [member.run for member in cluster._members.values()]
+        tearing_down.clear()
+        cluster.store.execute(Txn(success=(Put(cluster.keys.collected, b"{}"),)))
+        while len(tearing_down) < len(runs):  # noqa: ASYNC110 (no event tells)
+            await asyncio.sleep(0.01)
+        by = next(node for node in cluster.nodes if 0 in node.roles.replicas)
+        to = next(node for node in cluster.nodes if 0 not in node.roles.replicas)
+        view, held = to.keeper.view, by.roles.replicas[0].boundaries.committed
+        assert held is not None
+        offer = Offer(held.stamp, view.term(0), 0, True, True, 99, held.value)
+        with pytest.raises(Refused, match="is leaving") as refused:
+            await to.serving(view.primary_node(0) or "", offer)
+        assert refused.value.reason == Reason.CLOSING
+        await asyncio.wait(runs)
+        assert not any(replica.ready for node in cluster.nodes for replica in node.roles.replicas.values())
+
+    play(job(Slow, tasks=2, epochs=2, backups=1), scenario, nodes=4)
 
 
 class Endless(Counting, state=["total"]):
