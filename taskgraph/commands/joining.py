@@ -122,6 +122,7 @@ async def _launch(options: argparse.Namespace) -> int:
         await follower.keeper.load_persistently()
         if (found := follower.view.status) is not None and not follower.view.open:
             return await _tell_ended(reached, found.record)
+        reached.spec.check_protocol()  # each of its nodes would be refused
         runtime = Runtime()
         runtime.join(entry)
         never_wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from commands_kit import in_memory, options
 
 from taskgraph.commands.acting import _drain, _kill, _shutdown
 from taskgraph.commands.chaos import _chaos
+from taskgraph.commands.joining import _launch
 from taskgraph.commands.looking import _events, _status
 from taskgraph.commands.tracing import _trace
 from taskgraph.coordination.memory import MemoryCoordinator
@@ -54,6 +56,17 @@ Command = Callable[[], Coroutine[Any, Any, int]]
 async def test_what_talks_to_nodes_refuses(etcd: MemoryCoordinator, command: Command) -> None:
     with pytest.raises(FingerprintMismatch, match="whose nodes speak protocol 1"):
         await command()
+
+
+async def test_nodes_that_would_be_refused_are_not_launched(
+    etcd: MemoryCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them were started, and each was refused; who launched them then told the ends of their logs."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "token").write_text(f"{'7' * 64}\n")
+    (tmp_path / "token").chmod(0o600)
+    with pytest.raises(FingerprintMismatch, match="whose nodes speak protocol 1"):
+        await _launch(options("launch", "--token-file", str(tmp_path / "token")))
 
 
 async def test_status_shows_what_etcd_has_and_says_why_that_is_all(
