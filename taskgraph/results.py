@@ -178,13 +178,13 @@ def plain_value(value: Any) -> Any:
         return {name: plain_value(getattr(value, name)) for name in value.__dataclass_fields__}
     if hasattr(value, "tolist"):  # numpy, CuPy and torch, arrays and scalars
         return plain_value(value.tolist())
-    if hasattr(value, "ListFields"):  # a protobuf message
-        from google.protobuf.json_format import MessageToDict
-
-        return plain_value(MessageToDict(value, preserving_proto_field_name=True))
     try:
+        if hasattr(value, "ListFields"):  # a protobuf message
+            from google.protobuf.json_format import MessageToDict
+
+            return plain_value(MessageToDict(value, preserving_proto_field_name=True))
         return str(value)
-    except Exception as error:  # a type of the user's
+    except Exception as error:  # a type of the user's, or a message that has no JSON: an Any of a type unknown here, say
         return _unsaid(value, error)
 
 

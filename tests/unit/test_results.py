@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.struct_pb2 import Struct
+from google.protobuf.timestamp_pb2 import Timestamp
 
 import taskgraph as tg
 from taskgraph.observe.format import values_text
@@ -159,6 +161,20 @@ def test_any_value_is_said_in_json(value: Any, plain: Any) -> None:
 def test_of_keys_that_read_the_same_none_is_lost(value: Any, pairs: list[Any]) -> None:
     text = tg.JobResult(name="x", values={0: value, 1: {"in": [value]}}).to_json()
     assert json.loads(text)["values"] == {"0": pairs, "1": {"in": [pairs]}}
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (AnyMessage(type_url="type.googleapis.com/nobody.Knows"), "<Any: TypeError: "),
+        (Timestamp(seconds=10**15), "<Timestamp: "),
+    ],
+    ids=["unknown type", "after the year 9999"],
+)
+def test_a_message_that_has_no_json_says_so_and_costs_no_other_value(message: Any, said: str) -> None:
+    """None of a job's values was kept, and `taskgraph run --json` ended with a traceback."""
+    values = json.loads(tg.JobResult(name="x", values={0: message, 1: [message], 2: 1.5}).to_json())["values"]
+    assert values["0"].startswith(said) and values["1"] == [values["0"]] and values["2"] == 1.5
 
 
 def test_at_a_prompt_a_result_is_short() -> None:
