@@ -184,7 +184,7 @@ def plain_value(value: Any) -> Any:
 
             return plain_value(MessageToDict(value, preserving_proto_field_name=True))
         return str(value)
-    except Exception as error:  # a type of the user's, or a message that has no JSON: an Any of a type unknown here, say
+    except Exception as error:  # a type of the user's; or a message without JSON: an Any of an unknown type, say
         return _unsaid(value, error)
 
 
