@@ -9,9 +9,10 @@ def entry() -> None:
         from taskgraph.signals import obey_sigterm
 
         obey_sigterm()
-        from taskgraph.cli import main
+        from taskgraph.cli import main, tell_of_threads
 
         code = main()
+        tell_of_threads()
     except KeyboardInterrupt:
         print("taskgraph: interrupted", file=sys.stderr)
         code = 130

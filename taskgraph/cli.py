@@ -7,6 +7,7 @@ interrupted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import errno
 import importlib
@@ -14,6 +15,7 @@ import os
 import re
 import resource
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,7 +38,7 @@ from taskgraph.version import VERSION
 if TYPE_CHECKING:
     from taskgraph.jobs import JobFunction
 
-__all__ = ["driver_main", "main"]
+__all__ = ["driver_main", "main", "tell_of_threads"]
 
 FAILED, USAGE, UNREACHABLE, INTERRUPTED = 1, 2, 3, 130
 _ONLY_JOB = "may be left out where only one job runs on this host, and no --etcd is given"
@@ -44,6 +46,8 @@ _NEAR = 0.8
 """Of two options: what is less alike than one letter more or less makes it has nothing to do with the other."""
 _NO_COMMAND = re.compile(r"argument COMMAND: invalid choice: '(\w+)'")
 _OF_DRIVERS = ("run", "submit", "launch")
+_THREADS_S = 2.0
+"""Who waits longer for threads to end is told of it."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -337,11 +341,32 @@ def _is_nowhere() -> bool:
     return False
 
 
-def _print(text: str, error: Exception) -> None:
+def _print(text: str, error: Exception | None = None) -> None:
     from taskgraph.observe.screen import printable
 
     for line in (text, *getattr(error, "__notes__", ())):
         print(f"taskgraph: {printable(line)}", file=sys.stderr)
+
+
+def tell_of_threads() -> None:
+    """Before this process ends: Python waits for threads that are no daemons, as long as that takes, and says nothing.
+
+    A driver may have started one where it is imported.
+    """
+    if all(thread.daemon for thread in threading.enumerate() if thread is not threading.current_thread()):
+        return
+    teller = threading.Timer(_THREADS_S, _tell_of_threads)  # those of a pool end as soon as Python is about to
+    teller.daemon = True
+    with contextlib.suppress(RuntimeError):  # no thread is to be had: nor is one needed
+        teller.start()
+
+
+def _tell_of_threads() -> None:
+    main_thread = threading.main_thread()
+    names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main_thread]
+    if names:
+        text = f"it is done, and waits for threads that the driver started: {', '.join(names)}"
+        _print(f"{text} (Python ends without them if they are made with daemon=True; Ctrl-C ends it)")
 
 
 def driver_main(function: JobFunction[...]) -> None:
@@ -361,4 +386,6 @@ def driver_main(function: JobFunction[...]) -> None:
     arguments = sys.argv[1:]
     if not arguments or (arguments[0] not in _COMMANDS and arguments[0] not in ("-h", "--help", "--version")):
         arguments = ["run", *arguments]
-    sys.exit(main(arguments, function))
+    code = main(arguments, function)
+    tell_of_threads()
+    sys.exit(code)

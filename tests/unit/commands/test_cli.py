@@ -824,3 +824,19 @@ def test_the_token_of_a_job_in_an_etcd_of_ones_own_outlives_its_launcher(capsys:
         assert capsys.readouterr().out == f"{killed.token}\n"
     Runtime().put(gone("fit", embedded=True))
     assert cli.main(["token", "fit"]) == cli.UNREACHABLE, "its etcd is gone"
+
+
+@pytest.mark.parametrize("daemon", [False, True])
+def test_a_command_that_waits_for_a_thread_of_the_driver_says_so(daemon: bool) -> None:
+    """`run` told the values, and then stood for ever, without a word."""
+    program = f"""
+import sys, threading, time
+from taskgraph import cli
+cli._THREADS_S = 0.1
+threading.Thread(target=time.sleep, args=(1.5,), name="metrics", daemon={daemon}).start()
+cli.tell_of_threads()
+sys.exit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    said = "taskgraph: it is done, and waits for threads that the driver started: metrics (Python ends without them if"
+    assert done.returncode == 3 and done.stderr.startswith(said) is not daemon
