@@ -359,7 +359,8 @@ class LocalNodes:
 
     async def wait_to_end(self, timeout_s: float, code_s: float) -> None:
         """Waits until all nodes ended by themselves: `timeout_s` after they last ran code of the user's, the last of
-        which (`teardown()`) may take `code_s`. From then on it is told whom `stop` kills."""
+        which (`teardown()`) may take `code_s`. Tells whose process that code ended: the job has its result all the
+        same. From then on it is told whom `stop` kills."""
         self._ended_well = True
         until = time.monotonic() + timeout_s
         most = until + code_s
@@ -367,6 +368,10 @@ class LocalNodes:
             await self.wait(_RETRY_S)
             if self._running():
                 until = time.monotonic() + timeout_s
+        for entry in self._processes.values():
+            death = entry.death
+            if death is not None and not death.meant and any(ran.where == "teardown" for ran in death.ran):
+                log.warning("node %s %s: what that was to save may not be there", entry.name, death.told)
 
     def _running(self) -> dict[str, tuple[Ran, ...]]:
         """The code of the user's that nodes run which nothing halts, by their names."""

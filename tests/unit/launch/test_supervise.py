@@ -493,7 +493,7 @@ async def test_a_job_that_ended_well_waits_for_the_last_code_of_its_tasks_and_sa
     """A teardown() of more than ten seconds was cut off without a word, although it had cancel_s to return."""
     monkeypatch.setattr(Scripted, "script", """trap '' TERM; touch "$0"; sleep 0.6; exit 0""")
     monkeypatch.setattr("taskgraph.launch.local._RETRY_S", 0.02)
-    teardown = lastwords.Left((Ran("teardown", 3, 9),), False)
+    teardown = lastwords.Left((Ran("teardown", 3, 9),), True)
     monkeypatch.setattr(lastwords, "read", lambda folder: teardown)
     nodes = Scripted(ENTRY, MemoryCoordinator(MemoryStore()), Runtime(tmp_path))
     await nodes.start(1)
@@ -505,6 +505,24 @@ async def test_a_job_that_ended_well_waits_for_the_last_code_of_its_tasks_and_sa
     assert nodes.codes() == {"n1": ends}
     told = ["node n1 has not ended with the job, and is killed while it runs 'teardown' of task 3"]
     assert [record.message for record in caplog.records] == (told if ends else [])
+
+
+@pytest.mark.parametrize(("script", "how"), [("kill -9 $$", "was killed by SIGKILL"), ("exit 3", "exited with code 3")])
+async def test_a_node_that_dies_in_the_last_code_of_a_task_is_told_of(
+    script: str, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing was said: the job had finished, and what its teardown() was to write was not there."""
+    monkeypatch.setattr(Scripted, "script", f"""touch "$0"; {script}""")
+    teardown = lastwords.Left((Ran("teardown", 3, 9),), False)
+    monkeypatch.setattr(lastwords, "read", lambda folder: teardown)
+    nodes = Scripted(ENTRY, MemoryCoordinator(MemoryStore()), Runtime(tmp_path))
+    await nodes.start(1)
+    try:
+        await nodes.wait_to_end(5.0, 5.0)
+    finally:
+        await nodes.stop(0.0, tell=False)
+    told = f"node n1 {how} while it ran 'teardown' of task 3: what that was to save may not be there"
+    assert [record.message for record in caplog.records] == [told]
 
 
 @pytest.mark.parametrize(
