@@ -638,6 +638,13 @@ class StreamTransport:
             return self.verified_now(value)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="taskgraph-verify")
-        with contextlib.suppress(RuntimeError):  # shut down: the session is closed already
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self.verified_now, value)
-        return False
+        try:
+            work = asyncio.get_running_loop().run_in_executor(self._threads, self.verified_now, value)
+        except RuntimeError:
+            if self._state != "running":
+                return False  # shut down: the session is closed already
+            # No thread can be started just now. The next value asks a new pool: the queue of this one holds the value.
+            self._threads.shutdown(wait=False)
+            self._threads = None
+            return self.verified_now(value)
+        return await work

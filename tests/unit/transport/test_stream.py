@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import tracemalloc
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -45,6 +46,7 @@ from taskgraph.transport import endpoints, incoming, outbox, sides, stream, wire
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import Begun, Coming, Peer
 from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, Head, Kind, pack_frame, seal
+from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES
 from taskgraph.transport.sides import DialledSession
 from taskgraph.transport.stream import StreamTransport
 
@@ -1166,3 +1168,27 @@ async def test_a_frame_that_comes_slowly_is_waited_for(tmp_path: Path) -> None:
         for _ in range(6):
             session.look(5)
         assert session.why.startswith("nothing more of a frame came")
+
+
+async def test_a_large_value_is_verified_where_no_thread_can_be_started(
+    streams: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for damaged: its sender was blamed, and the session closed, each time that it came."""
+    a, b = await streams.node(), await streams.node()
+    large = encoded(bytes(VERIFY_AT_ONCE_BYTES + 1))
+    start = threading.Thread.start
+
+    def refuses(thread: threading.Thread) -> None:
+        if thread.name.startswith("taskgraph-verify"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def handler(caller: str, call: m.Call) -> m.Reply:
+        assert isinstance(call, m.Pull)
+        return item(call, large)
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    b.handler = handler
+    reply = await a.call(b, pull())
+    assert isinstance(reply, m.Item) and reply.value.digest == large.digest
+    assert a.lost.empty() and b.lost.empty()
