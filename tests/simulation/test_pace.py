@@ -142,6 +142,18 @@ def test_a_brief_function_may_be_over_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_seeds_in_which_nodes_have_no_memory_find_nothing_and_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "SHORT", 1.0)
+    outcomes = [run_seed(seed) for seed in range(40)]
+    assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
+    left = [outcome for outcome in outcomes if outcome.transcript.states["left for want of memory"]]
+    assert len(left) >= 2
+    assert all("nodes without memory" in outcome.described for outcome in outcomes)
+    assert run_seed(left[0].seed).transcript.digest() == left[0].transcript.digest()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_seeds_in_which_everything_takes_long_find_nothing_and_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     for share in ("LOSING", "STEPPING", "ENDING", "STARVING"):
         monkeypatch.setattr(pace, share, 1.0)

@@ -621,7 +621,7 @@ class Primary:
                 node.left += (task,) * (least + 1 - mine)
                 heir = name_of(min(others, key=others.__getitem__))
                 text = f"{node.name} leaves task {task} to {heir}, as it had no memory for {what} for {short_s:.0f} s"
-                node.events.emit("waits", f"{text}: {refused}", task=task, epoch=node.epoch)
+                node.events.emit("waits", f"{text}: {refused}", task=task, epoch=node.epoch, fields={"left_to": heir})
                 node.own(node.announce(), f"leave task {task} to another node")
         left = node.left.count(task)
 

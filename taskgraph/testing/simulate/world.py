@@ -330,6 +330,8 @@ class World:
     def _told(self, node_id: str, event: Event) -> None:
         self.transcript.add(node_id, event.kind, event.text)
         self.transcript.state(event.kind)
+        if "left_to" in event.fields:
+            self.transcript.state("left for want of memory")
         if (lease := event.fields.get("lease")) is not None:
             self.transcript.state("lease ended")
             if not self.etcd.store.ended(int(lease)):
