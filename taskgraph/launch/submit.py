@@ -76,6 +76,7 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
             ),
             success=(
                 Delete(keys.gone_nodes, prefix=True),
+                Delete(keys.forgotten),
                 Delete(keys.names),
                 Delete(keys.tasks, prefix=True),
                 Delete(keys.events, prefix=True),

@@ -7,12 +7,13 @@ when a process died its launcher writes into `gone/{node}`; these records are th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from taskgraph.protocol.records import GoneRecord, Ran
-from taskgraph.protocol.view import JobView
+from taskgraph.protocol.view import JobView, Versioned
 
-__all__ = ["Fatal", "fatal"]
+__all__ = ["Fatal", "blamed", "fatal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,19 @@ def fatal(view: JobView, limit: int) -> Fatal | None:
     at = view.epoch.record.epoch
     found: dict[tuple[int, int], dict[str, GoneRecord]] = {}
     for node in sorted(view.deaths_from(at), key=lambda node: view.gone[node].mod_revision):
-        gone = view.gone[node]
-        if not gone.record.meant:
-            for ran in gone.record.ran:
-                waits = ran.epoch < 0 and (at == 0 or gone.mod_revision > _last_admission(view, ran.task))
-                if waits or ran.epoch >= at:
-                    found.setdefault((ran.task, max(ran.epoch, at)), {})[node] = gone.record
+        for place in blamed(view, view.gone[node], at):
+            found.setdefault(place, {})[node] = view.gone[node].record
     task, epoch = max(found, key=lambda place: (len(found[place]), -place[0]), default=(0, 0))
     deaths = found.get((task, epoch), {})
     return Fatal(task, epoch, deaths) if len(deaths) >= limit else None
+
+
+def blamed(view: JobView, gone: Versioned[GoneRecord], at: int) -> Iterator[tuple[int, int]]:
+    """For what a death counts while epoch `at` is at work: tasks and epochs."""
+    for ran in () if gone.record.meant else gone.record.ran:
+        waits = ran.epoch < 0 and (at == 0 or gone.mod_revision > _last_admission(view, ran.task))
+        if waits or ran.epoch >= at:
+            yield ran.task, max(ran.epoch, at)
 
 
 def _last_admission(view: JobView, task: int) -> int:

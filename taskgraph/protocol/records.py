@@ -17,6 +17,7 @@ __all__ = [
     "OUT_OF_MEMORY",
     "CheckpointRecord",
     "EpochRecord",
+    "ForgottenRecord",
     "GoneRecord",
     "MemberRecord",
     "NodeRecord",
@@ -233,6 +234,17 @@ class GoneRecord(Record):
         verb = "was " if self.reason.startswith("killed") else ""
         ran = f" while it ran {' and '.join(self.running)}" if self.running else ""
         return verb + self.reason + ran + (" (it was told to end)" if self.meant else "")
+
+
+@frozen(kw_only=True)
+class ForgottenRecord(Record):
+    """`forgotten`: `gone/{node}` of nodes that nobody needs to know any more was deleted, as there are ever more.
+
+    Attributes:
+        revision: of the last of these keys, when they were written. Who has read of its own key since is none of them.
+    """
+
+    revision: int
 
 
 @frozen(kw_only=True)

@@ -21,6 +21,7 @@ from taskgraph.protocol.kv import Compare, Delete, Get, Op, Put, Txn, TxnResult
 from taskgraph.protocol.records import (
     CheckpointRecord,
     EpochRecord,
+    ForgottenRecord,
     GoneRecord,
     MemberRecord,
     NodeRecord,
@@ -39,6 +40,7 @@ __all__ = [
     "declare_gone",
     "evict",
     "fail",
+    "forget_gone",
     "give_results_up",
     "register",
     "remove_member",
@@ -61,9 +63,16 @@ def _mod(record: object) -> int:
 
 
 def register(view: JobView, node: str, record: NodeRecord) -> Txn:
-    """The node's own key appears; the job must still be the one that was read."""
+    """The node's own key appears; the job must still be the one that was read.
+
+    It may have been there before, and been taken back: meanwhile nobody may have declared the node gone.
+    """
     return Txn(
-        compares=(Compare(view.keys.node(node), 0), Compare(view.keys.spec, view.spec_revision)),
+        compares=(
+            Compare(view.keys.node(node), 0),
+            Compare(view.keys.spec, view.spec_revision),
+            *_not_gone(view, node),
+        ),
         success=(Put(view.keys.node(node), record.to_bytes(), record.lease),),
     )
 
@@ -78,12 +87,18 @@ def resume(view: JobView, node: str, record: NodeRecord) -> Txn:
     return Txn(
         compares=(
             Compare(view.keys.spec, view.spec_revision),
-            Compare(view.keys.gone(node), 0),
+            *_not_gone(view, node),
             Compare(view.keys.generation, view.generation_revision),
             Compare(view.keys.node(node), _mod(view.nodes.get(node))),
         ),
         success=(Put(view.keys.node(node), record.to_bytes(), record.lease),),
     )
+
+
+def _not_gone(view: JobView, node: str) -> Iterable[Compare]:
+    """Nobody has declared it gone, nor was that said and deleted since `view`, which shows that it was not before."""
+    yield Compare(view.keys.gone(node), 0)
+    yield Compare(view.keys.forgotten, _mod(view.forgotten))
 
 
 def update_node(view: JobView, node: str, record: NodeRecord, node_revision: int) -> Txn:
@@ -481,3 +496,27 @@ def declare_absent_gone(view: JobView, node: str, record: GoneRecord, *, by: str
     txn = declare_gone(view, node, record)
     keys = view.keys
     return replace(txn, compares=(*txn.compares, Compare(keys.node(node), 0), Compare(keys.node(by), by_revision)))
+
+
+def forget_gone(view: JobView, nodes: Iterable[str], *, primary_revision: int, writer: str) -> Txn:
+    """The leader deletes what was said of nodes that are gone (`forgetting.forgettable`): it grows with each.
+
+    As long as it is said, and there is no key of such a node, no key comes to name it: whoever would write one compares
+    one of the two. Afterwards the node itself finds `forgotten`, if it is there after all.
+    """
+    keys = view.keys
+    known = {node: view.gone[node].mod_revision for node in nodes}
+    last = max(known.values(), default=0)
+    if view.forgotten is not None:
+        last = max(last, view.forgotten.record.revision)
+    return Txn(
+        compares=(
+            Compare(keys.primary(0), primary_revision),
+            Compare(keys.forgotten, _mod(view.forgotten)),
+            *(Compare(keys.gone(node), revision) for node, revision in known.items()),
+        ),
+        success=(
+            Put(keys.forgotten, ForgottenRecord(revision=last, writer=writer).to_bytes()),
+            *(Delete(keys.gone(node)) for node in known),
+        ),
+    )

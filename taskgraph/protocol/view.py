@@ -19,6 +19,7 @@ from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import (
     CheckpointRecord,
     EpochRecord,
+    ForgottenRecord,
     GoneRecord,
     MemberRecord,
     NodeRecord,
@@ -76,9 +77,10 @@ class JobView:
         self.checkpoint: Versioned[CheckpointRecord] | None = None
         self.collected = False
         self.nodes: dict[str, Versioned[NodeRecord]] = {}
-        # They stay for as long as the job runs: what is looked at again and again must not go through all of them.
+        # A thousand of them stay: what is looked at again and again must not go through all of them.
         self.gone: dict[str, Versioned[GoneRecord]] = {}
         self.gone_revision = 0  # of their last change
+        self.forgotten: Versioned[ForgottenRecord] | None = None  # of those that were here, and are not any more
         self._deaths: list[tuple[float, str]] = []  # the last epoch that its code ran in, and the node; in that order
         self.primaries: dict[int, Versioned[PrimaryRecord]] = {}
         self.members: dict[int, dict[str, Versioned[MemberRecord]]] = {}
@@ -214,6 +216,8 @@ class JobView:
                 self.checkpoint = _versioned(CheckpointRecord, kv)
             case ["collected"]:
                 self.collected = True
+            case ["forgotten"]:
+                self.forgotten = _versioned(ForgottenRecord, kv)
             case ["nodes", node]:
                 self.nodes[node] = _versioned(NodeRecord, kv)
             case ["gone", node]:
@@ -242,6 +246,8 @@ class JobView:
                 self.checkpoint = None
             case ["collected"]:
                 self.collected = False
+            case ["forgotten"]:
+                self.forgotten = None
             case ["nodes", node]:
                 self.nodes.pop(node, None)
             case ["gone", node]:

@@ -95,6 +95,13 @@ def _declare_absent_gone(world: World, view: JobView) -> Txn:
     return transactions.declare_absent_gone(view, "d", record, by="a", by_revision=revision)
 
 
+def _forget_gone(world: World, view: JobView) -> Txn:
+    world.put(world.keys.gone("x"), GoneRecord(reason="killed").to_bytes())
+    view.gone["x"] = world.view().gone["x"]
+    revision = view.primaries[0].mod_revision
+    return transactions.forget_gone(view, ["x"], primary_revision=revision, writer=world.writer())
+
+
 def _give_results_up(world: World, view: JobView) -> Txn:
     return transactions.give_results_up(view, "nobody came", by="a", writer=world.writer())
 
@@ -133,6 +140,7 @@ def member_key(node: str) -> Callable[[World], str]:
 NODE_A, NODE_B, NODE_C = (touch(node_key(node)) for node in "abc")
 NO_NODE_A, NO_NODE_B, NO_NODE_C = (drop(node_key(node)) for node in "abc")
 MEMBER_B, MEMBER_C = (touch(member_key(node)) for node in "bc")
+FORGOTTEN = touch(lambda w: w.keys.forgotten)
 NO_MEMBER_B = drop(lambda w: w.keys.member(0, "b"))
 
 
@@ -141,10 +149,24 @@ def gone(node: str) -> Callable[[World], None]:
 
 
 FENCES: list[tuple[Callable[[World, JobView], Txn], dict[str, Callable[[World], None]]]] = [
-    (_register, {"submitted anew": SPEC, "node id taken": touch(lambda w: w.keys.node("d"))}),
+    (
+        _register,
+        {
+            "submitted anew": SPEC,
+            "node id taken": touch(lambda w: w.keys.node("d")),
+            "declared gone": gone("d"),
+            "forgotten": FORGOTTEN,
+        },
+    ),
     (
         _resume,
-        {"submitted anew": SPEC, "declared gone": gone("a"), "a takeover": GENERATION, "an earlier try": NODE_A},
+        {
+            "submitted anew": SPEC,
+            "declared gone": gone("a"),
+            "forgotten": FORGOTTEN,
+            "a takeover": GENERATION,
+            "an earlier try": NODE_A,
+        },
     ),
     (_update_node, {"lease gone": NO_NODE_A, "registered anew": NODE_A}),
     (
@@ -199,6 +221,10 @@ FENCES: list[tuple[Callable[[World, JobView], Txn], dict[str, Callable[[World], 
             "own lease gone": NO_NODE_A,
             "own key put again": NODE_A,
         },
+    ),
+    (
+        _forget_gone,
+        {"no longer leader": PRIMARY, "forgotten by another": FORGOTTEN, "said anew": gone("x")},
     ),
     (
         _give_results_up,

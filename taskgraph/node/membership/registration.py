@@ -59,6 +59,7 @@ class Registration:
         self._writing = ""  # the writer of a change of the key that was not answered yet
         self._one_writes = asyncio.Lock()
         node.announce = self.announce
+        self._there = 0  # the last revision in which this node read its key
         self._reached: set[str] = set()  # nodes that answered before this one began: ids are never used again
 
     @property
@@ -88,10 +89,12 @@ class Registration:
             await self._until_it_may()
             if self._node.draining:
                 return
+            self._check_not_gone()
             while (revision := await self._put_first()) is None:
                 await self._node.from_etcd(keeper.load)
                 if self._node.draining:
                     return
+                self._check_not_gone()
                 if keeper.view.superseded or keeper.view.spec_revision != spec:
                     raise JobError(
                         f"job {keeper.view.keys.job!r} was submitted anew while this node started: start the node again"
@@ -101,6 +104,7 @@ class Registration:
             self._node.pause(False)
             with self._ticking():
                 await keeper.caught_up(revision)
+            self._there = revision
             if not await self._why_unreached():
                 if why := why_unlike(self._record, self._before()):
                     self._node.events.emit("unlike", why)
@@ -243,6 +247,9 @@ class Registration:
             lease = self._lease
             assert lease is not None
             lease.tick()
+            view = self._node.keeper.view
+            if self._node.id in view.nodes:
+                self._there = view.revision
             if not self._node.paused and (why := self._why_unproved(lease)):
                 self._node.pause(True)
                 self._suspicion.paused()
@@ -309,6 +316,9 @@ class Registration:
             self._reconcile()  # primaries of gone terms step down now: who stays is named by this view
             if node.id in node.keeper.view.gone:
                 return  # the node sees that, and ends
+            if self._forgotten():
+                node.end_with(JobError(self._forgotten()))
+                return
             txn = transactions.resume(node.keeper.view, node.id, self._current())
             result = await node.coordinator.txn(txn)
         except CoordinationError as error:
@@ -327,6 +337,25 @@ class Registration:
             self._suspicion.resumed()
             node.events.emit("resumed", "the lease is proved, and the key in etcd is there")
             node.keeper.notify_later()
+
+    def _forgotten(self) -> str:
+        """Why this node counts as gone, though nothing is said of that any more; "": it does not.
+
+        Its key was absent when that was said, and it was said after this node last read of its key.
+        """
+        node, view = self._node, self._node.keeper.view
+        last = view.forgotten.record.revision if view.forgotten is not None else 0
+        if node.id in view.nodes or not 0 < self._there < last:
+            return ""
+        return f"{node.name} was away for so long that it counts as gone"
+
+    def _check_not_gone(self) -> None:
+        """Raises JobError where others say that this node is gone: its key was there, and was taken back."""
+        node = self._node
+        gone = node.keeper.view.gone.get(node.id)
+        why = f"{node.name} was declared gone: {gone.record.reason}" if gone is not None else self._forgotten()
+        if why:
+            raise JobError(why)
 
     @contextlib.contextmanager
     def _ticking(self) -> Iterator[None]:

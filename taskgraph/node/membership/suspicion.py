@@ -238,6 +238,7 @@ class Suspicion:
         view = self._node.keeper.view
         if self._told is None:
             self._told = set(view.gone)
+        self._told &= view.gone.keys()  # the others are forgotten
         for node in sorted(view.gone.keys() - self._told):
             self._told.add(node)
             record = view.gone[node].record

@@ -16,6 +16,7 @@ __all__ = [
     "Slips",
     "draw",
     "draw_around_checkpoints",
+    "draw_around_forgetting",
     "draw_around_race",
     "draw_between_steps",
     "draw_deletions",
@@ -309,6 +310,29 @@ def draw_in_flight(rng: random.Random, *, erratic: bool) -> list[Fault]:
     for _ in range(rng.choice((0, 1, 2, 2)) if erratic else 0):
         faults += _recomputed(rng)
         faults[-1].count = rng.choice((3, 6, 10, 16, 25))
+    return faults
+
+
+def draw_around_forgetting(rng: random.Random) -> list[Fault]:
+    """What is added where nodes that are gone are soon forgotten: several end, and one stands still for so long that it
+    is taken for one of them; or a write of one that ended is long on its way."""
+    faults = [draw_one(rng, follows=True) for _ in range(rng.choice((2, 3, 4)))]
+    for number, fault in enumerate(faults[1:]):
+        fault.kind, fault.target, fault.told_s, fault.then = rng.choice(("crash", "crash", "drain")), "any", 0.0, None
+        fault.moment, fault.again, fault.at_s = "", True, (number + 1) * rng.choice((0.2, 1.0, 2.0)) * rng.random()
+    late = faults[0]
+    late.target, late.again, late.then, late.told_s = "who", True, None, 0.0
+    late.moment = rng.choice(("after admit", "message Offer", "point compose", "after commit", "after register"))
+    late.count = rng.choice((1, 1, 2, 4))
+    if rng.random() < 0.7:
+        late.kind, late.target = "freeze", rng.choice(("who", "member", "member"))
+        late.lasts_s, late.wakes = rng.uniform(3.5, 8.0), rng.choice(("", "", "after forget"))
+    else:
+        _hold_back(late, rng, rng.choice(("sending register", "sending admit", "sending evict", "sending takeover")))
+        late.lasts_s, late.until = rng.uniform(1.0, 6.0), rng.choice(("after gone", "after forget", "after forget"))
+        late.then = draw_one(rng, follows=True)
+        late.then.kind, late.then.target, late.then.then = "crash", rng.choice(("who", "member")), None
+        late.then.at_s, late.then.told_s, late.then.again = 0.1 * rng.random(), rng.choice((0.0, 0.05)), True
     return faults
 
 

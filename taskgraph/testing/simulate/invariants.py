@@ -78,6 +78,7 @@ class Invariants:
         self._unlogged = 0  # task 0 keeps the reports; those of epochs before this one went with all who held it
         self._filed: set[int] = set()  # tasks whose committed boundary is in a file, and perhaps nowhere else
         self._told: set[tuple[int, int]] = set()  # (task, epoch) of calls of `on_commit` since the last roll-back
+        self.forgotten: set[str] = set()  # nodes of which was said that they are gone, and is not any more
         self._wishes: dict[int, Mapping[int, Wish]] = {}  # revision of a structure -> what placement wishes for there
 
     # -- after every write ------------------------------------------------------------------------
@@ -113,12 +114,24 @@ class Invariants:
             if known.mod_revision == revision and known.record.node not in held[task]:
                 self._check_from_nothing(task, held[task])
         for node, record in gone_before.items():
-            if view.gone.get(node) != record:
+            if node not in view.gone:
+                self._check_forgotten(node)
+            elif view.gone[node] != record:
                 raise Violation(f"node {node} was declared gone, and then something else was written about it")
+        for node in view.nodes.keys() & self.forgotten & self._living().keys():
+            raise Violation(f"node {node} was gone and forgotten, and came back")
         if self._min_in_sync > 1:
             self._count_members(revision)
         self.check_holders()
         self._check_wishes()
+
+    def _check_forgotten(self, node: str) -> None:
+        """What was said of a node that is gone was deleted: nobody asks for it any more."""
+        view = self.view
+        named = {p.record.node for p in view.primaries.values()}.union(view.nodes, *view.members.values())
+        if node in named:
+            raise Violation(f"node {node} was forgotten, and there are keys that name it")
+        self.forgotten.add(node)
 
     def _check_put(self, kv: KeyValue, before: Mapping[int, object]) -> None:
         keys = self.view.keys
@@ -167,7 +180,8 @@ class Invariants:
         lost = [
             task
             for task, holders in held.items()
-            if task not in self._without_state and not any(name in self._living() for name in holders)
+            if task not in self._without_state
+            and not any(name in self._living() and name not in view.gone for name in holders)
         ]
         if not any(view.keys.primary(task) in written for task in lost):
             raise Violation(f"a roll-back, although somebody holds each task: {held}")
@@ -345,6 +359,8 @@ def kind_of(view: JobView, puts: list[tuple[str, bytes]]) -> str:
     """What a transaction that puts these is about, in one word."""
     keys = view.keys
     by_key = dict(puts)
+    if keys.forgotten in by_key:
+        return "forget"
     if keys.epoch in by_key:
         record = EpochRecord.from_bytes(by_key[keys.epoch])
         if view.stamp is None:

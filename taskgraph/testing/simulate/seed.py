@@ -23,11 +23,12 @@ import taskgraph as tg
 from taskgraph.coordination import viewkeeper
 from taskgraph.node import reconciler, replica
 from taskgraph.node.epochs import inbound, pulls
-from taskgraph.node.primary import gathered, primary
+from taskgraph.node.primary import forgetting, gathered, primary
 from taskgraph.protocol.records import State
 from taskgraph.testing.simulate.drawing import (
     draw,
     draw_around_checkpoints,
+    draw_around_forgetting,
     draw_around_race,
     draw_between_steps,
     draw_deletions,
@@ -73,6 +74,12 @@ RESTS_S = (0.0, 0.0, 0.01, 0.05, 0.2)
 SHORT_S = 0.02
 """Instead of a second."""
 
+FORGETTING = 0.1
+"""Share of the seeds in which nodes that are gone are forgotten soon, and taken for gone soon: else it takes days."""
+
+_LOST_AFTER_S = 7.0
+"""Nobody stands still, or is cut off, for longer, but where nodes are forgotten."""
+
 LIMIT_CPU_S = 10.0
 """What a seed may cost, by far; one that takes longer has met a loop that does not end."""
 
@@ -85,6 +92,7 @@ class Outcome:
         problem: "" or what was violated, or what hangs.
         rests: whether nodes rested between their looks.
         large: whether all values counted as large.
+        forgets: whether nodes that are gone were soon forgotten.
         ended: "finished"; "lost" where every holder of a task was gone; "mistaken" where its own code failed it.
     """
 
@@ -98,6 +106,7 @@ class Outcome:
     steps: int
     rests: bool = False
     large: bool = False
+    forgets: random.Random | None = None
 
 
 def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
@@ -109,7 +118,7 @@ def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
     began = time.perf_counter()
     loop = SimLoop()
     outcome = Outcome(seed, "", "", "", Transcript(loop.time), 0.0, 0.0, 0)
-    with _watched(loop), _garbage_kept(), _resting(outcome), _large(outcome), _soon():
+    with _watched(loop), _garbage_kept(), _resting(outcome), _large(outcome), _soon(), _forgetting(outcome):
         runner = asyncio.Runner(loop_factory=lambda: loop)
         try:
             with runner:
@@ -180,6 +189,22 @@ def _soon() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _forgetting(outcome: Outcome) -> Iterator[None]:
+    """There are never a thousand nodes: in most seeds nobody is forgotten."""
+    forgets = random.Random(f"nodes forgotten in {outcome.seed}")
+    if forgets.random() >= FORGETTING:
+        yield
+        return
+    outcome.forgets = forgets
+    with (
+        mock.patch.object(forgetting, "KEPT", forgets.choice((0, 0, 1, 2))),
+        mock.patch.object(forgetting, "BATCH", forgets.choice((1, 1, 2))),
+        mock.patch.object(forgetting, "LOOK_AGAIN_S", forgets.choice((0.01, 0.1, 0.5))),
+    ):
+        yield
+
+
 class Stuck(BaseException):
     """A callback does not return: on a real node, nothing else would run there any more."""
 
@@ -209,7 +234,7 @@ def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
     return tg.Settings(
         lease_ttl_s=2.0,
         lease_stall_s=rng.choice((0.5, 1.0)),
-        lost_after_s=7.0,
+        lost_after_s=_LOST_AFTER_S,
         min_in_sync=2 if rng.random() < 0.1 else 1,
         admit_wait_s=rng.choice((0.0, 0.5, 2.0)),
         start_wait_s=2.0,
@@ -261,6 +286,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     settings = _settings(rng, workload)
     if keeping:
         settings = dataclasses.replace(settings, checkpoints_kept=keeps.choice((1, 2, 3)))
+    if outcome.forgets is not None:
+        settings = dataclasses.replace(settings, lost_after_s=outcome.forgets.choice((0.5, 0.5, 0.5, 2.0, 7.0)))
     pace = Pace.draw(outcome.seed, asyncio.get_running_loop().time)
     if not workload.backups:
         pace.memory.lasts = False  # there is nobody to leave anything to
@@ -286,6 +313,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     if outcome.large:
         outcome.described += ", values that count as large"
     outcome.described += pace.described
+    if outcome.forgets is not None:
+        outcome.described += ", nodes that are soon forgotten"
     if keeping:
         outcome.described += f", a checkpoint every {workload.checkpoint_every} epochs"
     world.loop.set_exception_handler(lambda _, context: world.violated(_unhandled(context)))
@@ -306,6 +335,9 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         faults.add(draw_with_moods(turns))
     if race:
         faults.add(draw_around_race(races, race))
+    if outcome.forgets is not None:
+        world.compute_s = outcome.forgets.choice((0.1, 0.3))  # else most are over before that
+        faults.add(draw_around_forgetting(outcome.forgets))
     if pace.steps.drawn:
         faults.add(draw_between_steps(random.Random(f"failures between steps of {outcome.seed}")))
     if (deletes := random.Random(f"deleted keys of {outcome.seed}")).random() < DELETING:
@@ -379,7 +411,9 @@ def _heal(world: World, faults: Faults) -> None:
 
 def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
     """A job may fail for its own mistake, or for one other reason: every holder of some task is gone, as the seed
-    wanted it, and there is no checkpoint, or none that the disk kept."""
+    wanted it, or is taken for gone sooner than others stand still; and there is no checkpoint, or none that the disk
+    kept."""
+    hasty = world.settings.lost_after_s < _LOST_AFTER_S
     view = world.invariants.view
     mistake = world.workload.mistake
     if mistake is not None and mistake.raised and f"ArithmeticError: {mistake.text}" in reason:
@@ -388,8 +422,9 @@ def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
         raise Violation(f"the job failed, and has a checkpoint: {reason}")
     for task in range(world.workload.tasks):
         holders = view.in_sync(task)
-        dead = all(n in view.gone and not world.nodes[n].exists for n in holders)
-        if ruthless and dead and f"task {task}: every replica in sync is gone" in reason:
+        lost = all(n in view.gone for n in holders)
+        dead = lost and not any(world.nodes[n].exists for n in holders)
+        if ((ruthless and dead) or (hasty and lost)) and f"task {task}: every replica in sync is gone" in reason:
             return "lost"
     raise Violation(f"the job failed: {reason}")
 

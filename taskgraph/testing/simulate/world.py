@@ -109,7 +109,7 @@ class World:
         self.place = SimPlace(random.Random(keeps.getrandbits(64)), lambda name, node: self.moment(name, node))
         self.failed: asyncio.Future[None] = loop.create_future()
         speed = rng.choice((0.0003, 0.001, 0.001, 0.005))
-        self._compute_s = rng.choice((0.0, 0.002, 0.01, 0.03, 0.1))
+        self.compute_s = rng.choice((0.0, 0.002, 0.01, 0.03, 0.1))
         self._etcd_timeout_s = rng.choice((0.3, 1.0, 3.0))
         self._rng = random.Random(rng.getrandbits(64))
         self.etcd = SimEtcd(
@@ -190,7 +190,7 @@ class World:
             host=f"h{self._rng.randrange(1, 4)}",
             devices=0,
             threads=InlineThreads(
-                random.Random(self._rng.getrandbits(64)), self._compute_s, self.pace.ends, self._late("code", node_id)
+                random.Random(self._rng.getrandbits(64)), self.compute_s, self.pace.ends, self._late("code", node_id)
             ),
             file_threads=FileThreads(
                 random.Random(self._keeps.getrandbits(64)), place, self.pace.ends, self._late("files", node_id)
@@ -245,12 +245,17 @@ class World:
                 return
             self.transcript.add(node.id, "ended", str(error))
             self.transcript.state("a node ended itself")
-            if node.id not in self.invariants.view.gone:
+            if node.id not in self.invariants.view.gone and not self._may_be_forgotten(node.id):
                 self.violated(Violation(f"{node.id} ended: {error}"))
         except Exception as error:  # a bug: not even a process that is being killed may end by one
             self.violated(Violation(f"{node.id} broke down: {error!r}"))
         finally:
             await self.nodes[node.id].coordinator.close()
+
+    def _may_be_forgotten(self, node_id: str) -> bool:
+        """It cannot know: it was not there while others were, who ended after it was."""
+        view = self.invariants.view
+        return node_id in self.invariants.forgotten or (view.forgotten is not None and node_id not in view.nodes)
 
     def violated(self, error: Exception) -> None:
         """The run is over: something happened that must not."""

@@ -6,15 +6,17 @@ import asyncio
 from collections.abc import ItemsView, Iterator, KeysView
 from typing import Any
 
-from cluster_kit import Counting, Gated, gated, job, play
+import pytest
+from cluster_kit import Counting, Gated, blindable, eyes, gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.primary import forgetting
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import GoneRecord, Ran
 from taskgraph.protocol.view import JobView
 
-__all__ = ["gated"]
+__all__ = ["blindable", "gated"]
 
 
 class Counted(dict[str, Any]):
@@ -84,3 +86,89 @@ def test_what_a_node_knows_of_those_that_are_gone_does_not_grow_with_them() -> N
         assert max(map(len, [*known, lives.router._addresses])) <= 4, known
 
     play(job(Slow, epochs=100_000), scenario, nodes=3)
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it takes a thousand nodes."""
+    monkeypatch.setattr(forgetting, "KEPT", 2)
+    monkeypatch.setattr(forgetting, "BATCH", 2)
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_what_is_said_of_those_that_are_gone_does_not_grow_with_them() -> None:
+    """It did: with 100,000 of them each listing of the job took seconds."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        lives = cluster.nodes[0]
+        view = lives.keeper.view
+
+        def whole(view: JobView) -> bool:
+            return all(len(set(view.in_sync(task)) - view.gone.keys()) == 2 for task in range(2))
+
+        for _ in range(9):
+            await lives.keeper.wait_until(whole)
+            cluster.crash(next(node for node in view.in_sync(0) if node != lives.id))
+            cluster.add()
+            await asyncio.sleep(0.2)
+        await lives.keeper.wait_until(whole)
+        await asyncio.sleep(2 * forgetting.LOOK_AGAIN_S)
+        assert len(view.gone) == 2 and lives.suspicion._told == view.gone.keys()
+        assert len(cluster.store.select(cluster.keys.gone_nodes, prefix=True)) == 2
+
+    play(job(Slow, epochs=100_000), scenario, nodes=3)
+
+
+@pytest.mark.usefixtures("blindable", "forgetful")
+def test_a_node_that_was_gone_does_not_come_back_once_that_is_forgotten() -> None:
+    """It was frozen for days, say, while many others came and went."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        observer = holder(cluster, 0)
+        frozen = next(node for node in cluster.nodes if node.id in observer.keeper.view.in_sync(0) and node != observer)
+        eyes(frozen).blind()
+        cluster.store.revoke(observer.keeper.view.nodes[frozen.id].record.lease)
+        await observer.keeper.wait_until(lambda view: frozen.id in view.gone)
+        while frozen.id in observer.keeper.view.gone:
+            cluster.crash(cluster.add())
+            await asyncio.sleep(1.0)
+        assert frozen in cluster.nodes and frozen.paused
+        eyes(frozen).see()
+        await asyncio.sleep(5.0)
+        assert frozen not in cluster.nodes and frozen.id not in observer.keeper.view.nodes
+        assert not any("resumed" in text for text in told(cluster, "resumed"))
+        left = observer.keeper.view.gone[frozen.id].record.reason
+        assert left == f"ended itself: {frozen.name} was away for so long that it counts as gone"
+
+    async def whole(cluster: InProcessCluster) -> None:
+        await cluster.nodes[0].keeper.wait_until(lambda view: len(view.in_sync(0)) == 2)
+        await scenario(cluster)
+
+    play(job(Slow, tasks=1, epochs=100_000), whole, nodes=3)
+
+
+@pytest.mark.usefixtures("blindable", "forgetful")
+def test_who_was_away_while_others_were_forgotten_comes_back() -> None:
+    """They were gone before it read of its key last."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        observer = holder(cluster, 0)
+        absent = next(node for node in cluster.nodes if node is not observer)
+        for _ in range(3):
+            cluster.crash(cluster.add())
+            await asyncio.sleep(0.5)
+        eyes(absent).blind()
+        cluster.store.revoke(observer.keeper.view.nodes[absent.id].record.lease)
+        await asyncio.sleep(1.0)
+        cluster.crash(cluster.add())
+        await observer.keeper.wait_until(lambda view: view.forgotten is not None)
+        assert absent.id not in observer.keeper.view.nodes
+        eyes(absent).see()
+        await observer.keeper.wait_until(lambda view: absent.id in view.nodes)
+        assert absent in cluster.nodes
+
+    async def whole(cluster: InProcessCluster) -> None:
+        await cluster.nodes[0].keeper.wait_until(lambda view: len(view.in_sync(0)) == 2)
+        await scenario(cluster)
+
+    play(job(Slow, tasks=1, epochs=100_000), whole, nodes=2)

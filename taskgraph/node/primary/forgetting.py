@@ -1,0 +1,46 @@
+"""The leader's part in forgetting nodes that are gone for long: there are ever more, and all look at all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import CoordinationError
+from taskgraph.protocol import transactions
+from taskgraph.protocol.forgetting import forgettable
+
+if TYPE_CHECKING:
+    from taskgraph.node.primary.primary import Primary
+    from taskgraph.node.services import NodeServices
+
+__all__ = ["forget_gone"]
+
+KEPT = 1000
+"""Of the last ones it stays said. A node that was away for so long that it is said no more of it ends, and so does one
+that was cut off while that many ended: there have to be many more than can end in the time that a cut lasts."""
+BATCH = 64
+"""So many at a time: etcd takes 128 comparisons in one transaction."""
+LOOK_AGAIN_S = 10.0
+"""Some may still be needed."""
+
+
+async def forget_gone(node: NodeServices, primary: Primary) -> None:
+    """Deletes what was said of them, until cancelled."""
+    keeper = node.keeper
+    while True:
+        await keeper.wait_until(lambda view: len(view.gone) >= KEPT + BATCH, structure=True)
+        await node.while_paused()
+        oldest = forgettable(keeper.view, KEPT)
+        try:
+            for first in range(0, len(oldest), BATCH):
+                some = [each for each in oldest[first : first + BATCH] if each in keeper.view.gone]
+                txn = transactions.forget_gone(
+                    keeper.view, some, primary_revision=primary.revision, writer=node.writer()
+                )
+                result = await node.coordinator.txn(txn)
+                if not result.succeeded:
+                    break  # by what was not read yet
+                await keeper.caught_up(result.revision)
+        except CoordinationError as error:
+            node.log.info("nodes that are gone for long are forgotten later: %s", error)
+        await asyncio.sleep(LOOK_AGAIN_S)

@@ -1,0 +1,103 @@
+"""Of which nodes that are gone nobody has to know that any more."""
+
+from __future__ import annotations
+
+import pytest
+from protocol_kit import World
+
+from taskgraph.protocol import transactions
+from taskgraph.protocol.fatal import fatal
+from taskgraph.protocol.forgetting import forgettable
+from taskgraph.protocol.records import EpochRecord, ForgottenRecord, GoneRecord, Ran
+
+
+@pytest.fixture
+def world() -> World:
+    """Task 0 is led by a and backed by b; its epoch 3 is at work."""
+    world = World("a", "b")
+    world.first(0, "a")
+    assert world.admit(0, "a", "b").succeeded
+    at(world, 3)
+    return world
+
+
+def at(world: World, epoch: int) -> None:
+    world.put(world.keys.epoch, EpochRecord(epoch=epoch, attempt=1).to_bytes())
+
+
+def end(world: World, node: str, record: GoneRecord | None = None) -> None:
+    world.delete(world.keys.node(node))
+    record = record or GoneRecord(reason="it left")
+    assert world.run(transactions.declare_gone(world.view(), node, record)).succeeded
+
+
+def forget(world: World, *nodes: str) -> bool:
+    view = world.view()
+    revision = view.primaries[0].mod_revision
+    return world.run(transactions.forget_gone(view, nodes, primary_revision=revision, writer="a:1")).succeeded
+
+
+def test_the_oldest_are_forgotten_and_the_last_ones_are_not(world: World) -> None:
+    for node in ("z", "x", "y", "w"):
+        end(world, node)
+    assert forgettable(world.view(), 0) == ["z", "x", "y", "w"]
+    assert forgettable(world.view(), 3) == ["z"]
+    assert forgettable(world.view(), 4) == forgettable(world.view(), 5) == []
+
+
+def test_whoever_a_key_names_is_not(world: World) -> None:
+    """A task whose members are gone is begun from nothing, or lost; a key of one that is gone is tidied away."""
+    end(world, "a")
+    end(world, "b")
+    end(world, "x")
+    assert forgettable(world.view(), 0) == ["x"]
+
+
+def test_whoever_is_registered_is_not(world: World) -> None:
+    """Its launcher said so, and then revokes its lease: until then its key passes for that of one that lives."""
+    assert world.run(transactions.declare_gone(world.view(), "b", GoneRecord(reason="killed"))).succeeded
+    world.delete(world.keys.member(0, "b"))
+    assert forgettable(world.view(), 0) == []
+    world.delete(world.keys.node("b"))
+    assert forgettable(world.view(), 0) == ["b"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        GoneRecord(reason="exited with code 11", ran=(Ran("send", 0, 3),)),
+        GoneRecord(reason="exited with code 11", ran=(Ran("send", 0, 1), Ran("send", 1, 4))),
+        GoneRecord(reason="ended its process", task=0, epoch=3),
+    ],
+)
+def test_an_end_that_may_fail_the_job_counts_until_its_epoch_is_committed(world: World, record: GoneRecord) -> None:
+    end(world, "x", record)
+    assert forgettable(world.view(), 0) == []
+    at(world, 5)
+    assert forgettable(world.view(), 0) == ["x"]
+
+
+def test_the_end_of_a_set_up_counts_until_a_backup_is_there(world: World) -> None:
+    end(world, "x", GoneRecord(reason="exited with code 11", ran=(Ran("setup", 0, -1),)))
+    assert fatal(world.view(), 1) is not None and forgettable(world.view(), 0) == []
+    world.register("c")
+    assert world.admit(0, "a", "c").succeeded
+    assert fatal(world.view(), 1) is None and forgettable(world.view(), 0) == ["x"]
+
+
+def test_an_end_that_was_meant_counts_for_nothing(world: World) -> None:
+    end(world, "x", GoneRecord(reason="killed by SIGKILL", ran=(Ran("send", 0, 3), Ran("setup", 1, -1)), meant=True))
+    assert forgettable(world.view(), 0) == ["x"]
+
+
+def test_how_far_was_forgotten_is_kept_and_never_goes_back(world: World) -> None:
+    end(world, "x")
+    end(world, "y")
+    known = {node: gone.mod_revision for node, gone in world.view().gone.items()}
+    assert forget(world, "y")
+    view = world.view()
+    assert view.forgotten is not None and view.forgotten.record == ForgottenRecord(revision=known["y"], writer="a:1")
+    assert forget(world, "x")
+    view = world.view()
+    assert not view.gone
+    assert view.forgotten is not None and view.forgotten.record.revision == known["y"]
