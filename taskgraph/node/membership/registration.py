@@ -59,7 +59,7 @@ class Registration:
         self._writing = ""  # the writer of a change of the key that was not answered yet
         self._one_writes = asyncio.Lock()
         node.announce = self.announce
-        self._there = 0  # the last revision in which this node read its key
+        self._there = 0  # the last revision in which this node read that it is not gone; 0: it has put no key yet
         self._reached: set[str] = set()  # nodes that answered before this one began: ids are never used again
 
     @property
@@ -89,12 +89,10 @@ class Registration:
             await self._until_it_may()
             if self._node.draining:
                 return
-            self._check_not_gone()
             while (revision := await self._put_first()) is None:
                 await self._node.from_etcd(keeper.load)
                 if self._node.draining:
                     return
-                self._check_not_gone()
                 if keeper.view.superseded or keeper.view.spec_revision != spec:
                     raise JobError(
                         f"job {keeper.view.keys.job!r} was submitted anew while this node started: start the node again"
@@ -104,7 +102,6 @@ class Registration:
             self._node.pause(False)
             with self._ticking():
                 await keeper.caught_up(revision)
-            self._there = revision
             if not await self._why_unreached():
                 if why := why_unlike(self._record, self._before()):
                     self._node.events.emit("unlike", why)
@@ -223,6 +220,9 @@ class Registration:
         """Grants a lease and puts the key.
 
         None where the job is another one, where the lease ended meanwhile, and where it is asked to leave.
+
+        Raises:
+            JobError: it was there before, for all this node knows, and others say that it is gone.
         """
         node, settings = self._node, self._node.settings
         lease = await node.from_etcd(
@@ -231,7 +231,9 @@ class Registration:
         if lease is None:
             return None
         self._lease = lease
+        self._check_not_gone()
         view, record = node.keeper.view, self._current()
+        self._there = view.revision
         txn = transactions.register(view, node.id, record)
         try:
             revision = await node.transact(txn, key=view.keys.node(node.id), writer=record.writer)
@@ -341,7 +343,7 @@ class Registration:
     def _forgotten(self) -> str:
         """Why this node counts as gone, though nothing is said of that any more; "": it does not.
 
-        Its key was absent when that was said, and it was said after this node last read of its key.
+        Its key was absent when that was said, and that was after this node last read that it is not so.
         """
         node, view = self._node, self._node.keeper.view
         last = view.forgotten.record.revision if view.forgotten is not None else 0
@@ -350,7 +352,7 @@ class Registration:
         return f"{node.name} was away for so long that it counts as gone"
 
     def _check_not_gone(self) -> None:
-        """Raises JobError where others say that this node is gone: its key was there, and was taken back."""
+        """Raises JobError where others say that this node is gone: its key was there, and was taken back, say."""
         node = self._node
         gone = node.keeper.view.gone.get(node.id)
         why = f"{node.name} was declared gone: {gone.record.reason}" if gone is not None else self._forgotten()
