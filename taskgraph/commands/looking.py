@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,9 @@ _WATCH_S = 1.0
 _REFRESH_S = 0.3
 _LAST_EVENT_S = 1.0
 _COLLECT_S = 60.0
+_PRINTED = 2
+"""So many times what a job keeps of its events is remembered of those that were shown, to tell what else it kept at its
+end. It may keep a few more, and in months it tells many times that."""
 _CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
 
 
@@ -166,7 +170,9 @@ async def _events(options: argparse.Namespace) -> int:
             for event in found:
                 print_event(event, as_json=options.json)
             return 0
-        printed: list[Event] = []
+        printed: deque[Event] = deque(
+            maxlen=_PRINTED * reached.spec.settings.get("events_kept", Settings().events_kept)
+        )
         following = _follow(reached, printed, as_json=options.json)
         async with alongside(following, launcher_gone(reached.entry), _ended(reached)) as waits:
             await any_done(*waits)
@@ -189,7 +195,7 @@ async def _ended(reached: Reached) -> None:
         await asyncio.sleep(_LAST_EVENT_S)
 
 
-async def _follow(reached: Reached, printed: list[Event], *, as_json: bool) -> None:
+async def _follow(reached: Reached, printed: deque[Event], *, as_json: bool) -> None:
     """Until the event that ends every job."""
     async for event in follow_events(reached.coordinator, reached.name):
         printed.append(event)

@@ -145,10 +145,10 @@ class Progress:
 
     def _told_lost(self, text: str) -> bool:
         """Whether another node told just now that it misses this one, from whatever it knows that."""
-        what = text.partition(":")[0]
-        now, before = self._clock(), self._lost.get(what, float("-inf"))
-        self._lost[what] = now
-        return now - before < _LOST_S
+        what, now = text.partition(":")[0], self._clock()
+        self._lost = {told: at for told, at in self._lost.items() if now - at < _LOST_S}  # in a long job there are many
+        before, self._lost[what] = what in self._lost, now
+        return before
 
     def line(self, text: str) -> None:
         """Something to be read among what happens, such as a line that a task printed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 import pytest
 from commands_kit import in_memory, options
@@ -16,6 +17,7 @@ from taskgraph.launch.submit import submit
 from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
+from taskgraph.settings import Settings
 from taskgraph.task import Task
 
 
@@ -42,3 +44,30 @@ async def test_an_etcd_that_is_away_at_the_start_is_not_taken_for_the_jobs_end(
     await etcd.txn(Txn(success=(Put(keys.event("001"), finished.to_bytes()),)))
     assert await following == 0
     assert "the job finished after epoch 8" in capsys.readouterr().out
+
+
+async def test_what_was_shown_of_a_long_job_is_not_remembered_for_ever(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever followed it for months held every event that there ever was."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    etcd, keys, counts = in_memory(monkeypatch), Keys("fit"), list[int]()
+    settings = Settings(events_kept=5)
+    await submit(
+        etcd, JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit", settings=settings))
+    )
+    follow = looking._follow
+
+    async def counted(reached: looking.Reached, printed: deque[Event], *, as_json: bool) -> None:
+        await follow(reached, printed, as_json=as_json)
+        counts.append(len(printed))
+
+    monkeypatch.setattr(looking, "_follow", counted)
+    following = asyncio.ensure_future(looking._events(options("events", "--follow")))
+    for number in range(40):
+        event = Event(kind="lost" if number < 39 else "finished", node="n1", at=1.0 + number, text=f"event {number}")
+        await etcd.txn(Txn(success=(Put(keys.event(f"{number:03}"), event.to_bytes()),)))
+    assert await following == 0
+    shown = capsys.readouterr().out
+    assert all(f"event {number}\n" in shown for number in range(40))
+    assert counts and counts[0] <= 10

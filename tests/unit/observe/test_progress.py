@@ -124,6 +124,17 @@ def test_what_each_node_tells_of_one_task_of_a_class_is_one_line() -> None:
     ]
 
 
+def test_nodes_that_were_lost_long_ago_are_not_remembered() -> None:
+    """A job that runs for months loses thousands of them."""
+    clock = Clock()
+    progress = Progress("fit", 9, 1000, out=Screen(terminal=False), clock=clock)
+    for number in range(50):
+        progress.event(event("lost", f"n{number} is gone: its port refuses"))
+        clock.now += 1.0
+        progress.tick()
+    assert len(progress._lost) < 10
+
+
 def test_what_is_the_same_of_several_tasks_within_a_moment_is_one_line() -> None:
     out, clock = Screen(terminal=False), Clock()
     progress = Progress("fit", 9, 1000, out=out, clock=clock)
