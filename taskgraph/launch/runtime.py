@@ -179,6 +179,9 @@ class Runtime:
                 self.remove(entry.name)  # what a launcher that was killed left
                 self.put(entry)
             elif not found.embedded:  # else the job ends with who launched it first
+                for path in self._files(self._folder(entry.name))[1:]:
+                    if (known := self._read(path)) is not None and known.stale:
+                        remove_file(path)  # of a launcher that was killed: another one lives
                 self._write(entry, f"launcher-{entry.pid}-{host.pids()}.json")
 
     def leave(self, entry: JobEntry) -> None:

@@ -140,6 +140,22 @@ def test_a_launcher_is_found_though_the_first_was_killed(runtime: Runtime, anoth
     assert [job.name for job in runtime.jobs()] == ["fit", "new"]
 
 
+def test_what_launchers_left_that_were_killed_does_not_grow_beside_one_that_lives(
+    runtime: Runtime, another: int, ended_pid: int
+) -> None:
+    """Each left an entry for as long as the job had a launcher here, and whoever looked for it read all of them."""
+    runtime.join(launcher())
+    folder = runtime.root / "jobs" / "fit"
+    for number in range(5):
+        runtime.join(launcher(ended_pid))
+        left = next(folder.glob(f"launcher-{ended_pid}-*.json"))
+        left.rename(folder / f"launcher-{ended_pid}-{number}.json")
+    runtime.join(launcher(another))
+    assert [path.name.split("-")[1] for path in folder.glob("launcher-*")] == [str(another)]
+    found = runtime.find("fit")
+    assert found is not None and found.pid == os.getpid()
+
+
 def test_a_launcher_beside_a_run_with_its_own_etcd_leaves_that_alone(runtime: Runtime, another: int) -> None:
     runtime.put(entry("fit", another))
     runtime.join(launcher())
