@@ -93,10 +93,7 @@ class Registration:
                 await self._node.from_etcd(keeper.load)
                 if self._node.draining:
                     return
-                if keeper.view.superseded or keeper.view.spec_revision != spec:
-                    raise JobError(
-                        f"job {keeper.view.keys.job!r} was submitted anew while this node started: start the node again"
-                    )
+                self._check_run(spec)
                 await self._node.breathe()
             self._node.node_revision = revision
             self._node.pause(False)
@@ -113,6 +110,12 @@ class Registration:
             self._node.node_revision = 0
             await keeper.refresh()
 
+    def _check_run(self, spec_revision: int) -> None:
+        """Raises JobError where the job is another one than what was read at first."""
+        view = self._node.keeper.view
+        if view.superseded or view.spec_revision != spec_revision:
+            raise JobError(f"job {view.keys.job!r} was submitted anew while this node started: start the node again")
+
     async def _until_it_may(self) -> None:
         """Waits for nodes that this one could not speak with, as long as they may be gone, but for their lease.
 
@@ -123,9 +126,10 @@ class Registration:
         Returns where it is asked to leave meanwhile, too.
 
         Raises:
-            JobError: one of them keeps its lease, and so it lives.
+            JobError: one of them keeps its lease, and so it lives; or the job is another one by now.
         """
         node, settings, told = self._node, self._node.settings, ""
+        spec = node.keeper.view.spec_revision
         # A node whose main loop is stuck is silent, too, and renews its lease for as long as it may be.
         enough_s = settings.lease_ttl_s + _REGRANTED_S + settings.lease_stall_s
         renewed: dict[str, float] = {}  # since when nothing else was seen
@@ -140,6 +144,7 @@ class Registration:
             await asyncio.sleep(_LOOK_S)
             asked_at = node.now()
             await node.from_etcd(node.keeper.load)
+            self._check_run(spec)
             renews = dict(zip(found, await asyncio.gather(*map(self._renews, found)), strict=True))
             now = node.now()
             if now - asked_at > settings.lease_ttl_s / _RENEWALS:

@@ -14,6 +14,7 @@ from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership import registration
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.node import Node
+from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.settings import Settings
 
@@ -138,6 +139,23 @@ def test_a_node_that_cannot_reach_one_that_is_there_never_registers(gated: type[
         assert "n2 on n2 cannot reach n1 on n1 at memory: (the link between" in str(error)
         (told,) = [event for event in cluster.events if event.kind == "refused"]
         assert told.node == "n2" and "firewall of n1" in told.text and "--listen HOST" in told.text
+
+    play(job(gated), scenario, nodes=1)
+
+
+def test_a_node_that_waits_while_its_jobs_name_is_submitted_again_ends_and_says_so(gated: type[Gated]) -> None:
+    """It shows its own run for as long as it lives: whom it cannot reach would be there for ever."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first = await works(cluster, gated)
+        other = unreached(cluster)
+        await asyncio.sleep(Settings().lease_ttl_s / 2)
+        began = first.now()
+        again = dataclasses.replace(cluster.spec, run="again")
+        cluster.store.execute(Txn(success=(Put(cluster.keys.spec, again.to_bytes()),)))
+        await asyncio.wait([run_of(cluster, first), run_of(cluster, other)])
+        assert first.now() - began < 2
+        assert "was submitted anew while this node started" in str(cluster._node_failed.result())
 
     play(job(gated), scenario, nodes=1)
 
