@@ -934,3 +934,12 @@ def a_node_is_forgotten_that_holds_tasks(patch: pytest.MonkeyPatch) -> None:
         return sorted(view.gone, key=lambda node: view.gone[node].mod_revision)[: max(0, len(view.gone) - kept)]
 
     patch.setattr(forgetting, "forgettable", oldest)
+
+
+@plant
+def a_node_sees_the_next_run_of_its_jobs_name(patch: pytest.MonkeyPatch) -> None:
+    def is_another_run(original: Any, self: JobView, spec_revision: int) -> bool:
+        self.superseded = self.superseded or original(self, spec_revision)
+        return False
+
+    _changed(patch, JobView, "_is_another_run", is_another_run)

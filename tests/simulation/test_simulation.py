@@ -92,7 +92,7 @@ def test_the_command_line_tells_rate_and_coverage(capsys: pytest.CaptureFixture[
     assert main(["--seeds", "0:30"]) == 0
     out = capsys.readouterr().out
     assert "30 seeds in" in out and "per second" in out
-    assert "faults: crash " in out and "reached: admitted " in out
+    assert "faults: crash " in out and "reached: " in out and ", admitted " in out
 
 
 def test_one_seed_is_told_in_full(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +114,21 @@ def test_tasks_are_in_several_epochs_at_once() -> None:
     restarted = [outcome for outcome in flying if outcome.transcript.states["restart"]]
     assert len(restarted) >= 0.05 * len(flying)
     assert any(outcome.transcript.states["restart in flight"] for outcome in restarted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_runs_follow_one_another_and_their_nodes_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each of these seeds a name is submitted again, hosts die, launchers are wrong, and all nodes must end."""
+    for share in ("AGAIN", "LEAVING", "CALLED_GONE", "POWER_LOSSES", "LAGGING", "CHECKPOINTS"):
+        monkeypatch.setattr(seeds, share, 1.0)
+    outcomes = [run_seed(seed) for seed in range(60)]
+    assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
+    states = sum((outcome.transcript.states for outcome in outcomes), Counter[str]())
+    faults = sum((outcome.transcript.faults for outcome in outcomes), Counter[str]())
+    assert states["submitted again"] >= 15 and states["went on from a checkpoint"] >= 10, states
+    assert states["torn down"] >= 100, states
+    assert faults["called gone"] >= 20 and faults["power loss"] >= 10 and faults["shut down"] >= 20, faults
 
 
 @pytest.mark.slow

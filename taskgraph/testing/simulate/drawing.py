@@ -12,16 +12,20 @@ from dataclasses import dataclass
 
 __all__ = [
     "KINDS",
+    "Again",
     "Fault",
     "Slips",
     "draw",
+    "draw_again",
     "draw_around_checkpoints",
     "draw_around_forgetting",
     "draw_around_race",
     "draw_between_steps",
+    "draw_called_gone",
     "draw_deletions",
     "draw_in_flight",
     "draw_one",
+    "draw_power_losses",
     "draw_race",
     "draw_with_moods",
 ]
@@ -54,8 +58,11 @@ KINDS = (
     "place full",
     "place forgets",
     "keys deleted",
+    "called gone",
+    "power loss",
+    "shut down",
 )
-_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 3, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, 0, 0, 0, 0, 0)
+_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 3, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, *(0,) * 8)
 
 _MOMENTS = (
     "sending commit", "sending takeover", "sending admit", "sending evict", "sending restart", "sending register",
@@ -367,6 +374,79 @@ def draw_deletions(rng: random.Random) -> list[Fault]:
         if fault.until:  # it was drawn as a write that is late
             fault.until, fault.target = "", "any"
     return faults
+
+
+def draw_called_gone(rng: random.Random) -> list[Fault]:
+    """What is added where a launcher is wrong: it says of a node that runs, or stands still, that it is gone."""
+    faults = [draw_one(rng, follows=False) for _ in range(rng.choice((1, 1, 2, 3)))]
+    for fault in faults:
+        fault.kind, fault.until = "called gone", ""
+        if rng.random() < 0.4:  # it goes on later, when all that follows from that has happened
+            stands = draw_one(rng, follows=True)
+            stands.kind, stands.at_s, stands.then = (
+                rng.choice(("freeze", "isolation", "etcd cut", "stuck loop")),
+                0.0,
+                None,
+            )
+            stands.target, stands.lasts_s, fault.then = "who", rng.choice((0.2, 1.5, 4.5)), stands
+    return faults
+
+
+def draw_power_losses(rng: random.Random) -> list[Fault]:
+    """What is added where all nodes of a host die at once, while etcd's answers to others get lost."""
+    faults = [draw_one(rng, follows=False) for _ in range(rng.choice((1, 1, 2)))]
+    for fault in faults:
+        fault.kind, fault.until, fault.target = "power loss", "", rng.choice(("leader", "leader", "primary", "who"))
+        fault.told_s = rng.choice((None, None, 1.0, 0.05))  # mostly its launcher went with it
+    return faults
+
+
+@dataclass
+class Again:
+    """The job's name is submitted again.
+
+    Attributes:
+        shut: what ends the run before; nothing where that is left to itself.
+        collected: the results of the run before are collected first, if there are some.
+        after_s: how long after its end that is.
+        resume: it goes on from the newest checkpoint; where there is none, it begins anew.
+        lost: of the writes that submit it so many have an unknown outcome.
+        faults: failures that come then.
+    """
+
+    shut: list[Fault]
+    collected: bool
+    after_s: float
+    resume: bool
+    lost: int
+    faults: list[Fault]
+
+
+def draw_again(rng: random.Random, *, keeps: bool) -> Again:
+    """What is added where the job's name is submitted again.
+
+    Args:
+        keeps: the job keeps checkpoints.
+    """
+    shut: list[Fault] = []
+    if rng.random() < 0.7:
+        shut = [draw_one(rng, follows=False)]
+        shut[0].kind, shut[0].until, shut[0].count = "shut down", "", rng.choice((1, 1, 2, 3, 5, 9))
+        if keeps and rng.random() < 0.6:
+            shut[0].moment = rng.choice(_CHECKPOINT_MOMENTS)
+        if rng.random() < 0.5:  # somebody does not hear of it
+            deaf = draw_one(rng, follows=True)
+            deaf.kind = rng.choice(("freeze", "freeze", "watch stall", "isolation", "etcd cut", "etcd slow request"))
+            deaf.target, deaf.at_s, deaf.until = rng.choice(("who", "leader", "primary", "member")), 0.0, ""
+            deaf.lasts_s, deaf.then, shut[0].then = rng.choice((0.2, 1.0, 3.0)), None, deaf
+    return Again(
+        shut=shut,
+        collected=rng.random() < 0.6,
+        after_s=rng.choice((0.0, 0.0, 0.01, 0.1, 1.0)) * rng.random(),
+        resume=rng.random() < 0.7,
+        lost=rng.choice((0, 0, 0, 1, 2)),
+        faults=[draw_one(rng, follows=False) for _ in range(rng.choice((0, 1, 1, 2, 3)))],
+    )
 
 
 def draw_around_checkpoints(rng: random.Random) -> list[Fault]:

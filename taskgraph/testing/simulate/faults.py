@@ -94,16 +94,16 @@ class Faults:
         others = [n for n in self._world.existing() if n is not node]
         return self._rng.choice(others) if others else None
 
-    def _survivable(self, victim: SimNode) -> bool:
+    def _survivable(self, *victims: SimNode) -> bool:
         """Whether every task has a member in sync elsewhere, in a process that exists."""
         world = self._world
         view = world.invariants.view
         if self.ruthless or (self.bold and view.checkpoint is not None):
             return True
-        living = {n.id for n in world.existing() if n is not victim and not n.draining}
+        living = {n.id for n in world.existing() if n not in victims and not (n.draining or n.called_gone)}
         for task in range(world.workload.tasks):
             members = view.members_of(task)
-            if victim.id not in view.in_sync(task):
+            if not any(victim.id in view.in_sync(task) for victim in victims):
                 continue
             if not any(n in living and n not in view.gone and m.record.until is None for n, m in members.items()):
                 return False
@@ -165,6 +165,36 @@ class Faults:
 
     def _host_crash(self, fault: Fault, target: SimNode) -> None:
         self._crash(fault, target, host=True)
+
+    def _power_loss(self, fault: Fault, target: SimNode) -> None:
+        """All of its host die at once, and etcd's next answers to some of the others get lost."""
+        nodes = self._world.existing()
+        together = [node for node in nodes if node.node.host == target.node.host]
+        if not self._survivable(*together):
+            self._world.transcript.add("fault", "spared", f"{target.node.host}: nobody else holds what is there")
+            return
+        for node in nodes:
+            if node not in together:
+                node.coordinator.lose_next += self._rng.choice((0, 1, 2))
+        for node in together:
+            self._crash(fault, node, host=True)
+
+    def _called_gone(self, fault: Fault, target: SimNode) -> None:
+        """Its launcher says so, and is wrong; perhaps it revokes its lease, too."""
+        if not self._survivable(target):
+            return
+        self._note(fault, target.id)
+        target.called_gone = True
+        self._world.say_gone(target.id, "killed")
+        registered = self._world.invariants.view.nodes.get(target.id)
+        if registered is not None and self._rng.random() < 0.7:
+            self._world.etcd.arrive(lambda: self._world.etcd.store.revoke(registered.record.lease))
+        self._later(self._rng.uniform(0.0, 0.5), self._replace, target.name if fault.again else "")
+
+    def _shut_down(self, fault: Fault, target: SimNode) -> None:
+        """The job is ended by a command."""
+        self._note(fault, "")
+        self._world.shut()
 
     def _replace(self, name: str) -> None:
         if not self._over and not any(n.name == name for n in self._world.existing()):
@@ -371,6 +401,11 @@ class Faults:
 
     # -- the end ----------------------------------------------------------------------------------
 
+    def go_on(self, faults: list[Fault]) -> None:
+        """There are failures again."""
+        self._over = False
+        self.add(faults)
+
     def end(self, *, heal: bool) -> None:
         """No failure more; with `heal`, those that last end now."""
         self._over = True
@@ -378,7 +413,7 @@ class Faults:
             return
         world = self._world
         world.pace.end()
-        for node in world.existing():
+        for node in [node for node in world.nodes.values() if node.exists]:
             node.process.thaw(world.loop)
             node.threads.thaw(world.loop)
             node.coordinator.cut(speaks=True, hears=True)
@@ -387,6 +422,7 @@ class Faults:
             node.coordinator.answer_s = 0.0
             node.place.mend()
         world.place.lose_next = 0
+        world.place.lags(None)
         world.network.heal_all()
         if world.etcd.paused:
             world.etcd.resume()

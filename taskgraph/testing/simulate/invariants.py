@@ -6,7 +6,7 @@ decide nothing and change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["Invariants", "kind_of"]
 
 Key = tuple[int, int, int]
+
+_ENDED_BEFORE = (State.FAILED, State.CANCELLED)
+"""How a job ends that is not through."""
 
 
 class Invariants:
@@ -81,6 +84,34 @@ class Invariants:
         self.forgotten: set[str] = set()  # nodes of which was said that they are gone, and is not any more
         self._wishes: dict[int, Mapping[int, Wish]] = {}  # revision of a structure -> what placement wishes for there
 
+    # -- another run --------------------------------------------------------------------------------
+
+    def submitted_after(self, before: Invariants, revision: int, items: Iterable[KeyValue]) -> None:
+        """The job's name was submitted again: at its beginning, or from a checkpoint of the run before.
+
+        Raises Violation.
+        """
+        view = self.view
+        view.reset(revision, items)
+        assert view.epoch is not None and before.view.epoch is not None
+        if view.primaries or view.members or view.gone or view.collected or not view.running:
+            raise Violation("a run begins with something of the run before")
+        now, was = view.epoch.record, before.view.epoch.record
+        if view.checkpoint is None:
+            if (now.epoch, now.lineage, now.base) != (0, 0, 0):
+                raise Violation(f"a run begins at {now}, and from no checkpoint")
+            return
+        pointer, lineage = view.checkpoint.record, now.attempt
+        if before._checkpoints.get(pointer.name) != now.epoch or pointer.epoch != now.epoch:
+            raise Violation(f"a run begins at {now}, and from {pointer}, which is no checkpoint of it")
+        if lineage <= was.attempt or (now.lineage, now.base) != (lineage, now.epoch):
+            raise Violation(f"a run that goes on from a checkpoint begins at {now}, after {was}")
+        self.states = {boundary: states for boundary, states in before.states.items() if boundary <= now.epoch}
+        self._made = {boundary: attempt for boundary, attempt in before._made.items() if boundary <= now.epoch}
+        self._checkpoints = {name: epoch for name, epoch in before._checkpoints.items() if epoch <= now.epoch}
+        self._filed = set(range(self._tasks))
+        self._unlogged = before._unlogged
+
     # -- after every write ------------------------------------------------------------------------
 
     def wrote(self, revision: int, events: tuple[KeyEvent, ...]) -> None:
@@ -107,7 +138,7 @@ class Invariants:
             back = view.running and at is not None and view.epoch is not None and view.epoch.record.epoch < at.epoch
             if state != State.FINISHED or not (back or view.status.record.state == State.FAILED):
                 raise Violation(f"the job {state}, and then it was {view.status.record.state}")
-        if view.running == self._last and view.status is not None and view.status.record.state != State.FAILED:
+        if view.running == self._last and view.status is not None and view.status.record.state not in _ENDED_BEFORE:
             ended = "was the job's last one" if self._last else "was not, and the job ended"
             raise Violation(f"the last epoch that committed {ended}")
         for task, known in view.primaries.items():
@@ -359,12 +390,13 @@ def kind_of(view: JobView, puts: list[tuple[str, bytes]]) -> str:
     """What a transaction that puts these is about, in one word."""
     keys = view.keys
     by_key = dict(puts)
+    if keys.spec in by_key:
+        return "submit"
     if keys.forgotten in by_key:
         return "forget"
     if keys.epoch in by_key:
         record = EpochRecord.from_bytes(by_key[keys.epoch])
-        if view.stamp is None:
-            return "submit"
+        assert view.stamp is not None
         if record.epoch < view.stamp.epoch:
             return "rollback"
         return "commit" if record.attempt == view.stamp.attempt else "restart"

@@ -36,11 +36,44 @@ class SimPlace:
         """Writes that are said to have happened, and are lost, torn or corrupt: a disk that lied."""
         self.spoilt: set[str] = set()
         """Files that are not what was written, for the checks."""
+        self._lags: random.Random | None = None
+        self._lag_s = 0.0
+        self._since: dict[str, float] = {}  # file -> when it came to be
+        self._were: list[
+            tuple[str, float, float, int]
+        ] = []  # those that were removed: from when, until when, their size
 
     def seen_by(self, node: str) -> NodePlace:
         return NodePlace(self, node)
 
+    def lags(self, rng: random.Random | None, lag_s: float = 0.0) -> None:
+        """From now on a listing is of up to so long ago; without a generator it is of now."""
+        self._lags, self._lag_s = rng, lag_s
+
+    @property
+    def late(self) -> bool:
+        """Whether listings are late."""
+        return self._lags is not None
+
+    def _listed(self, start: str) -> dict[str, int | None]:
+        """What begins with `start`: name -> size. There now, or at some time before."""
+        found: dict[str, int | None]
+        if self._lags is None:
+            found = {name: data.nbytes for name, data in self._files.items() if name.startswith(start)}
+            return found
+        at = asyncio.get_running_loop().time() - self._lag_s * self._lags.random()
+        found = {
+            name: data.nbytes
+            for name, data in self._files.items()
+            if name.startswith(start) and self._since[name] <= at
+        }
+        found |= {
+            name: size for name, since, until, size in self._were if name.startswith(start) and since <= at < until
+        }
+        return found
+
     def put(self, path: str, data: bytes) -> None:
+        self._since.setdefault(path, asyncio.get_running_loop().time())
         if self.lose_next > 0:
             self.lose_next -= 1
             self.spoilt.add(path)
@@ -61,15 +94,16 @@ class SimPlace:
 
     def names(self, path: str) -> list[str]:
         start = f"{path}/"
-        return sorted({name[len(start) :].split("/")[0] for name in self._files if name.startswith(start)})
+        return sorted({name[len(start) :].split("/")[0] for name in self._listed(start)})
 
     def sizes(self, path: str) -> dict[str, int | None]:
         start = f"{path}/"
-        return {name[len(start) :]: data.nbytes for name, data in self._files.items() if name.startswith(start)}
+        return {name[len(start) :]: size for name, size in self._listed(start).items()}
 
     def remove(self, path: str) -> None:
+        now = asyncio.get_running_loop().time()
         for name in [n for n in self._files if n == path or n.startswith(f"{path}/")]:
-            del self._files[name]
+            self._were.append((name, self._since.pop(name), now, self._files.pop(name).nbytes))
 
 
 class NodePlace:

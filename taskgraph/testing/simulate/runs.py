@@ -54,11 +54,15 @@ class Runs:
 
     Args:
         overlapped: called where code of an epoch ran while an earlier one of the same task was not through.
+        torn_down: called where an object of a task was.
         revision: that etcd is at.
     """
 
-    def __init__(self, overlapped: Callable[[], None], revision: Callable[[], int]) -> None:
+    def __init__(
+        self, overlapped: Callable[[], None], torn_down: Callable[[], None], revision: Callable[[], int]
+    ) -> None:
         self._overlapped = overlapped
+        self._torn_down = torn_down
         self._revision = revision
         self._runs: dict[tuple[int, Stamp, int], Run] = {}
         self._composed: dict[tuple[int, int, int], int] = {}  # (task, attempt, term) -> the last epoch
@@ -138,6 +142,9 @@ class Runs:
 
     def told_committed(self, task: int, number: int, state: int | None) -> None:
         self._told.append((task, number, state))
+
+    def torn_down(self, task: int) -> None:
+        self._torn_down()
 
     # -- asked when a job ends --------------------------------------------------------------------
 

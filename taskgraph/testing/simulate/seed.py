@@ -21,18 +21,23 @@ from unittest import mock
 
 import taskgraph as tg
 from taskgraph.coordination import viewkeeper
+from taskgraph.errors import JobRunning
 from taskgraph.node import reconciler, replica
 from taskgraph.node.epochs import inbound, pulls
 from taskgraph.node.primary import forgetting, gathered, primary
 from taskgraph.protocol.records import State
 from taskgraph.testing.simulate.drawing import (
+    Again,
     draw,
+    draw_again,
     draw_around_checkpoints,
     draw_around_forgetting,
     draw_around_race,
     draw_between_steps,
+    draw_called_gone,
     draw_deletions,
     draw_in_flight,
+    draw_power_losses,
     draw_race,
     draw_with_moods,
 )
@@ -65,6 +70,25 @@ LARGE = 0.15
 DELETING = 0.1
 """Share of the seeds in which somebody deletes keys of nodes that live."""
 
+AGAIN = 0.15
+"""Share of the seeds whose job's name is submitted again: after the end of the run, or while its nodes still end."""
+
+CALLED_GONE = 0.1
+"""Share of the seeds whose launchers say of nodes that live that they are gone."""
+
+POWER_LOSSES = 0.1
+"""Share of the seeds in which all nodes of a host die at once."""
+
+LEAVING = 0.15
+"""Share of the seeds in which nodes are left to end by themselves, and tasks have a `teardown`."""
+LEAVES_S = 3.0
+"""For how long there are failures then, at most."""
+LEFT_S = 90.0
+"""Virtual time after which they must have ended: nobody may have collected their results."""
+
+LAGGING = 0.3
+"""Share of the seeds with checkpoints whose place lists late what was written, and what was removed."""
+
 RESTING = 0.2
 """Share of the seeds whose nodes rest between looks at all their tasks, as they do where there are hundreds."""
 
@@ -93,7 +117,8 @@ class Outcome:
         rests: whether nodes rested between their looks.
         large: whether all values counted as large.
         forgets: whether nodes that are gone were soon forgotten.
-        ended: "finished"; "lost" where every holder of a task was gone; "mistaken" where its own code failed it.
+        ended: "finished"; "lost" where every holder of a task was gone; "mistaken" where its own code failed it; "shut
+            down" by a command.
     """
 
     seed: int
@@ -275,6 +300,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         turns,
         random.Random(f"asked on of {outcome.seed}"),
     )
+    leaves = random.Random(f"leaves of {outcome.seed}")
+    workload.torn_down = leaves.random() < LEAVING
     if mistakes:
         workload.mistake = Mistake.draw(random.Random(f"mistakes of {outcome.seed}"), workload.tasks)
     races = random.Random(f"races of {outcome.seed}")
@@ -306,6 +333,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         outcome.described += ", flags that follow from messages" + " after a while" * bool(workload.lingers_s)
     if workload.asks_on is not None:
         outcome.described += ", requests that follow from requests"
+    if workload.torn_down:
+        outcome.described += ", nodes that end by themselves"
     if workload.mistake is not None:
         outcome.described += f", {workload.mistake.text}"
     if outcome.rests:
@@ -342,9 +371,29 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         faults.add(draw_between_steps(random.Random(f"failures between steps of {outcome.seed}")))
     if (deletes := random.Random(f"deleted keys of {outcome.seed}")).random() < DELETING:
         faults.add(draw_deletions(deletes))
+    if (calls := random.Random(f"called gone of {outcome.seed}")).random() < CALLED_GONE:
+        faults.add(draw_called_gone(calls))
+        outcome.described += ", a launcher that is wrong"
+    if (powers := random.Random(f"power of {outcome.seed}")).random() < POWER_LOSSES:
+        faults.add(draw_power_losses(powers))
+        outcome.described += ", hosts that die"
+    if keeping and (lists := random.Random(f"listings of {outcome.seed}")).random() < LAGGING:
+        world.place.lags(lists, lists.choice((0.05, 0.5, 3.0)))
+        outcome.described += ", a place that lists late"
+    again: Again | None = None
+    if not mistakes and (names := random.Random(f"names of {outcome.seed}")).random() < AGAIN:
+        again = draw_again(names, keeps=keeping)
+        faults.add(again.shut)
+        outcome.described += ", submitted again"
     try:
         await world.start(nodes)
         outcome.ended = await _until_over(world, faults)
+        if again is not None:
+            await _submit_again(world, again, nodes)
+            faults.go_on(again.faults)
+            outcome.ended = await _until_over(world, faults)
+        if workload.torn_down:
+            await _until_left(world, faults, collects=leaves.random() < 0.8)
     except Violation as error:
         outcome.problem = str(error)
     except Exception as error:
@@ -361,11 +410,64 @@ def _unhandled(context: dict[str, object]) -> Violation:
     return Violation(f"nobody handled: {context.get('message')} {context.get('exception')!r}")
 
 
+async def _submit_again(world: World, again: Again, nodes: int) -> None:
+    """Once a run is over, and its nodes may not have heard of it."""
+    if again.collected:
+        world.collect()
+    await asyncio.sleep(again.after_s)
+    workload, keeps = world.workload, world.spec.checkpoint is not None
+    # A job that finished may have a checkpoint of its last boundary, from which there is nothing to go on with.
+    resume = again.resume and keeps and not world.invariants.view.finished
+    if not resume:
+        workload = dataclasses.replace(workload, seed=workload.seed ^ 1, rerun={})  # other states
+    world.launcher.lose_next = again.lost
+    submitted = asyncio.ensure_future(world.submit_again("again", workload, nodes, resume=resume))
+    await asyncio.wait((submitted, world.failed), timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
+    if world.failed.done():
+        submitted.cancel()
+        world.failed.result()
+    if not submitted.done():
+        submitted.cancel()
+        raise Violation("it is not submitted again")
+    with contextlib.suppress(JobRunning):  # it had finished, and went back to a checkpoint
+        submitted.result()
+
+
+async def _until_left(world: World, faults: Faults, *, collects: bool) -> None:
+    """Nodes end by themselves, whatever fails meanwhile.
+
+    Args:
+        collects: somebody has their results, and says so.
+    """
+    view, now = world.invariants.view, world.loop.time
+    began, healed = now(), False
+    while not world.left():
+        if world.failed.done():
+            world.failed.result()
+        if now() > began + LEFT_S:
+            late = ", ".join(f"{known.id} of {known.of}" for known in world.nodes.values() if known.exists)
+            raise Violation(f"nodes do not end: {late}: {hanging(world)}")
+        if not healed and now() > began + LEAVES_S:
+            healed = True
+            if view.running:  # it went back to a checkpoint
+                _heal(world, faults)
+            else:
+                faults.end(heal=True)
+        if collects and view.finished and not view.collected:
+            world.collect()
+        await asyncio.sleep(0.05)
+    faults.end(heal=True)
+    await asyncio.sleep(2.0 * world.settings.lease_ttl_s)
+    world.check_left()
+
+
 async def _until_over(world: World, faults: Faults) -> str:
     status = asyncio.ensure_future(world.status())
     waiting: list[asyncio.Future[Any]] = [status]
     try:
         record = await _until(status, world, faults, "it hangs")
+        if record.state == State.CANCELLED and world.shut_down:
+            return "shut down"
         if record.state != State.FINISHED:
             return _judge_failure(world, record.reason, faults.ruthless or faults.bold)
         result = asyncio.ensure_future(world.result())

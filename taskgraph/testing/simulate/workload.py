@@ -129,6 +129,7 @@ class Recorder(Protocol):
     def ended(self, epoch: Any, state: int) -> None: ...
     def finished(self, epoch: Any) -> None: ...
     def told_committed(self, task: int, number: int, state: int | None) -> None: ...
+    def torn_down(self, task: int) -> None: ...
 
 
 @dataclass
@@ -161,6 +162,7 @@ class Workload:
     hears_s: float = 0.0  # so long an `on_flag` awaits something; 0: it is a plain function
     steady: bool = False  # all epochs have the same plan, and those tasks do not ask which one it is
     mistake: Mistake | None = None
+    torn_down: bool = False  # tasks have a `teardown`, after which none of their code may run
 
     @classmethod
     def draw(
@@ -284,6 +286,8 @@ class Workload:
                 kind = _asking_on(kind)
             if self.mistake is not None and task == self.mistake.task:
                 kind = _mistaken(kind, self.mistake, stateful=task not in self.without_state)
+            if self.torn_down:
+                kind = _torn_down(kind)
             return kind(self, recorder)
 
         return tg.Job(
@@ -716,6 +720,26 @@ def _hearing_slowly(kind: type[_NoState]) -> type[_NoState]:
         kind.on_flag(self, epoch, sender, meta)
 
     return type(kind.__name__, (kind,), {"on_flag": on_flag})
+
+
+def _torn_down(kind: type[_NoState]) -> type[_NoState]:
+    """A class of tasks with a `teardown`: whatever they tell of afterwards is a violation, and so is another one."""
+
+    def teardown(self: Any) -> None:
+        self._recorder.torn_down(self.task_id)
+        self._recorder = _AfterTheEnd(self.task_id)
+
+    return type(kind.__name__, (kind,), {"teardown": teardown})
+
+
+class _AfterTheEnd:
+    """A `Recorder` of an object that was torn down."""
+
+    def __init__(self, task: int) -> None:
+        self._task = task
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"code of task {self._task} ran after its teardown: {name}")
 
 
 def _asking_on(kind: Any) -> type[_NoState]:

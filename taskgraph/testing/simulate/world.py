@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
+from unittest import mock
 
 import taskgraph as tg
 from taskgraph import timeouts
 from taskgraph.checkpoint.manifest import Origin
 from taskgraph.checkpoint.store import Store
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CheckpointError, CoordinationError, TaskGraphError
+from taskgraph.errors import CheckpointError, CoordinationError, JobError, TaskGraphError, Unavailable
+from taskgraph.launch import resuming
 from taskgraph.launch.collect import assemble, complete
+from taskgraph.launch.resuming import mark_begun, plan
 from taskgraph.launch.submit import submit
 from taskgraph.node.membership.unable import NotSetUp
 from taskgraph.node.node import Node, Point
 from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import TaskResult
+from taskgraph.protocol import transactions
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Compare, KeyEvent, Put, Txn
+from taskgraph.protocol.kv import KeyEvent, Put, Txn
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
 from taskgraph.testing.simulate.client import SimCoordinator
@@ -56,6 +62,7 @@ class SimNode:
 
     id: str
     name: str
+    of: str  # the run
     process: Process
     threads: Process
     coordinator: SimCoordinator
@@ -64,10 +71,22 @@ class SimNode:
     run: asyncio.Task[None]
     dead: bool = False  # killed
     draining: bool = False
+    called_gone: bool = False  # its launcher says so, and is wrong
 
     @property
     def exists(self) -> bool:
         return not self.dead and not self.run.done()
+
+
+@dataclasses.dataclass
+class _Made:
+    """One run of the job's name."""
+
+    workload: Workload
+    runs: Runs
+    job: tg.Job
+    spec: JobSpec
+    invariants: Invariants
 
 
 class World:
@@ -92,15 +111,13 @@ class World:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
         self.loop = loop
-        self.workload = workload
         self.settings = settings
         self.transcript = Transcript(loop.time)
-        self.runs = Runs(
-            lambda: self.transcript.state("epochs in flight"), revision=lambda: self.invariants.view.revision
-        )
-        self.job = workload.job(self.runs, settings, min_nodes)
-        self.spec = dataclasses.replace(JobSpec.local(self.job), run="run")
+        self._min_nodes = min_nodes
+        self._take(self._made("run", workload))
+        self._next: _Made | None = None  # what is being submitted under the same name
         self.keys = Keys(self.spec.name)
+        self.shut_down = False  # somebody ended the run by a command
         self.moment: Moment = lambda name, node, peer="": None
         self.nodes: dict[str, SimNode] = {}
         self._keeps = keeps
@@ -129,32 +146,91 @@ class World:
             starving=self.pace.starving,
             memory=self.pace.memory,
         )
-        self.invariants = Invariants(
-            self.spec.name,
-            workload.tasks,
-            self.runs,
-            {task: workload.first(task) for task in range(workload.tasks)},
-            living=self._living,
-            expected=None if workload.erratic or workload.moody is not None else workload.expected(),
-            without_state=workload.without_state,
-            listening=workload.listening,
-            files=self._files,
-            ahead=settings.epochs_ahead,
-            epochs=None if workload.finishes else workload.epochs,
-            min_in_sync=settings.min_in_sync,
-        )
-        self._launcher = SimCoordinator(
+        self.launcher = SimCoordinator(
             self.etcd, Process("launcher"), Process("launcher"), on_txn=self._on_txn, timeout_s=3.0
         )
         self._names = 0
         self._incarnations: dict[str, int] = {}
         self._over = False
 
+    # -- runs -------------------------------------------------------------------------------------
+
+    def _made(self, run: str, workload: Workload) -> _Made:
+        """Another run of the job's name: its code, and what must hold of it."""
+        runs = Runs(
+            lambda: self.transcript.state("epochs in flight"),
+            lambda: self.transcript.state("torn down"),
+            revision=lambda: self.invariants.view.revision,
+        )
+        job = workload.job(runs, self.settings, self._min_nodes)
+        spec = dataclasses.replace(JobSpec.local(job), run=run)
+        invariants = Invariants(
+            spec.name,
+            workload.tasks,
+            runs,
+            {task: workload.first(task) for task in range(workload.tasks)},
+            living=self._living,
+            expected=None if workload.erratic or workload.moody is not None else workload.expected(),
+            without_state=workload.without_state,
+            listening=workload.listening,
+            files=self._files,
+            ahead=self.settings.epochs_ahead,
+            epochs=None if workload.finishes else workload.epochs,
+            min_in_sync=self.settings.min_in_sync,
+        )
+        return _Made(workload, runs, job, spec, invariants)
+
+    def _take(self, made: _Made) -> None:
+        self.workload, self.runs, self.job = made.workload, made.runs, made.job
+        self.spec, self.invariants = made.spec, made.invariants
+
+    async def submit_again(self, run: str, workload: Workload, nodes: int, *, resume: bool) -> None:
+        """The job's name is submitted again, with other states or from the newest checkpoint, and its nodes start.
+
+        Those of the run before may still be there, and may have something to write.
+
+        Raises:
+            JobRunning: the run before is not over: it went back to a checkpoint.
+        """
+        made = self._next = self._made(run, workload)
+        spec = dataclasses.replace(made.spec, expected_nodes=nodes)
+        with self._planning():
+            try:
+                spec, beginning = await plan(self.launcher, spec, resume=resume, fresh=not resume)
+            except CheckpointError as error:  # none of them can be used: whoever starts the job begins anew then
+                self.transcript.add("launcher", "refused", str(error))
+                if not (self.place.spoilt or self.place.late):
+                    raise Violation(f"a job with checkpoints cannot be resumed: {error}") from error
+                spec, beginning = await plan(self.launcher, spec, fresh=True)
+            made.spec = spec
+            while True:
+                try:
+                    await submit(self.launcher, spec, beginning)
+                    break
+                except Unavailable:  # whoever is told so tries again
+                    await asyncio.sleep(0.1)
+            await mark_begun(spec, beginning)
+        self.transcript.state("submitted again" if beginning.checkpoint is None else "went on from a checkpoint")
+        self._names = 0
+        for _ in range(nodes):
+            self.add()
+
+    @contextlib.contextmanager
+    def _planning(self) -> Iterator[None]:
+        """Whoever submits a job sees the simulated place, and waits for it as nodes do."""
+        place = self.place.seen_by("launcher")
+        threads = FileThreads(random.Random(self._keeps.getrandbits(64)), place, self.pace.ends, lambda: 0.0)
+        with (
+            mock.patch.object(resuming, "Store", partial(Store, place=place)),
+            mock.patch.object(resuming, "PooledThreads", lambda name, limit: threads),
+        ):
+            yield
+
     # -- life -------------------------------------------------------------------------------------
 
     async def start(self, nodes: int) -> None:
         self.spec = dataclasses.replace(self.spec, expected_nodes=nodes)
-        await submit(self._launcher, self.spec)
+        await submit(self.launcher, self.spec)
         for _ in range(nodes):
             self.add()
 
@@ -200,7 +276,9 @@ class World:
         )
         node.set_ups.alone = True  # as in a process of its own
         run = self.loop.create_task(self._run(node), name=f"node {name}", context=process.fresh())
-        known = self.nodes[node_id] = SimNode(node_id, name, process, threads, coordinator, place, node, run)
+        known = self.nodes[node_id] = SimNode(
+            node_id, name, self.spec.run, process, threads, coordinator, place, node, run
+        )
         return known
 
     def _late(self, what: str, node_id: str) -> Callable[[], float]:
@@ -245,7 +323,8 @@ class World:
                 return
             self.transcript.add(node.id, "ended", str(error))
             self.transcript.state("a node ended itself")
-            if node.id not in self.invariants.view.gone and not self._may_be_forgotten(node.id):
+            late = known.of != self.spec.run and isinstance(error, JobError) and "submitted anew" in str(error)
+            if node.id not in self.invariants.view.gone and not self._may_be_forgotten(node.id) and not late:
                 self.violated(Violation(f"{node.id} ended: {error}"))
         except Exception as error:  # a bug: not even a process that is being killed may end by one
             self.violated(Violation(f"{node.id} broke down: {error!r}"))
@@ -264,11 +343,34 @@ class World:
             self.failed.set_exception(error)
 
     def say_gone(self, node_id: str, why: str) -> None:
-        """A launcher says that a node's process is gone."""
-        key = self.keys.gone(node_id)
-        record = GoneRecord(reason=why, writer="launcher")
-        txn = Txn(compares=(Compare(key, 0),), success=(Put(key, record.to_bytes()),))
-        self.etcd.arrive(lambda: void(self.etcd.store.execute(txn)))
+        """A launcher says to the node's run that its process is gone."""
+
+        def say() -> None:
+            if self.nodes[node_id].of == self.spec.run:
+                record = GoneRecord(reason=why, writer="launcher")
+                self.etcd.store.execute(transactions.declare_gone(self.invariants.view, node_id, record))
+
+        self.etcd.arrive(say)
+
+    def collect(self) -> None:
+        """A launcher has the results of the run, if it has finished, and lets its nodes go."""
+
+        def tell() -> None:
+            if self.invariants.view.finished:
+                self.etcd.store.execute(Txn(success=(Put(self.keys.collected, b"{}"),)))
+
+        self.etcd.arrive(tell)
+
+    def shut(self) -> None:
+        """Somebody ends the job, if it runs."""
+
+        def end() -> None:
+            if self.invariants.view.running:
+                self.shut_down = True
+                record = StatusRecord(state=State.CANCELLED, reason="shut down", writer="launcher")
+                self.etcd.store.execute(transactions.fail(self.invariants.view, record))
+
+        self.etcd.arrive(end)
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -297,6 +399,25 @@ class World:
                 return assemble(self.spec.name, found, self.invariants.view.primaries.values(), 0.0)
             await asyncio.sleep(0.02)
 
+    def left(self) -> bool:
+        """Whether every node that was not killed has ended.
+
+        Raises:
+            Violation: one did, and something of a task there did not.
+        """
+        for known in self.nodes.values():
+            if known.exists:
+                return False
+            for task, replica in known.node.roles.replicas.items():
+                if not known.dead and replica.ready and not replica.actor.abandoned:
+                    raise Violation(f"{known.id} ended, and did not tear down task {task}")
+        return True
+
+    def check_left(self) -> None:
+        """Some time after all nodes have ended. Raises Violation."""
+        if found := self.etcd.store.select(self.keys.nodes, prefix=True):
+            raise Violation(f"all nodes have ended, and there is {found[0].key}")
+
     async def stop(self) -> None:
         """Ends every node, also those that are stuck."""
         self._over = True
@@ -308,16 +429,16 @@ class World:
             if known.run in late:
                 known.run.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
-        await self._launcher.close()
+        await self.launcher.close()
 
     # -- what happens ----------------------------------------------------------------------------
 
     def existing(self) -> list[SimNode]:
-        """Nodes whose process exists, in the order they came."""
-        return [known for known in self.nodes.values() if known.exists]
+        """Nodes of the run whose process exists, in the order they came."""
+        return [known for known in self.nodes.values() if known.of == self.spec.run and known.exists]
 
     def _living(self) -> dict[str, Node]:
-        return {known.id: known.node for known in self.nodes.values() if known.exists}
+        return {known.id: known.node for known in self.existing()}
 
     def _files(self, record: CheckpointRecord) -> dict[int, Encoded] | None:
         """task -> what a checkpoint has of it; None where the disk lied."""
@@ -372,6 +493,7 @@ class World:
             return
         puts = [(e.kv.key, e.kv.value) for e in events if e.kind == "put"]
         kind = kind_of(self.invariants.view, puts)
+        made, self._next = self._next, None if kind == "submit" else self._next
         view, root = self.invariants.view, len(self.keys.root)
         if kind == "restart" and view.stamp is not None:
             terms = {task: known.record.term for task, known in view.primaries.items()}
@@ -383,7 +505,13 @@ class World:
                 self.transcript.add("etcd", f"[{revision}] {event.kind}", f"{key} {_brief(key, event.kv.value)}")
         try:
             self._check_leases(events)
-            self.invariants.wrote(revision, events)
+            if kind == "submit" and made is not None:
+                before = self.invariants
+                self._take(made)
+                self.invariants.submitted_after(before, revision, self.etcd.store.select(self.keys.root, prefix=True))
+            else:
+                self.invariants.wrote(revision, events)
+            self._check_run(events)
             self.invariants.check_told()
         except Violation as error:
             self.violated(error)
@@ -398,11 +526,20 @@ class World:
             node_id = event.kv.key.removeprefix(self.keys.nodes)
             known, registered = self.nodes.get(node_id), self.invariants.view.nodes.get(node_id)
             if event.kind == "delete" and known is not None and known.exists and registered is not None:
-                if self.etcd.store.holds(registered.record.lease):
-                    continue  # somebody deleted it
+                if known.called_gone or self.etcd.store.holds(registered.record.lease):
+                    continue  # somebody deleted it, or its lease
                 late_s = known.coordinator.counts_on(registered.record.lease) - self.loop.time()
                 if late_s > 1e-6:
                     raise Violation(f"{known.id} counts on its lease for {late_s:.3f} s after it expired")
+
+    def _check_run(self, events: tuple[KeyEvent, ...]) -> None:
+        """A node of a run before may say that it drains, and what happened to it, and nothing else."""
+        for event in events:
+            key = event.kv.key
+            if event.kind == "put" and not key.startswith((self.keys.events, self.keys.nodes)):
+                known = self.nodes.get(self._whose([(key, event.kv.value)]))
+                if known is not None and known.of != self.spec.run:
+                    raise Violation(f"{known.id} is of a run before, and wrote {key}")
 
     def _whose(self, puts: list[tuple[str, bytes]]) -> str:
         """The node that a write is about, by its writer."""
