@@ -170,9 +170,7 @@ async def _events(options: argparse.Namespace) -> int:
             for event in found:
                 print_event(event, as_json=options.json)
             return 0
-        printed: deque[Event] = deque(
-            maxlen=_PRINTED * reached.spec.settings.get("events_kept", Settings().events_kept)
-        )
+        printed: deque[Event] = deque(maxlen=_PRINTED * reached.spec.setting("events_kept"))
         following = _follow(reached, printed, as_json=options.json)
         async with alongside(following, launcher_gone(reached.entry), _ended(reached)) as waits:
             await any_done(*waits)
