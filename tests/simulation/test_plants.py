@@ -17,7 +17,7 @@ LATE = {
     "a job goes back to a checkpoint that nobody read": 451,
     "an eviction is not fenced by the primary": 380,
     "answers of a gone term count": 78,
-    "a request that is sent again runs again": 81,
+    "a request that is sent again runs again": 219,
     "a seal of any version is accepted": 323,
     "a leader that was replaced advances the checkpoint": 151,
     "a job that ends while a task is ahead gets the state it has": 131,
