@@ -332,13 +332,15 @@ class Runtime:
     def _keep_logs(self, name: str, run: str) -> None:
         """Those of an earlier run go; not what another launcher of this one kept, which may be all there is."""
         folder = self.kept_logs(name)
-        if not run or _run_of(folder) != run:
-            shutil.rmtree(folder, ignore_errors=True)
-        for path in (self.root / "jobs" / name).glob("*.log"):
-            if path.stat().st_size:
-                path.rename(self._made(folder) / path.name)
-        with contextlib.suppress(OSError):  # nothing is kept, or the disk is full
-            (folder / _RUN).write_text(run)
+        with _alone(folder.parent):
+            if not run or _run_of(folder) != run:
+                shutil.rmtree(folder, ignore_errors=True)
+            for path in (self.root / "jobs" / name).glob("*.log"):
+                with contextlib.suppress(FileNotFoundError):  # another launcher was here all the same
+                    if path.stat().st_size:
+                        path.rename(self._made(folder) / path.name)
+            with contextlib.suppress(OSError):  # nothing is kept, or the disk is full
+                (folder / _RUN).write_text(run)
 
     def killed(self, name: str) -> JobEntry | None:
         """The entry of a job whose launcher was killed, and left it: of its last run on this host."""
@@ -379,6 +381,30 @@ def _run_of(logs: Path) -> str:
         return (logs / _RUN).read_text()
     except (OSError, ValueError):
         return ""
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Within, no other process keeps logs there: all launchers of a run end at one time, and whose logs are there is
+    written last. Who cannot be alone, since another one is stopped, say, goes on after a while all the same.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # one that cannot be locked
+            file = os.open(folder, os.O_RDONLY)
+            held.callback(os.close, file)
+            until = time.monotonic() + _JOINING_S
+            while not _is_ours(file) and time.monotonic() < until:
+                time.sleep(_JOINING_AGAIN_S)
+        yield
+
+
+def _is_ours(file: int) -> bool:
+    """Locks it, unless another one has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _check_private(folder: Path) -> None:

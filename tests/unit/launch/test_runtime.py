@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -585,6 +586,45 @@ def test_the_launcher_of_a_run_that_ends_last_keeps_the_logs_that_another_one_ha
     assert logs == ({"n1.log": "it said this", "n2.log": "and that", **later} if run else later)
     runtime.keep_finished("fit", {"run": "another"})
     assert not runtime.kept_logs("fit").exists(), "what an earlier run said is not told of this one"
+
+
+def test_launchers_of_a_run_that_end_at_one_time_keep_the_logs_of_all(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One looked whose logs are kept, another one kept all that there were, and the first took those for an earlier
+    run's: of thirty nodes five logs were left, and it said that nothing was kept, since some had gone meanwhile."""
+    names = {f"n{number}.log" for number in range(30)}
+    for name in names:
+        (runtime.folder("fit") / name).write_text("it said this")
+    look = runtime_module._run_of
+    other = threading.Thread(target=runtime.keep_finished, args=("fit", {"run": "one"}))
+
+    def looks(logs: Path) -> str:
+        found = look(logs)
+        if threading.current_thread() is not other:
+            other.start()
+            other.join(0.5)
+        return found
+
+    monkeypatch.setattr(runtime_module, "_run_of", looks)
+    runtime.keep_finished("fit", {"run": "one"})
+    other.join()
+    assert {path.name for path in runtime.kept_logs("fit").glob("*.log")} == names
+
+
+def test_a_launcher_does_not_wait_for_ever_for_another_one_that_keeps_logs(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_module, "_JOINING_S", 0.05)
+    (runtime.folder("fit") / "n1.log").write_text("it said this")
+    (runtime.root / "finished").mkdir(mode=0o700)
+    file = os.open(runtime.root / "finished", os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        runtime.keep_finished("fit", {"run": "one"})
+    finally:
+        os.close(file)
+    assert (runtime.kept_logs("fit") / "n1.log").read_text() == "it said this"
 
 
 def test_where_the_disk_is_full_logs_are_kept_and_no_earlier_job_of_that_name(
