@@ -13,21 +13,21 @@ from taskgraph.errors import JobError, TransportError
 from taskgraph.jobs import Job
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
-from taskgraph.protocol.records import MemberRecord, NodeRecord, PrimaryRecord, Record
+from taskgraph.protocol.records import MemberRecord, NodeRecord, PrimaryRecord, Record, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.settings import Settings
 from taskgraph.task import Task
 
 
-def view(*tasks: tuple[str, ...]) -> JobView:
-    """Of nodes n1 to n4, in which task i is held by `tasks[i]`, the first as primary."""
+def view(*tasks: tuple[str, ...], more: tuple[str, ...] = ()) -> JobView:
+    """Of nodes n1 to n4, in which task i is held by `tasks[i]`, the first as primary; and `more`, by their ids."""
     keys, made = Keys("fit"), JobView("fit")
     records: list[tuple[str, Record]] = []
-    for name in ("n1", "n2", "n3", "n4"):
-        node = NodeRecord(
-            name=name, run="r", host="h", pid=1, endpoints=(), control="", fingerprint="", lease=1
+    for node in (*[f"{name}-7f" for name in ("n1", "n2", "n3", "n4")], *more):
+        record = NodeRecord(
+            name=name_of(node), run="r", host="h", pid=1, endpoints=(), control="", fingerprint="", lease=1
         )  # fmt: skip
-        records.append((keys.node(f"{name}-7f"), node))
+        records.append((keys.node(node), record))
     for task, held in enumerate(tasks):
         if held:
             records.append((keys.primary(task), PrimaryRecord(node=f"{held[0]}-7f", term=1, stateful=True)))
@@ -43,8 +43,8 @@ def view(*tasks: tuple[str, ...]) -> JobView:
 VIEW = view(("n1", "n2", "n4"), ("n3",), ())
 
 
-def target(*arguments: str) -> tuple[str, str]:
-    return _target(parser().parse_args(["kill", "fit", *arguments]), VIEW, 3, 2)
+def target(*arguments: str, among: JobView = VIEW, backups: int = 2) -> tuple[str, str]:
+    return _target(parser().parse_args(["kill", "fit", *arguments]), among, 3, backups)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,31 @@ def test_what_contradicts_itself_hits_nobody(arguments: tuple[str, ...], says: s
     with pytest.raises(JobError) as refused:
         target(*arguments)
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "say whom: --task T (its primary), --task T --backup, or --node NAME"),
+        (("--task", "3"), "--task 3: the job has tasks 0 to 2"),
+        (("--node", "n9"), "no node is called 'n9'; registered: n1, n2, n3, n4"),
+        (("--task", "1", "--backup"), "task 1 has no backup in sync (backups=0: the job asked for none)"),
+    ],
+)
+def test_who_is_not_there_is_said_with_who_is(arguments: tuple[str, ...], says: str) -> None:
+    with pytest.raises(JobError) as refused:
+        target(*arguments, backups=0)
+    assert str(refused.value) == says
+
+
+def test_of_several_nodes_of_one_name_each_is_meant_by_its_id() -> None:
+    """As of containers that all have one host's name, each with process 1."""
+    twins = view(("n1", "n3"), more=("n3-8a",))
+    with pytest.raises(JobError, match="several nodes are called 'n3': say which, n3-7f or n3-8a"):
+        target("--node", "n3", among=twins)
+    for node, held in (("n3-7f", "primary of 0 tasks"), ("n3-8a", "primary of 0 tasks")):
+        assert target("--node", node, among=twins) == (node, held)
+    assert target("--task", "0", "--backup", "--node", "n3-7f", among=twins) == ("n3-7f", "a backup of task 0")
 
 
 @pytest.mark.parametrize(
