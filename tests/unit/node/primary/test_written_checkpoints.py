@@ -500,6 +500,33 @@ async def test_a_task_that_has_state_since_is_named(tmp_path: Path) -> None:
         await tg.arun(walk(tmp_path), nodes=0, resume=True)
 
 
+async def test_without_the_file_of_a_task_0_that_has_no_state_its_job_goes_on_and_says_what_may_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds what tasks reported before, and nothing that anybody computes with."""
+
+    def builder(task: int) -> tg.Task:
+        return Walk() if task else Forgetful()
+
+    whole = await tg.arun(walk(None, builder=builder), nodes=0)
+    await interrupted(tmp_path, builder=builder)
+    boundary_of = CheckpointReader.boundary_of
+
+    async def torn(reader: CheckpointReader, task: int, term: int) -> Any:  # since the job was resumed
+        if task == 0:
+            raise CheckpointError("task-000000.safetensors is torn")
+        return await boundary_of(reader, task, term)
+
+    monkeypatch.setattr(CheckpointReader, "boundary_of", torn)
+    async with running(walk(tmp_path, builder=builder), 1, resume=True) as cluster:
+        found = await cluster.result(40)
+        refused = [event.text for event in cluster.events if event.kind == "checkpoint refused"]
+    for task, (place, steps) in whole.values.items():
+        assert np.array_equal(place, found.values[task][0]) and steps == found.values[task][1]
+    assert refused == ["task-000000.safetensors is torn; what was reported before epoch 8 may be missing in the result"]
+    assert [report.epoch for report in found.reports if report.epoch >= 8] == [8, 9, 10, 11]
+
+
 async def test_resuming_where_there_is_nothing_yet_starts_from_the_beginning(
     unharmed: tg.JobResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
