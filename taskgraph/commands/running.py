@@ -22,8 +22,9 @@ from taskgraph.commands.common import (
     take_orders,
     token_for,
 )
+from taskgraph.coordination.api import AccessRefused
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CheckpointError, CoordinationError, JobError, JobFailed
+from taskgraph.errors import CheckpointError, DecodeError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction
 from taskgraph.launch.access import Access
 from taskgraph.launch.collector import Collector
@@ -226,23 +227,22 @@ def submit_command(options: argparse.Namespace, function: JobFunction[...] | Non
     token = token_for(options, Path(f"{spec.name}.token"))
     assert token is not None
     spec = dataclasses.replace(spec, token_mark=mark(bytes.fromhex(token.token)))
+    submitting = False
 
     async def put() -> None:
-        try:
-            coordinator = await connect(etcd, access_of(options))
-        except CoordinationError:
-            token.forget()
-            raise
-        async with coordinator:
-            try:
-                planned, beginning = await plan(coordinator, spec, resume=options.resume, fresh=options.fresh)
-                await submit(coordinator, planned, beginning)
-            except (JobError, CheckpointError):
-                token.forget()
-                raise
+        nonlocal submitting
+        async with await connect(etcd, access_of(options)) as coordinator:
+            planned, beginning = await plan(coordinator, spec, resume=options.resume, fresh=options.fresh)
+            submitting = True
+            await submit(coordinator, planned, beginning)
             await mark_begun(planned, beginning)
 
-    uvloop.run(put())
+    try:
+        uvloop.run(put())
+    except BaseException as error:  # Ctrl-C, too
+        if not submitting or isinstance(error, JobError | DecodeError | AccessRefused):  # else the job may be there
+            token.forget()
+        raise
     if token.written:
         print(f"wrote the job's token to {token.path}, which only you can read")
     print(f"submitted job {spec.name} with driver {spec.fingerprint}; start nodes, on any host that has the driver,")

@@ -17,16 +17,18 @@ import tempfile
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import taskgraph as tg
 from taskgraph import cli
-from taskgraph.commands import common
+from taskgraph.commands import common, running
 from taskgraph.commands.acting import signal_number
 from taskgraph.commands.common import access_of, add_etcd_options, etcd_of, find_entry, token_for, token_of
 from taskgraph.commands.running import job_of, print_result
-from taskgraph.errors import JobError, Unavailable, UnknownJob
+from taskgraph.coordination.api import AccessRefused
+from taskgraph.errors import DecodeError, JobError, JobRunning, Unavailable, UnknownJob
 from taskgraph.files import write_whole
 from taskgraph.launch import threads_env
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -334,6 +336,52 @@ def test_a_job_that_begins_uses_the_token_file_or_writes_it(apart: Path) -> None
         token_for(options(), Path("job.token"))
     with pytest.raises(JobError, match="cannot be written: No such file"):
         token_for(options("--token-file", "no/such/folder"))
+
+
+class Connected:
+    """In place of a connection to etcd."""
+
+    async def __aenter__(self) -> Connected:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("meets", ["connect", "plan", "submit"])
+@pytest.mark.parametrize(
+    "error",
+    [AccessRefused("may not"), JobRunning("it runs"), DecodeError("what?"), Unavailable("away"), KeyboardInterrupt()],
+)
+def test_a_submit_that_comes_to_nothing_leaves_no_token(
+    monkeypatch: pytest.MonkeyPatch, apart: Path, meets: str, error: BaseException
+) -> None:
+    """The next one, with what had been missing, was told that the file exists already."""
+
+    async def connect(*_: Any) -> Connected:
+        return Connected()
+
+    async def plan(*_: Any, **__: Any) -> tuple[None, None]:
+        return None, None
+
+    async def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    for name, does in {"connect": connect, "plan": plan, "submit": plan, meets: fail}.items():
+        monkeypatch.setattr(running, name, does)
+    given = cli.parser(driver=fit).parse_args(["submit", "--etcd", "127.0.0.1:1"])
+    with pytest.raises(type(error)):
+        running.submit_command(given, fit)
+    # Once it is sent it is not known what became of it, unless it was refused: then nodes need the token.
+    sent = meets == "submit" and isinstance(error, Unavailable | KeyboardInterrupt)
+    assert (apart / "fit.token").exists() == sent
+
+
+def test_a_submit_that_lacks_a_password_leaves_no_token(apart: Path) -> None:
+    given = cli.parser(driver=fit).parse_args(["submit", "--etcd", "127.0.0.1:1", "--etcd-user", "me"])
+    with pytest.raises(JobError, match="the password of etcd's user 'me' is missing"):
+        running.submit_command(given, fit)
+    assert not (apart / "fit.token").exists()
 
 
 def test_a_job_of_this_host_is_found_by_name_or_as_the_only_one() -> None:
