@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Mapping
+import contextvars
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from taskgraph.channels import Inputs, Outputs
@@ -16,6 +17,7 @@ from taskgraph.graph.compose import Composition, Processor, name_of
 from taskgraph.graph.values import decode, encode
 from taskgraph.hints import hint
 from taskgraph.node.usercode.coroutines import is_async
+from taskgraph.node.usercode.errors import would_block
 from taskgraph.protocol.messages import Encoded
 from taskgraph.shape import arguments_of
 from taskgraph.task import Task, shape_of
@@ -93,7 +95,7 @@ def compute(
     outputs = Outputs(work, processor, inputs)
     try:
         if is_async(function):
-            asyncio.run(function(Epoch(work, name), inputs, outputs))
+            _run(function(Epoch(work, name), inputs, outputs))
         else:
             function(Epoch(work, name), inputs, outputs)
     except Exception as error:
@@ -111,6 +113,24 @@ def compute(
             f"declared channel is put exactly once per epoch: outs.put(tag, value), with None for nothing"
         )
     return {tag: _decoded(by_task) for tag, by_task in work.put_values.items()}
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Here, or in a thread where an event loop runs already: in a notebook, in an `async def` test."""
+    if not _loop_runs():
+        asyncio.run(coroutine)
+        return
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(contextvars.copy_context().run, asyncio.run, coroutine).result()
+
+
+def _loop_runs() -> bool:
+    """Whether an event loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _called_otherwise(function: Callable[..., Any]) -> str:
@@ -162,6 +182,7 @@ class _Alone:
         self.scratch = Scratch(**scratch)
         self.put_values: dict[str, dict[int, Encoded]] = {}
         self._replies = replies
+        self._async = is_async(function)
 
     def neighbors(self, link: str) -> tuple[int, ...]:
         raise JobError(f"a processor alone has no topology (asked for link {link!r}); test it with tg.testing.run")
@@ -196,6 +217,8 @@ class _Alone:
         return future
 
     def wait_in_thread(self, future: concurrent.futures.Future[Encoded], timeout_s: float | None) -> Encoded:
+        if self._async and _loop_runs():
+            raise would_block()
         return future.result(timeout_s)
 
     def hold(self, where: str, why: str) -> Callable[[], None]:

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, 
 from taskgraph import timeouts
 from taskgraph.device.afterwards import Aside
 from taskgraph.epoch import AttemptEnded
-from taskgraph.errors import GraphError, JobError
+from taskgraph.errors import GraphError
 from taskgraph.node.usercode import forks, lastwords
 from taskgraph.node.usercode.coroutines import CancelledItself, OnStream, Resumed, is_async, refuse_coroutine, take_back
-from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, from_users
+from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, from_users, would_block
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import NO_STAMP, Tracing, clock
 
@@ -398,7 +398,7 @@ class Actor:
     def wait_in_thread(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         """In a worker thread: waits for a reply while other hooks of the task may run."""
         if threading.get_ident() == self._loop_thread:
-            raise JobError("reply.wait() would block the event loop: in an `async def`, write `await reply`")
+            raise would_block()
         held: str = getattr(self._in_turn, "held", "")
         if not held:
             return self._threads.block(future, timeout_s)

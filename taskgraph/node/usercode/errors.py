@@ -46,6 +46,11 @@ def cancelled_by_users(of: str) -> JobError:
     )
 
 
+def would_block() -> JobError:
+    """What to say where a coroutine of a user waits for a reply as a thread does."""
+    return JobError("reply.wait() would block the event loop: in an `async def`, write `await reply`")
+
+
 def met(error: BaseException | None) -> BaseException | None:
     """The error of a CUDA device that user code met, if it did."""
     return device_error(error.error if isinstance(error, UserCodeError) else error)

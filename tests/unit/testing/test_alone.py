@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -125,3 +127,47 @@ def test_what_is_no_processor_is_not_called_as_one(function: Callable[..., Any],
     with pytest.raises(tg.JobError, match=rf"processor.*, not {re.escape(called)}: .*tg\.testing\.run"):
         tg.testing.compute(function)
     assert tg.testing.compute(Other().update) == {"out": 1}
+
+
+def waits(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+    outs.put("out", epoch.request(1, "pull").wait())
+
+
+async def awaits(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+    await asyncio.sleep(0)
+    outs.put("out", await epoch.request(1, "pull"))
+
+
+async def waits_in_a_thread(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+    outs.put("out", await asyncio.to_thread(epoch.request(1, "pull").wait))
+
+
+async def waits_on_the_loop(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+    outs.put("out", epoch.request(1, "pull").wait())
+
+
+@pytest.mark.parametrize("function", [waits, awaits, waits_in_a_thread])
+def test_replies_are_waited_for_as_in_a_job(function: Callable[..., Any]) -> None:
+    async def in_a_loop() -> dict[str, Any]:
+        return tg.testing.compute(function, replies={"pull": 3})
+
+    assert tg.testing.compute(function, replies={"pull": 3}) == {"out": 3}
+    assert asyncio.run(in_a_loop()) == {"out": 3}, "as in a notebook, or in an `async def` test"
+    with pytest.raises(tg.JobError, match=r"request 'pull': say what it answers with replies=\{'pull': \.\.\.\}"):
+        tg.testing.compute(function)
+
+
+def test_a_wait_that_would_block_the_event_loop_fails_as_in_a_job() -> None:
+    """It passed, and then the job failed."""
+    with pytest.raises(tg.JobError, match="would block the event loop: in an `async def`, write `await reply`"):
+        tg.testing.compute(waits_on_the_loop, replies={"pull": 3})
+
+
+async def test_in_a_thread_of_its_own_a_processor_raises_and_sees_what_it_would_here() -> None:
+    async def fails(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        assert np.geterr()["over"] == "raise"
+        np.float64(1e308) * 10
+
+    with np.errstate(over="raise"), pytest.raises(FloatingPointError, match="overflow"):
+        tg.testing.compute(fails)
