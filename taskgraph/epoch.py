@@ -478,7 +478,7 @@ def task_ids(work: Work, to: To, at: Callable[[], str], what: str) -> tuple[int,
     if len(set(ids)) != len(ids):
         raise GraphError(f"{what} names a task twice: {ids}")
     links = {one for one in names if isinstance(one, str)}
-    if unknown := links.difference(work.links()):
+    if links and (unknown := links.difference(work.links())):
         known = ", ".join(map(repr, work.links())) or "none"
         raise GraphError(f"{what} names link {min(unknown)!r}, but the topology's links are: {known}")
     found: list[int] = []

@@ -188,7 +188,7 @@ class _Alone:
         raise JobError(f"a processor alone has no topology (asked for link {link!r}); test it with tg.testing.run")
 
     def links(self) -> tuple[str, ...]:
-        return ()
+        raise JobError("a processor alone has no topology: name tasks, and no links, or test it with tg.testing.run")
 
     def tasks(self) -> int:
         return 1 << 31

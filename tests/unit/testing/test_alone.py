@@ -171,3 +171,19 @@ async def test_in_a_thread_of_its_own_a_processor_raises_and_sees_what_it_would_
 
     with np.errstate(over="raise"), pytest.raises(FloatingPointError, match="overflow"):
         tg.testing.compute(fails)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        lambda epoch, ins, outs: outs.put("x", 1, to="children"),
+        lambda epoch, ins, outs: epoch.flag("children"),
+        lambda epoch, ins, outs: epoch.flag([1, "children"]),
+        lambda epoch, ins, outs: epoch.request("parent", "pull"),
+        lambda epoch, ins, outs: epoch.neighbors("children"),
+    ],
+)
+def test_that_there_are_no_links_is_said(names: Callable[..., Any]) -> None:
+    """It was said that the topology has none of that name."""
+    with pytest.raises(tg.JobError, match=r"a processor alone has no topology.*test it with tg\.testing\.run"):
+        tg.testing.compute(names)
