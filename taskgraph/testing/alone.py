@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextvars
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from taskgraph.channels import Inputs, Outputs
 from taskgraph.device.api import Device
@@ -185,10 +185,13 @@ class _Alone:
         self._async = is_async(function)
 
     def neighbors(self, link: str) -> tuple[int, ...]:
-        raise JobError(f"a processor alone has no topology (asked for link {link!r}); test it with tg.testing.run")
+        return self.links()
 
-    def links(self) -> tuple[str, ...]:
-        raise JobError("a processor alone has no topology: name tasks, and no links, or test it with tg.testing.run")
+    def links(self) -> NoReturn:
+        raise GraphError(
+            f"task {self.task}, epoch {self.number}: a processor alone has no topology: name tasks, and no links, or "
+            f"test it with tg.testing.run"
+        )
 
     def tasks(self) -> int:
         return 1 << 31

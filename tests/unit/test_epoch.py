@@ -159,7 +159,7 @@ def test_a_link_named_by_a_processor_alone() -> None:
         outs.put("x", 1, to="children")
 
     assert refused(lambda: compute(work)) == (
-        "task 0, epoch 0, work: channel 'x' names link 'children', but the topology's links are: none"
+        "task 0, epoch 0: a processor alone has no topology: name tasks, and no links, or test it with tg.testing.run"
     )
 
 

@@ -185,5 +185,7 @@ async def test_in_a_thread_of_its_own_a_processor_raises_and_sees_what_it_would_
 )
 def test_that_there_are_no_links_is_said(names: Callable[..., Any]) -> None:
     """It was said that the topology has none of that name."""
-    with pytest.raises(tg.JobError, match=r"a processor alone has no topology.*test it with tg\.testing\.run"):
+    with pytest.raises(
+        GraphError, match=r"^task 0, epoch 0: a processor alone has no topology.*test it with tg\.testing\.run"
+    ):
         tg.testing.compute(names)
