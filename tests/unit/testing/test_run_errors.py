@@ -840,16 +840,16 @@ def test_how_long_a_job_may_wait_is_real_time_and_what_it_waited_is_of_its_clock
     """Which runs 1,000 times as fast: code that waits for something real does not find every limit passed."""
 
     async def work(self: tg.Task, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        await asyncio.sleep(100 if epoch.number == 0 else 1e6)
+        await asyncio.sleep(30 if epoch.number == 0 else 1e6)
 
     sleeps = task(lambda self, epoch: epoch.processor(self.work), work=work)
     began = time.monotonic()
-    assert run(job(sleeps, epochs=1), timeout_s=3, strict=False).epochs == 1
-    assert time.monotonic() - began >= 0.1
+    assert run(job(sleeps, epochs=1), timeout_s=5, strict=False).epochs == 1
+    assert time.monotonic() - began >= 0.03
     with pytest.raises(
-        tg.JobTimeout, match=r"did not end within 0.2 s; .* \d\d\d\.\d s.*are of its clock, .* 1000 times"
+        tg.JobTimeout, match=r"did not end within 0.5 s; .* \d\d+\.\d s.*are of its clock, .* 1000 times"
     ):
-        run(job(sleeps, epochs=2), timeout_s=0.2, strict=False)
+        run(job(sleeps, epochs=2), timeout_s=0.5, strict=False)
 
 
 @pytest.mark.parametrize("ends", [True, False])
