@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import dataclasses
 import enum
@@ -10,7 +11,8 @@ import inspect
 import io
 import random
 import sys
-from collections.abc import Iterator, Set
+import types
+from collections.abc import ItemsView, Iterator, KeysView, Set, ValuesView
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,7 @@ class CannotTravel(Exception):
         steps = self.steps[::-1]
         if len(steps) > 12:
             steps = [*steps[:6], " ... ", *steps[-3:]]
-        where = f" at {''.join(steps)}" if steps else ""
+        where = f" at {''.join(steps).lstrip()}" if steps else ""
         return ValueNotEncodable(
             f"{what + ': ' if what else ''}a value of type {name}{where} cannot travel; {self.way_out}"
         )
@@ -102,6 +104,8 @@ def _builtin(value: Any) -> str | None:
         return "send bytes(x)"
     if isinstance(value, set | frozenset):
         return "send sorted(x): a set has no order, so that equal sets could have different bytes"
+    if isinstance(value, KeysView | ValuesView | ItemsView):
+        return "send list(x)"
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "send tuple(x), or make it a dataclass with @tg.message"
     for base in (int, float, complex, str, bytes, list, tuple, dict):
@@ -113,6 +117,14 @@ def _builtin(value: Any) -> str | None:
         return "open it in setup(), and leave it out of the state; send its name, or what it holds"
     if isinstance(value, range | Iterator | collections.deque):
         return "send list(x)"
+    if isinstance(value, types.MappingProxyType):
+        return "send dict(x)"
+    if isinstance(value, types.SimpleNamespace):
+        return "send vars(x)"
+    if isinstance(value, array.array):
+        return "send np.array(x)"
+    if isinstance(value, BaseException):
+        return "send str(x)"
     if isinstance(value, random.Random):
         return "draw from epoch.rng instead, which is the same on replay; or send x.getstate()"
     if inspect.isroutine(value) or isinstance(value, functools.partial | np.ufunc):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import dataclasses
 import datetime
@@ -12,6 +13,7 @@ import io
 import pathlib
 import random
 import sys
+import types
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,6 +76,13 @@ def refused(value: Any, what: str = "channel 'grad' of task 3") -> str:
         (range(3), "range", "list(x)"),
         (io.StringIO(), "_io.StringIO", "open it in setup(), and leave it out of the state"),
         ((n for n in ()), "generator", "list(x)"),
+        ({1: 2}.keys(), "dict_keys", "list(x)"),
+        ({1: 2}.values(), "dict_values", "list(x)"),
+        ({1: 2}.items(), "dict_items", "list(x)"),
+        (types.MappingProxyType({}), "mappingproxy", "dict(x)"),
+        (types.SimpleNamespace(a=1), "types.SimpleNamespace", "vars(x)"),
+        (array.array("d"), "array.array", "np.array(x)"),
+        (KeyError("x"), "KeyError", "str(x)"),
         (len, "builtin_function_or_method", "code does not travel"),
         (refused, "function", "code does not travel"),
         (Other().__eq__, "method-wrapper", "code does not travel"),
@@ -197,6 +206,7 @@ class Stage:
 def test_the_path_leads_to_the_culprit() -> None:
     assert " at ['theta'][2].w cannot travel" in refused({"n": 1, "theta": [0, 1, Stage(w={1})]})
     assert " at [3][0] cannot travel" in refused({3: ({1},)})
+    assert " at (in the key [<frozenset>]) cannot travel" in refused({frozenset(): 2})
     assert " at [0] (in the key [<tuple>])[1] cannot travel" in refused([{(1, Color.RED): 2}])
     assert " at " not in refused({1})
 
