@@ -44,6 +44,7 @@ _RESTARTED = 3
 """So many epochs are also begun, restored and run again."""
 _WRITABLE = (list, dict, set, bytearray, np.ndarray)
 """Types of what a class may hold that its objects write to, and so share."""
+_RANDOM = "the task is not deterministic: draw random numbers from epoch.rng, and add up in a fixed order"
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Types of what cannot travel and is no state."""
 
@@ -150,12 +151,14 @@ async def check_replay(
     try:
         whole = await epoch.again(other)
         if not whole.differing:
-            if recording.interleaved and not await _left_by_first(epoch):
+            left = await _left_by_first(epoch)
+            if recording.interleaved and not left:
                 return  # in which order code went on after its waits may be why
+            which = f" (here: {', '.join(left[:5])})" if left else f", or {_RANDOM}"
             raise StateError(
                 f"task {replica.task}, epoch {stamp.epoch}: begun, restored and run again, as where an epoch starts "
                 f"again, it came out differently ({', '.join(again.differing[:5])}): an attribute keeps what the first "
-                f"try left in it; keep what belongs to one try in epoch.scratch, or make it anew in restore()"
+                f"try left in it{which}; keep what belongs to one try in epoch.scratch, or make it anew in restore()"
             )
         await _judge(epoch, other, whole)
     finally:
@@ -294,7 +297,8 @@ async def check_as_left(
     made = (
         f"before epoch 0 every primary restores the state that setup() made, as after a failure, and so cuts off what "
         f"setup() made of it: a view, an optimizer that holds it, the same array under another name{hint}; make that "
-        f"in restore(), after super().restore(state){'' if shared else padding_of(vars(twin.user_task))}"
+        f"in restore(), after super().restore(state)"
+        f"{'' if shared else f'. Or {_RANDOM}{padding_of(vars(twin.user_task))}'}"
     )
     written = changed(had, await seen(twin, partial(digests, of_class)))
     why = await _encoded_unlike(replica, twin, differing) or _shared_by_class(written)

@@ -404,6 +404,7 @@ def test_what_the_first_try_of_an_epoch_leaves_and_restore_does_not_take_back() 
 
     error = fails(job(Keeps))
     says(error, "epoch 0: begun, restored and run again, as where an epoch starts again", "(state 'total')", "scratch")
+    says(error, "an attribute keeps what the first try left in it (here: pending); keep")
 
     class TakesBack(Keeps):
         def restore(self, state: Any) -> None:
