@@ -46,7 +46,6 @@ _ALIKE = 0.8
 """difflib's ratio from which a method's name counts as a hook's, misspelt: `reslut`, `on_flags`, `set_up`."""
 _HANDLER = ("epoch", "sender", "payload")
 _PLAIN_ONLY = ("snapshot", "restore", "result")
-_HOOK_NAMES = frozenset(_HOOKS)
 _ASKED = frozenset({"compose", "result"})
 """Hooks that are called of every task; others where its class has them."""
 GIVEN = ("task_id", "tasks", "log", "primary", "xp")
@@ -160,9 +159,7 @@ def check_attributes(task: object, shape: TaskShape) -> None:
     `self.result = 0.5` would be found only when the job is over.
     """
     own = vars(task)
-    if _HOOK_NAMES.isdisjoint(own):
-        return
-    for name in sorted(_HOOK_NAMES & own.keys()):
+    for name in [name for name in _HOOKS if name in own]:  # not the other way: a name there may have a hash of its own
         value, called = own[name], f"{name}({', '.join(('self', *_HOOKS[name]))})"
         if not callable(value):
             raise JobError(
