@@ -5,6 +5,9 @@ attribute as `setup` left it there. Strict mode finds that, in tests. Here the f
 which nothing is computed twice: so a cache looks like state, and what is told is a hint. A task that overrides
 `snapshot` or `restore` makes by itself what is not in a snapshot, and is not looked at.
 
+What is kept outside of the object, in a global or an attribute of the class, no other process has, either. Such writes
+are read off the code of the class: others run in this process, too, and a backup's `setup` may fill what is there.
+
 It runs on the event loop, beside threads of users, and runs none of their code: numbers, texts and numpy's arrays are
 compared by what they hold, anything else by its identity, and so are types, whose metaclass may say what `==` is. Where
 it fails nevertheless it looks no more, since a hint is worth no node.
@@ -12,21 +15,26 @@ it fails nevertheless it looks no more, since a hint is worth no node.
 
 from __future__ import annotations
 
+import dis
+import inspect
+import itertools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from taskgraph.errors import class_name, worded
 from taskgraph.shape import GIVEN
+from taskgraph.task import Task
 
 if TYPE_CHECKING:
     from taskgraph.node.replica import Replica
     from taskgraph.node.services import NodeServices
 
-__all__ = ["Unheld"]
+__all__ = ["Unheld", "written_outside"]
 
 _EPOCHS = 2
 """So many epochs of a term are looked at: the first one may be one in which nothing is there to be added up yet."""
@@ -37,6 +45,8 @@ _ARRAYS_BYTES = 64 << 10
 """So much of a task's arrays is looked at, in all."""
 _NAMES = 5
 """So many are named, at most."""
+_AROUND = ("__init__", "setup", "teardown")
+"""What these write elsewhere they write on each node."""
 
 _Same = Callable[[object], bool]
 """Whether an attribute is what it was."""
@@ -60,6 +70,7 @@ class Unheld:
         if self._left and not self._replica.shape.overrides & {"snapshot", "restore"}:
             try:
                 self._before = _seen(self._replica.user_task)
+                self._tell_outside()
             except Exception as error:
                 self._give_up(error)
         return bool(self._before)
@@ -89,20 +100,71 @@ class Unheld:
             self._node.told_unheld.add(text)
             self._node.log.warning("task %d: %s", self._replica.task, text)
 
+    def _tell_outside(self) -> None:
+        kind, told = type(self._replica.user_task), self._node.told_unheld
+        if (looked := f"class {id(kind)}") in told:
+            return
+        told.add(looked)
+        for method, what in written_outside(kind).items():
+            self._tell_once(
+                f"{class_name(kind)}.{method} writes {what}: no snapshot holds that, and another node has it as its "
+                f"module was imported. If results rest on it, which strict mode may not see, they differ after a "
+                f"failover: keep it in the state, or fill it in setup(), from what any node has"
+            )
+
     def _tell(self, names: list[str], epoch: int) -> None:
-        """Once on a node, and not of each task of a class that does the same."""
-        task, kind = self._replica.task, class_name(type(self._replica.user_task))
+        kind = class_name(type(self._replica.user_task))
         changed = ", ".join(f"self.{name}" for name in names[:_NAMES])
         more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
         it, them = ("it is", "it") if len(names) == 1 else ("they are", "them")
-        text = (
+        self._tell_once(
             f"{kind} changed {changed}{more} in an epoch, and no snapshot holds {them}: after a failover {it} as "
             f"setup() left {them}. If later epochs or result() rest on {them}, which tg.testing.run finds out, write "
-            f"state={names[:_NAMES]!r}; what is for one epoch alone is better kept in epoch.scratch"
+            f"state={names[:_NAMES]!r}; what is for one epoch alone is better kept in epoch.scratch",
+            epoch,
         )
+
+    def _tell_once(self, text: str, epoch: int | None = None) -> None:
+        """Once on a node, and not of each task of a class that does the same."""
+        task = self._replica.task
         if text not in self._node.told_unheld:
             self._node.told_unheld.add(text)
             self._node.events.emit("unheld", f"task {task}: {text}", task=task, epoch=epoch, term=self._term)
+
+
+def written_outside(kind: type) -> dict[str, str]:
+    """Methods of a task class that write to a global, or to an attribute of the class, and what that is.
+
+    Of what is called by them nothing is known.
+    """
+    found: dict[str, str] = {}
+    bases = list(itertools.takewhile(lambda base: base is not Task, kind.__mro__))
+    names, methods = {class_name(base) for base in bases}, set(_AROUND)
+    for base in bases:
+        for name, member in vars(base).items():
+            if name in methods or not inspect.isfunction(member):
+                continue
+            methods.add(name)  # what a subclass has in its place counts
+            code = getattr(inspect.unwrap(member), "__code__", None)
+            if type(code) is CodeType and (written := dict.fromkeys(_written(code, names))):
+                found[name] = " and ".join(list(written)[:_NAMES])
+    return found
+
+
+def _written(code: CodeType, classes: set[str]) -> Iterator[str]:
+    """In words: `MODEL = ...` under `global MODEL`, `Fit.best = ...` and `Fit.steps += ...`."""
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    for (before, of), (step, name), (after, later) in zip(steps, steps[1:], [*steps[2:], ("", "")], strict=False):
+        of_class = before == "LOAD_GLOBAL" and of in classes
+        if step == "STORE_GLOBAL":
+            yield f"the global {name}"
+        elif of_class and step == "STORE_ATTR":
+            yield f"{of}.{name}, an attribute of the class"
+        elif of_class and step == "COPY" and after == "LOAD_ATTR":
+            yield f"{of}.{later}, an attribute of the class"
+    for inner in code.co_consts:
+        if type(inner) is CodeType:
+            yield from _written(inner, classes)
 
 
 def _attributes(task: object) -> dict[str, object]:

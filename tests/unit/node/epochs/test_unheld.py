@@ -14,7 +14,7 @@ from cluster_kit import Counting, job, play
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.epochs import unheld
-from taskgraph.node.epochs.unheld import Unheld
+from taskgraph.node.epochs.unheld import Unheld, written_outside
 from taskgraph.observe.events import Event
 
 
@@ -262,3 +262,46 @@ def test_where_a_look_fails_nothing_is_looked_at_any_more(
         "whether Fit changes what no snapshot holds is not looked at any more: AttributeError: mistaken"
     )
     assert len(fails) == 3, "once of each task"
+
+
+MODEL: Any = None
+
+
+class Outside(Counting, state=["total"]):
+    """It keeps things where no snapshot finds them, and no strict mode."""
+
+    best: Any = None
+    steps = 0
+
+    def setup(self) -> None:
+        global MODEL
+        super().setup()
+        MODEL = 1
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        global MODEL
+        await super().count(epoch, ins, outs)
+        MODEL = self.total
+        Outside.steps += 1
+
+        def better() -> None:
+            Outside.best = MODEL
+
+        better()
+
+
+class Inside(Outside, state=["total"]):
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += MODEL + Outside.steps
+
+
+def test_what_is_written_to_a_global_or_to_the_class_is_told() -> None:
+    """Strict mode replays in the same process, and sees none of it: the result differed after a failover."""
+    assert written_outside(Outside) == {
+        "count": "the global MODEL and Outside.steps, an attribute of the class and Outside.best, an attribute of the "
+        "class"
+    }
+    assert written_outside(Inside) == {}
+    (event,) = told(job(Outside, tasks=3, epochs=4))
+    assert event.text.partition(": ")[2].startswith("Outside.count writes the global MODEL and Outside.steps, ")
+    assert told(job(Inside, tasks=3, epochs=4)) == []
