@@ -48,6 +48,16 @@ def taken() -> Iterator[int]:
                 return
 
 
+def test_a_port_is_free_though_the_kernel_still_keeps_a_connection_that_ended_there() -> None:
+    """As after a node that has just ended: whoever is started in its place has the same --ports."""
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection((HOST, port)) as there:
+            listener.accept()[0].close()
+            assert there.recv(1) == b""  # who ended it first waits for what may come late
+    assert endpoints.is_free(HOST, port)
+
+
 @pytest.mark.parametrize(
     "ports", ["7000", "7000-", "-7000", "7001-7000", "0-9", "65535-65536", "a-b", "7000-7002x", "\u0663-\u0669"]
 )

@@ -378,6 +378,20 @@ def test_a_message_can_be_dropped_half_way() -> None:
     assert not reading.reader.mid_frame
 
 
+def test_a_message_that_is_dropped_takes_nothing_of_another_one_with_it() -> None:
+    """Both are half received, and it is the other one's turn."""
+    large = m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"meta", bytes(3 << 20)))
+    data = written((1, Kind.CALL, large), (2, Kind.CALL, large))
+    reading = Reading()
+    reading.feed(data[:1_500_000])  # a chunk of the first one, and a part of the second one's
+    sink = reading.reader._sink
+    assert sink is not None and sink.head.call == 2
+    reading.reader.drop(1)
+    reading.feed(data[1_500_000:])
+    assert reading.messages == [(2, large)]
+    assert not reading.reader.mid_frame
+
+
 def test_small_messages_overtake_large_ones() -> None:
     out: list[bytes] = []
     callbacks = []

@@ -133,6 +133,27 @@ def test_no_list_of_frames_gets_in_without_the_token(
     assert not hello.done
 
 
+def test_each_step_of_a_hello_is_taken_in_its_turn_and_once() -> None:
+    one, other = Dialling(TOKEN, "job", "a", probe=False), Answering(TOKEN, "job", "b")
+    said: dict[Kind, bytes] = dict(one.open())
+    steps = [
+        (Kind.HELLO_CHALLENGE, Kind.HELLO_OPEN),  # what the dialler waits for, and the listener
+        (Kind.HELLO_CHALLENGE, Kind.HELLO_PROOF),
+        (Kind.HELLO_WELCOME, Kind.HELLO_PROOF),
+        (Kind.HELLO_WELCOME, None),
+        (None, None),
+    ]
+    for turn, awaited in enumerate(steps):
+        for side, expected in zip((one, other), awaited, strict=True):
+            for kind in set(Kind) - {expected, Kind.HELLO_REFUSE}:
+                with pytest.raises(DecodeError, match=rf"{kind.name} where HELLO_\w+ was expected"):
+                    side.on_frame(kind, said.get(kind, b""))
+        if turn < 4:
+            whose, at = (one, 0) if turn % 2 else (other, 1)
+            said |= whose.on_frame(awaited[at], said[awaited[at]])
+    assert one.done and other.done
+
+
 def test_a_binding_makes_other_proofs() -> None:
     """Those of one connection are worth nothing in another; without TLS there is none."""
     for mine, theirs, meet in ((b"", b"", True), (b"x" * 48, b"x" * 48, True), (b"x" * 48, b"", False)):

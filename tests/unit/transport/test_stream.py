@@ -8,6 +8,7 @@ import errno
 import gc
 import logging
 import os
+import platform
 import select
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import tracemalloc
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -912,6 +914,26 @@ def test_the_socket_of_another_user_is_none_to_try(monkeypatch: pytest.MonkeyPat
     theirs = endpoints.host_key.__wrapped__()
     assert endpoints.usable(ours) and not endpoints.usable(f"unix:{theirs}:/x")
     assert host_of(theirs) == host_of(endpoints.host_key())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells them apart")
+@pytest.mark.parametrize("what", ["kernel", "name", "mounts", "root"])
+def test_where_any_of_what_makes_a_host_differs_its_sockets_are_none_to_try(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers of one host may see other files under the same path."""
+    ours, root = endpoints.host_key.__wrapped__(), os.stat("/")
+    with monkeypatch.context() as patch:
+        if what == "kernel":
+            patch.setattr(Path, "read_text", lambda path: "another")
+        elif what == "name":
+            patch.setattr(platform, "node", lambda: "another")
+        elif what == "mounts":
+            patch.setattr(os, "readlink", lambda path: "mnt:[1]")
+        else:
+            patch.setattr(os, "stat", lambda path: SimpleNamespace(st_dev=root.st_dev, st_ino=root.st_ino + 1))
+        theirs = endpoints.host_key.__wrapped__()
+    assert host_of(theirs) != host_of(ours)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
