@@ -302,6 +302,24 @@ async def test_what_cannot_be_accepted_keeps_nobody_else_out(
     assert not failing and any(os.strerror(error) in text for text in warnings_of(caplog))
 
 
+async def test_who_left_before_it_was_accepted_has_nobody_else_wait(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(accepting, "_PAUSE_S", 60.0)
+    loop = asyncio.get_running_loop()
+    left, accept = [ConnectionAbortedError(errno.ECONNABORTED, os.strerror(errno.ECONNABORTED))] * 3, loop.sock_accept
+
+    async def fails_at_first(listener: socket.socket) -> tuple[socket.socket, object]:
+        if left:
+            raise left.pop()
+        return await accept(listener)
+
+    monkeypatch.setattr(loop, "sock_accept", fails_at_first, raising=False)
+    a, b = await cluster.node(), await cluster.node()
+    assert await a.call(b, SEAL) == await b.call(a, SEAL) == m.Accepted(1)
+    assert not left and warnings_of(caplog) == []
+
+
 async def test_who_leaves_without_a_handshake_is_told_with_a_reason(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
