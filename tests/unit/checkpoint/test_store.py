@@ -345,6 +345,24 @@ def test_old_ones_are_removed_and_what_is_being_written_stays(store: Store) -> N
     assert being_written in store._names()
 
 
+def test_an_old_one_is_complete_no_more_before_any_of_its_files_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever does that may be killed in between, and who goes on from what is left must not take it for whole."""
+    store, real = Store(f"file://{tmp_path}", ORIGIN), Directory.remove
+    names = [save(store, epoch).name for epoch in (10, 20)]
+    complete: list[list[Name]] = []
+
+    def remove(self: Directory, path: str) -> None:
+        if path.endswith(names[0]):
+            complete.append(store.complete())
+        real(self, path)
+
+    monkeypatch.setattr(Directory, "remove", remove)
+    assert store.keep_only(names[1:], names[1]) == names[:1]
+    assert [[str(name) for name in at] for at in complete] == [names[1:]]
+
+
 def test_one_that_cannot_be_removed_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An old one of another user's, say: all that came after it stayed, too, until the disk was full."""
     real = Directory.remove

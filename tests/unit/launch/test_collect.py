@@ -23,7 +23,7 @@ from taskgraph.errors import DecodeError
 from taskgraph.graph.values import encode
 from taskgraph.launch import collect
 from taskgraph.launch.collect import damaged, kept_copy
-from taskgraph.launch.collector import Collector
+from taskgraph.launch.collector import Collector, _gone_socket
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.node.control import ControlServer
@@ -34,6 +34,7 @@ from taskgraph.protocol.kv import Delete, Put, Txn
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.records import NodeRecord, PrimaryRecord
 from taskgraph.results import json_pieces
+from taskgraph.transport.endpoints import host_key
 
 TOKEN = bytes(range(32))
 GOOD = encode(np.arange(10_000.0))
@@ -381,3 +382,17 @@ async def test_the_loop_goes_on_while_a_copy_is_made(tmp_path: Path, monkeypatch
         asyncio.get_running_loop().call_soon(ticked.set)
         await follower.let_go([], tg.JobResult(name="fit"))
     assert follower.kept_json == "{}"
+
+
+@pytest.mark.parametrize(
+    ("host", "there", "gone"), [("ours", True, False), ("ours", False, True), ("another", False, False)]
+)
+def test_only_the_file_of_a_socket_on_this_host_can_be_gone(tmp_path: Path, host: str, there: bool, gone: bool) -> None:
+    """Else a node that is reached by TCP, and does not answer for a while, would be taken for one nobody can reach."""
+    path = tmp_path / "control"
+    if there:
+        path.touch()
+    key = host_key() if host == "ours" else "another"
+    control = f"unix:{key}:{path}|tcp:127.0.0.1:1"
+    record = NodeRecord(name="n1", run="r", host="h", pid=1, endpoints=(), control=control, fingerprint="", lease=1)
+    assert _gone_socket(record) == (str(path) if gone else "")

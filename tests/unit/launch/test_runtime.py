@@ -157,6 +157,14 @@ def test_what_launchers_left_that_were_killed_does_not_grow_beside_one_that_live
     assert found is not None and found.pid == os.getpid()
 
 
+def test_the_last_launcher_that_lives_takes_what_a_killed_one_left_with_it(runtime: Runtime, ended_pid: int) -> None:
+    runtime.join(launcher())
+    runtime.join(launcher(ended_pid))
+    (runtime.folder("fit") / "n2.log").write_text("of one that was killed")
+    runtime.leave(launcher())
+    assert not (runtime.root / "jobs" / "fit").exists()
+
+
 def test_a_launcher_beside_a_run_with_its_own_etcd_leaves_that_alone(runtime: Runtime, another: int) -> None:
     runtime.put(entry("fit", another))
     runtime.join(launcher())
@@ -625,6 +633,15 @@ def test_a_launcher_does_not_wait_for_ever_for_another_one_that_keeps_logs(
     finally:
         os.close(file)
     assert (runtime.kept_logs("fit") / "n1.log").read_text() == "it said this"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", '"status"', "{}", '{"status": {}}', '{"result": 1}', '{"status": 1, "result": 1}']
+)
+def test_what_is_no_record_of_a_finished_job_is_none(runtime: Runtime, text: str) -> None:
+    runtime.keep_finished("fit", {"status": {}})
+    (runtime.root / "finished" / "fit.json").write_text(text)
+    assert runtime.finished("fit") is None
 
 
 def test_where_the_disk_is_full_logs_are_kept_and_no_earlier_job_of_that_name(
