@@ -233,6 +233,12 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_anybod
     assert steps == [15, "0", "directory"]
 
 
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"3", b'"a text"', b'{"format": ', b"[" * 100_000])
+def test_what_is_no_manifest_at_all_is_refused_by_its_path(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match="^where it is is torn or corrupt: "):
+        Manifest.from_bytes(data, path="where it is")
+
+
 def test_a_torn_final_manifest_is_as_good_as_the_staged_one(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     name = save(store, 10).name
