@@ -102,8 +102,7 @@ async def plan(
         )
     if looked.names and not resume and not fresh:
         raise JobError(_which_text(spec, store, looked))
-    series = looked.series + (0 if resume and looked.current else 1)
-    spec = dataclasses.replace(spec, checkpoint_series=series, checkpoint_changed=changed)
+    spec = dataclasses.replace(spec, checkpoint_series=looked.series + 1, checkpoint_changed=changed)
     if resume and looked.current:
         return _go_on(spec, beginning, store, looked, attempt)
     newest = looked.names[0] if looked.names else None
@@ -176,7 +175,7 @@ def _go_on(
     )
     epoch = EpochRecord(epoch=name.epoch, attempt=lineage, lineage=lineage, base=name.epoch, writer=spec.run)
     log.info("the job goes on from the checkpoint of epoch %d: %s/%s", name.epoch, store, name)
-    spec = dataclasses.replace(spec, checkpoint_series=name.series)
+    spec = dataclasses.replace(spec, checkpoint_series=name.series)  # no new one is begun
     return spec, Beginning(epoch, record, found.refused, beginning.after)
 
 
