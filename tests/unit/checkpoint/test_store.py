@@ -235,7 +235,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_anybod
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"3", b'"a text"', b'{"format": ', b"[" * 100_000])
 def test_what_is_no_manifest_at_all_is_refused_by_its_path(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match="^where it is is torn or corrupt: "):
+    with pytest.raises(CheckpointError, match=r"^where it is is torn or corrupt: "):
         Manifest.from_bytes(data, path="where it is")
 
 

@@ -364,6 +364,7 @@ def test_what_nobody_waits_for_is_skipped() -> None:
     reading.skip = {1}
     reading.feed(written((1, Kind.CALL, large), (2, Kind.CALL, pull()), (3, Kind.CALL, large)))
     assert [number for number, _ in reading.messages] == [2, 3]
+    assert not reading.reader.mid_frame, "nothing of it is kept"
 
 
 def test_a_message_can_be_dropped_half_way() -> None:
