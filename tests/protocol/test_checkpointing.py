@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from protocol_kit import World, boundary
+from protocol_kit import World, boundary, node_record
 
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundaries
@@ -343,7 +343,7 @@ def test_two_tasks_that_are_lost_at_once_go_back_once(world: World) -> None:
 
 
 ROLL_BACK_FENCES: dict[str, Callable[[World], object]] = {
-    "a member is back": lambda w: w.register("b"),
+    "a member is back": lambda w: w.put(w.keys.node("b"), node_record("b").to_bytes()),
     "a member changed": lambda w: w.put(w.keys.member(1, "b"), MemberRecord(until=6).to_bytes()),
     "another was quicker": lambda w: w.run(back(w, record(3))),
     "own lease gone": lambda w: w.delete(w.keys.node("c")),
