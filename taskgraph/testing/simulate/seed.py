@@ -365,6 +365,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     if race:
         faults.add(draw_around_race(races, race))
     if outcome.forgets is not None:
+        world.hasty = True
         world.compute_s = outcome.forgets.choice((0.1, 0.3))  # else most are over before that
         faults.add(draw_around_forgetting(outcome.forgets))
     if pace.steps.drawn:

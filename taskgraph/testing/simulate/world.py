@@ -149,6 +149,7 @@ class World:
         self.launcher = SimCoordinator(
             self.etcd, Process("launcher"), Process("launcher"), on_txn=self._on_txn, timeout_s=3.0
         )
+        self.hasty = False  # who stands still for a while counts as gone
         self._names = 0
         self._incarnations: dict[str, int] = {}
         self._over = False
@@ -326,6 +327,8 @@ class World:
             late = known.of != self.spec.run and isinstance(error, JobError) and "submitted anew" in str(error)
             if node.id not in self.invariants.view.gone and not self._may_be_forgotten(node.id) and not late:
                 self.violated(Violation(f"{node.id} ended: {error}"))
+            elif self.hasty and not self._over and len(self.existing()) - 1 <= self.settings.min_in_sync:
+                self.add()  # it was thawed as all failures ended, and counted as one of those that go on
         except Exception as error:  # a bug: not even a process that is being killed may end by one
             self.violated(Violation(f"{node.id} broke down: {error!r}"))
         finally:
