@@ -120,3 +120,26 @@ async def test_a_place_without_the_checkpoint_that_etcd_knows_of_is_not_taken_fo
     assert beginning.epoch.epoch == 0
     _, beginning = await plan(etcd, keeping(tmp_path / "other disk"))
     assert beginning.epoch.epoch == 0
+
+
+async def test_nothing_of_an_earlier_job_of_that_name_counts_for_the_next() -> None:
+    """Its nodes that died of its code would count among those that the next one may lose, for instance."""
+    etcd, first, next_ = MemoryCoordinator(MemoryStore()), spec(), spec()
+    await submit(etcd, first)
+    mine = {item.key for item in (await etcd.list(KEYS.root)).items}
+    left = (
+        KEYS.gone("n1-1"),
+        KEYS.names,
+        KEYS.primary(0),
+        KEYS.member(0, "n1-1"),
+        KEYS.event("0001"),
+        KEYS.collected,
+        KEYS.result,
+        KEYS.checkpoint,
+    )
+    await etcd.txn(Txn(success=tuple(Put(key, b"{}") for key in left)))
+    await ended(etcd)
+    await submit(etcd, next_)
+    found = {item.key: item.value for item in (await etcd.list(KEYS.root)).items}
+    assert found.keys() == mine
+    assert JobSpec.from_bytes(found[KEYS.spec]).run == next_.run
