@@ -25,6 +25,7 @@ from google.protobuf.message import DecodeError as ProtobufError
 from taskgraph.errors import DecodeError
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.frames import PROTOCOL_VERSION, Kind, Limits
+from taskgraph.transport.refusals import printable
 
 __all__ = ["HELLO_LIMITS", "Answering", "Dialling", "HelloRefused", "mark"]
 
@@ -97,7 +98,8 @@ class _Hello:
 
     def _expect(self, kind: Kind, data: bytes) -> None:
         if kind is Kind.HELLO_REFUSE:
-            raise HelloRefused(_parse(frame_pb2.HelloRefuse, data).why, tell=False)
+            why = printable(_parse(frame_pb2.HelloRefuse, data).why)  # of somebody who has proven nothing
+            raise HelloRefused(why, tell=False)
         if kind is not self._expected or self.done:
             raise DecodeError(f"{kind.name} where {self._expected.name} was expected")
 

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Callable
 
-__all__ = ["Refusals"]
+__all__ = ["Refusals", "printable"]
 
 #: One line for each reason in this time, and `_LINES` of all reasons together.
 _EVERY_S = 60.0
@@ -52,7 +52,7 @@ class Refusals:
             self._untold += 1
         else:
             self._said[reason] = 0
-            self._log.warning("refused a connection from %s: %s", _clean(where), _clean(why))
+            self._log.warning("refused a connection from %s: %s", printable(where), printable(why))
 
     def _tell_rest(self) -> None:
         rest = self._untold + sum(self._said.values())
@@ -60,6 +60,6 @@ class Refusals:
             self._log.warning("refused %d more connections since, for like reasons", rest)
 
 
-def _clean(text: str) -> str:
-    """One short line of ASCII."""
+def printable(text: str) -> str:
+    """What a stranger said, as one short line of ASCII."""
     return _UNPRINTABLE.sub("?", text[:_TEXT])

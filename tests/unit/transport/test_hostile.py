@@ -153,6 +153,17 @@ def test_each_step_of_a_hello_is_taken_in_its_turn_and_once() -> None:
     assert one.done and other.done
 
 
+def test_what_a_listener_refuses_with_is_one_short_line_of_text() -> None:
+    """It may be a stranger, on the port of a node that is gone: nodes log why they do not reach it."""
+    why = "no\n2026-01-01 root INFO all is well \x1b[31m\N{SNOWMAN}" + "z" * 3000
+    refused = frame_pb2.HelloRefuse(why=why).SerializeToString()
+    with pytest.raises(HelloRefused) as caught:
+        Dialling(TOKEN, "job", "a", probe=False).on_frame(Kind.HELLO_REFUSE, refused)
+    said = str(caught.value)
+    assert said.startswith("no?2026-01-01 root INFO all is well ?[31m?zzz")
+    assert said.isascii() and said.isprintable() and len(said) <= 300
+
+
 def test_a_binding_makes_other_proofs() -> None:
     """Those of one connection are worth nothing in another; without TLS there is none."""
     for mine, theirs, meet in ((b"", b"", True), (b"x" * 48, b"x" * 48, True), (b"x" * 48, b"", False)):
