@@ -165,17 +165,23 @@ def test_boundaries_travel_together_through_failures() -> None:
 @pytest.mark.slow
 def test_what_was_composed_stands_through_takeovers_and_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of jobs whose epochs are alike, marked tasks compose once in each attempt of each term."""
-    composed: Counter[tuple[int, int, int]] = Counter()
-    begun: Counter[tuple[int, int, int]] = Counter()
-    last: dict[tuple[int, int, int], int] = {}
+    Key = tuple[int, int, int, int]
+    composed: Counter[Key] = Counter()
+    begun: Counter[Key] = Counter()
+    last: dict[Key, int] = {}
+    jobs: list[Any] = []  # so that none has the id of another one
     compose, has_composed = Attempt._compose, Attempt._has_composed
 
+    def key_of(self: Attempt) -> Key:
+        jobs.append(self.replica.job)  # of another run of the name all counts anew
+        return id(self.replica.job), self.task, self.attempt, self.term
+
     async def counted(self: Attempt) -> Any:
-        composed[self.task, self.attempt, self.term] += self.replica.may_stand
+        composed[key_of(self)] += self.replica.may_stand
         return await compose(self)
 
     def began(self: Attempt, graph: Any) -> None:
-        key = self.task, self.attempt, self.term
+        key = key_of(self)
         begun[key] += self.replica.standing is not None
         if self.replica.standing is not None:
             assert self.number > last.get(key, -1), "epochs begin in their order"

@@ -153,6 +153,7 @@ class World:
         self._names = 0
         self._incarnations: dict[str, int] = {}
         self._over = False
+        self._gone_before: set[str] = set()  # nodes of runs before
 
     # -- runs -------------------------------------------------------------------------------------
 
@@ -324,7 +325,8 @@ class World:
                 return
             self.transcript.add(node.id, "ended", str(error))
             self.transcript.state("a node ended itself")
-            late = known.of != self.spec.run and isinstance(error, JobError) and "submitted anew" in str(error)
+            anew = isinstance(error, JobError) and "submitted anew" in str(error)
+            late = known.of != self.spec.run and (anew or node.id in self._gone_before)
             if node.id not in self.invariants.view.gone and not self._may_be_forgotten(node.id) and not late:
                 self.violated(Violation(f"{node.id} ended: {error}"))
             elif self.hasty and not self._over and len(self.existing()) - 1 <= self.settings.min_in_sync:
@@ -510,6 +512,7 @@ class World:
             self._check_leases(events)
             if kind == "submit" and made is not None:
                 before = self.invariants
+                self._gone_before |= before.view.gone.keys() | before.forgotten
                 self._take(made)
                 self.invariants.submitted_after(before, revision, self.etcd.store.select(self.keys.root, prefix=True))
             else:
