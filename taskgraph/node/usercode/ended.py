@@ -37,8 +37,11 @@ def tell_unnoticed(tell: Callable[[str], object] | None) -> None:
 
 
 def unnoticed(error: object, what: str) -> None:
-    """An error ended something that code of users started, as `what` says; of one that met no such code, it did not."""
-    if _tell_of is None or not isinstance(error, BaseException) or isinstance(error, AttemptEnded):
+    """An error ended something that code of users started, as `what` says; of one that met no such code, it did not.
+
+    Who calls `sys.exit` in a thread wants it to end: Python says nothing of that, either.
+    """
+    if _tell_of is None or not isinstance(error, BaseException) or isinstance(error, AttemptEnded | SystemExit):
         return
     place = place_of(error)
     if place and place not in _places and len(_places) < _MOST:

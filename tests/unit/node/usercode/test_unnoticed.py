@@ -68,6 +68,12 @@ def test_whose_attempt_ended_did_as_it_should(told: list[str]) -> None:
     assert told == []
 
 
+def test_a_thread_that_ends_by_sys_exit_did_as_it_wished(told: list[str]) -> None:
+    """It was told as an error whose traceback is in the log, where Python writes none."""
+    in_thread(SystemExit(0))
+    assert told == []
+
+
 def test_of_many_lines_some_are_told(told: list[str]) -> None:
     namespace: dict[str, object] = {}
     lines = "".join(f"def f{i}():\n    raise KeyError({i})\n" for i in range(100))
