@@ -57,12 +57,15 @@ def named_fields(state: Any) -> dict[str, Any]:
 
 
 def _check_given(task: Task, **given: int) -> None:
-    """Raises JobError where its `__init__` set something else under a name that is ours: it would be gone."""
+    """Raises JobError where its `__init__` set something else under a name that is ours: it would be gone.
+
+    None is nothing else: as some declare there what is set later.
+    """
     own = vars(task)
     for name in GIVEN:
-        if name not in own:
+        value, number = own.get(name), given.get(name)
+        if value is None:
             continue
-        value, number = own[name], given.get(name)
         if number is not None:
             fits = isinstance(value, int | np.integer) and int(value) == number
         else:

@@ -62,7 +62,7 @@ def test_a_result_that_is_set_and_not_returned(when: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("tasks", ["a", "b"]), ("task_id", "first"), ("log", []), ("primary", None), ("xp", 1.0)]
+    ("name", "value"), [("tasks", ["a", "b"]), ("task_id", "first"), ("log", []), ("primary", {}), ("xp", 1.0)]
 )
 def test_what_the_framework_sets_is_not_replaced_in_silence(name: str, value: Any) -> None:
     class Sets(Counts, state=["total"]):
@@ -71,6 +71,17 @@ def test_what_the_framework_sets_is_not_replaced_in_silence(name: str, value: An
 
     with pytest.raises(tg.JobFailed, match=rf"__init__ set self\.{name}, to a value of type .* set by the framework"):
         run(lambda _: Sets())
+
+
+def test_what_is_only_declared_in_init_is_set_later() -> None:
+    """It was refused, though nothing of it would be gone."""
+
+    class Declares(Counts, state=["total"]):
+        def __init__(self) -> None:
+            for name in ("task_id", "tasks", "log", "primary", "xp"):
+                setattr(self, name, None)
+
+    assert run(lambda _: Declares()).epochs == 2
 
 
 def test_nor_is_whether_it_is_primary_which_changes_later() -> None:
