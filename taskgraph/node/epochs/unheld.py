@@ -137,18 +137,32 @@ def written_outside(kind: type) -> dict[str, str]:
 
     Of what is called by them nothing is known.
     """
-    found: dict[str, str] = {}
     bases = list(itertools.takewhile(lambda base: base is not Task, kind.__mro__))
-    names, methods = {class_name(base) for base in bases}, set(_AROUND)
+    codes: dict[str, CodeType] = {}
+    users: dict[str, set[str]] = {}
     for base in bases:
         for name, member in vars(base).items():
-            if name in methods or not inspect.isfunction(member):
-                continue
-            methods.add(name)  # what a subclass has in its place counts
-            code = getattr(inspect.unwrap(member), "__code__", None)
-            if type(code) is CodeType and (written := dict.fromkeys(_written(code, names))):
-                found[name] = " and ".join(list(written)[:_NAMES])
+            code = getattr(inspect.unwrap(member), "__code__", None) if inspect.isfunction(member) else None
+            if type(code) is CodeType:
+                codes.setdefault(name, code)  # what a subclass has in its place counts
+                for used in _names_in(code):
+                    users.setdefault(used, set()).add(name)
+    around = set(_AROUND)
+    while more := {m for m in codes.keys() - around if (by := users.get(m, set()) - {m}) and by <= around}:
+        around |= more  # what these alone call writes on each node, too
+    names, found = {class_name(base) for base in bases}, {}
+    for name, code in codes.items():
+        if name not in around and (written := dict.fromkeys(_written(code, names))):
+            found[name] = " and ".join(list(written)[:_NAMES])
     return found
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Of globals and of attributes."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if type(inner) is CodeType:
+            yield from _names_in(inner)
 
 
 def _written(code: CodeType, classes: set[str]) -> Iterator[str]:

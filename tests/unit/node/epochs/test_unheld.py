@@ -295,6 +295,33 @@ class Inside(Outside, state=["total"]):
         self.total += MODEL + Outside.steps
 
 
+class Loads(Inside, state=["total"]):
+    """`setup` has others fill a global: `load` for it alone, `make` for an epoch, too."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.load(3)
+
+    def load(self, times: int) -> None:
+        global MODEL
+        MODEL = self.make()
+        if times:
+            self.load(times - 1)
+
+    def make(self) -> int:
+        global MODEL
+        MODEL = 1
+        return 1
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += self.make()
+
+
+def test_what_setup_alone_calls_writes_on_each_node() -> None:
+    """It was told, with the advice to do that in setup()."""
+    assert written_outside(Loads) == {"make": "the global MODEL"}
+
+
 def test_what_is_written_to_a_global_or_to_the_class_is_told() -> None:
     """Strict mode replays in the same process, and sees none of it: the result differed after a failover."""
     assert written_outside(Outside) == {
