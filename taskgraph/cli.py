@@ -364,9 +364,18 @@ def tell_of_threads() -> None:
 def _tell_of_threads() -> None:
     main_thread = threading.main_thread()
     names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main_thread]
-    if names:
+    if names and _ends():
         text = f"it is done, and waits for threads that the driver started: {', '.join(names)}"
         _print(f"{text} (Python ends without them if they are made with daemon=True; Ctrl-C ends it)")
+
+
+def _ends() -> bool:
+    """Whether this process is about to end; another one goes on, as a shell does in which a driver was run."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    waits: Any = threading._shutdown  # type: ignore[attr-defined]
+    return frame is None or frame.f_code is waits.__code__
 
 
 def driver_main(function: JobFunction[...]) -> None:

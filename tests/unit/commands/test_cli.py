@@ -888,3 +888,17 @@ sys.exit(3)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     said = "taskgraph: it is done, and waits for threads that the driver started: metrics (Python ends without them if"
     assert done.returncode == 3 and done.stderr.startswith(said) is not daemon
+
+
+def test_a_driver_that_goes_on_after_its_job_waits_for_no_thread() -> None:
+    """A shell in which a driver was run was told that it is done, while it went on."""
+    program = """
+import threading, time
+from taskgraph import cli
+cli._THREADS_S = 0.1
+threading.Thread(target=time.sleep, args=(1,)).start()
+cli.tell_of_threads()
+time.sleep(0.7)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
