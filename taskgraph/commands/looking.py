@@ -178,8 +178,10 @@ async def _events(options: argparse.Namespace) -> int:
                 await waits[0]
                 return 0
     check_launcher(reached.entry)
+    # What is forgotten was shown, and may be kept all the same: events of single tasks go first.
+    since = min((event.at for event in printed), default=0.0) if len(printed) == printed.maxlen else 0.0
     for raw in (Runtime().finished(reached.name) or {"events": []})["events"]:
-        if (event := Event(**raw)) not in printed:
+        if (event := Event(**raw)).at >= since and event not in printed:
             print_event(event, as_json=options.json)
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 
 import pytest
@@ -71,3 +72,36 @@ async def test_what_was_shown_of_a_long_job_is_not_remembered_for_ever(
     shown = capsys.readouterr().out
     assert all(f"event {number}\n" in shown for number in range(40))
     assert counts and counts[0] <= 10
+
+
+async def test_what_a_long_job_still_keeps_of_its_beginning_is_shown_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was shown again at the end, since it was not among the last that were remembered."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    etcd, keys, ended = in_memory(monkeypatch), Keys("fit"), asyncio.Event()
+    job = Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit", settings=Settings(events_kept=5))
+    await submit(etcd, JobSpec.local(job))
+    told = [Event(kind="began", node="n1", at=1.0, text="event 0")]
+    told += [Event(kind="takeover", node="n1", at=1.0 + at, text=f"event {at}", task=0) for at in range(1, 40)]
+    last = Event(kind="finished", node="n1", at=41.0, text="event 40")
+    shown: list[str] = []
+
+    def show(event: Event, *, as_json: bool) -> None:
+        shown.append(event.text)
+        if event == told[-1]:
+            ended.set()
+
+    async def until_ended(_: object) -> None:
+        await ended.wait()
+
+    monkeypatch.setattr(looking, "print_event", show)
+    monkeypatch.setattr(looking, "_ended", until_ended)
+    monkeypatch.setattr(looking, "check_launcher", lambda entry: None)
+    kept = {"events": [json.loads(event.to_bytes()) for event in (told[0], *told[-4:], last)]}
+    monkeypatch.setattr(looking.Runtime, "finished", lambda runtime, name: kept)
+    following = asyncio.ensure_future(looking._events(options("events", "--follow")))
+    for number, event in enumerate(told):
+        await etcd.txn(Txn(success=(Put(keys.event(f"{number:03}"), event.to_bytes()),)))
+    assert await following == 0
+    assert shown == [f"event {number}" for number in range(41)]
