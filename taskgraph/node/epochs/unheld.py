@@ -48,6 +48,8 @@ _NAMES = 5
 _AROUND = ("__init__", "setup", "teardown")
 """What these write elsewhere they write on each node."""
 
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+
 _Same = Callable[[object], bool]
 """Whether an attribute is what it was."""
 
@@ -167,7 +169,9 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 def _written(code: CodeType, classes: set[str]) -> Iterator[str]:
     """In words: `MODEL = ...` under `global MODEL`, `Fit.best = ...` and `Fit.steps += ...`."""
-    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    steps: list[tuple[str, Any]] = []
+    if not classes.isdisjoint(code.co_names) or _STORE_GLOBAL in code.co_code[::2]:  # else it would only take time
+        steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
     for (before, of), (step, name), (after, later) in zip(steps, steps[1:], [*steps[2:], ("", "")], strict=False):
         of_class = before == "LOAD_GLOBAL" and of in classes
         if step == "STORE_GLOBAL":

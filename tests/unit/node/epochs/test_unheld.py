@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dis
 import mmap
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -320,6 +321,12 @@ class Loads(Inside, state=["total"]):
 def test_what_setup_alone_calls_writes_on_each_node() -> None:
     """It was told, with the advice to do that in setup()."""
     assert written_outside(Loads) == {"make": "the global MODEL"}
+
+
+def test_code_that_can_write_neither_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of 100 methods held its node's event loop up for a fifth of a second."""
+    monkeypatch.setattr(dis, "get_instructions", None)
+    assert written_outside(Careful) == {}
 
 
 def test_what_is_written_to_a_global_or_to_the_class_is_told() -> None:
