@@ -46,6 +46,11 @@ class Mailbox:
         """(where, task, method) of every request without an answer."""
         return list(self._awaited.values())
 
+    @property
+    def unanswered(self) -> int:
+        """How many requests have no answer."""
+        return len(self._awaited)
+
     def expect(self, where: str, to: int, method: str, future: concurrent.futures.Future[Encoded]) -> None:
         """A request is about to be sent; from now on `end` wakes whoever waits for its answer."""
         self._awaited[future] = (where, to, method)

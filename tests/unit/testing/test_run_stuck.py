@@ -277,9 +277,42 @@ class AwaitsForEver(AsksForEver):
 def test_so_do_those_that_are_coroutines(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run took all of its time, and told the stack of the event loop."""
     monkeypatch.setattr(attempt, "_MOST_IN_STEP", 20)
-    with pytest.raises(tg.JobFailed, match=r"20 coroutines of the task wait already, .* ask for ever") as caught:
+    with pytest.raises(
+        tg.JobFailed, match=r"20 coroutines of the task wait for replies already, .* ask for ever"
+    ) as caught:
         tg.testing.run(tg.Job(tasks=3, epochs=2, builder=AwaitsForEver))
     assert caught.value.where == "handler pass"
+
+
+class Opens(tg.Task):
+    """Others wait at task 0 until it has asked for what it then tells them."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.flag(self.task_id)
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        if self.task_id:
+            replies = [epoch.request(0, "wait", number) for number in range(20)]
+            assert [await reply for reply in replies] == ["open"] * 20
+        else:
+            await asyncio.sleep(1)
+            epoch.scratch.word = await epoch.request(1, "word")
+
+    @tg.handles("wait")
+    async def wait(self, epoch: tg.Epoch, sender: int, payload: Any) -> Any:
+        while not hasattr(epoch.scratch, "word"):
+            await asyncio.sleep(0.1)
+        return epoch.scratch.word
+
+    @tg.handles("word")
+    async def word(self, epoch: tg.Epoch, sender: int, payload: Any) -> Any:
+        return "open"
+
+
+def test_many_that_wait_for_something_else_than_replies_are_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one request of the task that they waited for was refused."""
+    monkeypatch.setattr(attempt, "_MOST_IN_STEP", 20)
+    assert tg.testing.run(tg.Job(tasks=3, epochs=2, builder=Opens)).epochs == 2
 
 
 async def test_threads_end_together_and_nobody_is_blamed_for_how_long_it_takes(
