@@ -296,13 +296,18 @@ class Opens(tg.Task):
             assert [await reply for reply in replies] == ["open"] * 20
         else:
             await asyncio.sleep(1)
-            epoch.scratch.word = await epoch.request(1, "word")
+            word = await epoch.request(1, "word")
+            self.opened(epoch).set_result(word)
+
+    def opened(self, epoch: tg.Epoch) -> asyncio.Future[Any]:
+        if not hasattr(epoch.scratch, "opened"):
+            epoch.scratch.opened = asyncio.get_running_loop().create_future()
+        opened: asyncio.Future[Any] = epoch.scratch.opened
+        return opened
 
     @tg.handles("wait")
     async def wait(self, epoch: tg.Epoch, sender: int, payload: Any) -> Any:
-        while not hasattr(epoch.scratch, "word"):
-            await asyncio.sleep(0.1)
-        return epoch.scratch.word
+        return await asyncio.shield(self.opened(epoch))
 
     @tg.handles("word")
     async def word(self, epoch: tg.Epoch, sender: int, payload: Any) -> Any:
