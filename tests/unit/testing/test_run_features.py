@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import threading
 import time
@@ -731,13 +732,13 @@ def test_a_builder_that_gives_an_object_twice_is_told() -> None:
 def test_an_object_that_had_a_log_of_its_own_was_not_returned_before() -> None:
     class Logs(tg.Task):
         def __init__(self, task_id: int) -> None:
-            self.task_id, self.log = task_id, []  # type: ignore[assignment]
+            self.task_id, self.log = task_id, logging.getLogger("its own")
 
         def compose(self, epoch: tg.Epoch) -> None:
             epoch.processor(self.tell)
 
         def tell(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.log.info("a logger's")
+            self.log.info("the framework's")
 
     assert run(job(Logs)).epochs > 0
 
