@@ -119,6 +119,8 @@ class Node(NodeServices):
             finally:
                 await self.registration.leave()
         finally:
+            if not self._leaving:  # it takes no part, and may have been offered something while it registered
+                await self._stop_everything([])
             self.threads.close()
             self.file_threads.close()
             await self.transport.close()

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from cluster_kit import Gated, gated, holder, job, play
 
-from taskgraph.errors import Refused
+from taskgraph.errors import JobError, Refused
 from taskgraph.graph.values import encode
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership.registration import Registration
@@ -54,6 +54,42 @@ def test_a_node_that_still_registers_frees_what_it_reads_as_history(
         return await cluster.result()
 
     assert play(job(gated, tasks=1), scenario, nodes=1).values == {0: 3}
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_node_that_comes_to_take_no_part_tears_down_what_it_was_offered(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """Its `setup` had run, and no `teardown` did: seed 530849 of the simulation."""
+    go_on, torn_down = asyncio.Event(), list[int]()
+
+    async def fails(self: Registration) -> dict[str, str]:
+        if not (self._node.node_revision and (before := self._before())):
+            return {}
+        await go_on.wait()
+        return {} if refused else dict.fromkeys(before, "it does not answer")
+
+    def refuses(self: Registration) -> None:
+        if refused and self._before():
+            raise JobError("they could not speak")
+
+    class Torn(gated, state=["total"]):  # type: ignore[valid-type,misc]
+        def teardown(self) -> None:
+            torn_down.append(self.task_id)
+
+    monkeypatch.setattr(Registration, "_why_unreached", fails)
+    monkeypatch.setattr(Registration, "check_reach", refuses)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        late = cluster.node(cluster.add())
+        await holder(cluster, 0).keeper.wait_until(lambda view: late.id in view.in_sync(0))
+        late.drain("told to")
+        go_on.set()
+        await asyncio.wait([cluster._members[late.id].run])
+        assert torn_down == [0]
+
+    play(job(Torn, tasks=1), scenario, nodes=1)
 
 
 class Member:
