@@ -391,7 +391,16 @@ class Registration:
     async def announce(self) -> None:
         """Has the key say what changed of what this node wants."""
         async with self._one_writes:
-            await self._announce()
+            if not self._announced():
+                await self._announce()
+
+    def _announced(self) -> bool:
+        """Whether the key says so: of what changed at once the first write said all."""
+        node = self._node
+        known = node.keeper.view.nodes.get(node.id)
+        if known is None or known.mod_revision != node.node_revision:
+            return False
+        return (known.record.draining, known.record.left) == (self._draining, node.left)
 
     async def _announce(self) -> None:
         while True:

@@ -216,3 +216,37 @@ def test_a_node_that_has_memory_again_is_found_where_the_other_one_has_none(shor
         assert len(left(cluster)) == 2 and await led_by(cluster, 1) == first
 
     play(pulling(), scenario, nodes=3)
+
+
+class Ring(Pulls, state=["sum"]):
+    """Each task sends to the next one."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.give, outbound={"v": "next"})
+        epoch.processor(self.take, inbound={"v": "last"})
+
+
+def test_tasks_that_are_left_at_once_are_said_at_once(short: set[str]) -> None:
+    """The key was written once for each of them, and all nodes placed all tasks anew each time."""
+    links = {
+        "next": lambda task, tasks, epoch: [(task + 1) % tasks],
+        "last": lambda task, tasks, epoch: [task - 1 if task else tasks - 1],
+    }
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        short.add(first := await led_by(cluster, 19))
+        written, other = set[int](), next(node for node in cluster.nodes if node.name != first)
+
+        def look() -> None:
+            nodes = other.keeper.view.nodes
+            written.update(known.mod_revision for known in nodes.values() if known.record.left)
+
+        other.keeper.on_change(look)
+        assert (await cluster.result()).values == dict.fromkeys(range(20), sum(range(8)))
+        assert len(left(cluster)) == 10 and 1 <= len(written) <= 3
+
+    play(
+        tg.Job(tasks=20, epochs=8, builder=lambda _: Ring(), topology=links, settings=IN_STEP, min_nodes=2),
+        scenario,
+        nodes=2,
+    )
