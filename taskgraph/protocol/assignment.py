@@ -6,6 +6,7 @@ decides nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -76,7 +77,7 @@ class Assignment:
         self.size = backups + 1
         self.device_seats = [i for i in range(self.seats) if by_id[self.names[i]].devices > 0]
         self.has_device = [n not in by_id or by_id[n].devices > 0 for n in self.names]
-        self.left = [by_id[n].left if n in by_id else () for n in self.names]
+        self.left = [Counter(by_id[n].left if n in by_id else ()) for n in self.names]
         self.short = [bool(left) for left in self.left]
         self.needs = [needs_device(t) for t in range(tasks)]
         self.primary = [-1] * tasks

@@ -120,7 +120,7 @@ class _Plan(Assignment):
 
     def _lack(self, task: int, node: int) -> tuple[int, bool]:
         """How little a node is the one to lead a task, for want of memory."""
-        return self.left[node].count(task), self.short[node]
+        return self.left[node][task], self.short[node]
 
     def trim(self) -> None:
         """Lets surplus members go: absent ones, those on a host with another replica, those on the fullest seat."""

@@ -41,6 +41,10 @@ def held(holdings: Holdings) -> set[tuple[int, str]]:
     return {(t, n) for t, h in holdings.items() for n in {h.primary, *h.members} if n is not None}
 
 
+def seat_holds(holdings: Holdings, seat: str) -> set[int]:
+    return {t for t, n in held(holdings) if n == seat}
+
+
 def leads(wishes: Mapping[int, Wish], seats: Sequence[Seat]) -> list[int]:
     counts = Counter(w.primary for w in wishes.values())
     return [counts[seat.node] for seat in seats]
@@ -495,3 +499,5 @@ def test_is_fast(nodes: int, limit_s: float) -> None:
     assert best_s(seats, 1000, 1, before) < limit_s * slack
     assert best_s([*seats, Seat("x", "h")], 1000, 1, before) < limit_s * slack
     assert best_s(seats[1:], 1000, 1, before) < limit_s * slack
+    poor = [replace(seat, left=tuple(sorted(seat_holds(before, seat.node)) * 9)) for seat in seats]
+    assert best_s(poor, 1000, 1, before) < limit_s * slack
