@@ -476,7 +476,10 @@ async def _until_over(world: World, faults: Faults) -> str:
         found = await _until(result, world, faults, "the results do not come")
         if found is None:
             assert world.invariants.view.status is not None
-            return _judge_failure(world, world.invariants.view.status.record.reason, faults.ruthless or faults.bold)
+            record = world.invariants.view.status.record
+            if record.state == State.CANCELLED and world.shut_down:  # it went back to a checkpoint before
+                return "shut down"
+            return _judge_failure(world, record.reason, faults.ruthless or faults.bold)
         world.invariants.check_told()
         world.invariants.check_result(found)
         return "finished"
