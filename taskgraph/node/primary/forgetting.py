@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["forget_gone"]
 
 KEPT = 1000
-"""Of the last ones it stays said. A node that was away for so long that it is said no more of it ends, and so does one
-that was cut off while that many ended: there have to be many more than can end in the time that a cut lasts."""
+"""Of the last ones it stays said."""
 BATCH = 64
 """So many at a time: etcd takes 128 comparisons in one transaction."""
 LOOK_AGAIN_S = 10.0
@@ -25,12 +24,20 @@ LOOK_AGAIN_S = 10.0
 
 
 async def forget_gone(node: NodeServices, primary: Primary) -> None:
-    """Deletes what was said of them, until cancelled."""
+    """Deletes what was said of them, until cancelled.
+
+    A node that was away while others ended of whom that is said no more ends when it comes back, as it may be one of
+    them. So it is said for `lost_after_s`, however many end at once: who is away for longer than that is gone anyway.
+    """
     keeper = node.keeper
     while True:
         await keeper.wait_until(lambda view: len(view.gone) >= KEPT + BATCH, structure=True)
         await node.while_paused()
-        oldest = forgettable(keeper.view, KEPT)
+        read, own = keeper.view.revision, node.node_revision
+        await asyncio.sleep(max(LOOK_AGAIN_S, node.settings.lost_after_s))
+        if node.paused or node.node_revision != own:
+            continue  # it was away itself, and so may others have been: that time counts for nothing
+        oldest = [each for each in forgettable(keeper.view, KEPT) if keeper.view.gone[each].mod_revision <= read]
         try:
             for first in range(0, len(oldest), BATCH):
                 some = [each for each in oldest[first : first + BATCH] if each in keeper.view.gone]
@@ -43,4 +50,3 @@ async def forget_gone(node: NodeServices, primary: Primary) -> None:
                 await keeper.caught_up(result.revision)
         except CoordinationError as error:
             node.log.info("nodes that are gone for long are forgotten later: %s", error)
-        await asyncio.sleep(LOOK_AGAIN_S)
