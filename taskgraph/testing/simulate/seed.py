@@ -529,7 +529,7 @@ def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
     for task in range(world.workload.tasks):
         holders = view.in_sync(task)
         lost = all(n in view.gone for n in holders)
-        dead = lost and not any(world.nodes[n].exists for n in holders)
+        dead = lost and not any(world.nodes[n].exists and not world.nodes[n].called_gone for n in holders)
         if ((ruthless and dead) or (hasty and lost)) and f"task {task}: every replica in sync is gone" in reason:
             return "lost"
     raise Violation(f"the job failed: {reason}")

@@ -117,6 +117,7 @@ class World:
         self._take(self._made("run", workload))
         self._next: _Made | None = None  # what is being submitted under the same name
         self.keys = Keys(self.spec.name)
+        self._gone_before: set[str] = set()  # nodes that were gone when their job's name was submitted again
         self.shut_down = False  # somebody ended the run by a command
         self.moment: Moment = lambda name, node, peer="": None
         self.nodes: dict[str, SimNode] = {}
@@ -153,7 +154,6 @@ class World:
         self._names = 0
         self._incarnations: dict[str, int] = {}
         self._over = False
-        self._gone_before: set[str] = set()  # nodes of runs before
 
     # -- runs -------------------------------------------------------------------------------------
 
@@ -325,9 +325,8 @@ class World:
                 return
             self.transcript.add(node.id, "ended", str(error))
             self.transcript.state("a node ended itself")
-            anew = isinstance(error, JobError) and "submitted anew" in str(error)
-            late = known.of != self.spec.run and (anew or node.id in self._gone_before)
-            if node.id not in self.invariants.view.gone and not self._may_be_forgotten(node.id) and not late:
+            late = known.of != self.spec.run and isinstance(error, JobError) and "submitted anew" in str(error)
+            if not self._gone(node.id) and not late:
                 self.violated(Violation(f"{node.id} ended: {error}"))
             elif self.hasty and not self._over and len(self.existing()) - 1 <= self.settings.min_in_sync:
                 self.add()  # it was thawed as all failures ended, and counted as one of those that go on
@@ -336,10 +335,15 @@ class World:
         finally:
             await self.nodes[node.id].coordinator.close()
 
-    def _may_be_forgotten(self, node_id: str) -> bool:
-        """It cannot know: it was not there while others were, who ended after it was."""
+    def _gone(self, node_id: str) -> bool:
+        """Whether its run says so, or said so.
+
+        Or it may have: a node cannot know that, which was not there while others were forgotten who ended after it was.
+        """
         view = self.invariants.view
-        return node_id in self.invariants.forgotten or (view.forgotten is not None and node_id not in view.nodes)
+        if node_id in self._gone_before or node_id in view.gone or node_id in self.invariants.forgotten:
+            return True
+        return view.forgotten is not None and node_id not in view.nodes
 
     def violated(self, error: Exception) -> None:
         """The run is over: something happened that must not."""
@@ -512,7 +516,7 @@ class World:
             self._check_leases(events)
             if kind == "submit" and made is not None:
                 before = self.invariants
-                self._gone_before |= before.view.gone.keys() | before.forgotten
+                self._gone_before |= {node for node in self.nodes if self._gone(node)}
                 self._take(made)
                 self.invariants.submitted_after(before, revision, self.etcd.store.select(self.keys.root, prefix=True))
             else:

@@ -109,8 +109,8 @@ def test_a_node_by_hand_begins_again_as_it_was_begun(name: str | None, monkeypat
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "argv", ["taskgraph", "node", "--job", "fit"])
     monkeypatch.setattr(os, "execv", lambda program, words: called.append(words))
-    joining._take_threads(SimpleNamespace(settings={"blas_threads": 1}))  # type: ignore[arg-type]
+    joining._take_threads(SimpleNamespace(setting={"blas_threads": 1}.get))  # type: ignore[arg-type]
     assert called == []
-    joining._take_threads(SimpleNamespace(settings={"blas_threads": 2}))  # type: ignore[arg-type]
+    joining._take_threads(SimpleNamespace(setting={"blas_threads": 2}.get))  # type: ignore[arg-type]
     begun = [sys.executable, *options(), "-m", "taskgraph"] if name else command("taskgraph")
     assert called == [[*begun, "node", "--job", "fit"]]
