@@ -134,8 +134,8 @@ def test_runs_follow_one_another_and_their_nodes_end(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("seed", [532486, 533087, 540046])
 def test_what_is_no_fault_is_not_told_as_one(seed: int) -> None:
     """A node wakes up once the job's name was submitted again, and reads that the run before said it is gone; a job
-    that had finished went back to a checkpoint, and was shut down then; a launcher was wrong about a node that alone had
-    the state of a task, in a seed where such nodes are killed, too."""
+    that had finished went back to a checkpoint, and was shut down then; a launcher was wrong about a node that alone
+    had the state of a task, in a seed where such nodes are killed, too."""
     assert not run_seed(seed).problem
 
 
