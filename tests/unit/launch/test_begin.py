@@ -14,8 +14,12 @@ import pytest
 
 import taskgraph
 from taskgraph.commands import joining
+from taskgraph.driver import JobSpec
+from taskgraph.jobs import Job
 from taskgraph.launch import threads_env
 from taskgraph.launch.begin import command, options
+from taskgraph.settings import Settings
+from taskgraph.task import Task
 
 TELLS = "import sys, queue, taskgraph\nprint(taskgraph.__file__, *sys.argv[1:], __name__)"
 
@@ -98,6 +102,11 @@ def test_it_has_the_options_of_the_interpreter_here(given: str) -> None:
     assert here == there and inspect == "0", done.stderr
 
 
+def spec(blas_threads: int) -> JobSpec:
+    settings = Settings(blas_threads=blas_threads)
+    return JobSpec.local(Job(tasks=1, epochs=1, builder=lambda task_id: Task(), name="fit", settings=settings))
+
+
 @pytest.mark.parametrize("name", ["taskgraph.__main__", None])
 def test_a_node_by_hand_begins_again_as_it_was_begun(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was begun as the program `taskgraph` found a `queue.py` of the working directory then."""
@@ -109,8 +118,8 @@ def test_a_node_by_hand_begins_again_as_it_was_begun(name: str | None, monkeypat
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "argv", ["taskgraph", "node", "--job", "fit"])
     monkeypatch.setattr(os, "execv", lambda program, words: called.append(words))
-    joining._take_threads(SimpleNamespace(setting={"blas_threads": 1}.get))  # type: ignore[arg-type]
+    joining._take_threads(spec(1))
     assert called == []
-    joining._take_threads(SimpleNamespace(setting={"blas_threads": 2}.get))  # type: ignore[arg-type]
+    joining._take_threads(spec(2))
     begun = [sys.executable, *options(), "-m", "taskgraph"] if name else command("taskgraph")
     assert called == [[*begun, "node", "--job", "fit"]]
