@@ -126,7 +126,8 @@ class Registration:
         Returns where it is asked to leave meanwhile, too.
 
         Raises:
-            JobError: one of them keeps its lease, and so it lives; or the job is another one by now.
+            JobError: one of them keeps its lease, and so it lives; or the job is another one by now; or others say that
+                this node is gone.
         """
         node, settings, told = self._node, self._node.settings, ""
         spec = node.keeper.view.spec_revision
@@ -145,6 +146,7 @@ class Registration:
             asked_at = node.now()
             await node.from_etcd(node.keeper.load)
             self._check_run(spec)
+            self._check_not_gone()  # that may be forgotten before it may register
             renews = dict(zip(found, await asyncio.gather(*map(self._renews, found)), strict=True))
             now = node.now()
             if now - asked_at > settings.lease_ttl_s / _RENEWALS:

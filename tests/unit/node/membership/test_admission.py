@@ -15,7 +15,7 @@ from taskgraph.node.membership import registration
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.node import Node
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import NodeRecord
+from taskgraph.protocol.records import GoneRecord, NodeRecord
 from taskgraph.settings import Settings
 
 __all__ = ["blindable", "gated"]
@@ -156,6 +156,22 @@ def test_a_node_that_waits_while_its_jobs_name_is_submitted_again_ends_and_says_
         await asyncio.wait([run_of(cluster, first), run_of(cluster, other)])
         assert first.now() - began < 2
         assert "was submitted anew while this node started" in str(cluster._node_failed.result())
+
+    play(job(gated), scenario, nodes=1)
+
+
+def test_a_node_that_is_declared_gone_while_it_waits_ends_and_says_so(gated: type[Gated]) -> None:
+    """It registered once that was forgotten: seed 545863 of the simulation."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first = await works(cluster, gated)
+        other = unreached(cluster)
+        await asyncio.sleep(Settings().lease_ttl_s / 2)
+        began, record = first.now(), GoneRecord(reason="killed")
+        cluster.store.execute(Txn(success=(Put(cluster.keys.gone(other.id), record.to_bytes()),)))
+        await asyncio.wait([run_of(cluster, other)])
+        assert first.now() - began < 1.0 + Settings().connect_s
+        assert "n2 was declared gone: killed" in str(cluster._node_failed.result())
 
     play(job(gated), scenario, nodes=1)
 
