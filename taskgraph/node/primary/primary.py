@@ -34,6 +34,7 @@ from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import Encoded, HandOver, Reason, Report, RequestRestart, Stamp, Wait
 from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State, name_of
+from taskgraph.protocol.shortage import heir_of
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView, Versioned, holds
 from taskgraph.task import BecamePrimary
@@ -50,13 +51,7 @@ _SHORT_S = 1.0
 _MOST_DOUBLED = 6
 """It is for so long, doubled with each attempt that ends for it, that the next attempt does so: a minute at most."""
 _LEFT_AFTER = 5
-"""After so many attempts of an epoch, and"""
-_LEFT_S = 120.0
-"""after so long its task is left to another node: what else took memory has come and gone by then, as a rule. Not
-sooner: the other node has no more than it had, and what code raises there for want of memory fails the job."""
-_LEFT_RARER = 4
-"""Where that node left it, too, it is after so many times as long: so tasks go round ever more rarely where none has
-memory, and a node that has some again is found in a few times as long as it took."""
+"""After so many attempts of an epoch its task may be left to another node (`shortage.heir_of`)."""
 
 
 class Primary:
@@ -616,12 +611,11 @@ class Primary:
         wish, mine = node.wish(task), node.left.count(task)
         if wish is not None and wish.primary == node.id:
             others = {n: view.nodes[n].record.left.count(task) for n in wish.backups if self._able(n)}
-            least = min(others.values(), default=mine)
-            if others and mine <= least and short_s >= _LEFT_S * _LEFT_RARER**least:
-                node.left += (task,) * (least + 1 - mine)
-                heir = name_of(min(others, key=others.__getitem__))
-                text = f"{node.name} leaves task {task} to {heir}, as it had no memory for {what} for {short_s:.0f} s"
-                node.events.emit("waits", f"{text}: {refused}", task=task, epoch=node.epoch, fields={"left_to": heir})
+            if (heir := heir_of(mine, others, short_s)) is not None:
+                node.left += (task,) * (others[heir] + 1 - mine)
+                to = name_of(heir)
+                text = f"{node.name} leaves task {task} to {to}, as it had no memory for {what} for {short_s:.0f} s"
+                node.events.emit("waits", f"{text}: {refused}", task=task, epoch=node.epoch, fields={"left_to": to})
                 node.own(node.announce(), f"leave task {task} to another node")
         left = node.left.count(task)
 

@@ -25,6 +25,7 @@ from taskgraph.errors import JobRunning
 from taskgraph.node import reconciler, replica
 from taskgraph.node.epochs import inbound, pulls
 from taskgraph.node.primary import forgetting, gathered, primary
+from taskgraph.protocol import shortage
 from taskgraph.protocol.records import State
 from taskgraph.testing.simulate.drawing import (
     Again,
@@ -210,7 +211,7 @@ def _large(outcome: Outcome) -> Iterator[None]:
 @contextlib.contextmanager
 def _soon() -> Iterator[None]:
     """What a node has no memory for is asked for again so soon that it happens within a seed that it leaves a task."""
-    with mock.patch.object(primary, "_SHORT_S", SHORT_S), mock.patch.object(primary, "_LEFT_S", 120 * SHORT_S):
+    with mock.patch.object(primary, "_SHORT_S", SHORT_S), mock.patch.object(shortage, "LEFT_S", 120 * SHORT_S):
         yield
 
 

@@ -11,8 +11,8 @@ from cluster_kit import IN_STEP, holder, play, told
 import taskgraph as tg
 from taskgraph.errors import Refused
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.primary import primary
 from taskgraph.node.router import Router
+from taskgraph.protocol import shortage
 from taskgraph.protocol.messages import Flag, Pull, Reason
 from taskgraph.protocol.records import name_of
 
@@ -141,7 +141,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(Router, "_call", calling)
     monkeypatch.setattr(Router, "begin", lambda *args, **options: None)
     monkeypatch.setattr(Router, "begin_all", lambda *args: None)
-    monkeypatch.setattr(primary, "_LEFT_S", 30.0)
+    monkeypatch.setattr(shortage, "LEFT_S", 30.0)
     return poor
 
 
