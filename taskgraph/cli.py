@@ -212,6 +212,7 @@ def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser
 def _add_run_options(made: argparse.ArgumentParser, nodes: str, when: str = "") -> None:
     """`when`: goes before the help of what only a driver takes."""
     made.add_argument("--nodes", type=int, default=4, metavar="N", help=nodes)
+    made.add_argument("--replace", action="store_true", help="start another node in place of one that dies")
     text = f"{when}end the job, as failed, after this many seconds"
     made.add_argument("--timeout", type=float, metavar="S", help=text)
     made.add_argument("--json", action="store_true", help=f"{when}the last line of output is the result as JSON")

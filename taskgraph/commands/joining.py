@@ -133,7 +133,7 @@ async def _launch(options: argparse.Namespace) -> int:
 
         def on_start(nodes: LocalNodes) -> None:
             if options.logs:
-                tails.append(LogTails(nodes.logs(), progress.line))
+                tails.append(LogTails(nodes.logs, progress.line))
 
         leave = asyncio.Event()
         work = asyncio.ensure_future(
@@ -147,6 +147,7 @@ async def _launch(options: argparse.Namespace) -> int:
                 on_start,
                 leave,
                 etcd_ends=reached.entry.embedded,
+                replace=options.replace,
             )
         )
         _on_signals(work, leave, follower, reached.spec.setting("drain_s"))

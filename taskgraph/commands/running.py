@@ -97,7 +97,7 @@ class _Run:
         self._follower, self._nodes = follower, nodes
         self._logs = Runtime().kept_logs(self._job.name)
         if self._options.logs:
-            self._tails.append(LogTails(nodes.logs(), self._progress.line))
+            self._tails.append(LogTails(nodes.logs, self._progress.line))
 
     @property
     def _finished(self) -> bool:
@@ -113,6 +113,7 @@ class _Run:
             arun(
                 self._job,
                 nodes=options.nodes,
+                replace=options.replace,
                 etcd=etcd_of(options),
                 resume=options.resume,
                 fresh=options.fresh,

@@ -1,8 +1,8 @@
 """Node processes on this host: started, watched, ended.
 
 When a node's process ends, its launcher is the first to know: it says so in etcd (`gone/{node}`) and revokes the
-node's lease, within milliseconds. It restarts none. Everything it started ends when it does, however it ends: each
-node holds the read end of a pipe whose write end is ours.
+node's lease, within milliseconds. Where it is asked to, it starts another one in place of one that died. Everything it
+started ends when it does, however it ends: each node holds the read end of a pipe whose write end is ours.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
-from taskgraph import host
+from taskgraph import host, timeouts
 from taskgraph.alongside import ended
 from taskgraph.children import Child, end_group, signal_name, tell_child
 from taskgraph.coordination.api import Coordinator
@@ -29,7 +30,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, Unavailable
 from taskgraph.files import HeldFolder
 from taskgraph.launch.devices import deal, host_devices, sharing
-from taskgraph.launch.forkserver import ForkServer, NodeProcess
+from taskgraph.launch.forkserver import ForkServer, NodeProcess, NotStarted
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import Standing, standing_text, stopped
 from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
@@ -59,6 +60,12 @@ _WARNED = re.compile(r"^\S+ \S+ taskgraph\.\S+ WARNING (.*)$", re.MULTILINE)
 """What a node says that it waits for, in its log."""
 _LOOK_S = 1.0
 """How often it is looked whether the event loop of a node stands still."""
+_LIVED_S = 10.0
+"""A node that lived for as long was not ended by how it was started: another one takes its place at once."""
+_REPLACE_S = 1.0
+"""Else that waits for so long, and twice as long each time."""
+_REPLACEMENTS = 5
+"""So many that died early, one in place of the other: there is no sixth."""
 
 
 @dataclasses.dataclass
@@ -68,6 +75,10 @@ class _Process:
     process: Child
     pipe: int
     log_path: Path
+    devices: str | None = None  # as they were dealt to it
+    sharing: int = 1
+    early: int = 0  # nodes that died early, one after the other, in whose place it is
+    began: float = dataclasses.field(default_factory=time.monotonic)
     code: int | None = None
     death: GoneRecord | None = None
     stands: str = ""  # where its event loop stands still
@@ -79,6 +90,7 @@ class LocalNodes:
     Args:
         collects: we run the job: its results are ours to collect, and nodes keep them for us.
         ahead: what the first of them are forked from, where that was started ahead; it is ended then.
+        replace: asked of each node that died, and not of one that left: True has another one started in its place.
     """
 
     def __init__(
@@ -91,8 +103,8 @@ class LocalNodes:
         deal_devices: bool = True,
         listening: Listening = NOWHERE,
         collects: bool = False,
-        on_exit: Callable[[str, int], None] | None = None,
         ahead: ForkServer | None = None,
+        replace: Callable[[], bool] = lambda: False,
     ) -> None:
         self._entry = entry
         self._coordinator = coordinator
@@ -101,11 +113,12 @@ class LocalNodes:
         self._deal_devices = deal_devices
         self._listening = listening
         self._collects = collects
-        self._on_exit = on_exit
         self._ahead = ahead
+        self._replace = replace
         self._keys = Keys(entry.name)
         self._processes: dict[str, _Process] = {}
         self._watches: set[asyncio.Task[None]] = set()
+        self._replacing: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Task[None]] = set()
         self._sockets: HeldFolder | None = None
         self._told_waits: set[str] = set()
@@ -158,7 +171,7 @@ class LocalNodes:
                     raise
                 await asyncio.sleep(UNKNOWN_PAUSE_S)
 
-    async def _start(self, server: ForkServer, name: str, devices: str | None, among: int) -> None:
+    async def _start(self, server: ForkServer, name: str, devices: str | None, among: int, early: int = 0) -> None:
         assert self._sockets is not None
         config = NodeConfig(
             job=self._entry.name,
@@ -177,10 +190,17 @@ class LocalNodes:
             collects=self._collects,
         )
         started = await self._spawn(server, config, self._runtime.folder(self._entry.name) / f"{name}.log")
-        entry = self._processes[name] = _Process(name, config.node_id, started.process, started.pipe, started.log_path)
-        watch = asyncio.get_running_loop().create_task(self._watch(entry), name=f"watch {name}")
-        self._watches.add(watch)
-        watch.add_done_callback(self._watches.discard)
+        entry = self._processes[name] = _Process(
+            name,
+            config.node_id,
+            started.process,
+            started.pipe,
+            started.log_path,
+            devices=devices,
+            sharing=among,
+            early=early,
+        )
+        _keep(self._watches, self._watch(entry), f"watch {name}")
 
     async def _spawn(self, server: ForkServer, config: NodeConfig, log_path: Path) -> NodeProcess:
         return await server.start(config, log_path)
@@ -293,13 +313,37 @@ class LocalNodes:
             )
             entry.death = record
             log.info("node %s (process %d) %s", entry.name, entry.process.pid, record.told)
-            telling = asyncio.get_running_loop().create_task(self._tell_gone(entry.node_id, record))
-            self._telling.add(telling)
-            telling.add_done_callback(self._telling.discard)
+            _keep(self._telling, self._tell_gone(entry.node_id, record), f"tell of {entry.name}")
+            if not self._stopping and self._replace():
+                _keep(self._replacing, self._start_another(entry), f"replace {entry.name}")
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        if self._on_exit is not None:
-            self._on_exit(entry.name, code)
+
+    async def _start_another(self, dead: _Process) -> None:
+        """In place of one that died, with its devices; but not where nodes there die again and again."""
+        early = dead.early + 1 if time.monotonic() - dead.began < _LIVED_S else 0
+        while early <= _REPLACEMENTS:
+            if early:
+                await asyncio.sleep(_REPLACE_S * 2 ** (early - 1))
+            if not self._replace():
+                return
+            try:
+                name = f"n{await self._take_numbers(1)}"
+                async with self._forkserver() as server:
+                    await self._start(server, name, dead.devices, dead.sharing, early)
+            except (CoordinationError, NotStarted, OSError) as error:
+                early += 1
+                log.warning("no node is started in place of %s yet: %s", dead.name, error)
+            else:
+                log.info("node %s is started in place of %s", name, dead.name)
+                return
+        log.warning(
+            "no other node is started in place of %s: %d of them, one after the other, could not be started or died "
+            "within %g s",
+            dead.name,
+            early,
+            _LIVED_S,
+        )
 
     def _killer(self, number: int) -> str:
         """The signal that ended a node, and whether it was the kernel's since memory was used up, as it seems."""
@@ -353,9 +397,15 @@ class LocalNodes:
         return 0 if over or self._entry.run not in ("", run) else spec.mod_revision
 
     async def wait(self, timeout_s: float | None) -> None:
-        """Waits until all nodes ended by themselves, at most `timeout_s`; None: for as long as it takes."""
-        if self._watches:
-            await asyncio.wait(self._watches, timeout=timeout_s)
+        """Waits until all nodes ended by themselves, and no other ones are to take their place.
+
+        Args:
+            timeout_s: at most so long; None: for as long as it takes.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with timeouts.timeout(timeout_s):
+                while going := self._watches | self._replacing:
+                    await asyncio.wait(going)
 
     async def wait_to_end(self, timeout_s: float, code_s: float) -> None:
         """Waits until all nodes ended by themselves: `timeout_s` after they last ran code of the user's, the last of
@@ -387,6 +437,7 @@ class LocalNodes:
     async def leave(self, within_s: float) -> None:
         """Has every node hand over and leave; one that has not after `within_s` gets SIGKILL."""
         self._stopping = True
+        await ended(*self._replacing)
         self._tell_to_leave()
         await self.wait(within_s)
         self._signal(signal.SIGKILL)
@@ -399,6 +450,7 @@ class LocalNodes:
         """
         self._stopping = True
         try:
+            await ended(*self._replacing)
             if grace_s > 0:
                 self._tell_to_leave()
                 await self.wait(grace_s)
@@ -414,7 +466,6 @@ class LocalNodes:
             if self._sockets is not None:
                 self._sockets.remove()
                 self._sockets = None
-            self._on_exit = None  # who is told holds us, and would be held here
 
     async def _last_tellings(self, timeout_s: float) -> None:
         if self._telling:
@@ -436,3 +487,10 @@ class LocalNodes:
         for entry in self._processes.values():
             if entry.code is None:
                 tell_child(entry.process, number)
+
+
+def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> None:
+    """Begins it, and keeps it there until it is done."""
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)

@@ -63,24 +63,34 @@ class LogTails:
     """Follows logs. Files are opened once, so that where they are moved to does not matter.
 
     Args:
-        logs: by the name of the node.
+        logs: by the name of the node; asked each time, since nodes may be added.
         show: takes `node | line`.
     """
 
-    def __init__(self, logs: Mapping[str, Path], show: Callable[[str], None]) -> None:
+    def __init__(self, logs: Callable[[], Mapping[str, Path]], show: Callable[[str], None]) -> None:
+        self._logs = logs
         self._show = show
         self._stack = ExitStack()
-        self._width = max((len(name) for name in logs), default=0)
-        self._files: dict[str, BinaryIO] = {}
-        self._rest: dict[str, bytes] = dict.fromkeys(logs, b"")
-        for name, path in logs.items():
-            with contextlib.suppress(FileNotFoundError):
-                self._files[name] = self._stack.enter_context(path.open("rb"))
+        self._width = 0
+        self._files: dict[str, BinaryIO | None] = {}  # None: it is not there
+        self._rest: dict[str, bytes] = {}
+        self._open()
+
+    def _open(self) -> None:
+        for name, path in self._logs().items():
+            if name not in self._files:
+                self._files[name], self._rest[name] = None, b""
+                self._width = max(self._width, len(name))
+                with contextlib.suppress(FileNotFoundError):
+                    self._files[name] = self._stack.enter_context(path.open("rb"))
 
     def poll(self) -> bool:
         """Passes on what is new; returns whether there may be more."""
         more = False
+        self._open()
         for name, file in self._files.items():
+            if file is None:
+                continue
             data = file.read(_CHUNK)
             more = more or len(data) == _CHUNK
             *lines, rest = (self._rest[name] + data).split(b"\n")

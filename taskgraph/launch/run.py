@@ -79,6 +79,7 @@ def run(
     job: Job,
     *,
     nodes: int = 4,
+    replace: bool = False,
     etcd: str | None = None,
     resume: Resume = False,
     fresh: bool = False,
@@ -90,6 +91,7 @@ def run(
 
     Args:
         nodes: node processes started on this host; 0: everything in this process, without etcd.
+        replace: start another node in place of one that dies; one that is drained is not replaced.
         etcd: endpoints of an etcd, separated by commas; None: an embedded one that ends with the job. Certificates,
             user and password come from TASKGRAPH_ETCD_CA, ..._CERT, ..._KEY, ..._USER and ..._PASSWORD (or
             ..._PASSWORD_FILE).
@@ -114,6 +116,7 @@ def run(
     running = arun(
         job,
         nodes=nodes,
+        replace=replace,
         etcd=etcd,
         resume=resume,
         fresh=fresh,
@@ -156,6 +159,7 @@ async def arun(
     job: Job,
     *,
     nodes: int = 4,
+    replace: bool = False,
     etcd: str | None = None,
     resume: Resume = False,
     fresh: bool = False,
@@ -183,6 +187,8 @@ async def arun(
             shown, hooks = await stack.enter_async_context(showing(job))
         hooks = hooks or Hooks()
         if nodes == 0:
+            if replace:
+                raise JobError("with 0 nodes all runs in this process: there is no node to replace")
             from taskgraph.launch.inprocess import arun_inprocess  # else no node is loaded in this process
 
             guard_loggers_here()
@@ -196,6 +202,7 @@ async def arun(
                     nodes,
                     hooks,
                     access or Access(),
+                    replace=replace,
                     etcd=etcd,
                     resume=resume,
                     fresh=fresh,
@@ -215,6 +222,7 @@ async def _on_nodes(
     hooks: Hooks,
     access: Access,
     *,
+    replace: bool,
     etcd: str | None,
     resume: Resume,
     fresh: bool,
@@ -268,6 +276,7 @@ async def _on_nodes(
             listening=access.listening,
             etcd_ended=etcd_ended,
             ahead=ahead,
+            replace=replace,
         )
         return await supervisor.run(nodes, timeout_s)
 

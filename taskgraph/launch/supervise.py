@@ -73,6 +73,7 @@ class Supervisor:
     Args:
         etcd_ended: returns when the job's own etcd ended, and how; None where it is somebody else's.
         ahead: what nodes are forked from, where that was started ahead.
+        replace: start another node in place of one that died, while the job is open.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Supervisor:
         listening: Listening = NOWHERE,
         etcd_ended: Callable[[], Awaitable[str]] | None = None,
         ahead: ForkServer | None = None,
+        replace: bool = False,
     ) -> None:
         self._spec = spec
         self._entry = entry
@@ -103,18 +105,13 @@ class Supervisor:
             deal_devices=spec.setting("deal_devices"),
             listening=listening,
             collects=True,
-            on_exit=self._on_exit,
             ahead=ahead,
+            replace=lambda: replace and follower.view.open,
         )
-        self._all_ended = asyncio.Event()
         self._without_etcd = ""
         """How the job's own etcd ended: there is nobody left to tell or to ask."""
         self._uncollected = ""
         """Why nobody has the values, if the job has finished."""
-
-    def _on_exit(self, name: str, code: int) -> None:
-        if self._nodes.alive == 0:
-            self._all_ended.set()
 
     async def run(self, count: int, timeout_s: float | None) -> JobResult:
         """The job's result.
@@ -205,7 +202,7 @@ class Supervisor:
 
     async def _nobody_left(self) -> None:
         """Raises JobFailed when every node started here ended and none started elsewhere is there, or may come back."""
-        await self._all_ended.wait()
+        await self._nodes.wait(None)
         keeper, run = self._follower.keeper, self._spec.run
         await keeper.refresh()  # what a watch tells, a re-read also finds
         while True:
@@ -419,6 +416,7 @@ async def launch_nodes(
     leave: asyncio.Event,
     *,
     etcd_ends: bool = False,
+    replace: bool = False,
 ) -> tuple[StatusRecord, JobResult | None]:
     """Nodes on this host for a job that was submitted elsewhere, until the job ended or all of them did.
 
@@ -427,6 +425,7 @@ async def launch_nodes(
         leave: once it is set, the nodes hand over and leave, for which they get as long as they try it themselves.
             Whoever cancels this after that ends them at once.
         etcd_ends: whoever runs the job ends its etcd once it has ended and no node is registered any more.
+        replace: start another node in place of one that died, while the job is open.
 
     Returns:
         What became of the job, and its result, unless somebody else collected it, or nobody will: `not_kept` of the
@@ -441,6 +440,7 @@ async def launch_nodes(
         blas_threads=spec.setting("blas_threads"),
         deal_devices=spec.setting("deal_devices"),
         listening=listening,
+        replace=lambda: replace and follower.view.open,
     )
     try:
         await _start_unless(leave, nodes, count)

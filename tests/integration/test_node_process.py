@@ -90,7 +90,7 @@ class Rig:
     etcd: EtcdCoordinator
     nodes: LocalNodes
     folder: Path
-    ended: asyncio.Queue[tuple[str, int]]
+    told: set[str]
 
     @property
     def keys(self) -> Keys:
@@ -123,6 +123,13 @@ class Rig:
             return kv is not None and json.loads(kv.value)["epoch"] > epoch
 
         await eventually(has, LIMIT_S)
+
+    async def ended(self) -> tuple[str, int]:
+        """The next node whose process has ended, and its exit code."""
+        await becomes(lambda: self.nodes.codes().keys() > self.told, LIMIT_S)
+        name, code = next((name, code) for name, code in self.nodes.codes().items() if name not in self.told)
+        self.told.add(name)
+        return name, code
 
     async def status(self) -> StatusRecord:
         kv = await self.etcd.get(self.keys.status)
@@ -197,7 +204,7 @@ async def launched(
         tls={},
         node_tls=node_tls or {},
     )
-    runtime, ended = Runtime(folder / "run"), asyncio.Queue[tuple[str, int]]()
+    runtime = Runtime(folder / "run")
     runtime.put(entry)
     try:
         async with await EtcdCoordinator.connect(etcd.endpoint) as coordinator:
@@ -206,9 +213,8 @@ async def launched(
                 coordinator,
                 runtime,
                 listening=listening,
-                on_exit=lambda name, code: ended.put_nowait((name, code)),
             )
-            rig = Rig(spec, entry, coordinator, nodes, folder / "gate", ended)
+            rig = Rig(spec, entry, coordinator, nodes, folder / "gate", set())
             await submit(coordinator, spec)
             between()
             try:
@@ -266,7 +272,7 @@ async def test_a_killed_node_is_declared_gone_at_once_and_the_result_is_the_same
             took_s = time.monotonic() - killed_at
         assert GoneRecord.from_bytes(told.events[0].kv.value).reason == "killed by SIGKILL"
         assert took_s < 0.2
-        assert await rig.ended.get() == (leader, -signal.SIGKILL)
+        assert await rig.ended() == (leader, -signal.SIGKILL)
         # Its lease was revoked: the key is gone long before it would have expired.
         await absent(rig.etcd, rig.keys.node(node), 1.0)
         (unix,) = [e for e in record.endpoints if e.startswith("unix:")]
@@ -288,7 +294,7 @@ async def test_code_that_ends_its_process_fails_the_job_and_the_nodes_that_are_l
         await rig.nodes.start(5)
         for count in (2, 1, 0):
             async with asyncio.timeout(LIMIT_S):
-                name, code = await rig.ended.get()
+                name, code = await rig.ended()
             assert code == 11
             gone = GoneRecord.from_bytes(await present(rig.etcd, rig.keys.gone(rig.id_of(name)), LIMIT_S))
             assert (gone.ran, gone.meant) == ((Ran("crash", 1, 2),), False)
@@ -338,7 +344,7 @@ async def test_a_node_kills_itself_when_it_is_told_to(embedded_etcd: EmbeddedEtc
         async with await rig.client("n2") as client:
             await client.kill(signal.SIGKILL)
         async with asyncio.timeout(10):
-            assert await rig.ended.get() == ("n2", -signal.SIGKILL)
+            assert await rig.ended() == ("n2", -signal.SIGKILL)
         gone = await present(rig.etcd, rig.keys.gone(rig.id_of("n2")), LIMIT_S)
         assert GoneRecord.from_bytes(gone).meant, "what it ran is not to blame"
         rig.release(1)
@@ -357,7 +363,7 @@ async def test_sigterm_hands_over_and_leaves_while_the_job_goes_on(embedded_etcd
         await rig.draining(leader)
         rig.release(2)
         async with asyncio.timeout(LIMIT_S):
-            assert await rig.ended.get() == (leader, 0)
+            assert await rig.ended() == (leader, 0)
         assert (await rig.status()).state == State.RUNNING
         rig.release(7)
         assert same(await rig.results(), await calm())
@@ -375,7 +381,7 @@ async def test_the_second_sigterm_ends_at_once_though_a_compute_runs(embedded_et
         await asyncio.sleep(1.0)  # what comes sooner is the same order
         os.kill(rig.nodes.pids()["n1"], signal.SIGTERM)
         async with asyncio.timeout(2):
-            assert await rig.ended.get() == ("n1", 143)
+            assert await rig.ended() == ("n1", 143)
         assert await rig.gone("n1") == "exited with code 143"
 
 
@@ -406,7 +412,7 @@ async def test_a_compute_that_never_returns_does_not_keep_the_process(embedded_e
         ended = StatusRecord(state=State.CANCELLED, reason="enough")
         await rig.etcd.txn(Txn(success=(Put(rig.keys.status, ended.to_bytes()),)))
         async with asyncio.timeout(10):
-            assert await rig.ended.get() == ("n1", 0)
+            assert await rig.ended() == ("n1", 0)
 
 
 @pytest.mark.slow
@@ -456,7 +462,7 @@ async def test_another_version_of_the_driver_is_refused(embedded_etcd: EmbeddedE
     async with launched(embedded_etcd, 1, driver=driver, between=change) as rig:
         await rig.nodes.start(1)
         async with asyncio.timeout(LIMIT_S):
-            assert await rig.ended.get() == ("n1", 4)
+            assert await rig.ended() == ("n1", 4)
         said = rig.nodes.log_tail("n1")
         assert "refused" in said and rig.spec.fingerprint in said and "here it has" in said
 
@@ -474,7 +480,7 @@ async def test_a_node_that_dies_before_it_registers_is_declared_gone(
     async with launched(embedded_etcd, 1, driver=driver, between=lambda: monkeypatch.setenv("DIE", "1")) as rig:
         await rig.nodes.start(1)
         async with asyncio.timeout(LIMIT_S):
-            assert await rig.ended.get() == ("n1", 1)
+            assert await rig.ended() == ("n1", 1)
         assert "ended with sys.exit('no licence')" in rig.nodes.log_tail("n1")
         assert await rig.gone("n1") == "exited with code 1"
 

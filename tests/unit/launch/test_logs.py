@@ -21,7 +21,7 @@ def test_lines_are_passed_on_when_they_are_whole_and_the_rest_at_the_end(tmp_pat
     one.write_text(OURS + "loss 1\nlo")
     ten.write_text("")
     shown: list[str] = []
-    tails = LogTails({"n1": one, "n10": ten, "n2": tmp_path / "absent"}, shown.append)
+    tails = LogTails(lambda: {"n1": one, "n10": ten, "n2": tmp_path / "absent"}, shown.append)
     tails.poll()
     assert shown == ["n1  | loss 1"]
     with one.open("a") as file:
@@ -44,7 +44,7 @@ def test_lines_are_passed_on_when_they_are_whole_and_the_rest_at_the_end(tmp_pat
 def test_a_line_without_end_is_passed_on_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "n1.log").write_text("x" * 300_000)
     shown: list[str] = []
-    LogTails({"n1": tmp_path / "n1.log"}, shown.append).close()
+    LogTails(lambda: {"n1": tmp_path / "n1.log"}, shown.append).close()
     assert len(shown) > 1 and sum(line.count("x") for line in shown) == 300_000
 
 

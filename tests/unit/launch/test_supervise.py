@@ -295,7 +295,6 @@ async def test_where_another_one_collected_first_a_run_says_so_and_where_the_val
     await follower.start()
     try:
         job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
-        job._all_ended.set()
         with pytest.raises(JobFailed) as failed:
             async with asyncio.timeout(5):
                 await job._result()
@@ -408,7 +407,6 @@ async def test_a_run_whose_nodes_have_ended_reads_what_its_watch_does_not_tell(m
         job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
         etcd.store = MemoryStore()
         etcd.store.revision = 500
-        job._all_ended.set()
         with pytest.raises(JobCancelled, match=r"deleted from etcd, or etcd was started without .*--resume"):
             async with asyncio.timeout(5):
                 await job._result()
@@ -421,7 +419,6 @@ async def own_nodes_ended(etcd: MemoryCoordinator, spec: JobSpec) -> tuple[Colle
     follower = Collector(etcd, spec, b"")
     await follower.start()
     job = Supervisor(spec, ENTRY, etcd, follower, Hooks())
-    job._all_ended.set()
     return follower, asyncio.ensure_future(job._nobody_left())
 
 

@@ -1,0 +1,172 @@
+"""Nodes that died, and those that a launcher starts in their place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import taskgraph as tg
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.launch import local
+from taskgraph.launch.forkserver import NodeProcess, NotStarted
+from taskgraph.launch.local import LocalNodes
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.node.config import NodeConfig
+
+ENTRY = JobEntry(name="fit", etcd="a:1", token="ab" * 32, pid=0, embedded=False, tls={})
+WAITS = "read told"
+"""As a node does that is told to leave."""
+
+
+class Scripted(LocalNodes):
+    """Nodes that are shell scripts."""
+
+    scripts: list[str]
+    configs: list[NodeConfig]
+
+    def _forkserver(self) -> Any:
+        return contextlib.nullcontext()
+
+    async def _spawn(self, server: Any, config: NodeConfig, log_path: Path) -> NodeProcess:
+        self.configs.append(config)
+        script = self.scripts.pop(0) if self.scripts else WAITS
+        if script == "":
+            raise NotStarted(f"node {config.name} cannot be started")
+        read_end, pipe = os.pipe()
+        process = await asyncio.create_subprocess_exec("sh", "-c", script, stdin=read_end, start_new_session=True)
+        os.close(read_end)
+        return NodeProcess(process, pipe, log_path)
+
+
+@contextlib.asynccontextmanager
+async def launched(
+    tmp_path: Path, count: int, *scripts: str, replace: Callable[[], bool] = lambda: True
+) -> AsyncIterator[Scripted]:
+    coordinator = MemoryCoordinator(MemoryStore())
+    nodes = Scripted(ENTRY, coordinator, Runtime(tmp_path), replace=replace)
+    nodes.scripts, nodes.configs = list(scripts), []
+    try:
+        await nodes.start(count)
+        yield nodes
+    finally:
+        await nodes.stop(0.0)
+        assert nodes.alive == 0 and not nodes._replacing and not nodes._watches
+        await coordinator.close()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.005)
+
+
+def test_in_one_process_there_is_nothing_to_replace() -> None:
+    job = tg.Job(tasks=1, epochs=1, builder=lambda task: tg.Task(), name="fit")
+    with pytest.raises(tg.JobError, match="no node to replace"):
+        tg.run(job, nodes=0, replace=True)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_REPLACE_S", 0.005)
+
+
+async def test_a_node_that_died_is_replaced_at_once_by_one_with_its_devices_and_a_name_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_LIVED_S", 0.0)  # so all have lived for long
+    monkeypatch.setattr(local, "_REPLACE_S", 60.0)
+    monkeypatch.setattr(local, "host_devices", lambda: ("0", "1", "2"))
+    async with launched(tmp_path, 3) as nodes:
+        for name, another in (("n2", "n4"), ("n4", "n5"), ("n1", "n6")):
+            os.kill(nodes.pids()[name], signal.SIGKILL)
+            await until(lambda another=another: another in nodes.pids())  # type: ignore[misc]
+        assert sorted(nodes.pids()) == ["n3", "n5", "n6"]
+        dealt = {config.name: (config.devices, config.sharing) for config in nodes.configs}
+        assert dealt["n4"] == dealt["n5"] == dealt["n2"] and dealt["n6"] == dealt["n1"] != dealt["n2"]
+        assert set(nodes.logs()) == set(dealt), "what they print is shown, too"
+
+
+async def test_one_that_could_not_go_on_is_replaced_and_one_that_left_is_not(tmp_path: Path, quick: None) -> None:
+    async with launched(tmp_path, 2, "exit 4", "exit 0") as nodes:
+        await until(lambda: "n3" in nodes.pids())
+        assert nodes.codes() == {"n1": 4, "n2": 0} and list(nodes.pids()) == ["n3"]
+
+
+async def test_without_being_asked_to_no_node_is_replaced(tmp_path: Path, quick: None) -> None:
+    async with launched(tmp_path, 2, "kill -KILL $$", replace=lambda: False) as nodes:
+        await until(lambda: "n1" in nodes.codes())
+        await asyncio.sleep(0.05)
+        assert list(nodes.pids()) == ["n2"] and len(nodes.configs) == 2
+
+
+async def test_nodes_that_die_again_and_again_are_given_up_and_it_is_said(
+    tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with launched(tmp_path, 1, *["exit 9"] * 99) as nodes:
+        await asyncio.wait_for(nodes.wait(None), 10)
+        assert list(nodes.codes()) == [f"n{number}" for number in range(1, 7)], "the first, and five in its place"
+    assert "no other node is started in place of n6: 6 of them, one after the other, " in caplog.text
+
+
+async def test_between_those_that_die_early_is_more_and_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(delay: float) -> None:
+        if delay in (3, 6, 12, 24, 48):  # nothing else here waits for so long
+            paused.append(delay)
+        await sleep(0.001)
+
+    monkeypatch.setattr(local, "_REPLACE_S", 3)
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    async with launched(tmp_path, 1, *["exit 9"] * 5) as nodes:
+        await until(lambda: "n6" in nodes.pids())
+        assert paused == [3, 6, 12, 24, 48]
+
+
+async def test_one_that_lived_begins_anew(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_LIVED_S", 0.3)
+    async with launched(tmp_path, 1, *["exit 9"] * 5, "sleep 0.4; exit 9", *["exit 9"] * 4) as nodes:
+        await until(lambda: "n11" in nodes.pids())
+
+
+async def test_one_that_cannot_be_started_is_tried_again(
+    tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with launched(tmp_path, 1, "exit 9", "", "") as nodes:
+        await until(lambda: "n4" in nodes.pids())
+    told = re.findall(r"no node is started in place of n1 yet: node (n\d) cannot be started", caplog.text)
+    assert told == ["n2", "n3"]
+
+
+async def test_no_node_is_started_any_more_once_all_are_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_REPLACE_S", 60.0)
+    async with launched(tmp_path, 2, "exit 9", "read told; exit 9") as nodes:
+        await until(lambda: bool(nodes._replacing))
+        waiting = asyncio.ensure_future(nodes.wait(None))
+        await nodes.leave(10.0)
+        await asyncio.wait_for(waiting, 10)
+        assert nodes.codes() == {"n1": 9, "n2": 9} and len(nodes.configs) == 2
+
+
+async def test_no_node_is_started_for_a_job_that_is_over_by_then(tmp_path: Path, quick: None) -> None:
+    asked: list[bool] = []
+
+    def wanted() -> bool:
+        asked.append(not asked)
+        return asked[-1]
+
+    async with launched(tmp_path, 1, "exit 9", replace=wanted) as nodes:
+        await asyncio.wait_for(nodes.wait(None), 10)
+        assert asked == [True, False] and len(nodes.configs) == 1
