@@ -57,7 +57,6 @@ class HandlerInfo:
 
     method_name: str
     pure: bool
-    is_async: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +264,7 @@ def _handlers(cls: type) -> dict[str, HandlerInfo]:
                 f"class {cls.__name__}: methods {handlers[name].method_name!r} and {attribute!r} both handle {name!r}"
             )
         _check_callable(cls, attribute, _HANDLER)
-        handlers[name] = HandlerInfo(attribute, pure, inspect.iscoroutinefunction(getattr(cls, attribute)))
+        handlers[name] = HandlerInfo(attribute, pure)
     return handlers
 
 

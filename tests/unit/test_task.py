@@ -242,11 +242,11 @@ def test_handlers_are_seen_and_make_the_task_receive() -> None:
     shape = shape_of(Server)
     assert shape.receives
     assert shape.handlers == {
-        "push": HandlerInfo("take", pure=False, is_async=True),
-        "pull": HandlerInfo("give", pure=True, is_async=False),
+        "push": HandlerInfo("take", pure=False),
+        "pull": HandlerInfo("give", pure=True),
     }
     with pytest.raises(TypeError):
-        shape.handlers["x"] = HandlerInfo("y", False, False)  # type: ignore[index]
+        shape.handlers["x"] = HandlerInfo("y", False)  # type: ignore[index]
 
 
 def test_a_subclass_that_overrides_a_handler_keeps_it_changes_it_or_takes_it_away() -> None:
@@ -261,8 +261,8 @@ def test_a_subclass_that_overrides_a_handler_keeps_it_changes_it_or_takes_it_awa
         @tg.handles("give", pure=True)
         def push(self, epoch: tg.Epoch, sender: int, payload: Any) -> None: ...
 
-    assert shape_of(Keeps).handlers == {"push": HandlerInfo("push", pure=False, is_async=True)}
-    assert shape_of(Changes).handlers == {"give": HandlerInfo("push", pure=True, is_async=False)}
+    assert shape_of(Keeps).handlers == {"push": HandlerInfo("push", pure=False)}
+    assert shape_of(Changes).handlers == {"give": HandlerInfo("push", pure=True)}
     assert not shape_of(make(bases=(Base,), push=None)).receives
 
 
@@ -276,7 +276,7 @@ def test_a_handler_that_takes_no_task_is_seen_wherever_the_mark_stands(kind: Any
 
     mark = tg.handles("push", pure=True)
     fit = make(push=mark(kind(push)) if first else kind(mark(push)))
-    assert shape_of(fit).handlers == {"push": HandlerInfo("push", True, False)}
+    assert shape_of(fit).handlers == {"push": HandlerInfo("push", True)}
 
 
 def test_one_handler_of_two_requests_is_an_error() -> None:
