@@ -579,7 +579,7 @@ def a_seal_of_any_version_is_accepted(patch: pytest.MonkeyPatch) -> None:
     """The task may have moved on since the leader found it idle."""
 
     def seal(self: Quiet, version: int) -> bool:
-        self.closed = self._sealed = True
+        self.closed = True
         self._wake()
         return True
 

@@ -23,8 +23,8 @@ class Quiet:
     """How much runs that keeps the task from being idle."""
     held: dict[int, str] | None = None
     """Why user code keeps the epoch open, by the mark of each hold, oldest first; None: it never did."""
-    _told = False
-    _sealed = False
+    _told = -1
+    """The version at which it was told last that the task is idle."""
     _waiter: asyncio.Future[None] | None = None
 
     @property
@@ -35,7 +35,7 @@ class Quiet:
     def busier(self) -> None:
         """Something began that keeps the task from being idle; `calmer` follows."""
         self.busy += 1
-        self._moved()
+        self.version += 1
 
     def calmer(self) -> None:
         self.busy -= 1
@@ -46,17 +46,13 @@ class Quiet:
         if self.held is None:
             self.held = {}
         self.held[mark] = why
-        self._moved()
+        self.version += 1
 
     def release(self, mark: int) -> None:
         if self.held is not None:
             self.held.pop(mark, None)
         if not self.held:
             self._wake()
-
-    def _moved(self) -> None:
-        self.version += 1
-        self._told = False
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -77,20 +73,17 @@ class Quiet:
         Args:
             on_idle: is told the version, each time that the task is idle at another one.
         """
-        while not self._sealed:
+        while not self.closed:
             await self.until_calm()
-            if not self._told:
-                self._told = True
+            if self._told != self.version:
+                self._told = self.version
                 on_idle(self.version)
-            if not self._sealed:
+            if not self.closed:
                 await self._until_woken()
 
     def seal(self, version: int) -> bool:
         """The leader found everything quiet. True if the task is still at `version`: it takes nothing more."""
-        if self.closed:
-            return self.version == version
-        if not self._told or self.version != version:
-            return False
-        self.closed = self._sealed = True
-        self._wake()
-        return True
+        if not self.closed and self._told == self.version == version:
+            self.closed = True
+            self._wake()
+        return self.closed and self.version == version
