@@ -69,7 +69,6 @@ class Attempt:
     __slots__ = (
         "_began",
         "_group",
-        "_hold_count",
         "_loop",
         "_mailbox",
         "_primary",
@@ -151,7 +150,6 @@ class Attempt:
         self.composed = False  # whether it can say what it offers; it still can when it is over
         self._ready: asyncio.Future[None] | None = None  # for who waits for that, which hardly anybody does
         self.inbound = Inbound(primary, stamp, self.ledger, recording)
-        self._hold_count = 0
         self.quiet = Quiet()
         self._began = self._loop.time()
 
@@ -315,20 +313,14 @@ class Attempt:
         if self.quiet.closed:
             raise Refused(Reason.DONE, f"task {self.task} is done with epoch {self.number}")
 
-    def spawn(self, work: Coroutine[Any, Any, R], *, busy: bool) -> asyncio.Task[R]:
-        """Runs something that belongs to the attempt: nobody cancels it while that goes on.
-
-        Args:
-            busy: the task is not idle before it ends.
-        """
+    def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Runs something that belongs to the attempt: nobody cancels it while that goes on, and the task is not idle."""
         if self._group is None or self.cancelled:
             work.close()
             raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} of epoch {self.number} is over")
-        if busy:
-            self.quiet.busier()
+        self.quiet.busier()
         task = self._beside(work)
-        if busy:
-            task.add_done_callback(lambda _: self.quiet.calmer())
+        task.add_done_callback(lambda _: self.quiet.calmer())
         return task
 
     def _beside(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
@@ -511,7 +503,7 @@ class Attempt:
             return False
         if self._group is None or self.cancelled:
             return False
-        self.spawn(work(), busy=True)
+        self.spawn(work())
         return True
 
     def wait_in_thread(self, future: concurrent.futures.Future[Encoded], timeout_s: float | None) -> Encoded:
@@ -519,8 +511,7 @@ class Attempt:
 
     def hold(self, where: str, why: str) -> Callable[[], None]:
         self._check_not_done()
-        self._hold_count += 1
-        mark = self._hold_count
+        mark = object()
         text = f"{in_words(where)}: {str(why)[:_LONG]}"
         shown = text.encode("utf-8", "backslashreplace").decode()  # it travels, and whatever it is
         self._on_loop(self.quiet.hold, mark, shown)

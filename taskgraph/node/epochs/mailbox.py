@@ -150,7 +150,7 @@ class Mailbox:
         if not attempt.ledger.has_received("flag", message.sender, attempt.task, name):
             attempt.check_open()
             attempt.ledger.received("flag", message.sender, attempt.task, name, message.value.digest)
-            attempt.spawn(self._run_flag(message), busy=True)
+            attempt.spawn(self._run_flag(message))
         return Accepted(attempt.term)
 
     async def _run_flag(self, message: Flag) -> None:
@@ -186,7 +186,7 @@ class Mailbox:
             attempt.check_open()
             name = f"{message.method}/{message.number}"
             attempt.ledger.received("request", message.sender, attempt.task, name, message.value.digest)
-            answer = attempt.spawn(self._run_request(message, method_name, pure=False), busy=True)
+            answer = attempt.spawn(self._run_request(message, method_name, pure=False))
             self._answers[key] = known = (message.value.digest, answer)
         digest, answer = known
         if digest != message.value.digest:
@@ -200,7 +200,7 @@ class Mailbox:
         answer = self._pure.get(key)
         if answer is None:
             attempt.check_open()
-            answer = self._pure[key] = attempt.spawn(self._run_request(message, method_name, pure=True), busy=True)
+            answer = self._pure[key] = attempt.spawn(self._run_request(message, method_name, pure=True))
             answer.add_done_callback(lambda _: self._pure.pop(key, None))
         return answer
 

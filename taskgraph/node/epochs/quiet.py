@@ -21,8 +21,8 @@ class Quiet:
     """The task takes no message of this epoch any more."""
     busy = 0
     """How much runs that keeps the task from being idle."""
-    held: dict[int, str] | None = None
-    """Why user code keeps the epoch open, by the mark of each hold, oldest first; None: it never did."""
+    held: dict[object, str] | None = None
+    """Why user code keeps the epoch open, by what stands for each hold, oldest first; None: it never did."""
     _told = -1
     """The version at which it was told last that the task is idle."""
     _waiter: asyncio.Future[None] | None = None
@@ -42,13 +42,13 @@ class Quiet:
         if not self.busy:
             self._wake()
 
-    def hold(self, mark: int, why: str) -> None:
+    def hold(self, mark: object, why: str) -> None:
         if self.held is None:
             self.held = {}
         self.held[mark] = why
         self.version += 1
 
-    def release(self, mark: int) -> None:
+    def release(self, mark: object) -> None:
         if self.held is not None:
             self.held.pop(mark, None)
         if not self.held:
