@@ -478,14 +478,8 @@ class Attempt:
             )
         future: concurrent.futures.Future[Encoded] = concurrent.futures.Future()
 
-        def send() -> Coroutine[Any, Any, None]:
-            count = self.mailbox.count(where, to, method)
-            return self.mailbox.send_request(where, to, method, count, value, future)
-
         def start() -> None:
-            if self._send(where, "request", send):
-                self.mailbox.expect(where, to, method, future)
-            else:
+            if not self._send(where, "request", lambda: self.mailbox.request(where, to, method, value, future)):
                 future.set_exception(self.ended())
 
         self._on_loop(start)
@@ -493,8 +487,8 @@ class Attempt:
 
     def _asks_without_end(self) -> bool:
         """In a test. Where many handlers wait for something else, such as an event, or one asks many, it does not."""
-        unanswered = self._mailbox.unanswered if self._mailbox is not None else 0
-        return min(unanswered, self.replica.actor.waiting) > _MOST_IN_STEP
+        unanswered = self._mailbox.awaited if self._mailbox is not None else ()
+        return min(len(unanswered), self.replica.actor.waiting) > _MOST_IN_STEP
 
     def _send(self, where: str, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         """On the loop, where a thread of the user's own may be too late that was not when it asked."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -46,15 +46,6 @@ class Mailbox:
         """(where, task, method) of every request without an answer."""
         return list(self._awaited.values())
 
-    @property
-    def unanswered(self) -> int:
-        """How many requests have no answer."""
-        return len(self._awaited)
-
-    def expect(self, where: str, to: int, method: str, future: concurrent.futures.Future[Encoded]) -> None:
-        """A request is about to be sent; from now on `end` wakes whoever waits for its answer."""
-        self._awaited[future] = (where, to, method)
-
     def end(self) -> None:
         """The attempt is over. Threads that wait for an answer unwind: the attempt waits for them, not they for it."""
         for future in list(self._awaited):
@@ -69,12 +60,6 @@ class Mailbox:
 
     # -- out --------------------------------------------------------------------------------------
 
-    def count(self, where: str, to: int, method: str) -> int:
-        """Which of the requests of its kind the next one is: a replay counts alike."""
-        key = (where, to, method)
-        count = self._counts[key] = self._counts.get(key, 0) + 1
-        return count
-
     async def send_flag(self, where: str, to: int, value: Encoded) -> None:
         """Delivers a flag; returns when it is acknowledged."""
         attempt = self._attempt
@@ -87,10 +72,18 @@ class Mailbox:
         if isinstance(reply, Accepted):
             self.terms[to] = max(self.terms.get(to, 0), reply.term)
 
-    async def send_request(
+    def request(
+        self, where: str, to: int, method: str, value: Encoded, future: concurrent.futures.Future[Encoded]
+    ) -> Coroutine[Any, Any, None]:
+        """Delivers a request, and resolves `future` with its answer; from now on `end` wakes whoever waits for that."""
+        kind = (where, to, method)
+        count = self._counts[kind] = self._counts.get(kind, 0) + 1  # which of its kind it is: a replay counts alike
+        self._awaited[future] = kind
+        return self._send_request(where, to, method, count, value, future)
+
+    async def _send_request(
         self, where: str, to: int, method: str, count: int, value: Encoded, future: concurrent.futures.Future[Encoded]
     ) -> None:
-        """Delivers a request and resolves `future` with its answer; `count` and `expect` came before."""
         attempt = self._attempt
         if attempt.recording is not None:
             attempt.recording.asks((where, to, method, count), value)
