@@ -12,7 +12,6 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,7 +35,7 @@ from taskgraph.shape import is_stateless
 if TYPE_CHECKING:
     from taskgraph.node.epochs.term import Term
 
-__all__ = ["Attempt", "Idle", "first_error"]
+__all__ = ["Attempt", "first_error"]
 
 R = TypeVar("R")
 
@@ -45,15 +44,6 @@ _MOST_IN_STEP = 2_000
 and more of them, and the run takes minutes to say that it hangs."""
 _LONG = 200
 """Characters of why an epoch is held that are told: they go to etcd each time that is said."""
-
-
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """The task is quiet at this version, with these sums."""
-
-    version: int
-    sent: int
-    received: int
 
 
 class Attempt:
@@ -191,7 +181,7 @@ class Attempt:
             if inbound.open:
                 await inbound.until_all()
             if self.replica.shape.receives:
-                await quiet.until_sealed(self._on_idle)
+                await quiet.until_sealed(partial(primary.report_idle, self))
             else:
                 if quiet.busy or quiet.held:
                     await quiet.until_calm()
@@ -211,9 +201,6 @@ class Attempt:
             inbound.end()
             if not self.composed:
                 self._never_composed()
-
-    def _on_idle(self, version: int) -> None:
-        self._primary.report_idle(self.stamp, Idle(version, self.ledger.sent_sum, self.ledger.received_sum))
 
     async def again(self, refused: Refused, what: str) -> bool:
         """Whether a call that was refused is made once more; after a pause."""

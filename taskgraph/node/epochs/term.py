@@ -12,7 +12,7 @@ from taskgraph.node.replica import Replica
 from taskgraph.protocol.messages import Stamp
 
 if TYPE_CHECKING:
-    from taskgraph.node.epochs.attempt import Attempt, Idle
+    from taskgraph.node.epochs.attempt import Attempt
     from taskgraph.node.epochs.attempts import Attempts
 
 __all__ = ["Term"]
@@ -46,8 +46,8 @@ class Term(Protocol):
     def finishing(self) -> None:
         """The job ends with the epoch of an attempt."""
 
-    def report_idle(self, stamp: Stamp, idle: Idle) -> None:
-        """Tells the leader that the epoch is quiet here."""
+    def report_idle(self, attempt: Attempt, version: int) -> None:
+        """Tells the leader that the epoch of an attempt is quiet here, at that version."""
 
     async def again(self, stamp: Stamp, refused: Refused, what: str, *, pulls: bool = False) -> bool:
         """Whether a call of an attempt that was refused is made once more in that attempt; after a pause.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph import timeouts
 from taskgraph.errors import CheckpointError, GraphError, Refused, TaskGraphError, TransportError
-from taskgraph.node.epochs.attempt import Attempt, Idle
+from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.node.epochs.lanes import Lanes
 from taskgraph.node.epochs.pulls import Pulls
@@ -545,16 +545,16 @@ class Primary:
 
     # -- reports to the leader --------------------------------------------------------------------
 
-    def report_idle(self, stamp: Stamp, idle: Idle) -> None:
+    def report_idle(self, attempt: Attempt, version: int) -> None:
         self.reporter.set(
             Report(
-                stamp,
+                attempt.stamp,
                 self.task,
                 self.term,
                 done=False,
-                version=idle.version,
-                sent=idle.sent,
-                received=idle.received,
+                version=version,
+                sent=attempt.ledger.sent_sum,
+                received=attempt.ledger.received_sum,
                 previous=self.replica.previous,
             )
         )
