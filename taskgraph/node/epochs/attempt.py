@@ -28,7 +28,7 @@ from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.usercode.errors import cancelled_by_users
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.cycles import HANDLER
-from taskgraph.protocol.messages import Encoded, Reason, Stamp, Wait
+from taskgraph.protocol.messages import Call, Encoded, Reason, Reply, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
 from taskgraph.shape import is_stateless
 
@@ -202,17 +202,9 @@ class Attempt:
             if not self.composed:
                 self._never_composed()
 
-    async def again(self, refused: Refused, what: str) -> bool:
-        """Whether a call that was refused is made once more; after a pause."""
-        return await self._primary.again(self.stamp, refused, what)
-
-    def taken(self, what: str) -> None:
-        """A call that was made once more is answered."""
-        self._primary.taken(self.stamp, what)
-
-    def refused(self, refused: Refused, why: str) -> None:
-        """A call was refused for good: the leader is asked for another attempt. Raises as `Primary.refused`."""
-        self._primary.refused(self.stamp, refused, why)
+    async def call(self, to: int, message: Callable[[], Call], what: str, lost: str) -> Reply:
+        """As `Term.call`, of this attempt."""
+        return await self._primary.call(self.stamp, to, message, what, lost)
 
     async def _compose(self) -> Graph:
         """Calls `compose`.
@@ -301,7 +293,7 @@ class Attempt:
             raise Refused(Reason.DONE, f"task {self.task} is done with epoch {self.number}")
 
     def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Runs something that belongs to the attempt: nobody cancels it while that goes on, and the task is not idle."""
+        """Runs something of the attempt: while that goes on the task is not idle, and nobody cancels it."""
         if self._group is None or self.cancelled:
             work.close()
             raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} of epoch {self.number} is over")

@@ -12,7 +12,7 @@ from taskgraph.graph.values import hosted
 from taskgraph.node.epochs.pulls import LARGE_BYTES
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.deviceloss import device_error
-from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Item, Pull, Reason, Reply, Stamp
+from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Item, Pull, Reply, Stamp
 from taskgraph.transport.api import Begun
 
 if TYPE_CHECKING:
@@ -161,26 +161,15 @@ class Inbound:
 
     async def _pull(self, tag: str, producer: int) -> None:
         """Gets one item; keeps at it through failures of its producer."""
-        what = f"{tag!r} from task {producer}"
-        while True:
-            try:
-                reply = await self._primary.replica.router.to_primary(
-                    producer, lambda: Pull(self._stamp, self._task, self._primary.term, producer, tag)
-                )
-                break
-            except Refused as refused:
-                if refused.reason == Reason.NOT_OFFERED:
-                    who = f"task {self._task}, epoch {self._stamp.epoch}: {self._wanted_by(tag, producer)}"
-                    raise GraphError(
-                        f"{who} pulls {tag!r} from task {producer}, which does not offer it in this epoch; {refused}"
-                    ) from refused
-                if await self._primary.again(self._stamp, refused, what, pulls=True):
-                    continue
-                why = f"task {self._task} cannot pull {what}: {refused}"
-                self._primary.refused(self._stamp, refused, why)
-                await asyncio.Event().wait()  # until the restart cancels this attempt
-                raise AssertionError from refused
-        self._primary.taken(self._stamp, what)
+        stamp, task, primary, what = self._stamp, self._task, self._primary, f"{tag!r} from task {producer}"
+        pull, lost = partial(Pull, stamp, task, primary.term, producer, tag), f"task {task} cannot pull {what}"
+        try:
+            reply = await primary.call(stamp, producer, pull, what, lost, pulls=True)
+        except Refused as refused:
+            raise GraphError(
+                f"task {task}, epoch {stamp.epoch}: {self._wanted_by(tag, producer)} pulls {what}, which does not "
+                f"offer it in this epoch; {refused}"
+            ) from refused
         self._take(tag, producer, reply)
 
     def _wanted_by(self, tag: str, producer: int) -> str:

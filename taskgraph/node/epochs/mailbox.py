@@ -111,24 +111,14 @@ class Mailbox:
                 future.set_exception(attempt.ended())
 
     async def _call(self, to: int, message: Callable[[], Flag | Request], what: str, where: str) -> Answer | Accepted:
-        attempt, short = self._attempt, ""
-        while True:
-            try:
-                reply = await attempt.replica.router.to_primary(to, message)
-                break
-            except Refused as refused:
-                if refused.reason == Reason.NOT_OFFERED:
-                    who = f"task {attempt.task}, epoch {attempt.number}, {in_words(where)}"
-                    raise GraphError(f"{who}: {what} to task {to}: {refused}") from refused
-                short = f"{what} to task {to}"
-                if await attempt.again(refused, short):
-                    continue
-                # DONE, CONFLICT: only a replaced primary can get these. This attempt cannot be completed.
-                attempt.refused(refused, f"{what} from task {attempt.task} to task {to} was refused: {refused}")
-                await asyncio.Event().wait()  # until the restart cancels this attempt
-                raise AssertionError from refused
-        if short:
-            attempt.taken(short)
+        attempt = self._attempt
+        # DONE, CONFLICT: only a replaced primary can get these.
+        lost = f"{what} from task {attempt.task} to task {to} was refused"
+        try:
+            reply = await attempt.call(to, message, f"{what} to task {to}", lost)
+        except Refused as refused:
+            who = f"task {attempt.task}, epoch {attempt.number}, {in_words(where)}"
+            raise GraphError(f"{who}: {what} to task {to}: {refused}") from refused
         assert isinstance(reply, Answer | Accepted)
         return reply
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from taskgraph.errors import GraphError, Refused
+from taskgraph.errors import GraphError
 from taskgraph.node.core import NodeCore
 from taskgraph.node.epochs.pulls import Pulls
 from taskgraph.node.replica import Replica
-from taskgraph.protocol.messages import Stamp
+from taskgraph.protocol.messages import Call, Reply, Stamp
 
 if TYPE_CHECKING:
     from taskgraph.node.epochs.attempt import Attempt
@@ -49,21 +50,20 @@ class Term(Protocol):
     def report_idle(self, attempt: Attempt, version: int) -> None:
         """Tells the leader that the epoch of an attempt is quiet here, at that version."""
 
-    async def again(self, stamp: Stamp, refused: Refused, what: str, *, pulls: bool = False) -> bool:
-        """Whether a call of an attempt that was refused is made once more in that attempt; after a pause.
+    async def call(
+        self, stamp: Stamp, to: int, message: Callable[[], Call], what: str, lost: str, *, pulls: bool = False
+    ) -> Reply:
+        """Makes a call of an attempt to the primary of a task, again where a pause may help.
+
+        Where it is refused for good, the attempt cannot be completed: the epoch restarts, which cancels whoever waits.
 
         Args:
-            what: the call, in words: `taken` is told of it.
+            what: the call, in words.
+            lost: the same where it is refused for good.
             pulls: it is this node that has no memory, if one has none.
-        """
-
-    def taken(self, stamp: Stamp, what: str) -> None:
-        """A call that was made once more is answered."""
-
-    def refused(self, stamp: Stamp, refused: Refused, why: str) -> None:
-        """A call of an attempt was refused for good, so that the attempt cannot be completed: the epoch restarts.
 
         Raises:
+            Refused: the task does not offer that.
             TaskGraphError: it would be refused again.
         """
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from taskgraph.node.usercode.errors import StuckError, UserCodeError, met
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
-from taskgraph.protocol.messages import Encoded, HandOver, Reason, Report, RequestRestart, Stamp, Wait
+from taskgraph.protocol.messages import Call, Encoded, HandOver, Reason, Reply, Report, RequestRestart, Stamp, Wait
 from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State, name_of
 from taskgraph.protocol.shortage import heir_of
 from taskgraph.protocol.transactions import TakenOver
@@ -577,7 +578,24 @@ class Primary:
                     self.ask_restart(attempt.stamp, lost)
                     return
 
-    async def again(self, stamp: Stamp, refused: Refused, what: str, *, pulls: bool = False) -> bool:
+    async def call(
+        self, stamp: Stamp, to: int, message: Callable[[], Call], what: str, lost: str, *, pulls: bool = False
+    ) -> Reply:
+        """See `Term.call`."""
+        while True:
+            try:
+                reply = await self.node.router.to_primary(to, message)
+            except Refused as refused:
+                if refused.reason == Reason.NOT_OFFERED:
+                    raise
+                if not await self._again(stamp, refused, what, pulls=pulls):
+                    self._refused(stamp, refused, f"{lost}: {refused}")
+                    await asyncio.Event().wait()  # until the restart cancels this attempt
+            else:
+                self._wanting.pop((stamp, what), None)
+                return reply
+
+    async def _again(self, stamp: Stamp, refused: Refused, what: str, *, pulls: bool) -> bool:
         """Whether a call of an attempt that was refused is made once more in that attempt, after a pause.
 
         So it is where a node has no memory for it, and the epoch started again for that before: for twice as long each
@@ -625,11 +643,7 @@ class Primary:
 
         await node.keeper.wait_until(told)
 
-    def taken(self, stamp: Stamp, what: str) -> None:
-        """A call that was made once more is answered."""
-        self._wanting.pop((stamp, what), None)
-
-    def refused(self, stamp: Stamp, refused: Refused, why: str) -> None:
+    def _refused(self, stamp: Stamp, refused: Refused, why: str) -> None:
         """A call of an attempt was refused for good, so that the attempt cannot be completed: the epoch restarts.
 
         Raises:
