@@ -113,27 +113,10 @@ class _Memory:
 
 
 class _InSegment(_Memory):
-    """The same in memory that belongs to no stream: whoever gets it next follows all who read it, the owner, too."""
-
-    __slots__ = ("_shared", "segment")
-
-    def __init__(self, device: Device, shared: SharedMemory, segment: Segment, nbytes: int) -> None:
-        super().__init__(device, segment.array, _NOBODYS)
-        self._shared = shared
-        self.segment = segment
-        self.array = device.view(segment.array, np.dtype(np.uint8), (nbytes,), None)
-
-    def _give_back(self) -> None:
-        assert self.segment is not None
-        self._shared.give_back(self.segment, self.read)
-        self._free()
-
-
-class _Borrowed(_Memory):
-    """The same in memory of another process, which is told when all who read it are done.
+    """The same in memory that belongs to no stream: whoever gets it next follows all who read it, the owner, too.
 
     Args:
-        segment: how it is lent on.
+        segment: how it is lent on; of this process, or of another one.
         ended: called with the events of who reads it, in any thread, in the middle of anything.
     """
 
@@ -229,7 +212,8 @@ class Private(Digested):
         if shared is None or segment is None:
             self._lease = _Lease(_Memory(device, device.empty(nbytes), device.current()))
         else:
-            self._lease = _Lease(_InSegment(device, shared, segment, nbytes), device.current())
+            memory = _InSegment(device, segment, nbytes, partial(shared.give_back, segment))
+            self._lease = _Lease(memory, device.current())
         super().__init__(device, device.fill(self._lease.memory.array, array, block_bytes), nbytes, block_bytes)
 
     def begin(self) -> None:
@@ -250,7 +234,7 @@ def borrowed(
         ended: called once, in any thread, in the middle of anything, when nobody here has the buffer any more, or a
             view of it: with the events of who read it.
     """
-    return DeviceBuffer(_Lease(_Borrowed(device, segment, nbytes, ended)), block_bytes)
+    return DeviceBuffer(_Lease(_InSegment(device, segment, nbytes, ended)), block_bytes)
 
 
 class DeviceBuffer:
