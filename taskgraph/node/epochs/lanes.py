@@ -17,9 +17,9 @@ from taskgraph.errors import TaskGraphError
 from taskgraph.node.epochs import sharing
 from taskgraph.node.epochs.attempt import Attempt, first_error
 from taskgraph.node.epochs.dones import Dones, Worked
-from taskgraph.node.epochs.recording import Recording
+from taskgraph.node.epochs.recording import Recording, fields_of
 from taskgraph.node.epochs.sharing import EPOCH_BYTES
-from taskgraph.node.epochs.strict import check_as_left, check_replay
+from taskgraph.node.epochs.strict import WorkedEpoch
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.reports import plain
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, met
@@ -571,12 +571,11 @@ class Lanes:
         if recording.interleaved and not replica.threads.in_step:
             return  # on a busy node coroutines would run into each other otherwise
         assert boundary is not None
-        value, twins, error = boundary.value, self._primary.twins, None
+        twins, error = self._primary.twins, None
+        epoch = WorkedEpoch(replica, boundary.value, await fields_of(replica), recording, stamp, twins.fresh)
         if replica.stateful:
-            error = await twins.check_as_left(
-                stamp.epoch, lambda twin: check_as_left(replica, twin, value, recording, stamp, twins.fresh)
-            )
-        await twins.check(lambda twin: check_replay(replica, twin, value, recording, stamp, twins.fresh))
+            error = await twins.check_as_left(stamp.epoch, epoch.check_as_left)
+        await twins.check(epoch.check_replay)
         if error is not None:  # of what does not come out the same twice, that is said
             raise error
 

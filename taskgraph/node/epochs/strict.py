@@ -37,7 +37,7 @@ from taskgraph.protocol.messages import Encoded, Stamp
 from taskgraph.shape import is_stateless
 from taskgraph.task import Task
 
-__all__ = ["check_as_left", "check_replay", "check_result"]
+__all__ = ["WorkedEpoch", "check_result"]
 
 _NUMBERS = (int, float, np.number)
 _RESTARTED = 3
@@ -50,7 +50,7 @@ _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 
 
 @dataclass(frozen=True, slots=True)
-class _Epoch:
+class WorkedEpoch:
     """An epoch that a task worked through, and what it takes to run it again.
 
     Attributes:
@@ -116,114 +116,208 @@ class _Epoch:
             return False  # it fails either way, which the first way told
         return not found.differing and not found.told_unlike(self.recording)
 
+    def error(self, text: str) -> StateError:
+        return StateError(f"task {self.replica.task}, epoch {self.stamp.epoch}: {text}")
 
-async def check_replay(
-    replica: Replica,
-    fresh: Replica,
-    boundary: Encoded,
-    recording: Recording,
-    stamp: Stamp,
-    another: Callable[[], Awaitable[Replica]],
-) -> None:
-    """Runs the epoch again on `fresh`, as `setup` left it, restored from `boundary`; compares what it puts, sends and
-    answers, and its state after it.
+    # -- on an object that was restored -----------------------------------------------------------
 
-    Args:
-        another: makes one more like `fresh`.
+    async def check_replay(self, fresh: Replica) -> None:
+        """Runs the epoch again on `fresh`, as `setup` left it, restored from the boundary; compares what it puts, sends
+        and answers, and its state after it.
 
-    Raises:
-        StateError: something came out differently: state that `snapshot()` does not hold, or that is not restored.
-    """
-    if fresh.shape.in_flight:
-        await _check_stateless(replica, fresh, recording, stamp)
-    epoch = _Epoch(replica, boundary, await fields_of(replica), recording, stamp, another)
-    starts_again = stamp.epoch < _RESTARTED
-    try:
-        again = await epoch.again(fresh, starts_again=starts_again)
-    except UserCodeError:
-        if await epoch.was_a_tie():
+        Raises:
+            StateError: something came out differently: state that `snapshot()` does not hold, or that is not restored.
+        """
+        recording = self.recording
+        if fresh.shape.in_flight:
+            await self._check_stateless(fresh)
+        starts_again = self.stamp.epoch < _RESTARTED
+        try:
+            again = await self.again(fresh, starts_again=starts_again)
+        except UserCodeError:
+            if await self.was_a_tie():
+                return
+            raise
+        if not starts_again or not again.differing:
+            await self._judge(fresh, again)
             return
-        raise
-    if not starts_again or not again.differing:
-        await _judge(epoch, fresh, again)
-        return
-    other = await another()
-    try:
-        whole = await epoch.again(other)
-        if not whole.differing:
-            left = await _left_by_first(epoch)
-            if recording.interleaved and not left:
-                return  # in which order code went on after its waits may be why
-            which = f" (here: {', '.join(left[:5])})" if left else f", or {_RANDOM}"
-            raise StateError(
-                f"task {replica.task}, epoch {stamp.epoch}: begun, restored and run again, as where an epoch starts "
-                f"again, it came out differently ({', '.join(again.differing[:5])}): an attribute keeps what the first "
-                f"try left in it{which}; keep what belongs to one try in epoch.scratch, or make it anew in restore()"
+        other = await self.another()
+        try:
+            whole = await self.again(other)
+            if not whole.differing:
+                left = await self._left_by_first()
+                if recording.interleaved and not left:
+                    return  # in which order code went on after its waits may be why
+                which = f" (here: {', '.join(left[:5])})" if left else f", or {_RANDOM}"
+                raise self.error(
+                    f"begun, restored and run again, as where an epoch starts again, it came out differently "
+                    f"({', '.join(again.differing[:5])}): an attribute keeps what the first try left in it{which}; "
+                    f"keep what belongs to one try in epoch.scratch, or make it anew in restore()"
+                )
+            await self._judge(other, whole)
+        finally:
+            await other.tear_down()
+
+    async def _left_by_first(self) -> list[str]:
+        """Attributes in which a first try of the epoch leaves something that `restore` does not take back."""
+        begun, restored = await self.another(), await self.another()
+        try:
+            for twin in (begun, restored):
+                await twin.restore(self.boundary)
+            await run_in_part(begun, self.recording, self.stamp)
+            await begun.restore(self.boundary)
+            return await _suspects(begun, restored, self.after)
+        except Stands:
+            return []
+        finally:
+            await begun.tear_down()
+            await restored.tear_down()
+
+    async def _judge(self, fresh: Replica, again: Again) -> None:
+        """Raises StateError where what came of the epoch on `fresh` shows that state is forgotten."""
+        replica, recording, after = self.replica, self.recording, self.after
+        differing, told = again.differing, again.told_unlike(recording)
+        suspects = await _suspects(replica, fresh, after) if differing or told else []
+        if recording.interleaved and not suspects:
+            return  # in which order code went on after its waits may be why
+        if not differing and suspects and (told := _told_of(suspects, replica, fresh, told)):
+            third = await self.on_another()  # what rests on a clock two do not tell alike
+            differing = [what for what, _, number in told if third.told(what) == number]
+        if not differing or (not again.stands and await self.was_a_tie()):
+            return
+        mine = vars(replica.user_task)
+        why = (
+            f"snapshot() forgets state, or the task is not deterministic{await _hint(replica, suspects, after)}; add "
+            f"what the task remembers to `state=[...]`, and draw random numbers from epoch.rng"
+            f"{'' if suspects else padding_of(mine)}"
+        )
+        held = await _held_by(replica, self.boundary)
+        if unlike := await _encoded_unlike(replica, fresh, differing):
+            why = unlike
+        elif "restore" in replica.shape.overrides and (lost := changed(held, await self.restored())):
+            why = (
+                f"restore() does not take back what snapshot() returned ({', '.join(lost)}): where state is declared, "
+                f"super().restore(state) sets its attributes"
             )
-        await _judge(epoch, other, whole)
-    finally:
-        await other.tear_down()
-
-
-async def _left_by_first(epoch: _Epoch) -> list[str]:
-    """Attributes in which a first try of the epoch leaves something that `restore` does not take back."""
-    begun, restored = await epoch.another(), await epoch.another()
-    try:
-        for twin in (begun, restored):
-            await twin.restore(epoch.boundary)
-        await run_in_part(begun, epoch.recording, epoch.stamp)
-        await begun.restore(epoch.boundary)
-        return await _suspects(begun, restored, epoch.after)
-    except Stands:
-        return []
-    finally:
-        await begun.tear_down()
-        await restored.tear_down()
-
-
-async def _judge(epoch: _Epoch, fresh: Replica, again: Again) -> None:
-    """Raises StateError where what came of the epoch on `fresh` shows that state is forgotten."""
-    replica, recording, after = epoch.replica, epoch.recording, epoch.after
-    differing, told = again.differing, again.told_unlike(recording)
-    suspects = await _suspects(replica, fresh, after) if differing or told else []
-    if recording.interleaved and not suspects:
-        return  # in which order code went on after its waits may be why
-    if not differing and suspects and (told := _told_of(suspects, replica, fresh, told)):
-        third = await epoch.on_another()  # what rests on a clock two do not tell alike
-        differing = [what for what, _, number in told if third.told(what) == number]
-    if not differing or (not again.stands and await epoch.was_a_tie()):
-        return
-    mine = vars(replica.user_task)
-    why = (
-        f"snapshot() forgets state, or the task is not deterministic{await _hint(replica, suspects, after)}; add what "
-        f"the task remembers to `state=[...]`, and draw random numbers from epoch.rng"
-        f"{'' if suspects else padding_of(mine)}"
-    )
-    held = await _held_by(replica, epoch.boundary)
-    if unlike := await _encoded_unlike(replica, fresh, differing):
-        why = unlike
-    elif "restore" in replica.shape.overrides and (lost := changed(held, await epoch.restored())):
-        why = (
-            f"restore() does not take back what snapshot() returned ({', '.join(lost)}): where state is declared, "
-            f"super().restore(state) sets its attributes"
+        elif not suspects and (moved := changed(recording.before, held)):
+            hooks = [hook for hook in ("on_commit", "on_event") if hook in replica.shape.overrides]
+            why = (
+                f"state ({', '.join(moved)}) had changed after its snapshot, when the epoch began: in "
+                f"{' or '.join([*hooks, 'what goes on beside the epochs'])}; change state only in a processor without "
+                f"outbound channels"
+            )
+        elif not suspects and (shared := shared_state(mine, after, changed(after, again.state))):
+            one, other, kind = shared
+            why = (
+                f"self.{one} and self.{other} are two attributes of state that are one {kind}, and two once they are "
+                f"restored; give each its own, as in self.{one} = self.{other}.copy()"
+            )
+        raise self.error(
+            f"replayed from its snapshot, the epoch came out differently ({', '.join(differing[:5])}): {why}"
         )
-    elif not suspects and (moved := changed(recording.before, held)):
-        hooks = [hook for hook in ("on_commit", "on_event") if hook in replica.shape.overrides]
-        why = (
-            f"state ({', '.join(moved)}) had changed after its snapshot, when the epoch began: in "
-            f"{' or '.join([*hooks, 'what goes on beside the epochs'])}; change state only in a processor without "
-            f"outbound channels"
+
+    # -- on one that was not ----------------------------------------------------------------------
+
+    async def check_as_left(self, twin: Replica) -> StateError | None:
+        """Runs the epoch again on `twin`, as `setup` or the epoch before left it: it does what the restored object did.
+
+        Returns:
+            The error, where something came out differently. Nothing is said where `setup` makes another state each
+            time.
+
+        Raises:
+            UserCodeError: it cannot tell: what `restore` makes it may lack.
+        """
+        recording = self.recording
+        if not recording.before or recording.before != await fields_of(twin):
+            return None
+        shared = made_of_state(vars(twin.user_task), recording.before)
+        of_class = _of_the_class(twin.user_task, recording.before)  # it may have attributes of its own afterwards
+        had = await seen(twin, partial(digests, of_class))
+        try:
+            again = await run_again(twin, self.after, recording, self.stamp)
+        except Stands:
+            return None  # the one that was restored will tell
+        differing = again.differing
+        if not differing or again.failed:
+            return None
+        hint = f" (here: {', '.join(shared[:5])})" if shared else ""
+        made = (
+            f"before epoch 0 every primary restores the state that setup() made, as after a failure, and so cuts off "
+            f"what setup() made of it: a view, an optimizer that holds it, the same array under another name{hint}; "
+            f"make that in restore(), after super().restore(state)"
+            f"{'' if shared else f'. Or {_RANDOM}{padding_of(vars(twin.user_task))}'}"
         )
-    elif not suspects and (shared := shared_state(mine, after, changed(after, again.state))):
-        one, other, kind = shared
-        why = (
-            f"self.{one} and self.{other} are two attributes of state that are one {kind}, and two once they are "
-            f"restored; give each its own, as in self.{one} = self.{other}.copy()"
+        written = changed(had, await seen(twin, partial(digests, of_class)))
+        why = await _encoded_unlike(self.replica, twin, differing) or _shared_by_class(written)
+        # In which order code went on after its waits may be why: a restored one tells.
+        if recording.interleaved and (not (why or shared) or (await self.on_another()).differing):
+            return None
+        return self.error(
+            f"on the object as setup() left it, the epoch comes out differently ({', '.join(differing[:5])}): "
+            f"{why or made}"
         )
-    raise StateError(
-        f"task {replica.task}, epoch {epoch.stamp.epoch}: replayed from its snapshot, the epoch came out differently "
-        f"({', '.join(differing[:5])}): {why}"
-    )
+
+    async def _check_stateless(self, fresh: Replica) -> None:
+        """Runs `compose` and what may run early, on the object as `setup` made it.
+
+        Raises:
+            StateError: it came out differently, failed, or changed the object.
+        """
+        recording, stamp = self.recording, self.stamp
+        work = Replay(fresh, recording, stamp)
+        work.composing = composition = Composition(fresh.task, stamp.epoch)
+        compose = fresh.actor.call("compose", fresh.user_task.compose, Epoch(work, "compose"))
+        await self._stateless(fresh, "compose", compose)
+        work.composing = None
+        here = {processor.name: processor for processor in composition.graph().processors}
+        if [_graph_of(p) for p in here.values()] != [_graph_of(p) for p in recording.composed]:
+            raise await self._not_stateless(fresh, "compose", "declares another graph")
+        waited_for = False
+        for step in recording.steps:
+            if step.processor is None:
+                return  # what follows is not run early
+            parallel = step.processor.parallel
+            if not is_stateless(step.processor.compute):
+                waited_for |= not parallel
+                continue
+            if waited_for and not parallel:
+                continue  # it is not run early
+            had = await seen(fresh, partial(left_by, work))
+            await self._stateless(fresh, step.where, run_step(work, step, here))
+            for (tag, to), digest in work.digests.items():
+                if recording.puts[(tag, to)].digest != digest:
+                    raise await self._not_stateless(fresh, step.where, f"puts another {tag!r} to task {to}")
+            left, was = await seen(fresh, partial(left_by, work)), recording.left[step.where]
+            # What something beside it left is not its doing: what is not run here, or ran while it waited, or while it
+            # had not begun yet.
+            names = set(changed(had, left))
+            if not (recording.interleaved or was.beside):
+                names.update(changed(was.before, was.then))
+            if differing := sorted(name for name in names if left.get(name) != was.then.get(name)):
+                raise await self._not_stateless(fresh, step.where, f"leaves another {differing[0]}")
+
+    async def _stateless(self, fresh: Replica, where: str, call: Coroutine[Any, Any, object]) -> None:
+        before = await _attributes(fresh)
+        try:
+            await call
+        except UserCodeError as error:
+            raise await self._not_stateless(fresh, where, f"fails ({error})") from error
+        after = await _attributes(fresh)
+        if written := changed(before, after):
+            raise self.error(
+                f"{where!r} is marked @tg.stateless, and changed {', '.join(f'self.{name}' for name in written)}: "
+                f"another epoch may run between this and who reads it; hand values on through epoch.scratch, make what "
+                f"stays in setup(), or leave the mark out"
+            )
+
+    async def _not_stateless(self, fresh: Replica, where: str, what: str) -> StateError:
+        differing = changed(await _attributes(fresh), await _attributes(self.replica))
+        hint = f"; since setup() changed: {', '.join(f'self.{name}' for name in differing[:5])}" if differing else ""
+        return self.error(
+            f"{where!r} is marked @tg.stateless, but on the object as setup() makes it, it {what}: it reads what other "
+            f"methods change{hint}; leave the mark out"
+        )
 
 
 async def _held_by(replica: Replica, boundary: Encoded) -> Fields:
@@ -259,57 +353,6 @@ async def _hint(replica: Replica, suspects: list[str], held: Fields) -> str:
     if unknown := await _incomparable(replica, held):
         return f"; it may be an attribute that is not in the snapshot and cannot travel: {', '.join(unknown[:5])}"
     return ""
-
-
-async def check_as_left(
-    replica: Replica,
-    twin: Replica,
-    boundary: Encoded,
-    recording: Recording,
-    stamp: Stamp,
-    another: Callable[[], Awaitable[Replica]],
-) -> StateError | None:
-    """Runs the epoch again on `twin`, as `setup` or the epoch before left it: it does what the restored object did.
-
-    Args:
-        another: makes an object of the task as `setup` leaves it.
-
-    Returns:
-        The error, where something came out differently. Nothing is said where `setup` makes another state each time.
-
-    Raises:
-        UserCodeError: it cannot tell: what `restore` makes it may lack.
-    """
-    if not recording.before or recording.before != await fields_of(twin):
-        return None
-    shared = made_of_state(vars(twin.user_task), recording.before)
-    of_class = _of_the_class(twin.user_task, recording.before)  # it may have attributes of its own afterwards
-    had = await seen(twin, partial(digests, of_class))
-    state = await fields_of(replica)
-    try:
-        again = await run_again(twin, state, recording, stamp)
-    except Stands:
-        return None  # the one that was restored will tell
-    differing = again.differing
-    if not differing or again.failed:
-        return None
-    hint = f" (here: {', '.join(shared[:5])})" if shared else ""
-    made = (
-        f"before epoch 0 every primary restores the state that setup() made, as after a failure, and so cuts off what "
-        f"setup() made of it: a view, an optimizer that holds it, the same array under another name{hint}; make that "
-        f"in restore(), after super().restore(state)"
-        f"{'' if shared else f'. Or {_RANDOM}{padding_of(vars(twin.user_task))}'}"
-    )
-    written = changed(had, await seen(twin, partial(digests, of_class)))
-    why = await _encoded_unlike(replica, twin, differing) or _shared_by_class(written)
-    if recording.interleaved:  # in which order code went on after its waits may be why: a restored one tells
-        epoch = _Epoch(replica, boundary, state, recording, stamp, another)
-        if not (why or shared) or (await epoch.on_another()).differing:
-            return None
-    return StateError(
-        f"task {replica.task}, epoch {stamp.epoch}: on the object as setup() left it, the epoch comes out differently "
-        f"({', '.join(differing[:5])}): {why or made}"
-    )
 
 
 def _of_the_class(task: Task, state: Fields) -> dict[str, object]:
@@ -384,69 +427,6 @@ async def check_result(replica: Replica, fresh: Replica, boundary: Encoded, valu
 
 def _same(one: Encoded | None, other: Encoded | None) -> bool:
     return (one.digest if one is not None else None) == (other.digest if other is not None else None)
-
-
-async def _check_stateless(replica: Replica, fresh: Replica, recording: Recording, stamp: Stamp) -> None:
-    """Runs `compose` and what may run early, on the object as `setup` made it.
-
-    Raises:
-        StateError: it came out differently, failed, or changed the object.
-    """
-    work = Replay(fresh, recording, stamp)
-    work.composing = composition = Composition(fresh.task, stamp.epoch)
-    compose = fresh.actor.call("compose", fresh.user_task.compose, Epoch(work, "compose"))
-    await _stateless(replica, fresh, stamp, "compose", compose)
-    work.composing = None
-    here = {processor.name: processor for processor in composition.graph().processors}
-    if [_graph_of(p) for p in here.values()] != [_graph_of(p) for p in recording.composed]:
-        raise await _not_stateless(replica, fresh, stamp, "compose", "declares another graph")
-    waited_for = False
-    for step in recording.steps:
-        if step.processor is None:
-            return  # what follows is not run early
-        parallel = step.processor.parallel
-        if not is_stateless(step.processor.compute):
-            waited_for |= not parallel
-            continue
-        if waited_for and not parallel:
-            continue  # it is not run early
-        had = await seen(fresh, partial(left_by, work))
-        await _stateless(replica, fresh, stamp, step.where, run_step(work, step, here))
-        for (tag, to), digest in work.digests.items():
-            if recording.puts[(tag, to)].digest != digest:
-                raise await _not_stateless(replica, fresh, stamp, step.where, f"puts another {tag!r} to task {to}")
-        left, was = await seen(fresh, partial(left_by, work)), recording.left[step.where]
-        # What something beside it left is not its doing: what is not run here, or ran while it waited, or while it had
-        # not begun yet.
-        names = {*changed(had, left), *(() if recording.interleaved or was.beside else changed(was.before, was.then))}
-        if differing := sorted(name for name in names if left.get(name) != was.then.get(name)):
-            raise await _not_stateless(replica, fresh, stamp, step.where, f"leaves another {differing[0]}")
-
-
-async def _stateless(
-    replica: Replica, fresh: Replica, stamp: Stamp, where: str, call: Coroutine[Any, Any, object]
-) -> None:
-    before = await _attributes(fresh)
-    try:
-        await call
-    except UserCodeError as error:
-        raise await _not_stateless(replica, fresh, stamp, where, f"fails ({error})") from error
-    after = await _attributes(fresh)
-    if written := changed(before, after):
-        raise StateError(
-            f"task {replica.task}, epoch {stamp.epoch}: {where!r} is marked @tg.stateless, and changed "
-            f"{', '.join(f'self.{name}' for name in written)}: another epoch may run between this and who reads it; "
-            f"hand values on through epoch.scratch, make what stays in setup(), or leave the mark out"
-        )
-
-
-async def _not_stateless(replica: Replica, fresh: Replica, stamp: Stamp, where: str, what: str) -> StateError:
-    differing = changed(await _attributes(fresh), await _attributes(replica))
-    hint = f"; since setup() changed: {', '.join(f'self.{name}' for name in differing[:5])}" if differing else ""
-    return StateError(
-        f"task {replica.task}, epoch {stamp.epoch}: {where!r} is marked @tg.stateless, but on the object as setup() "
-        f"makes it, it {what}: it reads what other methods change{hint}; leave the mark out"
-    )
 
 
 def _graph_of(processor: Processor) -> tuple[object, ...]:
