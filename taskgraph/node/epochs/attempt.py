@@ -71,7 +71,6 @@ class Attempt:
         "attempt",
         "cancelled",
         "committed",
-        "composed",
         "composing",
         "device",
         "finished",
@@ -136,8 +135,7 @@ class Attempt:
         self._thread = primary.thread
         self._group: asyncio.TaskGroup | None = group  # until the attempt is over
         self.composing: Composition | None = None
-        self.graph: Graph | None = None
-        self.composed = False  # whether it can say what it offers; it still can when it is over
+        self.graph: Graph | None = None  # once there is one it can say what it offers, also when it is over
         self._ready: asyncio.Future[None] | None = None  # for who waits for that, which hardly anybody does
         self.inbound = Inbound(primary, stamp, self.ledger, recording)
         self.quiet = Quiet()
@@ -199,8 +197,8 @@ class Attempt:
         finally:
             self._group = None
             inbound.end()
-            if not self.composed:
-                self._never_composed()
+            if self._ready is not None:
+                self._ready.cancel()  # it never composed, where somebody waits still
 
     async def call(self, to: int, message: Callable[[], Call], what: str, lost: str) -> Reply:
         """As `Term.call`, of this attempt."""
@@ -237,7 +235,7 @@ class Attempt:
         """It can say what it offers."""
         self.out = Items(self.stamp, self.term, graph.channels_out)
         self._states = dict.fromkeys(graph.names, "waiting")
-        self.graph, self.composed = graph, True
+        self.graph = graph
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(None)
         self._primary.attempts.composed(self)
@@ -339,7 +337,7 @@ class Attempt:
 
     async def ready(self) -> None:
         """Returns when compose has run; raises Refused where the attempt ended before."""
-        if self.composed:
+        if self.graph is not None:
             return
         if self._ready is None:
             self._ready = self._loop.create_future()
@@ -352,18 +350,14 @@ class Attempt:
                 raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} is over") from None
             raise
 
-    def _never_composed(self) -> None:
-        if self._ready is not None:
-            self._ready.cancel()
-
     def drop(self) -> None:
         """Nothing of this attempt is needed any more: a later epoch was read, or it was cancelled."""
         self.cancelled = True
         # Whatever still refers to this attempt must not keep its values: their memory takes those of the next one.
-        if self.composed:
+        if self.graph is not None:
             self.out.drop()
-        else:
-            self._never_composed()
+        elif self._ready is not None:
+            self._ready.cancel()
         if not self.inbound.settled:
             self.inbound.drop()
         if self._mailbox is not None:

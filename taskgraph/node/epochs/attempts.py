@@ -120,7 +120,7 @@ class Attempts:
     def item(self, pull: Pull) -> Item | Coming | Refusal | None:
         """The item where it exists, a promise of it where it is still to be made, None where neither can be said."""
         attempt = self._begun.get(pull.stamp)
-        if attempt is not None and attempt.composed:
+        if attempt is not None and attempt.graph is not None:
             return attempt.out.ask(pull)
         if self._ended or (attempt is None and self.latest is not None and self.latest >= pull.stamp):
             return None
@@ -131,7 +131,7 @@ class Attempts:
     def lacks(self, pull: Pull) -> bool:
         """Whether whoever asks for this has to wait."""
         attempt = self._begun.get(pull.stamp)
-        return attempt is None or not attempt.composed or attempt.out.lacks(pull.tag, pull.sender)
+        return attempt is None or attempt.graph is None or attempt.out.lacks(pull.tag, pull.sender)
 
     def items(self, pull: Pull) -> list[Reply | Coming | None]:
         """`item` for each of the epochs of a pull, most of which are yet to come."""
