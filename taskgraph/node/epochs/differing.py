@@ -15,13 +15,24 @@ import numpy as np
 from taskgraph.errors import class_name
 from taskgraph.graph import dtypes
 from taskgraph.graph.values import encode
+from taskgraph.protocol.deviceloss import device_error
 
-__all__ = ["equal_unlike", "made_of_state", "padding_of", "pickled", "shared_state"]
+__all__ = ["digest", "equal_unlike", "made_of_state", "padding_of", "pickled", "shared_state"]
 
 _UNCHANGING = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, np.generic)
 """Values that nobody writes to: to have one of them twice is no mistake."""
 _DEEP = 5
 """Containers within one another that are looked into for a hint: users' may contain themselves."""
+
+
+def digest(value: object) -> bytes | None:
+    """What tells whether a value is what it was; None where it cannot travel."""
+    try:
+        return encode(value, what="").digest
+    except Exception as error:  # a codec, or a metaclass, raises what it likes where a value cannot travel
+        if isinstance(error, MemoryError) or device_error(error) is not None:
+            raise
+        return None
 
 
 def shared_state(

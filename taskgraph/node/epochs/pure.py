@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from taskgraph.errors import StateError
-from taskgraph.graph.values import encode
+from taskgraph.node.epochs.differing import digest
 from taskgraph.node.usercode.coroutines import is_async
-from taskgraph.protocol.deviceloss import device_error
 
 __all__ = ["PureWatch"]
 
@@ -107,11 +106,8 @@ def _held(scratch: dict[str, object]) -> dict[str, bytes]:
 
 def _content(value: object) -> bytes:
     """What tells whether a value is what it was."""
-    try:
-        return encode(value, what="").digest
-    except Exception as error:  # a codec, or a metaclass, raises what it likes where a value cannot travel
-        if isinstance(error, MemoryError) or device_error(error) is not None:
-            raise
+    if (found := digest(value)) is not None:
+        return found
     pickled = io.BytesIO()
     try:
         _Pickler(pickled).dump(value)

@@ -15,11 +15,11 @@ from taskgraph.channels import Outputs
 from taskgraph.epoch import Scratch
 from taskgraph.errors import StateError
 from taskgraph.graph.compose import Processor
-from taskgraph.graph.values import encode, separate, untouched, verify
+from taskgraph.graph.values import separate, untouched, verify
+from taskgraph.node.epochs.differing import digest
 from taskgraph.node.epochs.given import Given
 from taskgraph.node.replica import Replica, encode_fields
 from taskgraph.node.usercode.coroutines import is_async
-from taskgraph.protocol.deviceloss import device_error
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
 
 __all__ = [
@@ -285,14 +285,8 @@ async def seen(replica: Replica, look: Callable[[], R]) -> R:
 
 
 def digests(values: Mapping[str, object]) -> Fields:
-    digests = {}
-    for name, value in values.items():
-        try:
-            digests[name] = encode(value, what="").digest
-        except Exception as error:  # a codec, or a metaclass, raises what it likes where a value cannot travel
-            if isinstance(error, MemoryError) or device_error(error) is not None:
-                raise
-    return digests
+    """Of those that can travel."""
+    return {name: found for name, value in values.items() if (found := digest(value)) is not None}
 
 
 class _Leaves(Protocol):
