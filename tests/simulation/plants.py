@@ -738,7 +738,7 @@ def a_task_is_told_of_a_commit_after_it_began_the_next_epoch(patch: pytest.Monke
     def init(original: Any, self: Lanes, primary: Primary, *args: Any) -> None:
         original(self, primary, *args)
         if "on_commit" in primary.replica.shape.overrides:
-            self._ahead = primary.node.settings.epochs_ahead
+            self._ahead = self._share._ahead = primary.node.settings.epochs_ahead
 
     _changed(patch, Lanes, "__init__", init)
 

@@ -18,7 +18,7 @@ from taskgraph.node.epochs import sharing
 from taskgraph.node.epochs.attempt import Attempt, first_error
 from taskgraph.node.epochs.dones import Dones, Worked
 from taskgraph.node.epochs.recording import Recording, fields_of
-from taskgraph.node.epochs.sharing import EPOCH_BYTES
+from taskgraph.node.epochs.sharing import EPOCH_BYTES, Share
 from taskgraph.node.epochs.strict import WorkedEpoch
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.reports import plain
@@ -54,7 +54,6 @@ class Lanes:
         "_count",
         "_end",
         "_epoch_bytes",
-        "_far",
         "_graph",
         "_injects",
         "_keeper",
@@ -63,20 +62,14 @@ class Lanes:
         "_looks",
         "_loop",
         "_may_stay",
-        "_most_bytes",
         "_next",
         "_node",
         "_primary",
-        "_recent_bytes",
-        "_recent_until",
         "_replica",
         "_room",
         "_several",
-        "_share_bytes",
-        "_share_epochs",
-        "_sharing",
+        "_share",
         "_state_bytes",
-        "_stateful",
         "_stays",
         "_task",
         "_term",
@@ -118,7 +111,6 @@ class Lanes:
         self._ahead = 0 if alone else settings.epochs_ahead
         self._end = sys.maxsize if epochs is None else epochs
         self._checkpoints = primary.node.spec.checkpoint is not None
-        self._stateful = shape.stateful
         # Where nothing that is marked stateless changes the state, and there is nothing that says what happened.
         marked = shape.in_flight and "on_event" not in shape.overrides
         self._may_stay = (marked or not shape.stateful) and not settings.strict
@@ -148,13 +140,7 @@ class Lanes:
         self.finishing = False
         """An epoch said that the job ends with it: none begins any more."""
         self._epoch_bytes: int | None = None  # what the epoch held and pulled that was snapshotted last
-        self._most_bytes = 0  # the most that any did that may be uncommitted, and as many before as it may be ahead
-        self._sharing = primary.node.sharing
-        self._share_epochs = self._sharing.epochs
-        self._share_bytes = self._sharing.share(0)  # what uncommitted epochs may hold: then no other begins
-        self._far = self._ahead  # so many epochs of late may be uncommitted whatever each of them holds
-        self._recent_bytes = 0  # the most since that was looked at last
-        self._recent_until = at.epoch + self._ahead  # it is looked at again once that is committed
+        self._share = Share(primary.node.sharing, self._ahead, at.epoch, self._gather_by)
         self._leaves_device = False  # whether its snapshot was on a device
         self.dones = Dones(self._make_whole, not_done)
         self.helds = Dones(self._be_held, not_done)
@@ -163,8 +149,8 @@ class Lanes:
     def settle(self, epoch: int) -> None:
         """`epoch` is the committed boundary now, and all that follows from that is done."""
         self.settled = epoch
-        if epoch > self._recent_until:
-            self._look_back()
+        if epoch > self._share.until:
+            self._share.look_back(self._turns.at)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -185,8 +171,7 @@ class Lanes:
             try:
                 await self.helds.end()
             finally:
-                self._sharing.changed(self._most_bytes, 0)
-                self._most_bytes = 0
+                self._share.end()
 
     @property
     def not_done(self) -> BaseException | None:
@@ -289,22 +274,23 @@ class Lanes:
         wish = self._wishes.by_task.get(self._task)
         if wish is not None and wish.primary is not None and wish.primary != self._node.id:
             return False  # handed over right after a commit
-        if self._share_epochs != self._sharing.epochs:
-            self._gather()
+        share = self._share
+        if share.epochs != share.sharing.epochs:
+            share.make()
         known = not self._several or self._epoch_bytes is not None
-        if known and epoch - self.settled <= self._far:
+        if known and epoch - self.settled <= share.far:
             return True  # so small are all of them
         held = self._primary.attempts.held_bytes(self._turns.at)
         if in_flight := epoch - self._turns.at:
             if self._epoch_bytes is None:
                 return False  # how large its epochs are is found out with one
             held += in_flight * self._epoch_bytes
-        if held <= self._share_bytes:
+        if held <= share.bytes:
             return True
         # A snapshot that leaves a device takes its time, which the next epoch computes in, however large it is.
         if not self._leaves_device or epoch != self.settled + 1:
             return False
-        return held - self._primary.attempts.boundary_bytes(self._turns.at) <= self._share_bytes
+        return held - self._primary.attempts.boundary_bytes(self._turns.at) <= share.bytes
 
     # -- one epoch --------------------------------------------------------------------------------
 
@@ -361,8 +347,8 @@ class Lanes:
             if self._may_stay:
                 self._bare = value if type(value) is Encoded and not numbers and not rows else None
         self._epoch_bytes = EPOCH_BYTES + attempt.put_bytes + attempt.inbound.taken_bytes + self._state_bytes
-        if self._epoch_bytes > self._recent_bytes:
-            self._is_large(self._epoch_bytes)
+        if self._epoch_bytes > self._share.recent:
+            self._share.holds(self._epoch_bytes)
         primary.stage = ""
         later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self.dones.open))
         worked = Worked(attempt, following, value, numbers, finishing, previous, rows)
@@ -375,41 +361,15 @@ class Lanes:
             await self.dones.all()
         return goes_on
 
-    def _is_large(self, epoch_bytes: int) -> None:
-        """An epoch holds more than any did since that was looked at last."""
-        self._recent_bytes = epoch_bytes
-        if epoch_bytes > self._most_bytes:
-            self._largest(epoch_bytes)
-
-    def _look_back(self) -> None:
-        """What was snapshotted when it was looked back last is committed: how large that was counts no more.
-
-        So one large epoch does not hold up all that come after it.
-        """
-        self._recent_until = self._turns.at + self._ahead
-        recent, self._recent_bytes = self._recent_bytes, 0
-        if recent < self._most_bytes:
-            self._largest(recent)
-
-    def _largest(self, held: int) -> None:
-        """The largest epoch that may be uncommitted holds so many bytes."""
-        self._sharing.changed(self._most_bytes, held)
-        self._most_bytes = held
-        self._gather()
-
     def share(self) -> None:
         """Their limit is of all primaries of the node, and there are more of these, or fewer.
 
         Whoever waits for room looks again after the next commit, not now: the attempt may be over.
         """
-        if self._sharing.share(self._most_bytes) != self._share_bytes:
-            self._gather()
+        self._share.look()
 
-    def _gather(self) -> None:
+    def _gather_by(self, ahead: int) -> None:
         """What is gathered is a part of the epochs that it may be ahead, which are fewer where they are so large."""
-        self._share_epochs = self._sharing.epochs
-        self._share_bytes = self._sharing.share(self._most_bytes)
-        self._far = ahead = min(self._ahead, self._share_bytes // max(1, self._most_bytes))
         self._primary.reporter.gather_by(ahead)
         self._primary.backups.gathered.gather_by(ahead)
         if self._task == 0 and self._node.leader is not None:
@@ -417,7 +377,7 @@ class Lanes:
 
     def _leaves_state(self, graph: Graph | None) -> bool:
         """Whether an epoch of that graph leaves the state as it was, by what marks promise."""
-        if not self._stateful:
+        if not self._replica.stateful:
             return True
         return graph is not None and all(is_stateless(processor.compute) for processor in graph.processors)
 
@@ -444,8 +404,8 @@ class Lanes:
                     value = await replica.with_rows(value, {attempt.number - 1: plain(rows)})
                     attempt.snapshot_bytes = value.size_bytes
                     epoch_bytes = EPOCH_BYTES + attempt.put_bytes + attempt.inbound.taken_bytes + value.size_bytes
-                    if epoch_bytes > self._recent_bytes:
-                        self._is_large(epoch_bytes)
+                    if epoch_bytes > self._share.recent:
+                        self._share.holds(epoch_bytes)
         finally:
             self.lacking = ""
         worked.value, worked.rows = value, rows

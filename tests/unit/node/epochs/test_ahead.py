@@ -265,7 +265,7 @@ def test_and_anew_when_the_node_has_more_primaries(monkeypatch: pytest.MonkeyPat
 
     def shares(cluster: InProcessCluster) -> list[int]:
         found = [holder(cluster, task).roles.primaries[task]._lanes for task in range(2)]
-        return [one._share_bytes for one in found if one is not None]
+        return [one._share.bytes for one in found if one is not None]
 
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         await cluster.nodes[0].keeper.wait_until(partial(_committed, 5))
@@ -286,7 +286,7 @@ def test_an_attempt_that_is_over_needs_no_room() -> None:
         found = {}
         for node in cluster.nodes:
             lanes = [primary._lanes for primary in node.roles.primaries.values()]
-            found[node.name] = (node.sharing._sum, sum(one._most_bytes for one in lanes if one is not None))
+            found[node.name] = (node.sharing._sum, sum(one._share.most for one in lanes if one is not None))
         return found
 
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
