@@ -358,7 +358,7 @@ class Attempt:
             self.out.drop()
         elif self._ready is not None:
             self._ready.cancel()
-        if not self.inbound.settled:
+        if not self.finished or self.recording is not None:  # else there is nothing left of what it took
             self.inbound.drop()
         if self._mailbox is not None:
             self._mailbox.drop()

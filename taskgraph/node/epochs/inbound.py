@@ -49,7 +49,6 @@ class Inbound:
         "items",
         "open",
         "over",
-        "settled",
         "taken_bytes",
     )
 
@@ -76,7 +75,6 @@ class Inbound:
         self.open = 0  # how many are still to come
         self.taken_bytes = 0
         self.over = False  # what comes is not wanted any more
-        self.settled = False  # there is nothing left to drop
 
     # -- asked by the attempt ---------------------------------------------------------------------
 
@@ -121,7 +119,6 @@ class Inbound:
             self._since = 0
             if self._recording is None:
                 self.items.clear()
-                self.settled = True
         self.over = True
         self._spawn = None  # it refers to the attempt, and that to us
         if self._pulling:
