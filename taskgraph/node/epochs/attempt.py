@@ -247,8 +247,7 @@ class Attempt:
             waiting = self.traced and clock()
             await self.inbound.until_here(lacking)
             if waiting:
-                ended = clock()
-                self._tracing.keep("wait", name, "", waiting, ended, self.task, self.stamp, self.term, -1)
+                self._tracing.add("wait", waiting, self.task, self.stamp, self.term, name)
         if self._turns is not None and not is_stateless(processor.compute):
             await self.turn(name)
         self._states[name] = "running"

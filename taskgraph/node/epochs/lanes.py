@@ -226,7 +226,7 @@ class Lanes:
                         goes_on = await self._after_work(attempt, following)
                     finally:
                         if began:
-                            self._tracing.keep("epoch", "", "", began, clock(), self._task, stamp, self._term, -1)
+                            self._tracing.add("epoch", began, self._task, stamp, self._term)
                     stamp = Stamp(stamp.attempt, stamp.epoch + self._count) if several else following
         except asyncio.CancelledError:
             if self.over or self.failed_in >= 0:

@@ -32,7 +32,7 @@ from taskgraph.node.usercode import forks, lastwords
 from taskgraph.node.usercode.coroutines import CancelledItself, OnStream, Resumed, is_async, refuse_coroutine, take_back
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, from_users, would_block
 from taskgraph.node.usercode.threads import Threads
-from taskgraph.observe.trace import NO_STAMP, Tracing, clock
+from taskgraph.observe.trace import Tracing
 
 if TYPE_CHECKING:
     from taskgraph.device.api import Device, Stream
@@ -175,7 +175,7 @@ class Actor:
                 if words is not None:
                     words.running[:] = lastwords.NOTHING  # as `words.ran`, without a call
                 if began:
-                    self._tracing.keep("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1)
+                    self._tracing.add("code", began, self.task, stamp, self.term, where)
         except AttemptEnded as ended:
             if attempt is None or not attempt.cancelled:
                 raise self._stale(where, stamp, ended) from None
@@ -220,7 +220,7 @@ class Actor:
             raise UserCodeError(where, error) from error
         finally:
             if began:
-                self._tracing.keep("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1)
+                self._tracing.add("code", began, self.task, stamp, self.term, where)
 
     def _stale(self, where: str, stamp: Stamp | None, ended: AttemptEnded) -> UserCodeError:
         """It used the `epoch` of another attempt, which is over."""
@@ -326,7 +326,7 @@ class Actor:
             if mark:
                 self._end(mark)
             if began:
-                self._tracing.keep("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1)
+                self._tracing.add("code", began, self.task, stamp, self.term, where)
             if alone:
                 self.in_threads -= 1
                 self._turn.release()
