@@ -38,10 +38,6 @@ IDENTITY_BYTES: Final = 16
 class Device(Protocol):
     """One device. Every method may be called from any thread."""
 
-    @property
-    def kind(self) -> str:
-        """For messages: "cuda"."""
-
     # Order.
 
     def stream(self) -> Stream:

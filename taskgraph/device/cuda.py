@@ -139,8 +139,6 @@ class CudaDevice:
         number: the device's, among those that this process sees.
     """
 
-    kind = "cuda"
-
     def __init__(self, cupy: Any, number: int) -> None:
         self._cupy = cupy
         self._number = number

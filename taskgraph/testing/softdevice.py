@@ -197,7 +197,6 @@ class SoftDevice:
         races: a stream on which memory is freed goes on at once, so that the memory has a new owner as early as can be.
     """
 
-    kind = "soft"
     array_type: type[SoftArray]
 
     def __init__(self, seed: int | None = None, *, races: bool = False, identity: bytes | None = None) -> None:

@@ -511,7 +511,7 @@ def test_another_process_opens_it(found: Found, times: int, request: pytest.Fixt
     memory = filled(device, host, xp)
     handle = device.share(memory)
     assert len(handle) == HANDLE_BYTES == len(device.share(memory))
-    if device.kind == "cuda" and "cuda" in request.node.callspec.id:
+    if isinstance(device, cuda.CudaDevice) and "cuda" in request.node.callspec.id:
         arguments = [sys.executable, "-c", READS, handle.hex(), str(host.nbytes), str(times)]
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
