@@ -25,7 +25,7 @@ from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import Runtime
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe.format import ids_text
-from taskgraph.protocol.reach import host_of
+from taskgraph.protocol.reach import host_of, unix_socket
 from taskgraph.protocol.records import NodeRecord, name_of
 from taskgraph.protocol.takeover import held_alone, who_stays
 from taskgraph.protocol.view import JobView
@@ -107,9 +107,8 @@ def _folder(record: NodeRecord) -> Path | None:
     """The directory of a node of this host, with its sockets."""
     here = host_of(host_key())
     for endpoint in record.control.split("|"):
-        kind, _, rest = endpoint.partition(":")
-        key, _, path = rest.partition(":")
-        if kind == "unix" and host_of(key) == here:
+        key, path = unix_socket(endpoint)
+        if host_of(key) == here:
             return Path(path).parent
     return None
 

@@ -23,7 +23,7 @@ from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus, Report
 from taskgraph.observe.trace import clock
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.messages import Encoded
-from taskgraph.protocol.reach import host_of
+from taskgraph.protocol.reach import host_of, unix_socket
 from taskgraph.tls import Tls
 
 __all__ = ["SERVICE", "TOKEN_KEY", "ControlClient", "StillAtWork", "TraceCall", "control_address", "credential"]
@@ -56,14 +56,13 @@ def control_address(control: str, host_key: str) -> str:
     """The gRPC target of a node record's `control`, e.g. `unix:KEY:/path|tcp:host:port`; raises TaskGraphError."""
     another_users = ""
     for endpoint in control.split("|"):
-        kind, _, rest = endpoint.partition(":")
-        key, _, path = rest.partition(":")
-        if kind == "unix" and key == host_key:
+        key, path = unix_socket(endpoint)
+        if key == host_key:
             return f"unix:{path}"
-        if kind == "unix" and host_of(key) == host_of(host_key):
+        if host_of(key) == host_of(host_key):
             another_users = f"unix:{path}"
-        if kind == "tcp":
-            return rest
+        if endpoint.startswith("tcp:"):
+            return endpoint.removeprefix("tcp:")
     if another_users:  # root may, and others are told that they may not
         return another_users
     raise TaskGraphError(

@@ -1,4 +1,8 @@
-"""Whether two nodes of a job can speak: each must reach the other, and both must have the same token.
+"""Where a node is reached, as text; and whether two nodes of a job can speak: each must reach the other, and both must
+have the same token.
+
+    unix:HOSTKEY:/path   usable by processes of the same user that see the same file system on the same host
+    tcp:host:port        usable by everybody; an IPv6 address stands in brackets
 
 A node that cannot speak with one that is there already is refused, instead of one that others wait for in vain.
 """
@@ -9,7 +13,21 @@ import ipaddress
 
 from taskgraph.protocol.records import NodeRecord
 
-__all__ = ["host_of", "share_host", "why_refused", "why_unreached"]
+__all__ = ["host_of", "share_host", "tcp_address", "unix_socket", "why_refused", "why_unreached"]
+
+
+def unix_socket(endpoint: str) -> tuple[str, str]:
+    """The HOSTKEY and the path of a unix socket; both are "" of what is none."""
+    kind, _, rest = endpoint.partition(":")
+    key, _, path = rest.partition(":")
+    return (key, path) if kind == "unix" else ("", "")
+
+
+def tcp_address(endpoint: str) -> tuple[str, str]:
+    """The host and the port, as far as it has them; both are "" of what is no address for TCP."""
+    kind, _, rest = endpoint.partition(":")
+    host, _, port = rest.rpartition(":")
+    return (host.removeprefix("[").removesuffix("]"), port) if kind == "tcp" else ("", "")
 
 
 def host_of(key: str) -> str:
@@ -92,18 +110,16 @@ def _where(node: NodeRecord) -> str:
 
 
 def _unix_keys(record: NodeRecord) -> list[str]:
-    """`unix:HOSTKEY:/path` -> HOSTKEY."""
-    return [endpoint.split(":", 2)[1] for endpoint in record.endpoints if endpoint.startswith("unix:")]
+    return [key for endpoint in record.endpoints if (key := unix_socket(endpoint)[0])]
 
 
 def _loopbacks(record: NodeRecord) -> list[str]:
-    """`tcp:127.0.1.1:5` -> 127.0.1.1, which many hosts have for their own name, too."""
-    addresses = [e[4:].rpartition(":")[0].strip("[]") for e in record.endpoints if e.startswith("tcp:")]
-    return [address for address in addresses if _is_loopback(address)]
+    """127.0.1.1 among them, which many hosts have for their own name."""
+    return [host for endpoint in record.endpoints if _is_loopback(host := tcp_address(endpoint)[0])]
 
 
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a name, or none
         return False

@@ -1,7 +1,4 @@
-"""Where a node is reached: endpoints as text, sockets to listen on, sockets that are connected.
-
-    unix:HOSTKEY:/path   usable by processes of the same user that see the same file system on the same host
-    tcp:host:port        usable by everybody; an IPv6 address stands in brackets
+"""Where a node is reached (`taskgraph.protocol.reach`): sockets to listen on, sockets that are connected.
 
 Nothing here knows what is said over a socket.
 """
@@ -27,6 +24,7 @@ import uvloop
 
 from taskgraph import timeouts
 from taskgraph.errors import PeerGone, PeerLost, TransportError
+from taskgraph.protocol.reach import tcp_address, unix_socket
 from taskgraph.settings import Settings
 
 __all__ = [
@@ -77,18 +75,9 @@ def tcp_endpoint(host: str, port: int) -> str:
     return f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
 
 
-def _parse_tcp(endpoint: str) -> tuple[str, int]:
-    host, colon, port = endpoint.removeprefix("tcp:").rpartition(":")
-    if not colon or not host or not port.isdigit():
-        raise PeerLost(f"{endpoint!r} is not an endpoint: it should read tcp:host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
 def usable(endpoint: str) -> bool:
     """Whether this process can try that endpoint at all."""
-    if endpoint.startswith("unix:"):
-        return endpoint.split(":", 2)[1] == host_key()
-    return endpoint.startswith("tcp:")
+    return unix_socket(endpoint)[0] == host_key() or endpoint.startswith("tcp:")
 
 
 # Listening.
@@ -220,9 +209,8 @@ async def connect(endpoint: str, settings: Settings) -> socket.socket:
         PeerLost: any other failure.
     """
     try:
-        if endpoint.startswith("unix:"):
-            return await _connect_unix(endpoint.split(":", 2)[2])
-        return await _connect_tcp(endpoint, settings)
+        _, path = unix_socket(endpoint)
+        return await (_connect_unix(path) if path else _connect_tcp(endpoint, settings))
     except (ConnectionRefusedError, FileNotFoundError) as error:
         raise PeerGone(f"{endpoint}: nobody listens ({error.strerror or error})") from error
     except OSError as error:
@@ -268,9 +256,11 @@ async def _addresses(host: str, port: int) -> list[tuple[int, tuple[object, ...]
 
 
 async def _connect_tcp(endpoint: str, settings: Settings) -> socket.socket:
-    host, port = _parse_tcp(endpoint)
+    host, port = tcp_address(endpoint)
+    if not host or not port.isdigit():
+        raise PeerLost(f"{endpoint!r} is not an endpoint: it should read tcp:host:port")
     failures: list[OSError] = []
-    addresses = await _addresses(host, port)
+    addresses = await _addresses(host, int(port))
     for number, (family, address) in enumerate(addresses, start=1):
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
