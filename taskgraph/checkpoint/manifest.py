@@ -13,7 +13,7 @@ from taskgraph.checkpoint.files import FORMAT, FileInfo, Label
 from taskgraph.errors import CheckpointError
 from taskgraph.version import LOCAL_FINGERPRINT, VERSION
 
-__all__ = ["ChangedJob", "Manifest", "MissingFile", "Name", "Origin", "OtherFormat"]
+__all__ = ["ChangedDriver", "ChangedJob", "Manifest", "MissingFile", "Name", "Origin", "OtherFormat"]
 
 _NAME = re.compile(r"s(\d{4,9})-a(\d{6,18})-e(\d{9,18})-([0-9a-z]{1,16})")
 
@@ -62,15 +62,11 @@ class Origin:
 
 
 class ChangedJob(CheckpointError):
-    """A checkpoint of this job that was written with another driver, or another number of tasks.
+    """A checkpoint of this job that was written with another driver, or another number of tasks."""
 
-    Attributes:
-        driver_only: the number of tasks is the same.
-    """
 
-    def __init__(self, message: str, *, driver_only: bool) -> None:
-        super().__init__(message)
-        self.driver_only = driver_only
+class ChangedDriver(ChangedJob):
+    """The number of tasks is the same."""
 
 
 class OtherFormat(CheckpointError):
@@ -134,8 +130,8 @@ class Manifest:
         if self.tasks != origin.tasks:
             found.append(f"tasks is {self.tasks}, here it is {origin.tasks} (the number of tasks was changed)")
         if found:
-            why = f"{path} is foreign: {', and '.join(found)}"
-            raise ChangedJob(why, driver_only=self.tasks == origin.tasks)
+            kind = ChangedDriver if self.tasks == origin.tasks else ChangedJob
+            raise kind(f"{path} is foreign: {', and '.join(found)}")
         if origin.epochs is not None and (epoch := self.parsed.epoch) >= origin.epochs:
             raise CheckpointError(
                 f"{path} is of epoch {epoch}, and a job of {origin.epochs} epochs has nothing to do from there on "

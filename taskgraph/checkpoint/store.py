@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from taskgraph.checkpoint.files import FileInfo, pack, unpack
-from taskgraph.checkpoint.manifest import ChangedJob, Manifest, MissingFile, Name, Origin, OtherFormat
+from taskgraph.checkpoint.manifest import Manifest, MissingFile, Name, Origin
 from taskgraph.checkpoint.places import NoFile, Place, open_place
 from taskgraph.errors import CheckpointError
 from taskgraph.protocol.messages import Encoded
@@ -44,18 +44,16 @@ class Found:
 
     Attributes:
         refused: why those after it cannot, each by name; the newest first.
-        changed: whether one was refused because the driver, or its number of tasks, is not what it was.
-        driver_changed: whether one was refused because the driver is not what it was, and for nothing else.
-        missing: whether one was refused because a file of it is not there.
-        other_format: whether one was refused because another version of taskgraph wrote it.
+        kinds: of the errors that this was.
     """
 
-    manifest: Manifest | None
-    refused: tuple[str, ...]
-    changed: bool = False
-    driver_changed: bool = False
-    missing: bool = False
-    other_format: bool = False
+    manifest: Manifest | None = None
+    refused: tuple[str, ...] = ()
+    kinds: frozenset[type[CheckpointError]] = frozenset()
+
+    def refused_as(self, kind: type[CheckpointError]) -> bool:
+        """Whether one was refused for an error of this kind."""
+        return any(issubclass(each, kind) for each in self.kinds)
 
 
 class Store:
@@ -305,17 +303,13 @@ class Store:
     def newest(self, names: Iterable[str]) -> Found:
         """The first of these that can be used, every file of it read, and why those before it cannot."""
         refused: list[str] = []
-        changed = driver_changed = missing = other_format = False
+        kinds: set[type[CheckpointError]] = set()
         for name in names:
             try:
                 manifest = self.open(name)
                 self.verify(manifest)
-                return Found(manifest, tuple(refused), changed, driver_changed, missing, other_format)
+                return Found(manifest, tuple(refused), frozenset(kinds))
             except CheckpointError as error:
                 refused.append(str(error))
-                missing = missing or isinstance(error, MissingFile)
-                other_format = other_format or isinstance(error, OtherFormat)
-                if isinstance(error, ChangedJob):
-                    changed = True
-                    driver_changed = driver_changed or error.driver_only
-        return Found(None, tuple(refused), changed, driver_changed, missing, other_format)
+                kinds.add(type(error))
+        return Found(None, tuple(refused), frozenset(kinds))

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Literal
 
 from taskgraph import timeouts
-from taskgraph.checkpoint.manifest import Name, Origin
+from taskgraph.checkpoint.manifest import ChangedDriver, ChangedJob, MissingFile, Name, Origin, OtherFormat
 from taskgraph.checkpoint.store import Found, Store
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
@@ -182,12 +182,14 @@ def _go_on(
 def _unusable_text(store: Store, looked: _Looked) -> str:
     """Why none of the checkpoints can be used, and what to do then."""
     found = looked.usable
-    back = "go back to the driver and the number of tasks they were written with, or " if found.changed else ""
-    if found.driver_changed:
+    back = ""
+    if found.refused_as(ChangedJob):
+        back = "go back to the driver and the number of tasks they were written with, or "
+    if found.refused_as(ChangedDriver):
         back = f"go on with the driver as it is now, if its tasks can use that state {_CHANGED}, {back}"
-    if found.other_format:
+    if found.refused_as(OtherFormat):
         back = f"go on with the taskgraph that wrote them, on all hosts, {back or 'or '}"
-    shared = "Do all hosts see the same place? " if found.missing else ""
+    shared = "Do all hosts see the same place? " if found.refused_as(MissingFile) else ""
     one = len(looked.current) == 1
     which = "the one checkpoint" if one else f"none of the {len(looked.current)} checkpoints"
     return (
@@ -291,5 +293,5 @@ def _look(store: Store, pointer: str | None, resume: bool) -> _Looked:
     except OSError as error:
         raise CheckpointError(f"{store} cannot be read: {error}") from error
     if found is None:
-        found = Found(None, ())
+        found = Found()
     return _Looked(names, series, attempt, found)

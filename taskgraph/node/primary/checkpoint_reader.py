@@ -68,7 +68,7 @@ class CheckpointReader:
 
         def look() -> Found:
             found = self.store.newest((pointer.name, *pointer.before))
-            if found.manifest is None and found.missing:
+            if found.manifest is None and found.refused_as(MissingFile):
                 *others, last = found.refused
                 found = replace(found, refused=(*others, f"{last}: {self._why_missing(pointer)}"))
             return found

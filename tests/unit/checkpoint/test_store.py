@@ -20,6 +20,7 @@ import pytest
 
 from taskgraph.checkpoint import Manifest, Name, Origin, Store
 from taskgraph.checkpoint.files import FileInfo
+from taskgraph.checkpoint.manifest import ChangedDriver, ChangedJob
 from taskgraph.checkpoint.places import Directory, check_url, open_place
 from taskgraph.errors import CheckpointError, JobError
 from taskgraph.graph.values import decode, encode
@@ -275,7 +276,7 @@ def test_a_changed_jobs_checkpoint_is_foreign_and_says_what_was_changed(
     name = save(store, 10).name
     store._origin = origin
     found = store.newest([name])
-    assert found.manifest is None and found.changed
+    assert found.manifest is None and found.refused_as(ChangedJob)
     assert text in found.refused[0]
 
 
@@ -312,8 +313,8 @@ def test_whether_the_driver_alone_was_changed_is_told(
     name = save(store, 10).name
     store._origin = Origin(job="fit", fingerprint=fingerprint, tasks=tasks)
     found = store.newest([name])
-    assert found.changed
-    assert found.driver_changed == driver_changed
+    assert found.refused_as(ChangedJob)
+    assert found.refused_as(ChangedDriver) == driver_changed
 
 
 def test_of_a_checkpoint_of_an_earlier_format_it_is_told_who_wrote_it(tmp_path: Path) -> None:
