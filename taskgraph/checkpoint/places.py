@@ -281,13 +281,7 @@ class FsspecPlace:
         return memoryview(data)
 
     def names(self, path: str) -> list[str]:
-        with _as_os_error(path):
-            self._fs.invalidate_cache()
-            try:
-                found = self._fs.ls(self._path(path), detail=False)
-            except FileNotFoundError:
-                return []
-            return sorted(_last(name) for name in found)
+        return sorted(self.sizes(path))
 
     def sizes(self, path: str) -> dict[str, int | None]:
         with _as_os_error(path):
@@ -296,7 +290,7 @@ class FsspecPlace:
                 found = self._fs.ls(self._path(path), detail=True)
             except FileNotFoundError:
                 return {}
-            return {_last(info["name"]): info.get("size") for info in found}
+            return {str(info["name"]).rstrip("/").rpartition("/")[2]: info.get("size") for info in found}
 
     def remove(self, path: str) -> None:
         with _as_os_error(path), contextlib.suppress(FileNotFoundError):
@@ -305,11 +299,6 @@ class FsspecPlace:
     def remove_empty(self, path: str) -> None:
         if not self.names(path):
             self.remove(path)
-
-
-def _last(name: object) -> str:
-    """The last part of a path."""
-    return str(name).rstrip("/").rpartition("/")[2]
 
 
 @contextlib.contextmanager
