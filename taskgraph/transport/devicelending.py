@@ -81,7 +81,6 @@ class DeviceLending:
     def __init__(self) -> None:
         self._on = False
         self._lent: dict[int, tuple[DeviceBuffer, int]] = {}  # by number of a ticket that is out: with its call
-        self._unseen: dict[int, list[int]] = {}  # by call: tickets of which none was given back
         self._last = 0
 
     def __len__(self) -> int:
@@ -120,12 +119,11 @@ class DeviceLending:
         ticket = _TICKET.pack(number, segment.number, segment.size, buffer.nbytes, identity, segment.handle)
         self._last = number
         self._lent[number] = buffer, call
-        self._unseen.setdefault(call, []).append(number)
         return ticket
 
     def take_back(self, call: int) -> None:
         """The other side did not read the reply to that call, and will not."""
-        for number in self._unseen.pop(call, ()):
+        for number in [number for number, (_, of) in self._lent.items() if of == call]:
             del self._lent[number]
 
     def returned(self, data: bytes) -> None:
@@ -141,8 +139,7 @@ class DeviceLending:
             if not 0 < number <= self._last:
                 raise DecodeError(f"it gives back ticket {number}, which it never had")
             if number in self._lent:
-                buffer, call = self._lent.pop(number)
-                self._unseen.pop(call, None)
+                buffer, _ = self._lent.pop(number)
                 if spoiled:
                     _spoil(buffer)
 
@@ -152,11 +149,6 @@ class DeviceLending:
         for buffer, _ in self._lent.values():
             _spoil(buffer)
         self._lent.clear()
-        self._unseen.clear()
-
-
-def _nobody(told: bytes) -> None:
-    """In place of the other side, once it is gone."""
 
 
 def _spoil(buffer: DeviceBuffer) -> None:
@@ -199,11 +191,10 @@ class DeviceBorrowing:
         wake: Callable[[Callable[[], object]], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tell = tell
+        self._tell: Callable[[bytes], object] | None = tell  # None: the session is over
         self._wake = wake
         self._clock = clock
         self._opened: dict[int, Opened] = {}
-        self._over = False
 
     def __len__(self) -> int:
         return len(self._opened)
@@ -249,7 +240,7 @@ class DeviceBorrowing:
 
     def keep(self, opened: dict[int, Opened], tickets: Sequence[Ticket]) -> None:
         """It stays open for further tickets, as does what these tickets are for."""
-        if self._over:
+        if self._tell is None:
             raise CannotBorrow("the session is over", for_good=False)
         too_many = len(self._opened) + len(opened) - _MAX_OPEN
         if too_many > 0:
@@ -310,7 +301,7 @@ class DeviceBorrowing:
             nbytes -= self._opened.pop(number).size
 
     def _say(self, numbers: Sequence[int]) -> None:
-        if numbers and not self._over:
+        if numbers and self._tell is not None:
             self._tell(b"".join([_NUMBER.pack(number) for number in numbers]))
 
     def trim(self) -> list[Opened]:
@@ -321,8 +312,7 @@ class DeviceBorrowing:
 
     def end(self) -> list[Opened]:
         """The session is over: nothing more is opened. The same; what is read stays open until it is not."""
-        self._over = True
-        self._tell = _nobody  # else what is read would keep the session
+        self._tell = None  # else what is read would keep the session
         opened, self._opened = list(self._opened.values()), {}
         return opened
 
