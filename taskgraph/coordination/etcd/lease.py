@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from typing import Protocol
 
 import grpc
 
@@ -294,14 +293,6 @@ class EtcdLease:
         self._wake.set()
 
 
-class _Listener(Protocol):
-    def knows(self, header: v3.ResponseHeader) -> bool: ...
-    def begun(self, took_s: float) -> None: ...
-    def answered(self, sent_at: float, ttl_s: int) -> None: ...
-    def refused(self, token: str) -> None: ...
-    def broke(self) -> None: ...
-
-
 class _Stream:
     """One LeaseKeepAlive stream to one endpoint, with the thread that reads it.
 
@@ -313,7 +304,7 @@ class _Stream:
         self,
         options: EtcdOptions,
         endpoint: Endpoint,
-        listener: _Listener,
+        lease: EtcdLease,
         token: str | None,
         limits_s: tuple[float, float],
     ) -> None:
@@ -321,7 +312,7 @@ class _Stream:
         self.ended = ""  # why, once it did
         self.answered = False
         self._limits_s = limits_s
-        self._listener = listener
+        self._lease = lease
         self._token = token
         self._requests: queue.SimpleQueue[v3.LeaseKeepAliveRequest | None] = queue.SimpleQueue()
         self._unanswered: deque[float] = deque()  # appended by the renewer, popped by the reader
@@ -379,18 +370,18 @@ class _Stream:
             )
             metadata = (("hasleader", "true"), *credentials(self._token))
             for answer in call(self._outgoing(), metadata=metadata):
-                if not self._listener.knows(answer.header):
+                if not self._lease.knows(answer.header):
                     self.ended = "it belongs to another cluster"
                     return
                 if not self.answered:
                     self.answered = True
-                    self._listener.begun(time.monotonic() - self._unanswered[0])
-                self._listener.answered(self._unanswered.popleft(), answer.ttl)
+                    self._lease.begun(time.monotonic() - self._unanswered[0])
+                self._lease.answered(self._unanswered.popleft(), answer.ttl)
             self.ended = "etcd ended the stream"
         except grpc.RpcError as error:
             _, self.ended = why(error)
             if self._token is not None and isinstance(error, grpc.Call) and _not_let_in(error.code(), self.ended):
-                self._listener.refused(self._token)
+                self._lease.refused(self._token)
         except ValueError as error:  # what gRPC raises for a call on a channel that was closed
             self.ended = str(error)
         except RuntimeError as error:  # gRPC has threads of its own for a call, and cannot start one
@@ -401,7 +392,7 @@ class _Stream:
             self.ended = self.ended or "the reader failed"
             self._requests.put(None)
             if not self._closed:
-                self._listener.broke()
+                self._lease.broke()
 
     def _outgoing(self) -> Iterator[v3.LeaseKeepAliveRequest]:
         while (request := self._requests.get()) is not None:
