@@ -265,7 +265,7 @@ class MemoryLease:
     def lost(self) -> bool:
         """Whether a renewal was answered with "no such lease"."""
         if self._renewing and not self._store.alive(self._id):
-            self._stop()
+            self.stop()
             self._lost = True
         return self._lost
 
@@ -281,16 +281,13 @@ class MemoryLease:
 
     async def close(self, *, revoke: bool) -> None:
         """Stops renewing; with `revoke`, deletes the lease and every key on it."""
-        self._stop()
+        self.stop()
         self._owner.forget(self)
         if revoke and not self._owner.gone:
             self._store.revoke(self._id)
 
     def stop(self) -> None:
         """Stops renewing and leaves the lease to expire, as when the process is killed."""
-        self._stop()
-
-    def _stop(self) -> None:
         if self._renewing:
             self._renewals()
             self._renewing = False
