@@ -8,7 +8,7 @@ import math
 import reprlib
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -99,14 +99,14 @@ class JobResult:
     def from_json(cls, text: str | bytes) -> JobResult:
         """What `to_json` wrote. Everything but `values` is as it was; values stay as JSON says them.
 
-        What is kept of a large result has no reports, and says so (`left_out`); that is passed over here.
+        What else there is, of a later version, or `left_out` of a large result, which is kept without its reports, is
+        passed over.
 
         Raises:
             DecodeError: this is no result.
         """
         try:
             raw = json.loads(text)
-            raw.pop("left_out", None)
             reports = tuple(
                 EpochReport(
                     report["epoch"],
@@ -116,7 +116,8 @@ class JobResult:
                 for report in raw["reports"]
             )
             values = {int(task): value for task, value in raw["values"].items()}
-            return cls(**{**raw, "values": values, "reports": reports})
+            known = {each.name: raw[each.name] for each in fields(cls)}
+            return cls(**{**known, "values": values, "reports": reports})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DecodeError(f"not a job's result: {text[:200]!r} ({type(error).__name__}: {error})") from error
 

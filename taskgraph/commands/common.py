@@ -281,7 +281,7 @@ def _ended_here(runtime: Runtime, name: str) -> str:
     """What is known here of the end of a job that does not run here any more; "": nothing."""
     kept = runtime.finished(name)
     if kept is not None:
-        how = ended_text(kept["status"].get("state", ""))
+        how = ended_text(kept.state)
         return f"job {name!r} does not run any more, it {how}: see {see_text(name)}"
     killed = runtime.killed(name)
     return _killed_text(runtime, killed) if killed is not None else ""

@@ -39,9 +39,9 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, TaskGraphError, UnknownJob
 from taskgraph.jobs import NAME_RULE, JobFunction, is_name
 from taskgraph.launch.begin import command, options
-from taskgraph.launch.collect import job_failed, why_not_kept
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import Follower
+from taskgraph.launch.kept import job_failed, why_not_kept
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails
 from taskgraph.launch.resuming import lost_text
@@ -184,7 +184,7 @@ def _without_launcher(reached: Reached) -> UnknownJob:
     """That the job, or all that can be known of it, ended with its launcher, whose etcd it was in."""
     check_launcher(reached.entry)
     name, kept = reached.name, Runtime().finished(reached.name, reached.spec.run)
-    how = f", it {ended_text(kept['status'].get('state', ''))}: see {see_text(name)}" if kept is not None else ""
+    how = f", it {ended_text(kept.state)}: see {see_text(name)}" if kept is not None else ""
     return UnknownJob(f"job {name!r} has ended with its launcher, whose etcd it was in{how}")
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import uvloop
@@ -20,16 +20,15 @@ from taskgraph.alongside import alongside, any_done
 from taskgraph.commands.common import Reached, check_launcher, etcd_of, known_at, launcher_gone, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, Unavailable, UnknownJob
-from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import follow_events, kept_events, node_statuses
+from taskgraph.launch.kept import KeptJob, kept_in_etcd
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import clock_text, fitted, kept_json, nobody_text, status_json, status_text, values_text
 from taskgraph.observe.screen import one_line, printable, takes_codes
 from taskgraph.observe.status import NodeStatus
-from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 
 __all__ = ["events", "result", "status"]
@@ -44,7 +43,7 @@ end. It may keep a few more, and in months it tells many times that."""
 _CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
 
 
-def _finished(options: argparse.Namespace) -> dict[str, Any] | None:
+def _finished(options: argparse.Namespace) -> KeptJob | None:
     """What was kept of a job of this host that has ended."""
     runtime = Runtime()
     if etcd_of(options) is not None or not options.job or runtime.find(options.job) is not None:
@@ -125,7 +124,7 @@ async def _asked(reached: Reached, view: JobView) -> Mapping[str, NodeStatus | T
     return await node_statuses(view, run, entry.token_bytes, entry.node_access)
 
 
-def _ended_here(entry: JobEntry) -> dict[str, Any] | None:
+def _ended_here(entry: JobEntry) -> KeptJob | None:
     """What was kept of a job whose launcher, and with it its embedded etcd, ended while we looked.
 
     Raises:
@@ -136,14 +135,13 @@ def _ended_here(entry: JobEntry) -> dict[str, Any] | None:
     return runtime.finished(entry.name) if entry.embedded and runtime.find(entry.name) is None else None
 
 
-def _print_finished(name: str, kept: dict[str, Any], *, as_json: bool) -> None:
+def _print_finished(name: str, kept: KeptJob, *, as_json: bool) -> None:
     if as_json:
-        record = StatusRecord(**kept["status"]) if kept["status"] else None
-        print(json.dumps(kept_json(name, record, kept["result"])))
+        print(json.dumps(kept_json(name, kept.status, kept.result)))
         return
-    state, reason = kept["status"].get("state", "unknown"), kept["status"].get("reason", "")
-    done = f", {kept['result']['epochs']} epochs" if kept["result"] else ""
-    print(f"job {name}: {state}{done}" + (f"\n  {printable(reason)}" if reason else ""))
+    reason = kept.status.reason if kept.status is not None else ""
+    done = f", {kept.result['epochs']} epochs" if kept.result else ""
+    print(f"job {name}: {kept.state or 'unknown'}{done}" + (f"\n  {printable(reason)}" if reason else ""))
 
 
 def _warning(reached: Reached) -> str:
@@ -157,8 +155,8 @@ def events(options: argparse.Namespace) -> int:
     """What happened to a job."""
     kept = _finished(options)
     if kept is not None:
-        for raw in kept["events"]:
-            print_event(Event(**raw), as_json=options.json)
+        for event in kept.events:
+            print_event(event, as_json=options.json)
         return 0
     return uvloop.run(_events(options))
 
@@ -166,8 +164,7 @@ def events(options: argparse.Namespace) -> int:
 async def _events(options: argparse.Namespace) -> int:
     async with reach(options) as reached:
         if not options.follow:
-            found, _ = await kept_events(reached.coordinator, reached.name)
-            for event in found:
+            for event in await kept_events(reached.coordinator, reached.name):
                 print_event(event, as_json=options.json)
             return 0
         printed: deque[Event] = deque(maxlen=_PRINTED * reached.spec.setting("events_kept"))
@@ -180,8 +177,8 @@ async def _events(options: argparse.Namespace) -> int:
     check_launcher(reached.entry)
     # What is forgotten was shown, and may be kept all the same: events of single tasks go first.
     since = min((event.at for event in printed), default=0.0) if len(printed) == printed.maxlen else 0.0
-    for raw in (Runtime().finished(reached.name) or {"events": []})["events"]:
-        if (event := Event(**raw)).at >= since and event not in printed:
+    for event in (Runtime().finished(reached.name) or KeptJob()).events:
+        if event.at >= since and event not in printed:
             print_event(event, as_json=options.json)
     return 0
 
@@ -214,16 +211,11 @@ def print_event(event: Event, *, as_json: bool) -> None:
 
 def result(options: argparse.Namespace) -> int:
     """The result of a job that ended."""
-    kept = _finished(options)
-    if kept is None:
-        kept = uvloop.run(_result(options))
-    found = kept["result"]
-    record = StatusRecord(**{"state": State.CANCELLED, **kept["status"]})  # of one that was deleted nothing is kept
-    if found is None:
-        if record.state == State.FINISHED:
-            raise not_kept(kept.get("not_kept", ""))
-        raise job_failed(options.job or "", record)
-    only_there: _OnlyThere | None = kept.get("only_there")
+    only_there = None
+    if (kept := _finished(options)) is not None:
+        found = kept.result_of(options.job)
+    else:
+        found, only_there = uvloop.run(_result(options))
     if options.json:
         print(json.dumps(found), flush=True)
         if only_there is not None:  # not before all of it is where it was wanted
@@ -265,27 +257,24 @@ async def _let_go(options: argparse.Namespace, of: _OnlyThere) -> None:
             await follower.stop()
 
 
-async def _result(options: argparse.Namespace) -> dict[str, Any]:
+async def _result(options: argparse.Namespace) -> tuple[dict[str, Any], _OnlyThere | None]:
     async with reach(options) as reached:
-        keys = Keys(reached.name)
-        record, found = await reached.coordinator.get(keys.status), await reached.coordinator.get(keys.result)
-        if record is None:
+        kept = await kept_in_etcd(reached.coordinator, reached.name)
+        if kept is None:
             raise UnknownJob(f"job {reached.name!r} was deleted")
-        status = StatusRecord.from_bytes(record.value)
-        if status.state == State.RUNNING:
+        if kept.state == State.RUNNING:
             raise _still_running(reached.name)
-        kept = {"status": json.loads(record.value), "result": None}
-        if found is None and status.state == State.FINISHED:
-            if (here := Runtime().finished(reached.name, reached.spec.run)) is not None and here["result"] is not None:
-                return here
+        if kept.result is None and kept.state == State.FINISHED:
+            here = Runtime().finished(reached.name, reached.spec.run)
+            if here is not None and here.result is not None:
+                return here.result, None
             collected, lost, only_there = await _collect(reached)
             if collected is not None:
-                return {**kept, "result": collected, "only_there": only_there}
+                return collected, only_there
             # Whoever ran it may have collected it meanwhile, or a `result()` raised.
-            found, record = await reached.coordinator.get(keys.result), await reached.coordinator.get(keys.status)
-            kept["status"] = json.loads(record.value) if record is not None else {}
-            kept["not_kept"] = lost or why_not_kept(await reached.coordinator.get(keys.collected))
-        return {**kept, "result": json.loads(found.value) if found else None}
+            kept = await kept_in_etcd(reached.coordinator, reached.name) or KeptJob()
+            kept = replace(kept, not_kept=lost or kept.not_kept)
+        return kept.result_of(reached.name), None
 
 
 async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str, _OnlyThere | None]:

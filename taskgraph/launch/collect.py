@@ -1,4 +1,4 @@
-"""Making a job's result out of what its tasks keep, or the error of one that has none."""
+"""Making a job's result out of what its tasks keep, and the copies of it that are kept."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from taskgraph.errors import JobCancelled, JobFailed, UnknownJob, worded
+from taskgraph.errors import worded
 from taskgraph.graph.values import decode, verify
 from taskgraph.node.reports import PlainRows, ReportLog
-from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
-from taskgraph.protocol.kv import KeyValue
-from taskgraph.protocol.records import PrimaryRecord, State, StatusRecord
+from taskgraph.protocol.records import PrimaryRecord
 from taskgraph.protocol.view import Versioned
 from taskgraph.results import EpochReport, JobResult, declared, json_pieces
 
@@ -24,14 +22,9 @@ __all__ = [
     "assemble",
     "complete",
     "damaged",
-    "job_failed",
     "kept_copy",
-    "kept_record",
     "mib",
-    "not_kept",
     "size_bytes",
-    "why_given_up",
-    "why_not_kept",
 ]
 
 T = TypeVar("T")
@@ -193,54 +186,3 @@ def _small(text: str) -> tuple[str | None, str]:
     if len(text) < _SUMMARY_BYTES:
         return text, ""
     return None, f"as JSON they take {mib(len(text))}, and less than {mib(_SUMMARY_BYTES)} is kept in etcd"
-
-
-def kept_record(run: str, status: StatusRecord | None, not_kept: str, events: Iterable[Event]) -> dict[str, Any]:
-    """What a host keeps of a job that has ended, beside its result.
-
-    Args:
-        not_kept: why that is not kept, if it is not.
-    """
-    return {
-        "run": run,
-        "status": json.loads(status.to_bytes()) if status else {},
-        "not_kept": not_kept,
-        "events": [json.loads(event.to_bytes()) for event in events],
-    }
-
-
-def why_not_kept(collected: KeyValue | None) -> str:
-    """Why etcd has no values of a job, as whoever collected them wrote; empty where that is not known."""
-    if collected is None:
-        return "nobody has collected them (`taskgraph result` does, while its nodes are there)"
-    return str(json.loads(collected.value).get("not_kept", ""))
-
-
-def why_given_up(collected: KeyValue | None) -> str:
-    """Why nobody has collected the values of a job whose nodes did not keep them any longer; empty where they do."""
-    if collected is None or "writer" not in (said := json.loads(collected.value)):  # as nodes say it, and nobody else
-        return ""
-    return str(said["not_kept"])
-
-
-def not_kept(why: str) -> UnknownJob:
-    """What is raised for a job that finished and whose values are nowhere any more.
-
-    Args:
-        why: empty where it is not known: another host's launcher may have collected them, or nobody.
-    """
-    tell = why or "whoever collected them, if anybody did, has them"
-    return UnknownJob(f"the job finished, but its values are not kept: {tell}")
-
-
-def job_failed(name: str, status: StatusRecord) -> JobFailed:
-    """What the driver's process raises for a job that ended otherwise than finished."""
-    kind = JobCancelled if status.state == State.CANCELLED else JobFailed
-    return kind(
-        status.reason or f"job {name!r} was {status.state}",
-        job=name,
-        task=status.task,
-        epoch=status.epoch,
-        where=status.where,
-        traceback_text=status.traceback,
-    )

@@ -18,8 +18,9 @@ from taskgraph.alongside import alongside, any_done
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, JobFailed, OutcomeUnknown, TaskGraphError
-from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, kept_record, size_bytes, why_given_up
+from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, size_bytes
 from taskgraph.launch.follow import Follower, client_of
+from taskgraph.launch.kept import kept_record, why_given_up
 from taskgraph.launch.resuming import lost_text
 from taskgraph.launch.runtime import Runtime
 from taskgraph.observe.control_client import StillAtWork, control_address

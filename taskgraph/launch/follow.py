@@ -16,10 +16,10 @@ from taskgraph.alongside import alongside, any_done, ended
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
+from taskgraph.errors import CoordinationError, OutcomeUnknown, TaskGraphError
 from taskgraph.launch.resuming import way_on
 from taskgraph.observe.control_client import ControlClient, control_address
-from taskgraph.observe.events import Event, careful, in_order
+from taskgraph.observe.events import Event, careful, in_order, readable_events
 from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol import transactions
 from taskgraph.protocol.keys import Keys
@@ -50,10 +50,9 @@ def client_of(record: NodeRecord, token: bytes, tls: Tls | None = None) -> Contr
     return ControlClient(control_address(record.control, host_key()), token, tls)
 
 
-async def kept_events(coordinator: Coordinator, job: str) -> tuple[list[Event], int]:
-    """Events kept in etcd, oldest first, and the revision they were read at."""
-    listing = await coordinator.list(Keys(job).events)
-    return [event for kv in in_order(listing) if (event := _event(kv.value)) is not None], listing.revision
+async def kept_events(coordinator: Coordinator, job: str) -> list[Event]:
+    """Events kept in etcd, oldest first."""
+    return list(readable_events(kv.value for kv in in_order(await coordinator.list(Keys(job).events))))
 
 
 async def node_statuses(
@@ -118,7 +117,7 @@ class Follower:
         Raises:
             CoordinationError: etcd does not answer.
         """
-        found, _ = await kept_events(self._coordinator, self._spec.name)
+        found = await kept_events(self._coordinator, self._spec.name)
         # Another run that was submitted under its name has deleted them, and what is there are that one's.
         spec = await self._coordinator.get(self.view.keys.spec)
         return found if spec is None or JobSpec.from_bytes(spec.value).run == self._spec.run else []
@@ -250,15 +249,6 @@ class Follower:
         )
 
 
-def _event(value: bytes) -> Event | None:
-    """An event kept in etcd; what is none there is left out, since a story with a gap beats none."""
-    try:
-        return Event.from_bytes(value)
-    except DecodeError as error:
-        log.warning("%s", error)
-        return None
-
-
 async def follow_events(coordinator: Coordinator, job: str, *, after: int = 0) -> AsyncIterator[Event]:
     """Events kept in etcd, those there and those to come. What history no longer has is read from what is there.
 
@@ -268,16 +258,14 @@ async def follow_events(coordinator: Coordinator, job: str, *, after: int = 0) -
     keys = Keys(job)
     listing, revision = await coordinator.list(keys.events), after
     while True:
-        for kv in in_order(listing):
-            if kv.mod_revision > revision and (told := _event(kv.value)) is not None:
-                yield told
+        for event in readable_events(kv.value for kv in in_order(listing) if kv.mod_revision > revision):
+            yield event
         revision = max(revision, listing.revision)
         try:
             async for batch in coordinator.watch(keys.events, revision + 1):
                 revision = batch.revision
-                for change in batch.events:
-                    if change.kind == "put" and (told := _event(change.kv.value)) is not None:
-                        yield told
+                for event in readable_events(change.kv.value for change in batch.events if change.kind == "put"):
+                    yield event
         except WatchCompacted:
             with contextlib.suppress(CoordinationError):  # tried again: the watch is refused as before
                 listing = await coordinator.list(keys.events)

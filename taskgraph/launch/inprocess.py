@@ -20,7 +20,8 @@ from taskgraph.device.cuda import device_count
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.jobs import Job
-from taskgraph.launch.collect import assemble, complete, job_failed
+from taskgraph.launch.collect import assemble, complete
+from taskgraph.launch.kept import job_failed
 from taskgraph.launch.resuming import Resume, mark_begun, plan, way_on
 from taskgraph.launch.submit import submit
 from taskgraph.node.garbage import searching_garbage_less_often

@@ -35,10 +35,10 @@ from taskgraph.errors import (
 )
 from taskgraph.jobs import Job, check_job
 from taskgraph.launch.access import Access, etcd_access, node_access
-from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.forkserver import ForkServer
+from taskgraph.launch.kept import KeptJob, kept_in_etcd
 from taskgraph.launch.resuming import Resume, mark_begun, plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import showing
@@ -47,7 +47,6 @@ from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.loading import check_no_loop, check_not_importing
 from taskgraph.node.loggers import guard_loggers_here
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.transport.hello import mark
 
@@ -358,24 +357,16 @@ def result(name: str, etcd: str | None = None) -> JobResult:
         kept = asyncio.run(_kept(name, etcd))
     if kept is None:
         raise UnknownJob(f"no finished job {name!r} is known here; pass etcd=... for one that ran elsewhere")
-    if kept["result"] is None:
-        status = StatusRecord(**kept["status"]) if kept["status"] else StatusRecord(state=State.CANCELLED)
-        raise not_kept(kept.get("not_kept", "")) if status.state == State.FINISHED else job_failed(name, status)
-    if left_out := kept["result"].get("left_out"):
+    found = kept.result_of(name)
+    if left_out := found.get("left_out"):
         log.warning("of job %r: %s", name, left_out)
-    return JobResult.from_json(json.dumps(kept["result"]))
+    return JobResult.from_json(json.dumps(found))
 
 
-async def _kept(name: str, etcd: str) -> dict[str, Any] | None:
-    keys = Keys(name)
+async def _kept(name: str, etcd: str) -> KeptJob | None:
     async with await connect(etcd, etcd_access()) as coordinator:
-        status, found = await coordinator.get(keys.status), await coordinator.get(keys.result)
-        collected, spec = await coordinator.get(keys.collected), await coordinator.get(keys.spec)
-    if status is None:
-        return None
-    if found is None and spec is not None:  # etcd has no room for it, and whoever collected it may have done so here
-        here = Runtime().finished(name, JobSpec.from_bytes(spec.value).run)
-        if here is not None:
-            return here
-    result = json.loads(found.value) if found else None
-    return {"status": json.loads(status.value), "result": result, "not_kept": why_not_kept(collected)}
+        kept, spec = await kept_in_etcd(coordinator, name), await coordinator.get(Keys(name).spec)
+    if kept is not None and kept.result is None and spec is not None:
+        # Where etcd has no room for it, whoever collected it may have done so here.
+        return Runtime().finished(name, JobSpec.from_bytes(spec.value).run) or kept
+    return kept

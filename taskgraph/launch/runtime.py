@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from taskgraph import host
-from taskgraph.errors import JobError, TaskGraphError
+from taskgraph.errors import DecodeError, JobError, TaskGraphError
 from taskgraph.files import ROOT, HeldFolder, may_hold_sockets, remove_file, whole_file, write_whole
 from taskgraph.jobs import NAME_RULE, is_name
+from taskgraph.launch.kept import KeptJob
 from taskgraph.tls import Tls
 
 __all__ = ["JobEntry", "Runtime", "alive"]
@@ -296,6 +297,7 @@ class Runtime:
         """Keeps what is left of a job; the oldest go.
 
         Args:
+            record: a `kept_record`.
             result: as JSON; None: it is not kept.
 
         Raises:
@@ -359,7 +361,7 @@ class Runtime:
         known = sorted((self.root / "finished").glob("*.json"), key=_written_at, reverse=True)
         return [path.stem for path in known]
 
-    def finished(self, name: str, run: str = "") -> dict[str, Any] | None:
+    def finished(self, name: str, run: str = "") -> KeptJob | None:
         """What was kept of a finished job; nothing where a later run of it was killed, or where that is no record.
 
         Args:
@@ -368,11 +370,10 @@ class Runtime:
         if not is_name(name) or (not run and self.killed(name) is not None):
             return None
         try:
-            found = json.loads((self.root / "finished" / f"{name}.json").read_text())
-        except (FileNotFoundError, ValueError):
+            found = KeptJob.from_json((self.root / "finished" / f"{name}.json").read_text())
+        except (FileNotFoundError, UnicodeDecodeError, DecodeError):
             return None
-        whole = isinstance(found, dict) and isinstance(found.get("status"), dict) and "result" in found
-        return {"events": [], **found} if whole and run in ("", found.get("run")) else None
+        return found if run in ("", found.run) else None
 
 
 def _run_of(logs: Path) -> str:

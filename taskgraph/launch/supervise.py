@@ -17,10 +17,10 @@ from taskgraph.children import signal_name
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError, worded
-from taskgraph.launch.collect import job_failed, kept_record, why_not_kept
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import DELETED, node_statuses
 from taskgraph.launch.forkserver import ForkServer, NotStarted
+from taskgraph.launch.kept import job_failed, kept_in_etcd, kept_record
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import with_stands
@@ -259,17 +259,15 @@ class Supervisor:
 
     async def _take_others(self) -> None:
         """Keeps here what another one who collected the results has kept in etcd, or on this host, or says why not."""
-        follower, keys = self._follower, self._follower.view.keys
-        here = self._runtime.finished(self._spec.name, self._spec.run)
-        if here is not None and here["result"] is not None:
-            follower.kept_json = json.dumps(here["result"])
-            return
-        follower.not_kept = "another one collected them"
-        with contextlib.suppress(CoordinationError, TimeoutError):
-            async with timeouts.timeout(_LAST_WORDS_S):
-                found, collected = await self._coordinator.get(keys.result), await self._coordinator.get(keys.collected)
-                follower.kept_json = found.value.decode() if found is not None else None
-                follower.not_kept = "" if found is not None else why_not_kept(collected) or follower.not_kept
+        kept = self._runtime.finished(self._spec.name, self._spec.run)
+        if kept is None or kept.result is None:
+            with contextlib.suppress(CoordinationError, TimeoutError):
+                async with timeouts.timeout(_LAST_WORDS_S):
+                    kept = await kept_in_etcd(self._coordinator, self._spec.name)
+        if kept is not None and kept.result is not None:
+            self._follower.kept_json = json.dumps(kept.result)
+        else:
+            self._follower.not_kept = (kept.not_kept if kept is not None else "") or "another one collected them"
 
     def _noted(self, error: E) -> E:
         """The error, with a note that says how the job can be continued."""

@@ -26,7 +26,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Delete, KeyValue, Put, Txn
 from taskgraph.protocol.numbers import Numbers
 
-__all__ = ["Event", "EventLog", "careful", "in_order", "keep_events", "put_events"]
+__all__ = ["Event", "EventLog", "careful", "in_order", "keep_events", "put_events", "readable_events"]
 
 log = logging.getLogger("taskgraph.events")
 
@@ -84,8 +84,10 @@ class Event:
 
     @classmethod
     def from_json(cls, text: str) -> Event:
+        """Fields that only a later version knows are passed over."""
         try:
-            return cls(**_decode(text))
+            raw = _decode(text)
+            return cls(**{name: raw[name] for name in _FIELDS if name in raw})
         except (ValueError, TypeError) as error:
             raise DecodeError(f"not an event: {text[:200]!r} ({error})") from error
 
@@ -96,6 +98,15 @@ _values = attrgetter(*_FIELDS)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().decode
 _TASK = re.compile(rb'"task": ?(null)?')
+
+
+def readable_events(kept: Iterable[bytes]) -> Iterator[Event]:
+    """What was kept as events; what is none there is left out, since a story with a gap beats none."""
+    for value in kept:
+        try:
+            yield Event.from_bytes(value)
+        except DecodeError as error:
+            log.warning("%s", error)
 
 
 def careful(listener: Callable[[Event], None]) -> Callable[[Event], None]:

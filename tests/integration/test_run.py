@@ -180,8 +180,8 @@ async def test_cancelling_ends_the_job_and_its_processes(runtime: Runtime) -> No
             os.kill(pid, 0)
     assert runtime.find("sums") is None
     kept = runtime.finished("sums")
-    assert kept is not None and kept["status"]["state"] == "cancelled"
-    assert "cancelled" in [event["kind"] for event in kept["events"]]
+    assert kept is not None and kept.state == "cancelled"
+    assert "cancelled" in [event.kind for event in kept.events]
 
 
 async def test_what_cannot_be_removed_at_the_end_costs_no_result(
@@ -246,8 +246,11 @@ def test_of_a_job_whose_launcher_cannot_go_on_it_is_kept_why(runtime: Runtime, m
     with pytest.raises(ZeroDivisionError):
         tg.run(sums(), nodes=1)
     kept = runtime.finished("sums")
-    assert kept is not None and kept["status"]["state"] == "failed"
-    assert kept["status"]["reason"] == "its launcher could not go on: ZeroDivisionError: a fault of the launcher's"
+    assert kept is not None and kept.state == "failed"
+    assert (
+        kept.status is not None
+        and kept.status.reason == "its launcher could not go on: ZeroDivisionError: a fault of the launcher's"
+    )
 
 
 async def test_two_that_begin_at_once_cannot_both_run() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 
 import pytest
@@ -14,6 +13,7 @@ from taskgraph.coordination.api import Listing
 from taskgraph.driver import JobSpec
 from taskgraph.errors import Unavailable
 from taskgraph.jobs import Job
+from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.submit import submit
 from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
@@ -98,7 +98,7 @@ async def test_what_a_long_job_still_keeps_of_its_beginning_is_shown_once(
     monkeypatch.setattr(looking, "print_event", show)
     monkeypatch.setattr(looking, "_ended", until_ended)
     monkeypatch.setattr(looking, "check_launcher", lambda entry: None)
-    kept = {"events": [json.loads(event.to_bytes()) for event in (told[0], *told[-4:], last)]}
+    kept = KeptJob(events=(told[0], *told[-4:], last))
     monkeypatch.setattr(looking.Runtime, "finished", lambda runtime, name: kept)
     following = asyncio.ensure_future(looking._events(options("events", "--follow")))
     for number, event in enumerate(told):

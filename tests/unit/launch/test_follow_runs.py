@@ -26,8 +26,8 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError, OutcomeUnknown, Unavailable
 from taskgraph.graph.values import encode
 from taskgraph.launch import run as launch_run
-from taskgraph.launch.collect import why_not_kept
 from taskgraph.launch.collector import Collector
+from taskgraph.launch.kept import why_not_kept
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.run import _cancel_unbegun
 from taskgraph.launch.runtime import JobEntry, Runtime

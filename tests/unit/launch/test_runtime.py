@@ -22,6 +22,7 @@ from taskgraph import host
 from taskgraph.coordination import embedded
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.launch import runtime as runtime_module
+from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime, alive
 
 TOKEN = "ab" * 32
@@ -569,11 +570,11 @@ def test_the_last_finished_jobs_are_kept_with_their_logs(runtime: Runtime) -> No
     for number in range(34):
         name = f"job{number:02}"
         (runtime.folder(name) / "n1.log").write_text("it said this")
-        runtime.keep_finished(name, {"status": {}, "result": number, "events": []})
+        runtime.keep_finished(name, {"status": {}, "result": {"number": number}, "events": []})
         os.utime(runtime.root / "finished" / f"{name}.json", (number, number))
     assert runtime.finished("job00") is None and runtime.finished("job01") is None
     for number in (2, 33):
-        assert (runtime.finished(f"job{number:02}") or {})["result"] == number
+        assert (runtime.finished(f"job{number:02}") or KeptJob()).result == {"number": number}
     logs = sorted(path.name for path in (runtime.root / "finished").glob("*.logs"))
     assert len(logs) == 32 and logs[0] == "job02.logs"
     assert (runtime.root / "finished" / "job33.logs" / "n1.log").read_text() == "it said this"

@@ -21,6 +21,7 @@ from taskgraph.jobs import Job
 from taskgraph.launch import supervise
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.forkserver import NodeProcess, NotStarted
+from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
@@ -305,7 +306,7 @@ async def test_where_another_one_collected_first_a_run_says_so_and_where_the_val
     says = "another one collected them first, and `taskgraph result fit` has its values" if kept else "within 300 s"
     assert "job 'fit' has finished, but its results are not with" in str(failed.value) and says in str(failed.value)
     left = Runtime().finished("fit")
-    assert left is not None and left["result"] == (json.loads(RESULT.to_json()) if kept else None)
+    assert left is not None and left.result == (json.loads(RESULT.to_json()) if kept else None)
     found = await etcd.get(keys.collected)
     assert found is not None and found.value == why, "what the other one said of it stays"
 
@@ -332,9 +333,9 @@ async def test_a_host_keeps_of_a_run_nothing_of_the_next_one_of_its_name(
         await follower._keep_here(RESULT.to_json(), follower.status)
     finally:
         await follower.stop()
-    assert left is not None and left["status"]["state"] == "finished" and left["result"] is not None
-    assert [event["kind"] for event in left["events"]] == ([] if again else ["began"])
-    assert (Runtime().finished("fit") or {})["events"] == left["events"]
+    assert left is not None and left.state == "finished" and left.result is not None
+    assert [event.kind for event in left.events] == ([] if again else ["began"])
+    assert (Runtime().finished("fit") or KeptJob()).events == left.events
 
 
 async def _never() -> str:

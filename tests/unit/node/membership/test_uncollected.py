@@ -10,8 +10,8 @@ import pytest
 from cluster_kit import Counting, blindable, eyes, job, play
 
 import taskgraph as tg
-from taskgraph.launch.collect import not_kept, why_not_kept
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.launch.kept import KeptJob, why_not_kept
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import State, StatusRecord
 
@@ -33,7 +33,10 @@ def state_of(cluster: InProcessCluster) -> str:
 def why_none(cluster: InProcessCluster) -> str:
     """What whoever asks for the results is told."""
     found = [*cluster.store.select(cluster.keys.collected, prefix=False), None]
-    return str(not_kept(why_not_kept(found[0])))
+    finished = StatusRecord(state=State.FINISHED)
+    with pytest.raises(tg.UnknownJob) as told:
+        KeptJob(status=finished, not_kept=why_not_kept(found[0])).result_of(cluster.spec.name)
+    return str(told.value)
 
 
 async def all_left(cluster: InProcessCluster) -> float:

@@ -1,0 +1,130 @@
+"""What is left of a job that has ended: as this host keeps it, and as etcd does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from taskgraph.coordination.api import Coordinator
+from taskgraph.errors import DecodeError, JobCancelled, JobFailed, UnknownJob
+from taskgraph.observe.events import Event, readable_events
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import KeyValue
+from taskgraph.protocol.records import State, StatusRecord
+
+__all__ = ["KeptJob", "job_failed", "kept_in_etcd", "kept_record", "why_given_up", "why_not_kept"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptJob:
+    """A job that has ended.
+
+    Attributes:
+        run: the id of its run; "": not known.
+        status: how it ended; None: nobody knows, as of one that was deleted from etcd.
+        result: as JSON says it; None: it is not kept.
+        not_kept: why it is not, where that is known.
+        events: as far as they were kept, the first first.
+    """
+
+    run: str = ""
+    status: StatusRecord | None = None
+    result: dict[str, Any] | None = None
+    not_kept: str = ""
+    events: tuple[Event, ...] = ()
+
+    @classmethod
+    def from_json(cls, text: str) -> KeptJob:
+        """What a host keeps: `kept_record`, with a result. Fields that another version knows are passed over.
+
+        Raises:
+            DecodeError: it is something else.
+        """
+        try:
+            raw = json.loads(text)
+            status, events = raw["status"], [json.dumps(event).encode() for event in raw.get("events", ())]
+            return cls(
+                run=raw.get("run", ""),
+                status=StatusRecord.from_bytes(json.dumps(status).encode()) if status != {} else None,
+                result=raw["result"],
+                not_kept=raw.get("not_kept", ""),
+                events=tuple(readable_events(events)),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DecodeError(f"not what is kept of a job: {text[:200]!r} ({error})") from error
+
+    @property
+    def state(self) -> str:
+        """How it ended; "": nobody knows."""
+        return self.status.state if self.status is not None else ""
+
+    def result_of(self, name: str) -> dict[str, Any]:
+        """The result of the job, which is called so.
+
+        Raises:
+            UnknownJob: it finished, and its values are not kept.
+            JobFailed: it ended otherwise, or has not finished.
+        """
+        if self.result is not None:
+            return self.result
+        if self.state == State.FINISHED:  # another host's launcher may have collected them, or nobody
+            why = self.not_kept or "whoever collected them, if anybody did, has them"
+            raise UnknownJob(f"the job finished, but its values are not kept: {why}")
+        raise job_failed(name, self.status or StatusRecord(state=State.CANCELLED))
+
+
+def kept_record(run: str, status: StatusRecord | None, not_kept: str, events: Iterable[Event]) -> dict[str, Any]:
+    """What a host keeps of a job that has ended, beside its result.
+
+    Args:
+        not_kept: why that is not kept, if it is not.
+    """
+    return {
+        "run": run,
+        "status": json.loads(status.to_bytes()) if status else {},
+        "not_kept": not_kept,
+        "events": [json.loads(event.to_bytes()) for event in events],
+    }
+
+
+async def kept_in_etcd(coordinator: Coordinator, name: str) -> KeptJob | None:
+    """What etcd has of a job, but for its events, also while it runs; None: there is no such job."""
+    keys = Keys(name)
+    status, result = await coordinator.get(keys.status), await coordinator.get(keys.result)
+    collected = await coordinator.get(keys.collected)
+    if status is None:
+        return None
+    return KeptJob(
+        status=StatusRecord.from_bytes(status.value),
+        result=json.loads(result.value) if result is not None else None,
+        not_kept=why_not_kept(collected),
+    )
+
+
+def why_not_kept(collected: KeyValue | None) -> str:
+    """Why etcd has no values of a job, as whoever collected them wrote; empty where that is not known."""
+    if collected is None:
+        return "nobody has collected them (`taskgraph result` does, while its nodes are there)"
+    return str(json.loads(collected.value).get("not_kept", ""))
+
+
+def why_given_up(collected: KeyValue | None) -> str:
+    """Why nobody has collected the values of a job whose nodes did not keep them any longer; empty where they do."""
+    if collected is None or "writer" not in (said := json.loads(collected.value)):  # as nodes say it, and nobody else
+        return ""
+    return str(said["not_kept"])
+
+
+def job_failed(name: str, status: StatusRecord) -> JobFailed:
+    """What the driver's process raises for a job that ended otherwise than finished."""
+    kind = JobCancelled if status.state == State.CANCELLED else JobFailed
+    return kind(
+        status.reason or f"job {name!r} was {status.state}",
+        job=name,
+        task=status.task,
+        epoch=status.epoch,
+        where=status.where,
+        traceback_text=status.traceback,
+    )
