@@ -44,39 +44,39 @@ def memory_bytes(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return 0
-    for folder, group, file in _files_of_groups(own, mounted, "memory", "memory.max", "memory.limit_in_bytes"):
-        for place in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # it may say "max"
-                found = min(found, int((place / file).read_text()))
-            if place == folder:
-                break
+    for file in _files_of_groups(own, mounted, "memory", "memory.max", "memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # it may say "max"
+            found = min(found, int(file.read_text()))
     return found
 
 
 def oom_kills(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int | None:
     """How many processes of this one's control group the kernel has killed since memory was used up; None where it
     does not say. The arguments are those of `memory_bytes`."""
-    for folder, group, file in _files_of_groups(own, mounted, "memory", "memory.events", "memory.oom_control"):
-        for place in (group, folder):  # in a container its own group may be mounted there
-            with contextlib.suppress(OSError, ValueError):
-                counts = dict(line.split() for line in (place / file).read_text().splitlines())
-                if "oom_kill" in counts:
-                    return int(counts["oom_kill"])
+    for file in _files_of_groups(own, mounted, "memory", "memory.events", "memory.oom_control"):
+        with contextlib.suppress(OSError, ValueError):
+            counts = dict(line.split() for line in file.read_text().splitlines())
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
     return None
 
 
-def _files_of_groups(own: Path, mounted: Path, controller: str, new: str, old: str) -> Iterator[tuple[Path, Path, str]]:
-    """Where the control groups of memory, say, are that this process is in: the folder of all, that of its own, and
-    what the file is called there, by the new control groups (`new`) or by the old ones."""
+def _files_of_groups(own: Path, mounted: Path, controller: str, new: str, old: str) -> Iterator[Path]:
+    """Where a file would be of the control group, of memory, say, that this process is in, and then of those that hold
+    that: in a container the last one may be its own. It is called `new` by the new control groups, `old` by the old."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except (OSError, ValueError):
         return
     for _, controllers, group in lines:
-        if not controllers:
-            yield mounted, mounted / group.lstrip("/"), new
-        elif controller in controllers.split(","):
-            yield mounted / controller, mounted / controller / group.lstrip("/"), old
+        if controllers and controller not in controllers.split(","):
+            continue
+        folder, file = (mounted / controller, old) if controllers else (mounted, new)
+        its = folder / group.lstrip("/")
+        for place in (its, *its.parents):
+            yield place / file
+            if place == folder:
+                break
 
 
 def all_cores() -> int:
@@ -106,17 +106,14 @@ def allowed_cores(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
     The arguments are those of `memory_bytes`.
     """
     found = cores()
-    for folder, group, file in _files_of_groups(own, mounted, "cpu", "cpu.max", "cpu.cfs_quota_us"):
-        for place in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # it may say "max"
-                said = (place / file).read_text().split()
-                if len(said) == 1:
-                    said += (place / "cpu.cfs_period_us").read_text().split()
-                quota, period = (int(number) for number in said)
-                if quota > 0:  # the old ones say -1 where there is no limit
-                    found = min(found, max(1, math.ceil(quota / period)))
-            if place == folder:
-                break
+    for file in _files_of_groups(own, mounted, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+        with contextlib.suppress(OSError, ValueError):  # it may say "max"
+            said = file.read_text().split()
+            if len(said) == 1:
+                said += file.with_name("cpu.cfs_period_us").read_text().split()
+            quota, period = (int(number) for number in said)
+            if quota > 0:  # the old ones say -1 where there is no limit
+                found = min(found, max(1, math.ceil(quota / period)))
     return found
 
 
