@@ -112,7 +112,7 @@ def allowed_cores(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
             if len(said) == 1:
                 said += file.with_name("cpu.cfs_period_us").read_text().split()
             quota, period = (int(number) for number in said)
-            if quota > 0:  # the old ones say -1 where there is no limit
+            if quota > 0 and period > 0:  # the old ones say -1 where there is no limit
                 found = min(found, max(1, math.ceil(quota / period)))
     return found
 

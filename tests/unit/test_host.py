@@ -72,6 +72,7 @@ def test_memory_is_the_hosts_where_the_control_group_allows_more(tmp_path: Path)
         ("0::/job", {"job/cpu.max": "5000 100000"}, 1),
         ("0::/job", {"job/cpu.max": "max 100000"}, 64),
         ("0::/job", {"job/cpu.max": "10000000 100000"}, 64),
+        ("0::/job", {"job/cpu.max": "200000 0"}, 64),
         ("5:cpu,cpuacct:/job\n0::/", {"cpu/job/cpu.cfs_quota_us": "250000", "cpu/job/cpu.cfs_period_us": "50000"}, 5),
         ("5:cpu:/job", {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, 64),
         ("5:cpu:/job", {"cpu/job/cpu.cfs_quota_us": "200000"}, 64),
