@@ -29,6 +29,7 @@ do about it (the end of its message). `str(error)` is what a user reads.
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import Final
 
 __all__ = [
@@ -82,6 +83,16 @@ def worded(error: BaseException) -> str:
     """The same behind its type: `ValueError: what it says`."""
     text = said(error)
     return f"{kind_of(error)}: {text}" if text else kind_of(error)
+
+
+def first_of(lines: Sequence[str], most: int) -> list[str]:
+    """So many of them, and a last one that counts the rest: of a thousand tasks each may have one."""
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
+
+
+def named(names: Sequence[str], most: int) -> str:
+    """So many of them in one text, and how many more there are: `a, b and 3 more`."""
+    return " ".join([", ".join(names[:most]), *first_of(names, most)[most:]])
 
 
 USED_UP: Final = (

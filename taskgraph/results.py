@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from taskgraph.errors import DecodeError, JobError, worded
+from taskgraph.errors import DecodeError, JobError, named, worded
 from taskgraph.graph.codecs import Codec, codec_of
 
 __all__ = ["EpochReport", "JobResult", "json_pieces", "plain_value"]
@@ -81,9 +81,8 @@ class JobResult:
     def value(self) -> Any:
         """The only value. Raises JobError where there is none, or more than one."""
         if len(self.values) != 1:
-            tasks = ", ".join(str(task) for task in list(self.values)[:_NAMED])
-            more = f" and {len(self.values) - _NAMED} more" if len(self.values) > _NAMED else ""
-            which = f"tasks {tasks}{more} returned one each" if self.values else "no task returned one from result()"
+            tasks = named([*map(str, self.values)], _NAMED)
+            which = f"tasks {tasks} returned one each" if self.values else "no task returned one from result()"
             raise JobError(f"JobResult.value is for jobs with one value; {which}: use .values")
         return next(iter(self.values.values()))
 
@@ -169,9 +168,9 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, np.longdouble | np.clongdouble):  # their items are of their own type again
         return plain_value(complex(value) if isinstance(value, np.clongdouble) else float(value))
     if isinstance(value, Mapping):
-        named = {_key_text(key): plain_value(item) for key, item in value.items()}
-        if len(named) == len(value):
-            return named
+        by_text = {_key_text(key): plain_value(item) for key, item in value.items()}
+        if len(by_text) == len(value):
+            return by_text
         return [[plain_value(key), plain_value(item)] for key, item in value.items()]  # 1 and "1": no entry is lost
     if isinstance(value, list | tuple):
         return [plain_value(item) for item in value]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from taskgraph.errors import FingerprintMismatch, TaskGraphError
+from taskgraph.errors import FingerprintMismatch, TaskGraphError, named
 from taskgraph.observe.screen import cut, one_line, padded, printable, width
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
@@ -194,8 +194,8 @@ def nobody_text(
     }
     if holders:
         names = sorted(map(name_of, holders))
-        named = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-        whose = f"key of {named}, which holds" if len(names) == 1 else f"keys of {named}, which hold"
+        told = named(names, _NAMED)
+        whose = f"key of {told}, which holds" if len(names) == 1 else f"keys of {told}, which hold"
         return (
             f"{none}: the {whose} the state, {'has' if len(names) == 1 else 'have'} vanished.\n"
             "Who is only cut off from etcd comes back by itself: see first which of them live.\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from taskgraph.errors import PeerLost
+from taskgraph.errors import PeerLost, first_of
 from taskgraph.observe.usage import Usage
-from taskgraph.protocol.cycles import first_of, who
+from taskgraph.protocol.cycles import who
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["NoAnswer", "NodeStatus", "ReplicaStatus", "ReportRow", "TaskResult", "waits_text"]
@@ -114,7 +114,7 @@ def waits_text(statuses: Iterable[NodeStatus]) -> str:
     ]
     lines += found or [f"task {r.task}: {w}" for r in replicas if r.role == "primary" for w in r.waits]
     if lines:
-        return "it waits: " + first_of(tuple(dict.fromkeys(lines)), _SHOWN)
+        return "it waits: " + "; ".join(first_of(tuple(dict.fromkeys(lines)), _SHOWN))
     if not statuses:
         return "no node had registered yet"
     if paused := [status.name for status in statuses if status.paused]:

@@ -27,9 +27,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from taskgraph.errors import first_of
 from taskgraph.protocol.messages import Wait
 
-__all__ = ["HANDLER", "Edge", "describe_cycle", "describe_waits", "find_cycle", "first_of", "who"]
+__all__ = ["HANDLER", "Edge", "describe_cycle", "describe_waits", "find_cycle", "who"]
 
 HANDLER = "handler "  # how the processor of a handler's wait begins; the method's name follows
 
@@ -224,7 +225,7 @@ def describe_waits(waits: Mapping[int, Sequence[Wait]], limit: int = 200) -> lis
         f"{text}{f' ({len(since)} times)' * (len(since) > 1)}, {max(since):.1f} s"
         for (_, _, text), since in sorted(found.items(), key=lambda each: each[0][:2])
     ]
-    return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
+    return first_of(lines, limit)
 
 
 _ELSEWHERE = ("item", "reply")  # kinds of waits for another task
@@ -254,8 +255,3 @@ def _far(wait: Wait, task: int, steps: Mapping[int, int]) -> float:
     if wait.kind == "order":
         return 1 + steps.get(task, inf)
     return 1 + steps.get(wait.task, inf) if wait.kind in _ELSEWHERE else 0
-
-
-def first_of(lines: Sequence[str], limit: int) -> str:
-    """The first lines in one, and how many more there are: of a thousand tasks each may have one."""
-    return "; ".join(lines[:limit]) + (f"; and {len(lines) - limit} more" if len(lines) > limit else "")

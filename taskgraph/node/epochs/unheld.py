@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from taskgraph.errors import class_name, worded
+from taskgraph.errors import class_name, named, worded
 from taskgraph.shape import GIVEN
 from taskgraph.task import Task
 
@@ -116,11 +116,10 @@ class Unheld:
 
     def _tell(self, names: list[str], epoch: int) -> None:
         kind = class_name(type(self._replica.user_task))
-        changed = ", ".join(f"self.{name}" for name in names[:_NAMES])
-        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+        changed = named([f"self.{name}" for name in names], _NAMES)
         it, them = ("it is", "it") if len(names) == 1 else ("they are", "them")
         self._tell_once(
-            f"{kind} changed {changed}{more} in an epoch, and no snapshot holds {them}: after a failover {it} as "
+            f"{kind} changed {changed} in an epoch, and no snapshot holds {them}: after a failover {it} as "
             f"setup() left {them}. If later epochs or result() rest on {them}, which tg.testing.run finds out, write "
             f"state={names[:_NAMES]!r}; what is for one epoch alone is better kept in epoch.scratch",
             epoch,

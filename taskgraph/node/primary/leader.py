@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from taskgraph import timeouts
-from taskgraph.errors import GraphError, TransportError
+from taskgraph.errors import GraphError, TransportError, first_of
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary import audits
 from taskgraph.node.primary.checkpointer import Checkpointer
@@ -20,7 +20,7 @@ from taskgraph.node.primary.forgetting import forget_gone
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.commit import DIFFERENTLY, Commit, Diverged, Leader, Restart, SealTasks, WaitFor
-from taskgraph.protocol.cycles import describe_cycle, describe_waits, find_cycle, first_of
+from taskgraph.protocol.cycles import describe_cycle, describe_waits, find_cycle
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import (
     Accepted,
@@ -480,7 +480,7 @@ class LeaderRole:
             return  # and looks again
         lines = lines or ["no edge can be named: please report this as a bug of taskgraph"]
         wrong = GraphError(
-            f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: {first_of(lines, _SHOWN)}"
+            f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: {'; '.join(first_of(lines, _SHOWN))}"
         )
         await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
@@ -536,7 +536,7 @@ class LeaderRole:
         unusual = self._node.now() - self._last_news > _UNUSUAL * self._usual_s
         if self._waits_told != stamp and lines and unusual:
             self._waits_told = stamp
-            text = f"epoch {stamp.epoch} waits: {first_of(lines, _SHOWN)}"
+            text = f"epoch {stamp.epoch} waits: {'; '.join(first_of(lines, _SHOWN))}"
             if (
                 len(lines) > _SHOWN and self._node.spec.driver is not None
             ):  # of one in a single process it knows nothing
