@@ -75,6 +75,7 @@ class _Process:
     process: Child
     pipe: int
     log_path: Path
+    folder: Path  # of its sockets, and of its last words
     devices: str | None = None  # as they were dealt to it
     sharing: int = 1
     early: int = 0  # nodes that died early, one after the other, in whose place it is
@@ -196,6 +197,7 @@ class LocalNodes:
             started.process,
             started.pipe,
             started.log_path,
+            self._sockets.path / config.node_id.rpartition("-")[2],
             devices=devices,
             sharing=among,
             early=early,
@@ -243,13 +245,9 @@ class LocalNodes:
         """Where the event loops of nodes stand still, or did when they ended: one line each."""
         return tuple(entry.stands for entry in self._processes.values() if entry.stands)
 
-    def _folder(self, entry: _Process) -> Path | None:
-        """Where a node has its sockets, and its last words."""
-        return self._sockets.path / entry.node_id.rpartition("-")[2] if self._sockets is not None else None
-
-    async def _look(self, entry: _Process, folder: Path) -> None:
+    async def _look(self, entry: _Process) -> None:
         """Tells, until cancelled, where the event loop of a node stands still."""
-        standing = Standing(folder, entry.process.pid)
+        standing = Standing(entry.folder, entry.process.pid)
         while True:
             await asyncio.sleep(_LOOK_S)
             if (found := standing.look(time.monotonic())) is None:
@@ -290,10 +288,7 @@ class LocalNodes:
 
     async def _watch(self, entry: _Process) -> None:
         """Waits for the end of one process, and sees to it that everybody hears of it."""
-        folder = self._folder(entry)
-        watching = [asyncio.ensure_future(self._look_for_key(entry))]
-        if folder is not None:
-            watching.append(asyncio.ensure_future(self._look(entry, folder)))
+        watching = [asyncio.ensure_future(self._look_for_key(entry)), asyncio.ensure_future(self._look(entry))]
         try:
             entry.code = code = await entry.process.wait()
             end_group(entry.process.pid)  # what user code started there, workers of a pool say
@@ -303,7 +298,7 @@ class LocalNodes:
             for each in watching:
                 if not each.cancelled() and (error := each.exception()) is not None:
                     log.error("node %s was not looked after to its end", entry.name, exc_info=error)
-        left = lastwords.read(folder) if folder is not None else None
+        left = lastwords.read(entry.folder)
         if code != 0 or (left is not None and not left.meant):  # else it left by itself, and said so
             record = GoneRecord(
                 reason=f"killed by {self._killer(-code)}" if code < 0 else f"exited with code {code}",
@@ -316,8 +311,7 @@ class LocalNodes:
             _keep(self._telling, self._tell_gone(entry.node_id, record), f"tell of {entry.name}")
             if not self._stopping and self._replace():
                 _keep(self._replacing, self._start_another(entry), f"replace {entry.name}")
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(entry.folder, ignore_errors=True)
 
     async def _start_another(self, dead: _Process) -> None:
         """In place of one that died, with its devices; but not where nodes there die again and again."""
@@ -427,9 +421,8 @@ class LocalNodes:
         """The code of the user's that nodes run which nothing halts, by their names."""
         found = {}
         for entry in self._processes.values():
-            folder = self._folder(entry)
-            if entry.code is None and folder is not None and not stopped(entry.process.pid):
-                left = lastwords.read(folder)
+            if entry.code is None and not stopped(entry.process.pid):
+                left = lastwords.read(entry.folder)
                 if left is not None and left.ran:
                     found[entry.name] = left.ran
         return found

@@ -85,7 +85,7 @@ async def test_why_nodes_are_not_registered_is_told_once_by_their_launcher(
         (log := tmp_path / f"{name}.log").write_text(
             "2026-11-27 01:44:24,655 hello\n" + f"2026-11-27 01:44:24,655 taskgraph.node WARNING {why}\nhello\n" * 2
         )
-        entries.append(_Process(name, f"{name}-1", None, 0, log))  # type: ignore[arg-type]
+        entries.append(_Process(name, f"{name}-1", None, 0, log, log.parent))  # type: ignore[arg-type]
         nodes._processes[name] = entries[-1]
     looking = [asyncio.ensure_future(nodes._look_for_key(entry)) for entry in entries]
     await looking[0]  # this one is registered
@@ -125,7 +125,7 @@ async def test_a_node_that_lost_its_key_in_a_pause_of_etcd_is_not_called_unregis
     nodes = await with_node(coordinator)
     coordinator.looks = 0
     (log := tmp_path / "n1.log").write_text("2026-11-27 01:44:24,655 taskgraph.node WARNING events wait for etcd\n")
-    nodes._processes["n1"] = _Process("n1", "n1-1", None, 0, log)  # type: ignore[arg-type]
+    nodes._processes["n1"] = _Process("n1", "n1-1", None, 0, log, log.parent)  # type: ignore[arg-type]
     async with asyncio.timeout(5):
         await nodes._look_for_key(nodes._processes["n1"])
     assert coordinator.looks == 3 and not caplog.records
