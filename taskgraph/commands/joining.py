@@ -43,15 +43,13 @@ from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.kept import job_failed, why_not_kept
 from taskgraph.launch.local import LocalNodes
-from taskgraph.launch.logs import LogTails
 from taskgraph.launch.resuming import lost_text
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.shown import tick
+from taskgraph.launch.shown import Shown
 from taskgraph.launch.supervise import launch_nodes
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
-from taskgraph.observe.progress import Progress
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
@@ -126,41 +124,37 @@ async def _launch(options: argparse.Namespace) -> int:
         runtime = Runtime()
         runtime.join(entry)
         never_wait()
-        progress = Progress(reached.name, reached.spec.tasks, reached.spec.epochs, reached.spec.backups)
-        progress.follow(follower.view)
-        await follower.start(progress.event)
-        tails: list[LogTails] = []
+        shown = Shown(reached.name, reached.spec.tasks, reached.spec.epochs, reached.spec.backups)
+        shown.follow(follower.view)
+        await follower.start(shown.event)
 
         def on_start(nodes: LocalNodes) -> None:
             if options.logs:
-                tails.append(LogTails(nodes.logs, progress.line))
+                shown.follow_logs(nodes.logs)
 
         leave = asyncio.Event()
-        work = asyncio.ensure_future(
-            launch_nodes(
-                entry,
-                reached.coordinator,
-                follower,
-                reached.spec,
-                options.nodes,
-                listening,
-                on_start,
-                leave,
-                etcd_ends=reached.entry.embedded,
-                replace=options.replace,
-            )
+        launching = launch_nodes(
+            entry,
+            reached.coordinator,
+            follower,
+            reached.spec,
+            options.nodes,
+            listening,
+            on_start,
+            leave,
+            etcd_ends=reached.entry.embedded,
+            replace=options.replace,
         )
-        _on_signals(work, leave, follower, reached.spec.setting("drain_s"))
-        ticking = asyncio.ensure_future(tick(progress, tails))
-        gone = asyncio.ensure_future(launcher_gone(reached.entry))
         try:
-            await any_done(work, gone)
-            if not work.done():  # it may have read how the job ended
-                await asyncio.wait([work], timeout=_LAST_LOOK_S)
-            if not work.done() and follower.view.open:
-                leave.set()  # there is no etcd to hand over by
-                raise _without_launcher(reached)
-            status, result = await work
+            async with shown, alongside(launching, launcher_gone(reached.entry)) as (work, gone):
+                _on_signals(work, leave, follower, reached.spec.setting("drain_s"))
+                await any_done(work, gone)
+                if not work.done():  # it may have read how the job ended
+                    await asyncio.wait([work], timeout=_LAST_LOOK_S)
+                if not work.done() and follower.view.open:
+                    leave.set()  # there is no etcd to hand over by
+                    raise _without_launcher(reached)
+                status, result = await work
             if status.state != State.RUNNING and not reached.entry.embedded:  # else who runs it keeps that
                 asks = f"`taskgraph result {reached.name} --etcd {entry.etcd}` asks the job's etcd for them"
                 await follower.keep_end(status, follower.not_kept or follower.only_there or asks)
@@ -168,12 +162,6 @@ async def _launch(options: argparse.Namespace) -> int:
             print(await _told_text("were ended", reached, follower), file=sys.stderr)
             return 130
         finally:
-            for task in (ticking, gone, work):
-                task.cancel()
-            await asyncio.gather(ticking, gone, work, return_exceptions=True)
-            for tail in tails:
-                tail.close()
-            progress.end()
             await follower.stop()
             _leave(runtime, entry)
         as_before()

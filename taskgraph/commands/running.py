@@ -29,17 +29,16 @@ from taskgraph.jobs import Job, JobFunction
 from taskgraph.launch.access import Access
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.local import LocalNodes
-from taskgraph.launch.logs import LogTails, passing_on, printed
+from taskgraph.launch.logs import passing_on, printed
 from taskgraph.launch.resuming import mark_begun, plan
 from taskgraph.launch.run import arun, connect
 from taskgraph.launch.runtime import Runtime
-from taskgraph.launch.shown import tick
+from taskgraph.launch.shown import Shown
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks
 from taskgraph.loading import load_driver, made_by
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import values_text
-from taskgraph.observe.progress import Progress
 from taskgraph.options import fields_of, parse
 from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
@@ -79,8 +78,7 @@ class _Run:
     def __init__(self, options: argparse.Namespace, job: Job) -> None:
         self._options = options
         self._job = job
-        self._progress = Progress(job.name, job.tasks, job.epochs, job.backups)
-        self._tails: list[LogTails] = []
+        self._shown = Shown(job.name, job.tasks, job.epochs, job.backups)
         self._follower: Collector | None = None  # like the nodes, only where these are processes
         self._nodes: LocalNodes | None = None
         self._logs = Path()  # where those of its nodes are kept
@@ -90,14 +88,14 @@ class _Run:
     def _on_event(self, event: Event) -> None:
         if event.kind == State.FINISHED:
             self._told_finished = True
-        self._progress.event(event)
+        self._shown.event(event)
 
     def _on_start(self, follower: Collector, nodes: LocalNodes) -> None:
-        self._progress.follow(follower.view)
+        self._shown.follow(follower.view)
         self._follower, self._nodes = follower, nodes
         self._logs = Runtime().kept_logs(self._job.name)
         if self._options.logs:
-            self._tails.append(LogTails(nodes.logs, self._progress.line))
+            self._shown.follow_logs(nodes.logs)
 
     @property
     def _finished(self) -> bool:
@@ -106,7 +104,7 @@ class _Run:
 
     async def until_over(self, token: NewToken | None) -> int:
         """The exit code."""
-        options, progress = self._options, self._progress
+        options, shown = self._options, self._shown
         if options.nodes:  # with none, tasks run here, and may write more than anybody reads at once
             never_wait()
         running = asyncio.ensure_future(
@@ -128,25 +126,21 @@ class _Run:
             )
         )
         self._take_orders(running)
-        ticking = asyncio.ensure_future(tick(progress, self._tails))
+        here = options.logs and not options.nodes  # what tasks print is shown, where that is asked for
         try:
-            result = await self._result_of(running)
-            progress.end(result.reports)
+            async with shown:
+                with passing_on(shown.line) if here else contextlib.nullcontext():
+                    result = await running
+                shown.end(result.reports)
         except JobFailed:
-            progress.end()
             if self._nodes is not None and self._logs.is_dir():
                 print(f"the logs of its nodes are in {self._logs}", file=sys.stderr)
             raise
         except asyncio.CancelledError as error:
             if not self._interrupted:
                 raise
-            progress.end()
             print(f"taskgraph: interrupted{self._left_text(error)}", file=sys.stderr)
             return 130
-        finally:
-            ticking.cancel()
-            await asyncio.gather(ticking, return_exceptions=True)
-            progress.end()
         as_before()
         self._show(result)
         return 0
@@ -164,16 +158,6 @@ class _Run:
                 self._nodes.kill_now()
 
         take_orders(finished=lambda: self._finished, obeyed=lambda: self._interrupted, obey=obey)
-
-    async def _result_of(self, running: asyncio.Future[JobResult]) -> JobResult:
-        """Meanwhile what tasks print is shown, where that is asked for."""
-        here = self._options.logs and self._options.nodes == 0
-        try:
-            with passing_on(self._progress.line) if here else contextlib.nullcontext():
-                return await running
-        finally:
-            for tail in self._tails:
-                tail.close()
 
     def _left_text(self, interrupted: asyncio.CancelledError) -> str:
         """What is left of the job, and how it is continued."""

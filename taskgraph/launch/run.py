@@ -41,7 +41,7 @@ from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.kept import KeptJob, kept_in_etcd
 from taskgraph.launch.resuming import Resume, mark_begun, plan
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.shown import showing
+from taskgraph.launch.shown import Shown
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.loading import check_no_loop, check_not_importing
@@ -183,7 +183,8 @@ async def arun(
     async with AsyncExitStack() as stack:
         shown = None
         if progress:
-            shown, hooks = await stack.enter_async_context(showing(job))
+            shown = await stack.enter_async_context(Shown(job.name, job.tasks, job.epochs, job.backups))
+            hooks = Hooks(shown.event, lambda follower, nodes: shown.follow(follower.view))
         hooks = hooks or Hooks()
         if nodes == 0:
             if replace:

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from taskgraph.alongside import alongside
-from taskgraph.jobs import Job
+from taskgraph.alongside import ended
 from taskgraph.launch.logs import LogTails
-from taskgraph.launch.supervise import Hooks
 from taskgraph.observe.progress import Progress
+from taskgraph.results import EpochReport
 
-__all__ = ["showing", "tick"]
+__all__ = ["Shown"]
 
 _TICK_S = 0.25
 
 
-@contextlib.asynccontextmanager
-async def showing(job: Job) -> AsyncIterator[tuple[Progress, Hooks]]:
-    """Shows a job that is run with these hooks."""
-    progress = Progress(job.name, job.tasks, job.epochs, job.backups)
-    try:
-        async with alongside(tick(progress)):
-            yield progress, Hooks(progress.event, lambda follower, nodes: progress.follow(follower.view))
-    finally:
-        progress.end()
+class Shown(Progress):
+    """The progress of a job, and what its tasks print, where that is followed. An async context, while which it moves;
+    it ends with it, if it was not ended before."""
 
+    _tails: LogTails | None = None
 
-async def tick(progress: Progress, tails: Sequence[LogTails] = ()) -> None:
-    """Shows what moved, until cancelled."""
-    while True:
-        await asyncio.sleep(_TICK_S)
-        for tail in tails:
-            tail.poll()
-        progress.tick()
+    def follow_logs(self, logs: Callable[[], Mapping[str, Path]]) -> None:
+        """Shows what is in the nodes' logs, and what comes."""
+        self._tails = LogTails(logs, self.line)
+
+    async def __aenter__(self) -> Shown:
+        self._ticking = asyncio.ensure_future(self._tick())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await ended(self._ticking)
+        self.end()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if self._tails is not None:
+                self._tails.poll()
+            self.tick()
+
+    def end(self, reports: Sequence[EpochReport] = ()) -> None:
+        if self._tails is not None:
+            tails, self._tails = self._tails, None
+            tails.close()
+        super().end(reports)
