@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Untaken", "drop_unwritten", "make_good", "never_wait", "settle"]
+__all__ = ["Untaken", "drop_unwritten", "make_good", "never_wait", "open_missing", "settle"]
 
 _NAMES = ("stdin", "stdout", "stderr")
 _WAITING_BYTES = 256 * 1024
@@ -28,7 +28,7 @@ def make_good() -> None:
     What standard error cannot take (a full disk, a terminal that is gone) is dropped. Characters that a stream's
     encoding has not are written as `\\xe4` or `\\ud800`.
     """
-    _open_missing()
+    open_missing()
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="backslashreplace")
@@ -78,8 +78,9 @@ def drop_unwritten() -> bool:
     return False
 
 
-def _open_missing() -> None:
-    """Opens /dev/null in place of standard streams that are closed, as `<&-` and some batch systems leave them.
+def open_missing() -> None:
+    """Opens /dev/null in place of standard streams that are closed, as `<&-` and some batch systems leave them, or a
+    driver.
 
     Else what is opened next gets their numbers: libuv aborts when it closes such a one, and a child process that takes
     it over finds its own standard stream there.
@@ -90,6 +91,8 @@ def _open_missing() -> None:
     for number, name in enumerate(_NAMES):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 (for the process)
+        elif number and getattr(getattr(sys, name), "closed", False):  # what has its number now may be another file
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _text(like: io.TextIOWrapper, raw: io.FileIO) -> io.TextIOWrapper:

@@ -43,7 +43,7 @@ from taskgraph.options import fields_of, parse
 from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
-from taskgraph.streams import never_wait, settle
+from taskgraph.streams import never_wait, open_missing, settle
 from taskgraph.transport.hello import mark
 
 __all__ = ["job_of", "print_result", "run", "submit_command"]
@@ -53,6 +53,7 @@ def job_of(options: argparse.Namespace, function: JobFunction[...] | None) -> Jo
     """The job from the driver named, with its options and settings; raises JobError where it makes none."""
     function = function or load_driver(options.driver)
     job = made_by(function, function.parse_options(options.option or ()))
+    open_missing()  # the driver may have closed some
     if options.set:
         given = parse("taskgraph", fields_of(Settings), options.set, flag="--set", kind="setting")
         job = dataclasses.replace(job, settings=dataclasses.replace(job.settings, **given))

@@ -117,6 +117,32 @@ def test_an_output_that_a_driver_has_put_in_its_place_need_do_no_more_than_print
     assert (done.returncode, done.stdout, done.stderr) == (0, "said by a driver\n", "")
 
 
+CLOSING = """
+import sys
+import taskgraph as tg
+for stream in (sys.stdout, sys.stderr):
+    stream.close()
+class Idle(tg.Task):
+    def compose(self, epoch): epoch.processor(self.run)
+    def run(self, epoch, ins, outs): pass
+    def result(self): return 7
+@tg.job
+def fit(): return tg.Job(tasks=1, builder=Idle, epochs=2)
+if __name__ == "__main__":
+    tg.main(fit)
+"""
+
+
+@pytest.mark.parametrize("command", [["-m", "taskgraph", "run", "fit.py"], ["fit.py"]])
+def test_a_job_of_a_driver_that_closes_the_standard_streams_finishes(tmp_path: Path, command: list[str]) -> None:
+    """It ended in a traceback, before the job or after it."""
+    (tmp_path / "fit.py").write_text(CLOSING)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    line = [sys.executable, *command, "--nodes", "0"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environ)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_characters_that_cannot_be_written_are_said_otherwise(stream: str, unbuffered: str) -> None:
