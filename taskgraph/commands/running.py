@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from taskgraph.errors import CheckpointError, DecodeError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction
 from taskgraph.launch.access import Access
 from taskgraph.launch.collector import Collector
+from taskgraph.launch.kept import status_of
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import passing_on, printed
 from taskgraph.launch.resuming import mark_begun, plan
@@ -38,7 +40,7 @@ from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks
 from taskgraph.loading import load_driver, made_by
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import values_text
+from taskgraph.observe.format import kept_json, values_text
 from taskgraph.options import fields_of, parse
 from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
@@ -133,7 +135,9 @@ class _Run:
                 with passing_on(shown.line) if here else contextlib.nullcontext():
                     result = await running
                 shown.end(result.reports)
-        except JobFailed:
+        except JobFailed as error:
+            with contextlib.suppress(OSError):  # that it failed counts for more
+                self._show_failed(error)
             if self._nodes is not None and self._logs.is_dir():
                 print(f"the logs of its nodes are in {self._logs}", file=sys.stderr)
             raise
@@ -173,9 +177,18 @@ class _Run:
         way_on = self._follower.way_on("; ") if self._follower is not None else ""
         return left + way_on + "".join(f"; {note}" for note in notes)
 
-    def _show(self, result: JobResult) -> None:
+    def _new_line(self) -> None:
         if self._options.json and self._options.nodes == 0:
             print()  # tasks print to the same output, and perhaps not to the end of a line
+
+    def _show_failed(self, error: JobFailed) -> None:
+        """For a program that reads its output; people read it on standard error."""
+        if self._options.json:
+            self._new_line()
+            print(json.dumps(kept_json(self._job.name, status_of(error), None)), flush=True)
+
+    def _show(self, result: JobResult) -> None:
+        self._new_line()
         print_result(result, as_json=self._options.json, kept=self._nodes is not None)
         if self._nodes is not None and not self._options.logs and printed(self._logs):
             print(f"what its tasks printed is in {self._logs}; --logs shows it at once", file=sys.stderr)

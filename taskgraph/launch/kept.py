@@ -14,7 +14,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import State, StatusRecord
 
-__all__ = ["KeptJob", "job_failed", "kept_in_etcd", "kept_record", "why_given_up", "why_not_kept"]
+__all__ = ["KeptJob", "job_failed", "kept_in_etcd", "kept_record", "status_of", "why_given_up", "why_not_kept"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,4 +127,16 @@ def job_failed(name: str, status: StatusRecord) -> JobFailed:
         epoch=status.epoch,
         where=status.where,
         traceback_text=status.traceback,
+    )
+
+
+def status_of(error: JobFailed) -> StatusRecord:
+    """The same the other way round."""
+    return StatusRecord(
+        state=State.CANCELLED if isinstance(error, JobCancelled) else State.FAILED,
+        reason=str(error.args[0]),
+        task=error.task,
+        epoch=error.epoch,
+        where=error.where,
+        traceback=error.traceback_text,
     )

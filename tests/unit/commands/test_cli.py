@@ -861,6 +861,32 @@ def test_in_one_process_too_logs_are_shown_and_json_is_a_line_of_its_own(
     assert "taskgraph.task.0 INFO said" in said.err.splitlines()
 
 
+class Fails(tg.Task):
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.run)
+
+    def run(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        print("no end", end="")
+        raise ValueError("on purpose")
+
+
+@tg.job
+def fails() -> tg.Job:
+    return tg.Job(tasks=1, epochs=1, builder=Fails)
+
+
+def test_a_program_that_reads_json_reads_why_a_job_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    """It read nothing at all, but for what tasks had printed."""
+    assert cli.main(["run", "--nodes", "0", "--json"], fails) == 1
+    said = capsys.readouterr()
+    told = json.loads(said.out.splitlines()[-1])
+    assert (told["name"], told["state"], told["task"], told["where"]) == ("fails", "failed", 0, "run")
+    assert "on purpose" in told["reason"] and "ValueError: on purpose" in told["traceback"]
+    assert told["result"] is None and "job failed: task 0" in said.err
+    assert cli.main(["run", "--nodes", "0"], fails) == 1
+    assert capsys.readouterr().out == "no end"
+
+
 def test_the_token_of_a_job_in_an_etcd_of_ones_own_outlives_its_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     """Such a job goes on with `taskgraph launch`, which wanted a file that nobody had."""
     killed = gone("fit", embedded=False)
