@@ -103,7 +103,7 @@ FORGETTING = 0.1
 """Share of the seeds in which nodes that are gone are forgotten soon, and taken for gone soon: else it takes days."""
 
 _LOST_AFTER_S = 7.0
-"""Nobody stands still, or is cut off, for longer, but where nodes are forgotten."""
+"""No failure lasts longer, but where nodes are forgotten; two of one node in a row may."""
 
 LIMIT_CPU_S = 10.0
 """What a seed may cost, by far; one that takes longer has met a loop that does not end."""
@@ -366,7 +366,6 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     if race:
         faults.add(draw_around_race(races, race))
     if outcome.forgets is not None:
-        world.hasty = True
         world.compute_s = outcome.forgets.choice((0.1, 0.3))  # else most are over before that
         faults.add(draw_around_forgetting(outcome.forgets))
     if pace.steps.drawn:
@@ -517,10 +516,9 @@ def _heal(world: World, faults: Faults) -> None:
 
 
 def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
-    """A job may fail for its own mistake, or for one other reason: every holder of some task is gone, as the seed
-    wanted it, or is taken for gone sooner than others stand still; and there is no checkpoint, or none that the disk
-    kept."""
-    hasty = world.settings.lost_after_s < _LOST_AFTER_S
+    """A job may fail for its own mistake, or for one other reason: every holder of some task is gone; and there is no
+    checkpoint, or none that the disk kept. They died, as the seed wanted it; or one of them lives, and was absent for
+    so long that it counts as gone (`World._check_absence`): several failures in a row may do that."""
     view = world.invariants.view
     mistake = world.workload.mistake
     if mistake is not None and mistake.raised and f"ArithmeticError: {mistake.text}" in reason:
@@ -529,9 +527,9 @@ def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
         raise Violation(f"the job failed, and has a checkpoint: {reason}")
     for task in range(world.workload.tasks):
         holders = view.in_sync(task)
-        lost = all(n in view.gone for n in holders)
-        dead = lost and not any(world.nodes[n].exists and not world.nodes[n].called_gone for n in holders)
-        if ((ruthless and dead) or (hasty and lost)) and f"task {task}: every replica in sync is gone" in reason:
+        missed = any(world.nodes[n].exists and not world.nodes[n].called_gone for n in holders)
+        lost = all(n in view.gone for n in holders) and (ruthless or missed)
+        if lost and f"task {task}: every replica in sync is gone" in reason:
             return "lost"
     raise Violation(f"the job failed: {reason}")
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -117,6 +118,7 @@ class World:
         self._take(self._made("run", workload))
         self._next: _Made | None = None  # what is being submitted under the same name
         self.keys = Keys(self.spec.name)
+        self._absent_since: dict[str, float] = {}  # node whose key was deleted -> when
         self._gone_before: set[str] = set()  # nodes that were gone when their job's name was submitted again
         self.shut_down = False  # somebody ended the run by a command
         self.moment: Moment = lambda name, node, peer="": None
@@ -150,7 +152,6 @@ class World:
         self.launcher = SimCoordinator(
             self.etcd, Process("launcher"), Process("launcher"), on_txn=self._on_txn, timeout_s=3.0
         )
-        self.hasty = False  # who stands still for a while counts as gone
         self._names = 0
         self._incarnations: dict[str, int] = {}
         self._over = False
@@ -328,7 +329,7 @@ class World:
             late = known.of != self.spec.run and isinstance(error, JobError) and "submitted anew" in str(error)
             if not self._gone(node.id) and not late:
                 self.violated(Violation(f"{node.id} ended: {error}"))
-            elif self.hasty and not self._over and len(self.existing()) - 1 <= self.settings.min_in_sync:
+            elif not self._over and len(self.existing()) - 1 <= self.settings.min_in_sync:
                 self.add()  # it was thawed as all failures ended, and counted as one of those that go on
         except Exception as error:  # a bug: not even a process that is being killed may end by one
             self.violated(Violation(f"{node.id} broke down: {error!r}"))
@@ -514,6 +515,7 @@ class World:
                 self.transcript.add("etcd", f"[{revision}] {event.kind}", f"{key} {_brief(key, event.kv.value)}")
         try:
             self._check_leases(events)
+            self._check_absence(events)
             if kind == "submit" and made is not None:
                 before = self.invariants
                 self._gone_before |= {node for node in self.nodes if self._gone(node)}
@@ -541,6 +543,23 @@ class World:
                 late_s = known.coordinator.counts_on(registered.record.lease) - self.loop.time()
                 if late_s > 1e-6:
                     raise Violation(f"{known.id} counts on its lease for {late_s:.3f} s after it expired")
+
+    def _check_absence(self, events: tuple[KeyEvent, ...]) -> None:
+        """Who is gone without a launcher's word has had no key for long enough."""
+        now, absent = self.loop.time(), self._absent_since
+        for event in events:
+            key = event.kv.key
+            if key.startswith(self.keys.nodes):
+                node_id = key.removeprefix(self.keys.nodes)
+                if event.kind == "delete":
+                    absent[node_id] = now
+                else:
+                    absent.pop(node_id, None)
+            elif event.kind == "put" and key.startswith(self.keys.gone_nodes):
+                node_id, record = key.removeprefix(self.keys.gone_nodes), GoneRecord.from_bytes(event.kv.value)
+                for_s = now - absent.get(node_id, -math.inf)
+                if "was absent" in record.reason and for_s < self.settings.lost_after_s:
+                    raise Violation(f"{node_id} is gone since {record.reason}, and it was for {for_s:.3f} s")
 
     def _check_run(self, events: tuple[KeyEvent, ...]) -> None:
         """A node of a run before may say that it drains, and what happened to it, and nothing else."""
