@@ -30,9 +30,11 @@ from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.primary import forgetting
 from taskgraph.node.primary.backups import Backups
+from taskgraph.node.primary.checkpoint_reader import CheckpointReader
 from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.primary.reporter import Reporter
+from taskgraph.node.reconciler import Reconciler
 from taskgraph.node.replica import Replica
 from taskgraph.node.serving import Serving
 from taskgraph.protocol import checkpointing, transactions
@@ -228,6 +230,22 @@ def the_status_is_written_after_the_last_commit(patch: pytest.MonkeyPatch) -> No
 
 
 @plant
+def a_primary_that_was_replaced_takes_part_in_the_end_of_the_job(patch: pytest.MonkeyPatch) -> None:
+    """It is still there, as nodes rest between their looks."""
+
+    async def conclude(original: Any, self: Primary) -> None:
+        vars(self)["concludes"] = True
+        await original(self)
+
+    async def unless_replaced(original: Any, self: Primary) -> None:
+        if not vars(self).pop("concludes", False):
+            await original(self)
+
+    _changed(patch, Primary, "_conclude", conclude)
+    _changed(patch, Primary, "_unless_replaced", unless_replaced)
+
+
+@plant
 def the_attempt_counter_starts_again(patch: pytest.MonkeyPatch) -> None:
     def commit(original: Any, view: Any, **kwargs: Any) -> Txn:
         txn: Txn = original(view, **kwargs)
@@ -274,6 +292,60 @@ def a_checkpoint_is_complete_without_some_of_its_files(patch: pytest.MonkeyPatch
 @plant
 def a_job_goes_back_to_a_checkpoint_that_nobody_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Store, "verify", lambda self, manifest: None)
+
+
+@plant
+def a_job_goes_back_to_a_checkpoint_that_was_replaced_while_it_was_read(patch: pytest.MonkeyPatch) -> None:
+    async def newest_usable(original: Any, self: CheckpointReader, pointer: Any) -> Any:
+        view = self._node.keeper.view
+        read = view.checkpoint
+        found = await original(self, pointer)
+        if (later := view.checkpoint) != read and pointer == (read and read.record):
+
+            def goes_on() -> None:
+                view.checkpoint = later if view.checkpoint is read else view.checkpoint
+
+            view.checkpoint = read  # until the roll-back is decided
+            asyncio.get_running_loop().call_soon(goes_on)
+        return found
+
+    def roll_back(original: Any, view: Any, *args: Any, **kwargs: Any) -> Txn:
+        return _without(original(view, *args, **kwargs), lambda c: c.key == view.keys.checkpoint)
+
+    _changed(patch, CheckpointReader, "newest_usable", newest_usable)
+    _changed(patch, transactions, "roll_back", roll_back)
+
+
+@plant
+def a_leader_of_before_removes_what_its_successor_completes(patch: pytest.MonkeyPatch) -> None:
+    def discard(self: Store, name: Any, still: Any) -> None:
+        folder = self._path(str(name))
+        for file in self._place.names(folder):
+            self._place.remove(f"{folder}/{file}")
+
+    patch.setattr(Store, "discard", discard)
+
+
+@plant
+def a_node_that_still_registers_does_not_follow_what_it_reads(patch: pytest.MonkeyPatch) -> None:
+    """It is offered boundaries meanwhile: what a roll-back undid makes history of them there, which it acknowledges."""
+
+    def follow(original: Any, self: Reconciler) -> None:
+        if self._node._group is not None:  # type: ignore[attr-defined]
+            original(self)
+
+    def hold(self: Serving, replica: Replica, offer: Any, log: Any = None) -> None:
+        for boundary in serving_module._boundaries(offer):
+            replica.boundaries.hold(boundary, committed=offer.committed)
+        if log:
+            replica.log.fold(log)
+        replica.promise(offer.term, offer.invitation)
+        epoch = self._node.keeper.view.epoch
+        if epoch is not None and offer.stamp.epoch <= epoch.record.epoch:
+            replica.follow(epoch.record)
+
+    _changed(patch, Reconciler, "follow", follow)
+    patch.setattr(Serving, "_hold", hold)
 
 
 @plant

@@ -28,7 +28,7 @@ def calm(seed: int, *, ttl_s: float, backups: int) -> World:
     world = World(workload, tg.Settings(lease_ttl_s=ttl_s), 1, rng, random.Random(seed))
     world.etcd.delay_s = world.network.delay_s = 0.0005
     world.etcd.lag_s = 0.002
-    world._compute_s, world._etcd_timeout_s = 0.01, 3.0
+    world.compute_s, world._etcd_timeout_s = 0.01, 3.0
     return world
 
 

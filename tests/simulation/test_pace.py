@@ -11,8 +11,9 @@ import pytest
 
 from taskgraph.testing.simulate import pace, run_seed
 from taskgraph.testing.simulate import seed as seeds
-from taskgraph.testing.simulate.loop import Process, SimLoop
-from taskgraph.testing.simulate.pace import Starving, Steps
+from taskgraph.testing.simulate.loop import Clock, Process, SimLoop, outside
+from taskgraph.testing.simulate.loop import running as loop_of
+from taskgraph.testing.simulate.pace import Clocks, Links, Starving, Steps
 from taskgraph.testing.simulate.threads import Ends, InlineThreads
 
 
@@ -75,6 +76,52 @@ def test_a_process_goes_on_when_it_is_neither_busy_nor_frozen(thaws_s: float) ->
 
     goes_on_s = max(0.1, thaws_s)
     assert play(scenario) == [("a", 0.0), ("b", goes_on_s), ("c", round(goes_on_s + 0.1, 6))]
+
+
+def test_each_process_reads_a_clock_of_its_own() -> None:
+    """Its timers go by that, too; what is outside of every process goes by the loop's own time."""
+
+    async def scenario() -> list[tuple[float, float]]:
+        loop, told = loop_of(), list[tuple[float, float]]()
+        process = Process("n1")
+        process.clock = Clock(1.25, 1000.0)
+
+        def tell() -> None:
+            told.append((round(loop.time(), 6), round(loop.at, 6)))
+
+        def starts() -> None:
+            tell()
+            loop.call_later(5.0, tell)
+            loop.call_at(loop.time() + 10.0, tell)
+            outside(loop.call_later, 10.0, tell)
+
+        loop.call_later(0.0, starts, context=process.context)
+        await asyncio.sleep(20.0)
+        return told
+
+    assert play(scenario) == [(1001.25, 1.0), (1006.25, 5.0), (1011.25, 9.0), (11.0, 11.0)]
+
+
+def test_hosts_have_one_clock_each_and_no_clock_goes_by_a_timer_too_early() -> None:
+    assert Clocks(random.Random(1), share=0.0).of("h1") == Clock()
+    clocks = Clocks(random.Random(1), share=1.0)
+    first, second = clocks.of("h1"), clocks.of("h2")
+    assert first is clocks.of("h1") and first != second
+    assert all(abs(clock.rate - 1.0) <= clocks.drift <= pace.DRIFT for clock in (first, second))
+    assert all(
+        first.reads(first.when(first.reads(1.0) + more / 7)) >= first.reads(1.0) + more / 7 for more in range(999)
+    )
+
+
+def test_one_link_is_slow_and_never_too_slow_to_connect() -> None:
+    links = Links(random.Random(1), share=1.0)
+    pairs = [(f"n{one}", f"n{other}") for one in range(1, 5) for other in range(1, 5) if one != other]
+    slow = {pair for pair in pairs if links.delay_s(f"{pair[0]}-1", f"{pair[1]}-3", 0.0001, 1.0) > 0.0001}
+    assert len(slow) == 2 and {pair[::-1] for pair in slow} == slow, "both ways"
+    one, other = slow.pop()
+    assert links.delay_s(f"{one}-1", f"{other}-1", 0.1, 1.0) == 0.2
+    assert links.delay_s(f"{one}-1", f"{other}-1", 0.3, 1.0) == 0.3
+    assert not Links(random.Random(1), share=0.0).drawn
 
 
 def test_steps_take_no_time_where_they_are_not_drawn_or_have_ended() -> None:
@@ -150,6 +197,19 @@ def test_seeds_in_which_nodes_have_no_memory_find_nothing_and_replay(monkeypatch
     assert len(left) >= 2
     assert all("nodes without memory" in outcome.described for outcome in outcomes)
     assert run_seed(left[0].seed).transcript.digest() == left[0].transcript.digest()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_seeds_with_drifting_clocks_and_a_slow_link_find_nothing_and_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    for share in ("DRIFTING", "LINKING"):
+        monkeypatch.setattr(pace, share, 1.0)
+    outcomes = [run_seed(seed) for seed in range(40)]
+    assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
+    assert sum(outcome.transcript.states["takeover"] > 0 for outcome in outcomes) >= 10
+    for outcome in outcomes[:3]:
+        assert run_seed(outcome.seed).transcript.digest() == outcome.transcript.digest()
+    assert all("clocks that drift, a slow link" in outcome.described for outcome in outcomes)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def knock_or_be_refused(transport: SimTransport, node: str) -> None:
         network, ends = transport.network, (transport.node, node)
         if (network.is_cut(*ends) or network.is_cut(*reversed(ends))) and _refuses(*ends):
-            await asyncio.sleep(network.delay())
+            await asyncio.sleep(network.delay(*ends))
             raise PeerGone(f"node {node}: nobody listens")
         await knock(transport, node)
 

@@ -6,6 +6,7 @@ arrives, at a stage of an epoch), since that is where mistakes hide; the others 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,12 +58,13 @@ KINDS = (
     "place slow",
     "place full",
     "place forgets",
+    "place loses",
     "keys deleted",
     "called gone",
     "power loss",
     "shut down",
 )
-_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 3, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, *(0,) * 8)
+_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 3, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, *(0,) * 9)
 
 _MOMENTS = (
     "sending commit", "sending takeover", "sending admit", "sending evict", "sending restart", "sending register",
@@ -122,6 +124,7 @@ class Fault:
     then: Fault | None = None  # what happens right after it
     to_peer: bool = False  # of a cut: what the target sends to the other node of that moment is what is held up
     wakes: str = ""  # the moment at which who is frozen goes on, where that comes before `lasts_s`
+    saved: bool = False  # it waits until there is a checkpoint
 
 
 class Slips:
@@ -432,18 +435,21 @@ def draw_again(rng: random.Random, *, keeps: bool) -> Again:
     if rng.random() < 0.7:
         shut = [draw_one(rng, follows=False)]
         shut[0].kind, shut[0].until, shut[0].count = "shut down", "", rng.choice((1, 1, 2, 3, 5, 9))
-        if keeps and rng.random() < 0.6:
-            shut[0].moment = rng.choice(_CHECKPOINT_MOMENTS)
+        if keeps and rng.random() < 0.8:  # as soon as there is something to go on from: the job may end soon, too
+            shut[0].moment, shut[0].count = rng.choice(("after checkpoint", *_CHECKPOINT_MOMENTS[:9])), 1
+            shut[0].saved = True
         if rng.random() < 0.5:  # somebody does not hear of it
             deaf = draw_one(rng, follows=True)
             deaf.kind = rng.choice(("freeze", "freeze", "watch stall", "isolation", "etcd cut", "etcd slow request"))
             deaf.target, deaf.at_s, deaf.until = rng.choice(("who", "leader", "primary", "member")), 0.0, ""
             deaf.lasts_s, deaf.then, shut[0].then = rng.choice((0.2, 1.0, 3.0)), None, deaf
+        if shut[0].saved and rng.random() < 0.2:
+            shut = [_after_a_loss(shut[0])]
     return Again(
         shut=shut,
         collected=rng.random() < 0.6,
         after_s=rng.choice((0.0, 0.0, 0.01, 0.1, 1.0)) * rng.random(),
-        resume=rng.random() < 0.7,
+        resume=rng.random() < (0.85 if keeps else 0.7),
         lost=rng.choice((0, 0, 0, 1, 2)),
         faults=[draw_one(rng, follows=False) for _ in range(rng.choice((0, 1, 1, 2, 3)))],
     )
@@ -456,7 +462,16 @@ def draw_around_checkpoints(rng: random.Random) -> list[Fault]:
     faults = [_around_checkpoints(rng, kind) for kind in kinds]
     if rng.random() < 0.3:
         faults += rng.choice((_late_around_a_roll_back, _zombie_of_before_a_roll_back))(rng)
+    if rng.random() < 0.15:
+        faults.append(_after_a_loss(_around_checkpoints(rng, "massacre")))
     return faults
+
+
+def _after_a_loss(fault: Fault) -> Fault:
+    """It happens right after a file of the newest checkpoint was lost: there is to be gone back to that one."""
+    lost = dataclasses.replace(fault, kind="place loses", saved=True, then=fault)
+    fault.moment, fault.at_s = "", 0.0
+    return lost
 
 
 def _around_checkpoints(rng: random.Random, kind: str) -> Fault:

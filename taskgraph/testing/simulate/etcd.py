@@ -17,6 +17,7 @@ from taskgraph.coordination.api import WatchBatch, WatchCompacted
 from taskgraph.coordination.memory import MemoryStore, StoredLease
 from taskgraph.errors import CoordinationError
 from taskgraph.protocol.kv import KeyEvent
+from taskgraph.testing.simulate.loop import running
 
 __all__ = ["SimEtcd", "SimStore", "Stream"]
 
@@ -70,10 +71,10 @@ class SimStore(MemoryStore):
             lease.renewed_at = now
         self._schedule()
 
-    def ended(self, lease_id: int) -> bool:
-        """Whether the TTL of a lease is over, or was at any time."""
+    def ended(self, lease_id: int, within_s: float) -> bool:
+        """Whether the TTL of a lease is over or will be in so long, or was over at any time."""
         lease = self._leases.get(lease_id)
-        return lease is None or lease_id in self._revived or lease.ends_at() <= asyncio.get_running_loop().time()
+        return lease is None or lease_id in self._revived or lease.ends_at() <= running().at + within_s
 
     def go_on(self) -> None:
         self.stopped = False
@@ -165,8 +166,7 @@ class Stream:
         self._last_at = max(
             self._last_at + 1e-6, self._etcd.now() + self._etcd.delay() + self._client.late_s("watches")
         )
-        loop = asyncio.get_running_loop()
-        loop.call_at(self._last_at, self._deliver, self._life, what, upto, context=self._context)
+        running().plan(self._last_at, self._deliver, self._life, what, upto, context=self._context)
 
     def _deliver(self, life: int, what: WatchBatch | WatchCompacted, upto: int) -> None:
         if life == self._life:
@@ -197,7 +197,7 @@ class SimEtcd:
         return not (self.paused or self.down)
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return running().at
 
     def delay(self) -> float:
         """One way to the server or back: mostly short."""

@@ -9,6 +9,7 @@ from functools import partial
 
 from taskgraph.protocol.kv import Delete, Txn
 from taskgraph.testing.simulate.drawing import Fault, draw_one
+from taskgraph.testing.simulate.loop import outside
 from taskgraph.testing.simulate.world import SimNode, World, void
 
 __all__ = ["Faults"]
@@ -48,7 +49,7 @@ class Faults:
         due = [go_on for moment, go_on in self._held if moment == name]
         self._held = [held for held in self._held if held[0] != name]
         for go_on in due:
-            go_on()
+            outside(go_on)
         if self._over:
             return
         for fault in list(self._waiting):
@@ -56,7 +57,7 @@ class Faults:
                 fault.count -= 1
                 if fault.count <= 0:
                     self._waiting.remove(fault)
-                    self._happen(fault, node, peer)
+                    outside(self._happen, fault, node, peer)
 
     # -- whom -------------------------------------------------------------------------------------
 
@@ -114,6 +115,14 @@ class Faults:
     def _happen(self, fault: Fault, who: str, peer: str = "") -> None:
         if self._over:
             return
+        saved = fault.saved or (fault.kind == "massacre" and self.bold and not self.ruthless)
+        if saved and self._world.invariants.view.checkpoint is None:
+            moment = self._rng.choice(("after checkpoint", "after commit", "after commit", "point done"))
+            count = self._rng.choice((1, 1, 2))
+            if fault.saved:  # the job may end soon
+                moment, count = "after checkpoint", 1
+            self._waiting.append(dataclasses.replace(fault, moment=moment, count=count))
+            return
         if fault.then is not None:
             self._later(fault.then.at_s, self._happen, fault.then, who, peer)
         self._peer = peer
@@ -153,10 +162,6 @@ class Faults:
 
     def _massacre(self, fault: Fault, target: SimNode) -> None:
         """Everybody who holds what some task needs dies."""
-        if self.bold and not self.ruthless and self._world.invariants.view.checkpoint is None:
-            later = self._rng.choice(("after checkpoint", "after commit", "after commit", "point done"))
-            self._waiting.append(dataclasses.replace(fault, moment=later, count=self._rng.choice((1, 1, 2)), then=None))
-            return
         task = self._rng.randrange(self._world.workload.tasks)
         holders = [self._world.nodes[name] for name in self._world.invariants.view.in_sync(task)]
         for holder in holders:
@@ -223,12 +228,12 @@ class Faults:
 
     def _slow_node(self, fault: Fault, target: SimNode) -> None:
         self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s")
-        self._crawl(target, self._world.loop.time() + fault.lasts_s)
+        self._crawl(target, self._world.loop.at + fault.lasts_s)
 
     def _crawl(self, target: SimNode, until: float) -> None:
         """It runs for a moment, and stands still for many."""
         self._thaw_quietly(target)
-        if not self._over and target.exists and self._world.loop.time() < until:
+        if not self._over and target.exists and self._world.loop.at < until:
             self._later(0.0005, self._stall, target, until)
 
     def _stall(self, target: SimNode, until: float) -> None:
@@ -390,6 +395,12 @@ class Faults:
         count = self._rng.choice((1, 1, 2))
         self._note(fault, f"the next {count}")
         self._world.place.lose_next += count
+
+    def _place_loses(self, fault: Fault, target: SimNode) -> None:
+        """A file of the newest checkpoint, or half of it."""
+        pointer = self._world.invariants.view.checkpoint
+        assert pointer is not None
+        self._note(fault, self._world.place.lose(pointer.record.name))
 
     def _keys_deleted(self, fault: Fault, target: SimNode) -> None:
         """By somebody: of this node, or of all."""

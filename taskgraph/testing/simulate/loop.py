@@ -6,6 +6,9 @@ they run in the order they would have, late: its timers have passed, its message
 is what SIGSTOP and SIGCONT do to a process, and it makes a real zombie.
 
 Likewise a process may be busy for a while with what it has run at one time.
+
+Each process reads a clock of its own: it is ahead of others', and runs at its own rate. Whatever is outside of every
+process goes by the loop's own time, `at`.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import asyncio
 import contextvars
 import heapq
 from collections.abc import Callable
-from typing import Any, TypeVarTuple, Unpack
+from dataclasses import dataclass
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
+T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-__all__ = ["Nothing", "Process", "SimLoop"]
+__all__ = ["Clock", "Nothing", "Process", "SimLoop", "outside", "running"]
 
 _MAX_AT_ONCE = 200_000
 """Callbacks at one moment of virtual time; more is a loop that does not end."""
@@ -30,15 +35,36 @@ class Nothing(Exception):
     """The loop cannot go on, and the run is not over."""
 
 
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """A host's monotonic clock."""
+
+    rate: float = 1.0
+    ahead_s: float = 0.0
+
+    def reads(self, at: float) -> float:
+        """What it shows at a time of the loop."""
+        return at * self.rate + self.ahead_s
+
+    def when(self, reads: float) -> float:
+        """The time of the loop at which it shows that, or has just shown it: there are roundings."""
+        return reads - self.ahead_s if self.rate == 1.0 else (reads - self.ahead_s) / self.rate + _ROUNDED_S
+
+
+_TRUE = Clock()
+_ROUNDED_S = 1e-9
+
+
 class Process:
     """Something that can be frozen as a whole."""
 
-    __slots__ = ("_held", "busy", "context", "frozen", "name", "stepped")
+    __slots__ = ("_held", "busy", "clock", "context", "frozen", "name", "stepped")
 
     def __init__(self, name: str, stepped: Callable[[], float] | None = None) -> None:
         self.name = name
         self.frozen = False
         self.busy = False
+        self.clock = _TRUE
         self.stepped = stepped
         """Told that all was run that was to be run at one time; returns how long that took."""
         self._held: list[asyncio.Handle] = []
@@ -72,6 +98,18 @@ class Process:
 
 
 _OUTSIDE = contextvars.Context()
+
+
+def outside(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
+    """Calls it at once, outside of every process: by the loop's own time, and what it starts is nobody's."""
+    return _OUTSIDE.copy().run(function, *args)
+
+
+def running() -> SimLoop:
+    """The loop that runs."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimLoop)
+    return loop
 
 
 class _Now(asyncio.Handle):
@@ -121,11 +159,14 @@ class _Task(asyncio.Task[Any]):
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """`time()` leaps to the next timer when nothing else is to be done. There are no files and no sockets."""
+    """Time leaps to the next timer when nothing else is to be done. There are no files and no sockets.
+
+    `time()` is by the clock of the process that asks, as are the delays and times of timers; `at` and `plan` are not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._at = 1.0
+        self.at = 1.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._count = 0
         self._due: list[asyncio.Handle] = []
@@ -136,7 +177,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self.abort = ""  # why it must not go on
 
     def time(self) -> float:
-        return self._at
+        process = _OWNER.get()
+        return self.at if process is None else process.clock.reads(self.at)
 
     def create_task(
         self, coro: Any, *, name: object = None, context: contextvars.Context | None = None
@@ -163,7 +205,9 @@ class SimLoop(asyncio.BaseEventLoop):
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
-        return self.call_at(self._at + delay, callback, *args, context=context)
+        process = _OWNER.get()
+        at = self.at + (delay if process is None else delay / process.clock.rate)
+        return self.plan(at, callback, *args, context=context)
 
     def call_at(
         self,
@@ -172,9 +216,17 @@ class SimLoop(asyncio.BaseEventLoop):
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
-        handle = _Later(when, callback, args, self, context)
+        process = _OWNER.get()
+        at = when if process is None else process.clock.when(when)
+        return self.plan(at, callback, *args, context=context)
+
+    def plan(
+        self, at: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None
+    ) -> asyncio.TimerHandle:
+        """As `call_at`, by the loop's own time."""
+        handle = _Later(at, callback, args, self, context)
         self._count += 1
-        heapq.heappush(self._timers, (when, self._count, handle))
+        heapq.heappush(self._timers, (at, self._count, handle))
         return handle
 
     def again(self, handles: list[asyncio.Handle]) -> None:
@@ -197,9 +249,9 @@ class SimLoop(asyncio.BaseEventLoop):
                 heapq.heappop(timers)
             if not timers:
                 raise Nothing("nothing can happen any more: everything waits for something that nobody does")
-            self._at = max(self._at, timers[0][0])
+            self.at = max(self.at, timers[0][0])
             self._at_once = 0
-        now = self._at
+        now = self.at
         while timers and timers[0][0] <= now:
             timer = heapq.heappop(timers)[2]
             if not timer.cancelled():

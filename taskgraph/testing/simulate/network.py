@@ -22,8 +22,8 @@ from taskgraph.protocol.messages import Call, Pull, Reason, Refusal, Reply, Repo
 from taskgraph.protocol.records import name_of
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.drawing import Slips
-from taskgraph.testing.simulate.loop import Process
-from taskgraph.testing.simulate.pace import Memory, Starving
+from taskgraph.testing.simulate.loop import Process, running
+from taskgraph.testing.simulate.pace import Links, Memory, Starving
 from taskgraph.transport.api import Coming, OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_all_now, answer_quietly, call_self, describe, unwrap
 
@@ -60,6 +60,7 @@ class SimNetwork:
         slips: how long probes take, and which reports are lost.
         starving: who comes last for a while.
         memory: who has none for what comes.
+        links: which of them is slow.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class SimNetwork:
         slips: Slips | None = None,
         starving: Starving | None = None,
         memory: Memory | None = None,
+        links: Links | None = None,
     ) -> None:
         self.rng = rng
         self.settings = settings
@@ -84,6 +86,7 @@ class SimNetwork:
         self._slips = slips
         self._starving = starving
         self._memory = memory
+        self._links = links
         self.transports: dict[str, SimTransport] = {}
         self._vanished: set[str] = set()  # nodes whose host is gone: nothing refuses there
         self._connections: dict[_Connection, None] = {}
@@ -145,9 +148,10 @@ class SimNetwork:
 
     # -- links ------------------------------------------------------------------------------------
 
-    def delay(self) -> float:
+    def delay(self, one: str, other: str) -> float:
         slow = 30.0 if self.rng.random() < 0.01 else 1.0
-        return self.delay_s * slow * self.rng.uniform(0.2, 1.5)
+        usual_s = self.delay_s * slow * self.rng.uniform(0.2, 1.5)
+        return usual_s if self._links is None else self._links.delay_s(one, other, usual_s, self.settings.connect_s)
 
     async def hold_up_probe(self) -> None:
         """What a probe takes beside its messages."""
@@ -194,7 +198,8 @@ class SimNetwork:
         transport = self.transports.get(to)
         if transport is None:
             return
-        at = asyncio.get_running_loop().time() + self.delay() + self._late_s(sender, to, kind or "hello")
+        loop = running()
+        at = loop.at + self.delay(sender, to) + self._late_s(sender, to, kind or "hello")
         if self.rng.random() < self._in_order:
             at = max(at, connection.last_at.get(to, 0.0))
         connection.last_at[to] = max(at, connection.last_at.get(to, 0.0))
@@ -203,7 +208,7 @@ class SimNetwork:
             if connection.open[to] and not connection.half_open:
                 deliver()
 
-        asyncio.get_running_loop().call_at(at, arrive, context=transport.process.context)
+        loop.plan(at, arrive, context=transport.process.context)
 
     def connect(self, dialler: str, acceptor: str, *, probe: bool) -> _Connection:
         connection = _Connection(dialler, acceptor, {dialler: True, acceptor: True}, probe=probe)
@@ -233,7 +238,7 @@ class SimNetwork:
             again = self._stalled.setdefault((other, node), [])
             again.append(lambda: self.tell_end(connection, node, why, clean=clean))
             return
-        self._at(connection, node, self.delay(), why, clean=clean)
+        self._at(connection, node, self.delay(other, node), why, clean=clean)
 
     def _at(self, connection: _Connection, node: str, delay_s: float, why: str, *, clean: bool = False) -> None:
         transport = self.transports.get(node)
@@ -407,7 +412,7 @@ class SimTransport:
         try:
             async with timeouts.timeout(network.settings.connect_s):
                 await self._knock(node)
-                await asyncio.sleep(network.delay())
+                await asyncio.sleep(network.delay(self.node, node))
                 target = network.transports.get(node)
                 if target is None:
                     if network.dead_end(node):

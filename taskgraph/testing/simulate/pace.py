@@ -1,4 +1,5 @@
-"""What takes long in a seed without being a failure: steps of the event loop, and whoever comes last for a while.
+"""What takes long in a seed without being a failure: steps of the event loop, whoever comes last for a while, a slow
+link; and hosts' clocks.
 
 Each draws from a generator of its own, and only in some of the seeds, so that the others do not depend on it.
 """
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 
 from taskgraph.protocol.messages import Answer, Item
 from taskgraph.testing.simulate.drawing import Slips
+from taskgraph.testing.simulate.loop import Clock
 from taskgraph.testing.simulate.threads import Ends
 
-__all__ = ["Memory", "Pace", "Starving", "Steps"]
+__all__ = ["Clocks", "Links", "Memory", "Pace", "Starving", "Steps"]
 
 SLIPPING = 0.3
 """Share of the seeds with reads of etcd that are lost or late, or probes that take long."""
@@ -33,6 +35,18 @@ SHORT = 0.1
 
 STARVING = 0.2
 """Share of the seeds in which somebody comes last for a while."""
+
+DRIFTING = 0.3
+"""Share of the seeds whose hosts have clocks of their own."""
+
+DRIFT = 0.02
+"""How much faster or slower than time such a clock runs, at most."""
+
+LINKING = 0.15
+"""Share of the seeds in which the link between two nodes is slow, all the time."""
+
+_AHEAD_S = 100_000.0
+_SLOWER = (10.0, 100.0, 100.0)
 
 _STEPS_S = (0.00001, 0.0001, 0.001, 0.004)
 _LONG_STEPS = (0.0, 0.002, 0.02)
@@ -156,6 +170,44 @@ class Memory:
         return node.rpartition("-")[0] in self._names and self._rng.random() < self._share
 
 
+class Clocks:
+    """The monotonic clocks of hosts: each began at a time of its own, and runs at its own rate.
+
+    Args:
+        share: of the seeds that have this; in the others all clocks are one.
+    """
+
+    def __init__(self, rng: random.Random, *, share: float) -> None:
+        self._rng = rng
+        self.drift = rng.choice((0.001, DRIFT, DRIFT)) if rng.random() < share else 0.0
+        self._of: dict[str, Clock] = {}
+
+    def of(self, host: str) -> Clock:
+        if self.drift and host not in self._of:
+            rate = 1.0 + self._rng.choice((-1.0, 1.0, self._rng.uniform(-1.0, 1.0))) * self.drift
+            self._of[host] = Clock(rate, _AHEAD_S * self._rng.random())
+        return self._of.get(host, Clock())
+
+
+class Links:
+    """One link that is slower than the others, both ways, whichever processes of two names it is between.
+
+    Args:
+        share: of the seeds that have this.
+    """
+
+    def __init__(self, rng: random.Random, *, share: float) -> None:
+        self.drawn = rng.random() < share
+        self._ends = {f"n{number}" for number in rng.sample(range(1, 5), 2)}
+        self._slower = rng.choice(_SLOWER)
+
+    def delay_s(self, one: str, other: str, usual_s: float, connect_s: float) -> float:
+        """How long a message takes there: so long at most that a connection can be made in its time."""
+        if not self.drawn or {one.rpartition("-")[0], other.rpartition("-")[0]} != self._ends:
+            return usual_s
+        return max(usual_s, min(self._slower * usual_s, connect_s / 5))
+
+
 @dataclass
 class Pace:
     """All of it, of one seed."""
@@ -165,6 +217,8 @@ class Pace:
     ends: Ends
     starving: Starving
     memory: Memory
+    clocks: Clocks
+    links: Links
 
     @classmethod
     def draw(cls, seed: int, now: Callable[[], float]) -> Pace:
@@ -176,7 +230,9 @@ class Pace:
         )
         steps, ends = Steps(of("steps"), share=STEPPING), Ends(of("ends"), share=ENDING)
         memory = Memory(of("memory"), share=SHORT)
-        return cls(slips, steps, ends, Starving(of("who comes last"), share=STARVING, now=now), memory)
+        starving = Starving(of("who comes last"), share=STARVING, now=now)
+        clocks, links = Clocks(of("clocks"), share=DRIFTING), Links(of("links"), share=LINKING)
+        return cls(slips, steps, ends, starving, memory, clocks, links)
 
     @classmethod
     def none(cls) -> Pace:
@@ -184,7 +240,8 @@ class Pace:
         rng = random.Random(0)
         slips, steps = Slips(rng, share=0.0, writes=rng, writes_share=0.0), Steps(rng, share=0.0)
         starving = Starving(rng, share=0.0, now=lambda: 0.0)
-        return cls(slips, steps, Ends(rng, share=0.0), starving, Memory(rng, share=0.0))
+        clocks, links = Clocks(rng, share=0.0), Links(rng, share=0.0)
+        return cls(slips, steps, Ends(rng, share=0.0), starving, Memory(rng, share=0.0), clocks, links)
 
     @property
     def described(self) -> str:
@@ -195,6 +252,8 @@ class Pace:
             "functions that end at any time": self.ends.drawn,
             "somebody who comes last": self.starving.drawn,
             "nodes without memory": self.memory.drawn,
+            "clocks that drift": self.clocks.drift > 0,
+            "a slow link": self.links.drawn,
         }
         return "".join(f", {what}" for what, has in drawn.items() if has)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from taskgraph.checkpoint.places import Bytes
+from taskgraph.testing.simulate.loop import running
 from taskgraph.testing.simulate.threads import Ends, InlineThreads
 
 __all__ = ["FileThreads", "NodePlace", "SimPlace"]
@@ -61,7 +62,7 @@ class SimPlace:
         if self._lags is None:
             found = {name: data.nbytes for name, data in self._files.items() if name.startswith(start)}
             return found
-        at = asyncio.get_running_loop().time() - self._lag_s * self._lags.random()
+        at = running().at - self._lag_s * self._lags.random()
         found = {
             name: data.nbytes
             for name, data in self._files.items()
@@ -73,19 +74,31 @@ class SimPlace:
         return found
 
     def put(self, path: str, data: bytes) -> None:
-        self._since.setdefault(path, asyncio.get_running_loop().time())
+        self._since.setdefault(path, running().at)
         if self.lose_next > 0:
             self.lose_next -= 1
-            self.spoilt.add(path)
-            became = self._rng.randrange(3)
-            if became == 0:
-                self._files[path] = memoryview(data[: self._rng.randrange(len(data))])
-            if became == 1:  # as long as it should be: only who reads it knows
-                at = self._rng.randrange(len(data))
-                self._files[path] = memoryview(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-            return  # else what was there before stays
+            self._spoil(path, data)  # or what was there before stays
+            return
         self.spoilt.discard(path)
         self._files[path] = memoryview(data)
+
+    def _spoil(self, path: str, data: bytes) -> bool:
+        """Tears a file, or changes a bit of it. False: it is lost."""
+        self.spoilt.add(path)
+        became = self._rng.randrange(3)
+        if became == 0:
+            self._files[path] = memoryview(data[: self._rng.randrange(len(data))])
+        if became == 1:  # as long as it should be: only who reads it knows
+            at = self._rng.randrange(len(data))
+            self._files[path] = memoryview(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        return became < 2
+
+    def lose(self, checkpoint: str) -> str:
+        """A file of a checkpoint is not what was written any more. Returns which."""
+        path = self._rng.choice(sorted(path for path in self._files if f"/{checkpoint}/" in path) or [""])
+        if path and not self._spoil(path, bytes(self._files[path])):
+            self.remove(path)
+        return path
 
     def get(self, path: str) -> memoryview:
         if path not in self._files:
@@ -101,7 +114,7 @@ class SimPlace:
         return {name[len(start) :]: size for name, size in self._listed(start).items()}
 
     def remove(self, path: str) -> None:
-        now = asyncio.get_running_loop().time()
+        now = running().at
         for name in [n for n in self._files if n == path or n.startswith(f"{path}/")]:
             self._were.append((name, self._since.pop(name), now, self._files.pop(name).nbytes))
 

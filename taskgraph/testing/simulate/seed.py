@@ -43,7 +43,7 @@ from taskgraph.testing.simulate.drawing import (
     draw_with_moods,
 )
 from taskgraph.testing.simulate.faults import Faults
-from taskgraph.testing.simulate.loop import Nothing, SimLoop
+from taskgraph.testing.simulate.loop import Nothing, SimLoop, running
 from taskgraph.testing.simulate.pace import Pace
 from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.transcript import Transcript
@@ -73,6 +73,9 @@ DELETING = 0.1
 
 AGAIN = 0.15
 """Share of the seeds whose job's name is submitted again: after the end of the run, or while its nodes still end."""
+
+AGAIN_KEEPING = 0.4
+"""The same, of those whose job keeps checkpoints."""
 
 CALLED_GONE = 0.1
 """Share of the seeds whose launchers say of nodes that live that they are gone."""
@@ -143,7 +146,7 @@ def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
     """
     began = time.perf_counter()
     loop = SimLoop()
-    outcome = Outcome(seed, "", "", "", Transcript(loop.time), 0.0, 0.0, 0)
+    outcome = Outcome(seed, "", "", "", Transcript(lambda: loop.at), 0.0, 0.0, 0)
     with _watched(loop), _garbage_kept(), _resting(outcome), _large(outcome), _soon(), _forgetting(outcome):
         runner = asyncio.Runner(loop_factory=lambda: loop)
         try:
@@ -151,7 +154,7 @@ def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
                 runner.run(_run(outcome, mistakes))
         except (Nothing, Stuck) as error:
             outcome.problem = outcome.problem or str(error)
-    outcome.virtual_s = loop.time() - 1.0
+    outcome.virtual_s = loop.at - 1.0
     outcome.wall_s = time.perf_counter() - began
     outcome.steps = loop.steps
     return outcome
@@ -316,7 +319,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         settings = dataclasses.replace(settings, checkpoints_kept=keeps.choice((1, 2, 3)))
     if outcome.forgets is not None:
         settings = dataclasses.replace(settings, lost_after_s=outcome.forgets.choice((0.5, 0.5, 0.5, 2.0, 7.0)))
-    pace = Pace.draw(outcome.seed, asyncio.get_running_loop().time)
+    loop = running()
+    pace = Pace.draw(outcome.seed, lambda: loop.at)
     if not workload.backups:
         pace.memory.lasts = False  # there is nobody to leave anything to
     world = World(workload, settings, 1, rng, keeps, pace)
@@ -382,7 +386,9 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         world.place.lags(lists, lists.choice((0.05, 0.5, 3.0)))
         outcome.described += ", a place that lists late"
     again: Again | None = None
-    if not mistakes and (names := random.Random(f"names of {outcome.seed}")).random() < AGAIN:
+    if not mistakes and (names := random.Random(f"names of {outcome.seed}")).random() < (
+        AGAIN_KEEPING if keeping else AGAIN
+    ):
         again = draw_again(names, keeps=keeping)
         faults.add(again.shut)
         outcome.described += ", submitted again"

@@ -36,7 +36,7 @@ from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, Stat
 from taskgraph.testing.simulate.client import SimCoordinator
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.invariants import Invariants, kind_of
-from taskgraph.testing.simulate.loop import Process, SimLoop
+from taskgraph.testing.simulate.loop import Process, SimLoop, outside
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.testing.simulate.pace import Pace
 from taskgraph.testing.simulate.place import FileThreads, NodePlace, SimPlace
@@ -113,7 +113,7 @@ class World:
         assert isinstance(loop, SimLoop)
         self.loop = loop
         self.settings = settings
-        self.transcript = Transcript(loop.time)
+        self.transcript = Transcript(lambda: loop.at)
         self._min_nodes = min_nodes
         self._take(self._made("run", workload))
         self._next: _Made | None = None  # what is being submitted under the same name
@@ -148,6 +148,7 @@ class World:
             slips=self.pace.slips,
             starving=self.pace.starving,
             memory=self.pace.memory,
+            links=self.pace.links,
         )
         self.launcher = SimCoordinator(
             self.etcd, Process("launcher"), Process("launcher"), on_txn=self._on_txn, timeout_s=3.0
@@ -258,7 +259,10 @@ class World:
         place = self.place.seen_by(node_id)
         events = EventLog(name)
         events.listen(lambda event: self._told(node_id, event))
-        node = Node(
+        host = f"h{self._rng.randrange(1, 4)}"
+        process.clock = threads.clock = self.pace.clocks.of(host)
+        making = partial(
+            Node,
             spec=self.spec,
             job=self.job,
             coordinator=coordinator,
@@ -266,7 +270,7 @@ class World:
             name=name,
             node_id=node_id,
             events=events,
-            host=f"h{self._rng.randrange(1, 4)}",
+            host=host,
             devices=0,
             threads=InlineThreads(
                 random.Random(self._rng.getrandbits(64)), self.compute_s, self.pace.ends, self._late("code", node_id)
@@ -277,6 +281,7 @@ class World:
             place=place,
             point=self._point(node_id),
         )
+        node: Node = process.fresh().run(making)  # it looks at its clock
         node.set_ups.alone = True  # as in a process of its own
         run = self.loop.create_task(self._run(node), name=f"node {name}", context=process.fresh())
         known = self.nodes[node_id] = SimNode(
@@ -470,7 +475,8 @@ class World:
             self.transcript.state("left for want of memory")
         if (lease := event.fields.get("lease")) is not None:
             self.transcript.state("lease ended")
-            if not self.etcd.store.ended(int(lease)):
+            # It had less than a second left at most a second before, by the clock of whoever asked.
+            if not outside(self.etcd.store.ended, int(lease), 2.0 * self.pace.clocks.drift):
                 self.violated(Violation(f"{node_id} says too early: {event.text}"))
 
     def _point(self, node_id: str) -> Point:
@@ -540,13 +546,14 @@ class World:
             if event.kind == "delete" and known is not None and known.exists and registered is not None:
                 if known.called_gone or self.etcd.store.holds(registered.record.lease):
                     continue  # somebody deleted it, or its lease
-                late_s = known.coordinator.counts_on(registered.record.lease) - self.loop.time()
-                if late_s > 1e-6:
+                counts_until = known.process.clock.when(known.coordinator.counts_on(registered.record.lease))
+                late_s = counts_until - self.loop.at
+                if late_s > 1e-6 + self.pace.clocks.drift * self.settings.lease_ttl_s:
                     raise Violation(f"{known.id} counts on its lease for {late_s:.3f} s after it expired")
 
     def _check_absence(self, events: tuple[KeyEvent, ...]) -> None:
         """Who is gone without a launcher's word has had no key for long enough."""
-        now, absent = self.loop.time(), self._absent_since
+        now, absent = self.loop.at, self._absent_since
         for event in events:
             key = event.kv.key
             if key.startswith(self.keys.nodes):
@@ -558,7 +565,8 @@ class World:
             elif event.kind == "put" and key.startswith(self.keys.gone_nodes):
                 node_id, record = key.removeprefix(self.keys.gone_nodes), GoneRecord.from_bytes(event.kv.value)
                 for_s = now - absent.get(node_id, -math.inf)
-                if "was absent" in record.reason and for_s < self.settings.lost_after_s:
+                least_s = self.settings.lost_after_s * (1.0 - self.pace.clocks.drift)
+                if "was absent" in record.reason and for_s < least_s:
                     raise Violation(f"{node_id} is gone since {record.reason}, and it was for {for_s:.3f} s")
 
     def _check_run(self, events: tuple[KeyEvent, ...]) -> None:
