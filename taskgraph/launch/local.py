@@ -312,6 +312,7 @@ class LocalNodes:
             if not self._stopping and self._replace():
                 _keep(self._replacing, self._start_another(entry), f"replace {entry.name}")
         shutil.rmtree(entry.folder, ignore_errors=True)
+        self._runtime.node_ended(self._entry.name, entry.log_path)
 
     async def _start_another(self, dead: _Process) -> None:
         """In place of one that died, with its devices; but not where nodes there die again and again."""

@@ -3,6 +3,7 @@
 {runtime}/jobs/{name}/job.json    endpoints and token; only the owner can read it, and the launcher holds a lock on it
 {runtime}/jobs/{name}/launcher-*  the same, of further launchers of nodes for it
 {runtime}/jobs/{name}/*.log       what its nodes print, and its embedded etcd
+{runtime}/jobs/{name}/ended       the logs of nodes that ended, in that order: those of the last ones are kept
 {runtime}/joining.lock            held by the launcher that joins or leaves a job just now: its process id
 {runtime}/s/*/                    sockets of one launcher's nodes: their paths must be short
 {runtime}/finished/{name}.json    result and events of the last jobs
@@ -37,6 +38,9 @@ __all__ = ["JobEntry", "Runtime", "alive"]
 log = logging.getLogger("taskgraph.launch")
 
 _FINISHED_KEPT = 32
+_LOGS_KEPT = 500
+"""Of nodes that ended, beside those of nodes that run: more than a host has nodes, which end with their job at once."""
+_ENDED = "ended"
 _RUN = ".run"
 """Beside the logs of a job that has ended: which run's they are."""
 _BEGINNING_S = 60.0
@@ -325,6 +329,21 @@ class Runtime:
         """Where nodes of a running job write, if some were started on this host."""
         folder = self._folder(name)
         return folder if self.find(name) is not None and any(folder.glob("n*.log")) else None
+
+    def node_ended(self, name: str, log_path: Path) -> None:
+        """A node of the job has ended. Of those, whoever launched them, the logs of the last ones are kept: others may
+        come and go for as long as the job runs."""
+        try:
+            with (self._folder(name) / _ENDED).open("a+") as file:  # several launchers may write to its end
+                file.write(f"{log_path.name}\n")
+                file.seek(0)
+                before = file.read().splitlines()[:-_LOGS_KEPT]
+            for log_name in reversed(before):
+                log_path.with_name(log_name).unlink()
+        except FileNotFoundError:  # older ones went before; or the job has ended
+            pass
+        except OSError as error:
+            log.info("logs of nodes that ended stay: %s", error)
 
     def kept_logs(self, name: str) -> Path:
         """Where the logs of a finished job are."""

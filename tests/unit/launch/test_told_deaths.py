@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -161,4 +163,30 @@ async def test_a_run_that_was_submitted_anew_is_told_nothing_of_nodes_of_the_one
     assert fatal(view, 3) is None
     assert not view.gone
     assert KEYS.node("n1-1") not in await left(coordinator), "its lease ended all the same"
+    await coordinator.close()
+
+
+async def test_of_nodes_that_ended_the_logs_of_the_last_ones_are_kept_whoever_launched_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each node that ever was left one, for as long as some launcher lived."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("taskgraph.launch.runtime._LOGS_KEPT", 3, raising=False)
+    coordinator = Refusing()
+    launchers = [await with_node(coordinator), LocalNodes(ENTRY, coordinator, Runtime())]
+    folder = Runtime().folder("dead")
+
+    async def ends(number: int) -> None:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "", start_new_session=True)
+        pipe, log = os.open(os.devnull, os.O_WRONLY), folder / f"n{number}.log"
+        await launchers[number % 2]._watch(_Process(f"n{number}", f"n{number}-1", process, pipe, log))
+
+    for number in range(1, 10):
+        (folder / f"n{number}.log").write_text("it said this")
+    for number in range(2, 9):
+        await ends(number)
+    assert sorted(path.stem for path in folder.glob("*.log")) == ["n1", "n6", "n7", "n8", "n9"], "two of them live"
+    Runtime().remove("dead")
+    await ends(9)
+    assert not folder.exists(), "nothing is left behind by a job that has ended"
     await coordinator.close()
