@@ -231,7 +231,7 @@ class TakeOvers:
             if (view.epoch, view.checkpoint, view.primaries.get(task)) != read or not self._begins_anew(task):
                 return  # while it was read; `reconcile` decides anew
             for refused in found.refused:
-                self._node.events.emit("checkpoint refused", refused, task=task)
+                self._node.events.emit("checkpoint refused", refused)
             if found.manifest is None:
                 await self._fail_lost(task, f"no checkpoint can be used: {'; '.join(found.refused)}")
                 return
@@ -268,12 +268,11 @@ class TakeOvers:
         taken = await self._execute_takeover(
             replica, txn, writer, "takeover" if old else "primary", old.record.node if old else None, anew=True
         )
-        if taken and target is not None:
+        if taken and target is not None:  # told of the job: of single tasks a thousand events follow, and push out others
             self._node.events.emit(
                 "rolled back",
                 f"task {task} lost every replica ({lost}): the job goes back from epoch {undone} to the checkpoint of "
                 f"epoch {target.epoch}; epochs {target.epoch} to {undone - 1} are computed again",
-                task=task,
                 epoch=target.epoch,
             )
 

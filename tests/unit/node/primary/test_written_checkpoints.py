@@ -226,6 +226,22 @@ class KillAll(KillWithCheckpoint):
         return point
 
 
+async def test_that_a_job_went_back_is_not_pushed_out_by_what_its_tasks_do_then(tmp_path: Path) -> None:
+    """Of a job of 60 tasks `events` did not tell it any more two minutes later: with it all tasks get new primaries and
+    backups, and events of single tasks go first."""
+
+    class Corrupt(KillWithCheckpoint):
+        async def wait(self, cluster: InProcessCluster) -> None:
+            await super().wait(cluster)
+            (file,) = files(tmp_path, "*-e000000008-*/task-000002.safetensors")
+            file.write_bytes(b"")
+
+    async with running(walk(tmp_path), 4, Corrupt(0, 10, at=8)) as cluster:
+        await cluster.result(40)
+        told = {(e.kind, e.task) for e in cluster.events if e.kind in ("rolled back", "checkpoint refused")}
+    assert told == {("rolled back", None), ("checkpoint refused", None)}
+
+
 async def test_at_the_checkpoints_own_epoch_nothing_is_undone(unharmed: tg.JobResult, tmp_path: Path) -> None:
     async with running(walk(tmp_path), 4, KillWithCheckpoint(1, 8, "done", at=8)) as cluster:
         same(unharmed, await cluster.result(40))
