@@ -268,7 +268,7 @@ class TakeOvers:
         taken = await self._execute_takeover(
             replica, txn, writer, "takeover" if old else "primary", old.record.node if old else None, anew=True
         )
-        if taken and target is not None:  # told of the job: of single tasks a thousand events follow, and push out others
+        if taken and target is not None:  # not of one task: what happens to all of them now pushes out such events
             self._node.events.emit(
                 "rolled back",
                 f"task {task} lost every replica ({lost}): the job goes back from epoch {undone} to the checkpoint of "
