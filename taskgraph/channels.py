@@ -76,10 +76,15 @@ class Inputs:
         producers = self._inbound.get(name)
         if producers is None:
             raise self._not_declared(name)
-        if len(producers) != 1:
+        if not producers:
+            raise GraphError(
+                f"{self._at()}: {name!r} comes from no task: its link leads to nobody here; "
+                f"ask `if {name!r} in ins` first, or use ins.all({name!r})"
+            )
+        if len(producers) > 1:
             raise GraphError(
                 f"{self._at()}: {name!r} comes from {len(producers)} tasks "
-                f"({', '.join(map(str, producers)) or 'none'}); use ins.all({name!r})"
+                f"({', '.join(map(str, producers))}); use ins.all({name!r})"
             )
         try:
             encoded = self._items[name, producers[0]]

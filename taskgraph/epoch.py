@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -476,7 +477,8 @@ def task_ids(work: Work, to: To, at: Callable[[], str], what: str) -> tuple[int,
         if not 0 <= task < work.tasks():
             raise GraphError(f"{what} names task {task}, but the job has tasks 0 to {work.tasks() - 1}")
     if len(set(ids)) != len(ids):
-        raise GraphError(f"{what} names a task twice: {ids}")
+        twice = Counter(ids).most_common(1)[0][0]
+        raise GraphError(f"{what} names task {twice} twice; list(dict.fromkeys(ids)) has each once")
     links = {one for one in names if isinstance(one, str)}
     if links and (unknown := links.difference(work.links())):
         known = ", ".join(map(repr, work.links())) or "none"

@@ -7,6 +7,7 @@ order of the ids is the order in which `ins.all` lists what came along the link.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
 from types import FunctionType
@@ -68,7 +69,8 @@ class Topology(Mapping[str, Link]):
     def __init__(self, links: Mapping[str, Link] | None = None) -> None:
         links = {} if links is None else links
         if not isinstance(links, Mapping):
-            call = f"; call it: tg.{links.__name__}()" if getattr(links, "__name__", "") in __all__ else ""
+            name = links if isinstance(links, str) else getattr(links, "__name__", "")
+            call = f"; call it: tg.{name}()" if name in __all__ else ""
             raise JobError(f"a topology is made of named links, {{name: function}}, not of {links!r}{call}")
         for name, link in links.items():
             if not isinstance(name, str) or not name:
@@ -173,7 +175,8 @@ def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tup
             raise GraphError(f"task {task_id}: {what} names task {number}, but the job has tasks 0 to {tasks - 1}")
         ids.append(number)
     if len(ids) > 1 and len(set(ids)) != len(ids):
-        raise GraphError(f"task {task_id}: {what} names a task twice: {ids}")
+        twice = Counter(ids).most_common(1)[0][0]
+        raise GraphError(f"task {task_id}: {what} names task {twice} twice; list(dict.fromkeys(ids)) has each once")
     if isinstance(given, set | frozenset):  # it has no order of its own
         ids.sort()
     return tuple(ids)

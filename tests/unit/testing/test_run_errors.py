@@ -40,7 +40,7 @@ def test_a_neighbor_that_does_not_exist() -> None:
         (7, ["outbound 'x' names task 7", "tasks 0 to 1"]),
         (-1, ["names task -1"]),
         ("friends", ["names link 'friends'", "'peers'", "'all'"]),
-        ([1, 1], ["names a task twice"]),
+        ([1, 0, 1], ["names task 1 twice; list(dict.fromkeys(ids)) has each once"]),
         (["peers", "friends"], ["names link 'friends'", "'peers'", "'all'"]),
         (1.5, ["takes a link's name, a task id, or several of them, not 1.5"]),
         (True, ["takes a link's name, a task id, or several of them, not True"]),
