@@ -21,26 +21,28 @@ class Queue(tg.Task, state=["left", "made"]):
         self.made: dict[int, int] = {}
 
     def compose(self, epoch: tg.Epoch) -> None:
+        epoch.scratch.dealt = 0
+        epoch.scratch.made = {}
         epoch.processor(self.settle)
 
     @tg.handles("next")
     def next(self, epoch: tg.Epoch, sender: int, payload: None) -> int | None:
-        dealt = getattr(epoch.scratch, "dealt", 0)
+        dealt: int = epoch.scratch.dealt
         if dealt >= min(AT_A_TIME, len(self.left)):
             return None
-        epoch.scratch.dealt = dealt + 1
+        epoch.scratch.dealt += 1
         return self.left[dealt]
 
     @tg.handles("made")
     def take(self, epoch: tg.Epoch, sender: int, payload: list[int]) -> None:
         piece, value = payload
-        setattr(epoch.scratch, f"made{piece}", value)
+        epoch.scratch.made[piece] = value
 
     def settle(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        dealt = getattr(epoch.scratch, "dealt", 0)
+        dealt = epoch.scratch.dealt
         for piece in self.left[:dealt]:  # in their order, not in that in which they came back
             assert piece not in self.made
-            self.made[piece] = getattr(epoch.scratch, f"made{piece}")
+            self.made[piece] = epoch.scratch.made[piece]
         self.left = self.left[dealt:]
         if not self.left:
             epoch.finish()
