@@ -67,8 +67,8 @@ class NodeCore:
         paused: whether it cannot prove its lease just now; every message asks for it. Set by `Registration`.
         node_revision: of its key in etcd; 0: it is not registered. Set by `Registration`.
         draining: whether it was asked to leave. Set by `Draining`.
-        left: tasks that it leaves to others for want of memory, each as often as it did; its key says so once
-            `announce` has returned, which is set by `Registration`.
+        left: tasks that it leaves to others for want of memory, each as often as it did.
+        announce: has its key say both. Set by `Registration`.
         suspects: nodes that it takes for dead. Set by `Suspicion`.
         gone: nodes that are dead for good, by what was read in etcd. Set by `Suspicion`.
         injects: whether there is anything to call at `point`: an epoch comes by five of them.

@@ -138,7 +138,8 @@ class Node(NodeServices):
                     self._child(group, self.noticing.watch(), "noticing"),
                     self._child(group, self.reconciler.run(), "reconcile"),
                 ]
-                self._draining.lives(self.registration)
+                if self.draining:
+                    self._draining.announce()
                 try:
                     await self._until_over()
                 except asyncio.CancelledError:

@@ -10,7 +10,6 @@ from taskgraph.protocol.takeover import held_alone, who_stays
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
-    from taskgraph.node.membership.registration import Registration
 
 __all__ = ["Draining"]
 
@@ -25,7 +24,6 @@ class Draining:
     def __init__(self, node: NodeCore, empty: Callable[[], bool]) -> None:
         self._node = node
         self._empty = empty
-        self._registration: Registration | None = None
         self._late = False
 
     def begin(self, why: str) -> None:
@@ -45,20 +43,12 @@ class Draining:
             )
         node.events.emit("drain", text, fields={"leaves": node.id})
         if node.running:
-            self._announce()
+            self.announce()
 
-    def lives(self, registration: Registration) -> None:
-        """The node is registered, and takes part from now on."""
-        self._registration = registration
-        if self._node.draining:
-            self._announce()
-
-    def _announce(self) -> None:
+    def announce(self) -> None:
         """Has everyone told, and the time counted: once the node was asked and lives."""
-        node = self._node
-        assert self._registration is not None
-        node.own(self._registration.announce_drain(), "announce the drain")
-        node.own(self._deadline(), "drain deadline")
+        self._node.own(self._node.announce(), "announce the drain")
+        self._node.own(self._deadline(), "drain deadline")
 
     async def _deadline(self) -> None:
         node = self._node
@@ -85,9 +75,9 @@ class Draining:
             return False
         if self._late:
             return True
-        view = node.keeper.view
-        if self._registration is None or not self._registration.draining or not self._empty():
+        if not self._empty():
             return False
+        view = node.keeper.view
         # Who was evicted holds the committed boundary until the next commit: of a finished job there is none.
         holders = view.in_sync if view.running else view.staying
         return not any(view.primary_node(t) == node.id or node.id in holders(t) for t in range(node.job.tasks))

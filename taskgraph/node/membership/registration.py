@@ -54,7 +54,6 @@ class Registration:
         self._suspicion = suspicion
         self._reconcile = reconcile
         self._lease: Lease | None = None
-        self._draining = False
         self._why_paused = ""  # what was last said of it
         self._writing = ""  # the writer of a change of the key that was not answered yet
         self._one_writes = asyncio.Lock()
@@ -62,18 +61,13 @@ class Registration:
         self._there = 0  # the last revision in which this node read that it is not gone; 0: it has put no key yet
         self._reached: set[str] = set()  # nodes that answered before this one began: ids are never used again
 
-    @property
-    def draining(self) -> bool:
-        """Whether the key says that this node wants to leave, or is about to."""
-        return self._draining
-
     def _current(self) -> NodeRecord:
         """What the key is to say, for one write: made anew for each, since several may be under way."""
         assert self._lease is not None
         return dataclasses.replace(
             self._record,
             lease=self._lease.id,
-            draining=self._draining,
+            draining=self._node.draining,
             left=self._node.left,
             writer=self._node.writer(),
         )
@@ -385,11 +379,6 @@ class Registration:
             if timer is not None:
                 timer.cancel()
 
-    async def announce_drain(self) -> None:
-        """Tells everyone that this node wants to leave."""
-        self._draining = True
-        await self.announce()
-
     async def announce(self) -> None:
         """Has the key say what changed of what this node wants."""
         async with self._one_writes:
@@ -402,7 +391,7 @@ class Registration:
         known = node.keeper.view.nodes.get(node.id)
         if known is None or known.mod_revision != node.node_revision:
             return False
-        return (known.record.draining, known.record.left) == (self._draining, node.left)
+        return (known.record.draining, known.record.left) == (node.draining, node.left)
 
     async def _announce(self) -> None:
         while True:
