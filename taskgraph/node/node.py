@@ -65,9 +65,13 @@ class Node(NodeServices):
         super().__init__(**services)
         self._control, self._token_mark = control, token_mark
         self._results_kept_s = None if kept_on else self.settings.results_kept_s
-        self.registration: Registration | None = None
         self.roles = Roles(self)
-        self.suspicion = Suspicion(self, self.roles.primaries, unproved=self._unproved, changed=self.roles.reconsider)
+        self.suspicion = Suspicion(
+            self,
+            self.roles.primaries,
+            unproved=lambda: self.registration.unproved,
+            changed=self.roles.reconsider,
+        )
         fatal_code = FatalCode(self, self.roles.reconsider)
         self.takeovers = TakeOvers(self, self.roles, suspicion=self.suspicion, fatal_code=fatal_code)
         self.set_ups = SetUps(self, lambda: bool(self.roles.primaries or self.roles.runs or self.takeovers.under_way))
@@ -80,15 +84,13 @@ class Node(NodeServices):
             takeovers=self.takeovers,
             noticing=self.noticing,
         )
+        self.registration = Registration(self, suspicion=self.suspicion, reconcile=self.reconciler.reconcile)
         self.serving = Serving(self, self.roles, self.takeovers)
         self._draining = Draining(self, lambda: not (self.roles.primaries or self.roles.runs))
         self.router.on_gone = self._on_gone
         # From the first read on: a node serves offers while it still registers, and what a roll-back undid has to go
         # before a boundary of after it is held.
         self._stop_following = self.keeper.on_change(self.reconciler.follow)
-
-    def _unproved(self) -> bool:
-        return self.registration is not None and self.registration.unproved
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -106,10 +108,7 @@ class Node(NodeServices):
             if self.draining:
                 return  # nobody knows of it yet
             self._check_spec()
-            self.registration = Registration(
-                self, self._record(), suspicion=self.suspicion, reconcile=self.reconciler.reconcile
-            )
-            await self.registration.register()
+            await self.registration.register(self._record())
             if not self.node_revision:
                 return  # it drained before it might
             try:
@@ -126,7 +125,6 @@ class Node(NodeServices):
             await self.transport.close()
 
     async def _live(self) -> None:
-        assert self.registration is not None
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -290,7 +288,7 @@ class Node(NodeServices):
         """What runs here, and what it waits for."""
         leader = self.roles.leader
         waits = (
-            *(self.registration.waits if self.registration is not None else ()),
+            *self.registration.waits,
             *self.wishes.waits,
             *self.takeovers.waits,
             *(leader.waits if leader is not None else ()),

@@ -42,17 +42,15 @@ class Registration:
     """One node's lease and key.
 
     Args:
-        record: what never changes of what its key says.
         reconcile: has what runs here follow the view, before it is said whose primaries are here.
     """
 
-    def __init__(
-        self, node: NodeCore, record: NodeRecord, *, suspicion: Suspicion, reconcile: Callable[[], None]
-    ) -> None:
+    def __init__(self, node: NodeCore, *, suspicion: Suspicion, reconcile: Callable[[], None]) -> None:
         self._node = node
-        self._record = record
+        self._record: NodeRecord
         self._suspicion = suspicion
         self._reconcile = reconcile
+        self._spec_revision = 0  # when it began to register
         self._lease: Lease | None = None
         self._why_paused = ""  # what was last said of it
         self._writing = ""  # the writer of a change of the key that was not answered yet
@@ -72,13 +70,17 @@ class Registration:
             writer=self._node.writer(),
         )
 
-    async def register(self) -> None:
+    async def register(self, record: NodeRecord) -> None:
         """Grants the lease and puts the key; not where the node is asked to leave before it may.
+
+        Args:
+            record: what never changes of what its key says.
 
         Raises:
             JobError: the job is another one by now, or one of its nodes and this one could not speak.
         """
-        keeper, spec = self._node.keeper, self._node.keeper.view.spec_revision
+        keeper = self._node.keeper
+        self._record, self._spec_revision = record, keeper.view.spec_revision
         while True:
             await self._until_it_may()
             if self._node.draining:
@@ -87,7 +89,7 @@ class Registration:
                 await self._node.from_etcd(keeper.load)
                 if self._node.draining:
                     return
-                self._check_run(spec)
+                self._check_run()
                 await self._node.breathe()
             self._node.node_revision = revision
             self._node.pause(False)
@@ -104,10 +106,10 @@ class Registration:
             self._node.node_revision = 0
             await keeper.refresh()
 
-    def _check_run(self, spec_revision: int) -> None:
+    def _check_run(self) -> None:
         """Raises JobError where the job is another one than what was read at first."""
         view = self._node.keeper.view
-        if view.superseded or view.spec_revision != spec_revision:
+        if view.superseded or view.spec_revision != self._spec_revision:
             raise JobError(f"job {view.keys.job!r} was submitted anew while this node started: start the node again")
 
     async def _until_it_may(self) -> None:
@@ -124,7 +126,6 @@ class Registration:
                 this node is gone.
         """
         node, settings, told = self._node, self._node.settings, ""
-        spec = node.keeper.view.spec_revision
         # A node whose main loop is stuck is silent, too, and renews its lease for as long as it may be.
         enough_s = settings.lease_ttl_s + _REGRANTED_S + settings.lease_stall_s
         renewed: dict[str, float] = {}  # since when nothing else was seen
@@ -139,7 +140,7 @@ class Registration:
             await asyncio.sleep(_LOOK_S)
             asked_at = node.now()
             await node.from_etcd(node.keeper.load)
-            self._check_run(spec)
+            self._check_run()
             self._check_not_gone()  # that may be forgotten before it may register
             renews = dict(zip(found, await asyncio.gather(*map(self._renews, found)), strict=True))
             now = node.now()

@@ -63,7 +63,6 @@ def test_a_node_pauses_a_third_of_the_ttl_before_its_key_may_go(gated: type[Gate
     async def scenario(cluster: InProcessCluster) -> JobResult:
         await gated.reached.wait()
         node = holder(cluster, 0)
-        assert node.registration is not None
         lease = node.registration._lease
         assert isinstance(lease, MemoryLease)
         lease.stop()
@@ -90,7 +89,7 @@ def test_a_node_whose_lease_has_ended_by_the_answer_has_not_resumed(gated: type[
         await asyncio.sleep(node.settings.lease_stall_s + node.settings.lease_ttl_s + 1.0)
         eyes(node).answer()
         await node.while_paused()
-        assert node.registration is not None and not node.registration.unproved
+        assert not node.registration.unproved
         assert len(told(cluster, "paused")) == len(told(cluster, "resumed")) == 1
         gated.gate.set()
         return await cluster.result()
