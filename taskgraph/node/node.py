@@ -132,7 +132,7 @@ class Node(NodeServices):
                     self._child(group, self.keeper.run(), "view"),
                     self._child(group, self.registration.run(), "lease"),
                     self._child(group, self.suspicion.watch_absent(), "absent nodes"),
-                    self._child(group, self.suspicion.watch_leases(), "leases"),
+                    self._child(group, self.suspicion.overdue.watch(), "leases"),
                     self._child(group, self.noticing.watch(), "noticing"),
                     self._child(group, self.reconciler.run(), "reconcile"),
                 ]

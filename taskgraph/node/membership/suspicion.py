@@ -74,12 +74,12 @@ class Suspicion:
         self._changed = changed
         self._refused: dict[str, Refusal] = {}
         self._outlived: set[str] = set()  # those that lived on though their port refused: that it does is no news
-        self._overdue = Overdue(node, self._lease_changed)
+        self.overdue = Overdue(node, self._lease_changed)
         self._absent_since: dict[str, float] = {}
         self._absent_before: frozenset[str] | None = None  # when this node paused; None: it is long ago
         self._coming_back: asyncio.Task[None] | None = None
-        self._probing: dict[str, asyncio.Task[None]] = {}
         self._doubted: set[str] = set()  # a call found nobody listening: it is looked at
+        self._probing: set[str] = set()
         self._gone_revision = -1  # of what it says of `gone`
         self._missed: set[str] = set()  # whose loss it told because their ports refuse
         self._told: set[str] | None = None
@@ -103,10 +103,6 @@ class Suspicion:
     def refusal(self, node: str | None) -> Refusal | None:
         """What a take-over from that node rests on, if its port refuses: to be told of it."""
         return None if node is None else self._refused.get(node)
-
-    async def watch_leases(self) -> None:
-        """Finds nodes whose lease ends before etcd deletes their key."""
-        await self._overdue.watch()
 
     def _lease_changed(self, node: str, lease: int, ended: bool) -> None:
         """It ended; or it lives again: another leader of etcd gives every lease its TTL anew."""
@@ -142,29 +138,33 @@ class Suspicion:
             self._doubted.discard(node)
 
     def _look_at(self, node: str) -> None:
-        known = self._probing.get(node)
-        if node not in self._refused and (known is None or known.done()):
+        if node not in self._refused:
             self._probe_soon(node)
 
     def _probe_soon(self, node: str) -> None:
-        self._probing[node] = self._node.own(self._probe(node), f"probe {node}")
+        if node not in self._probing:
+            self._probing.add(node)
+            self._node.own(self._probe(node), f"probe {node}")
 
     async def _probe(self, node: str) -> None:
-        for _ in range(_PROBES):
-            peer = self._node.router.peer(node)
-            if peer is None:
-                return
-            try:
-                await self._node.transport.probe(peer, timeout_s=self._node.settings.connect_s)
-            except PeerGone:
-                self.refused(node)
-                return
-            except TransportError:
-                await self._node.breathe()
-            else:
-                self._outlived.discard(node)
-                self._lives(node, "it answers")
-                return
+        try:
+            for _ in range(_PROBES):
+                peer = self._node.router.peer(node)
+                if peer is None:
+                    return
+                try:
+                    await self._node.transport.probe(peer, timeout_s=self._node.settings.connect_s)
+                except PeerGone:
+                    self.refused(node)
+                    return
+                except TransportError:
+                    await self._node.breathe()
+                else:
+                    self._outlived.discard(node)
+                    self._lives(node, "it answers")
+                    return
+        finally:
+            self._probing.discard(node)
 
     def paused(self) -> None:
         """This node's own lease cannot be proved, and those of others no more, perhaps."""
@@ -211,7 +211,7 @@ class Suspicion:
             self._forget(named)
         if self._absent_before is not None:
             absent &= self._absent_before
-        self._node.suspects = frozenset(absent | self._refused.keys() | (self._node.gone & named) | self._overdue.nodes)
+        self._node.suspects = frozenset(absent | self._refused.keys() | (self._node.gone & named) | self.overdue.nodes)
 
     def _named(self) -> set[str]:
         """Other nodes that hold tasks, or are to: once one of them is absent, until it is back or gone."""
@@ -229,7 +229,6 @@ class Suspicion:
         kept = named | self._node.keeper.view.nodes.keys()
         self._refused = {node: refusal for node, refusal in self._refused.items() if node in kept}
         self._outlived &= kept
-        self._probing = {node: probe for node, probe in self._probing.items() if not probe.done()}
         self._missed -= self._node.gone
         self._node.router.keep(kept)
 
@@ -258,7 +257,7 @@ class Suspicion:
                 if refusal.since < since:
                     self._outlived.add(node)
                     self._lives(node, "it renews its lease")
-                elif (probe := self._probing.get(node)) is None or probe.done():
+                else:
                     self._probe_soon(node)
 
     def _look_who_takes_back(self) -> None:
