@@ -28,6 +28,7 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any, ClassVar, Final
 
@@ -225,22 +226,14 @@ class ReportLog:
         """What was reported in it. It is the newest that is asked for, as a rule."""
         if epoch >= self._newest:
             return self._rows if epoch == self._newest else {}
-        for block in self._blocks(newest_first=True):
+        for block in chain([self._open], map(_Block.of, reversed(self._full))):
             if block.groups and block.first <= epoch:
                 return block.of_epoch(epoch)
         return {}
 
-    def _blocks(self, *, newest_first: bool = False) -> Iterator[_Block]:
-        if newest_first:
-            yield self._open
-        for data in reversed(self._full) if newest_first else self._full:
-            yield _Block.of(data)
-        if not newest_first:
-            yield self._open
-
     def rows(self) -> Iterator[tuple[int, PlainRows]]:
         """All of them, epoch after epoch."""
-        for block in self._blocks():
+        for block in chain(map(_Block.of, self._full), [self._open]):
             yield from block.rows()
         if self._rows:
             yield self._newest, plain(self._rows)
