@@ -52,28 +52,23 @@ async def traced(
     if first is None:
         return
     tracing.start(events, max(first.every, 1))
-    over = asyncio.ensure_future(_first_of(ending, node, asked))
     try:
-        yield pb.TraceChunk(epoch=node.latest)
-        while True:
-            last = over.done()
-            if last:
-                over.result()
-            for chunk in chunks(tracing):
-                chunk.epoch = node.epoch
-                yield chunk
-            if last:
-                yield pb.TraceChunk(epoch=node.epoch, over=True)
-                return
-            filled = asyncio.ensure_future(tracing.filled())
-            try:
-                await asyncio.wait([over, filled], timeout=_FETCH_S, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                filled.cancel()
+        async with alongside(_first_of(ending, node, asked)) as (over,):
+            yield pb.TraceChunk(epoch=node.latest)
+            while True:
+                last = over.done()
+                if last:
+                    over.result()
+                for chunk in chunks(tracing):
+                    chunk.epoch = node.epoch
+                    yield chunk
+                if last:
+                    yield pb.TraceChunk(epoch=node.epoch, over=True)
+                    return
+                async with alongside(tracing.filled()) as (filled,):
+                    await asyncio.wait([over, filled], timeout=_FETCH_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
         tracing.stop()
-        over.cancel()
-        await asyncio.gather(over, return_exceptions=True)
 
 
 async def _first_request(requests: AsyncIterator[pb.TraceRequest], ending: asyncio.Event) -> pb.TraceRequest | None:
