@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from taskgraph import timeouts
+from taskgraph.alongside import alongside, any_done
 from taskgraph.errors import GraphError, TransportError, first_of
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary import audits
@@ -446,21 +447,14 @@ class LeaderRole:
         stamp, news = self._leader.stamp, self._last_news
         assert stamp is not None
         fence, reports = self._fences(), self._leader.reports()
-        looking = asyncio.create_task(audits.audit(self._node, stamp, reports), name="audit")
-        try:
+        async with alongside(audits.audit(self._node, stamp, reports)) as (looking,):
             while not looking.done() and self._still(diverged, fence, news):
                 self._wake.clear()
-                news_came = asyncio.ensure_future(self._wake.wait())
-                try:
-                    await asyncio.wait([looking, news_came], return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    news_came.cancel()
+                async with alongside(self._wake.wait()) as (news_came,):
+                    await any_done(looking, news_came)
             if not looking.done() or not self._still(diverged, fence, news):
                 return
             found = looking.result()
-        finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
         waits = tuple(found.waits(self._node))
         nothing_but_waits = waits and not (found.differing if diverged.replaced else found.disagreements)
         explained = (diverged, fence, news) if nothing_but_waits else None
