@@ -87,7 +87,6 @@ class LeaderRole:
         self._leader = Leader(node.job.tasks, node.job.epochs, ahead=self._ahead)
         self._wake = asyncio.Event()
         self._rows = asyncio.Event()
-        self._rows_wanted = 0  # by how many
         self._clock = asyncio.get_running_loop().time
         self._accepted = Accepted(primary.term)
         self._began = self._last_news = self._clock()
@@ -110,6 +109,8 @@ class LeaderRole:
         self._came = False  # something that may be due came meanwhile
         self._gathered_by = self._ahead  # as `gather_by` was told last
         self._told_thinned = False
+        self._committed = 0
+        """The boundary this leader committed last, of which the log has all that was reported before it."""
 
     def gather_by(self, ahead: int) -> None:
         """Task 0, whose epochs are as large as others' for all we know, may be so many epochs ahead."""
@@ -133,8 +134,7 @@ class LeaderRole:
             self._begin()
         if leader.report(*reports):
             self._last_news = self._clock()
-            if self._rows_wanted:
-                self._rows.set()
+            self._rows.set()
             if leader.ready:
                 self._wake_if_due()
             if self.lacks_own():
@@ -158,14 +158,10 @@ class LeaderRole:
         Args:
             own: what task 0 reported in it.
         """
-        self._rows_wanted += 1
-        try:
-            while (rows := self.rows_now(stamp, own)) is None:
-                self._rows.clear()
-                await self._rows.wait()
-            return rows
-        finally:
-            self._rows_wanted -= 1
+        while (rows := self.rows_now(stamp, own)) is None:
+            self._rows.clear()
+            await self._rows.wait()
+        return rows
 
     def rows_now(self, stamp: Stamp, own: Mapping[str, float]) -> Rows | None:
         """The same where all of it is here; else None.
@@ -186,9 +182,6 @@ class LeaderRole:
             return None
         log.add(epoch, told)
         return log.of(epoch)
-
-    _committed = 0
-    """The boundary this leader committed last, of which the log has all that was reported before it."""
 
     # -- the role ---------------------------------------------------------------------------------
 
