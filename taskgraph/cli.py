@@ -256,12 +256,12 @@ _COMMANDS = {
     "token": "acting:token",
     "certs": "certifying:certs",
 }
-"""Where each is: only the one that runs is loaded."""
+"""Where each is: only the one that runs is loaded. It returns its exit code, or is a coroutine that does."""
 
 
-def _command(name: str) -> Callable[..., int]:
+def _command(name: str) -> Callable[..., Any]:
     module, _, function = _COMMANDS[name].partition(":")
-    found: Callable[..., int] = getattr(importlib.import_module(f"taskgraph.commands.{module}"), function)
+    found: Callable[..., Any] = getattr(importlib.import_module(f"taskgraph.commands.{module}"), function)
     return found
 
 
@@ -285,8 +285,12 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
             return FAILED
         command = _command(options.command)
         code = command(options, function) if options.command in _OF_DRIVERS else command(options)
+        if not isinstance(code, int):
+            import uvloop
+
+            code = uvloop.run(code)
         sys.stdout.flush()  # what cannot be written is an error here, and not after the end
-        return code
+        return int(code)
     except JobFailed as error:
         what = "the job was ended" if isinstance(error, JobCancelled) else "job failed"
         _print(f"{what}: {error}", error)

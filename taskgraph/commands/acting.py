@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import uvloop
-
 from taskgraph import host
 from taskgraph.commands.common import Reached, access_of, ended_text, etcd_of, find_entry, reach, see_text
 from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -68,13 +66,9 @@ def signal_number(text: str) -> signal.Signals:
         raise JobError(f"--signal {text}: no such signal; e.g. KILL, TERM, STOP, CONT") from None
 
 
-def kill(options: argparse.Namespace) -> int:
+async def kill(options: argparse.Namespace) -> int:
     """Sends a signal to the process that holds a task's primary, one of its backups, or to a node by name."""
     number = signal_number(options.signal)
-    return uvloop.run(_kill(options, number))
-
-
-async def _kill(options: argparse.Namespace, number: signal.Signals) -> int:
     async with reach(options) as reached:
         reached.spec.check_protocol()
         view = await _view(reached)
@@ -237,12 +231,8 @@ def _node_named(view: JobView, name: str) -> str:
     raise JobError(f"no node is called {name!r}; registered: {known}")
 
 
-def drain(options: argparse.Namespace) -> int:
+async def drain(options: argparse.Namespace) -> int:
     """Asks a node to hand everything over and leave."""
-    return uvloop.run(_drain(options))
-
-
-async def _drain(options: argparse.Namespace) -> int:
     async with reach(options) as reached:
         reached.spec.check_protocol()
         view = await _view(reached)
@@ -271,12 +261,8 @@ def drain_risk(view: JobView, spec: JobSpec, node: str) -> str:
     )
 
 
-def shutdown(options: argparse.Namespace) -> int:
+async def shutdown(options: argparse.Namespace) -> int:
     """Ends a job without a result."""
-    return uvloop.run(_shutdown(options))
-
-
-async def _shutdown(options: argparse.Namespace) -> int:
     async with reach(options) as reached:
         follower = Follower(reached.coordinator, reached.spec, b"")
         ended = await follower.cancel_job("shut down by `taskgraph shutdown`")
@@ -284,12 +270,8 @@ async def _shutdown(options: argparse.Namespace) -> int:
     return 0
 
 
-def forget(options: argparse.Namespace) -> int:
+async def forget(options: argparse.Namespace) -> int:
     """Deletes what etcd keeps of jobs that have ended; of those that can be, where several are named."""
-    return uvloop.run(_forget(options))
-
-
-async def _forget(options: argparse.Namespace) -> int:
     refused: list[TaskGraphError] = []
     for name in options.job:
         try:

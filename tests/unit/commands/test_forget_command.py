@@ -9,7 +9,7 @@ import pytest
 from commands_kit import ETCD, in_memory
 
 from taskgraph.cli import parser
-from taskgraph.commands.acting import _forget
+from taskgraph.commands.acting import forget
 from taskgraph.coordination.memory import MemoryCoordinator
 from taskgraph.errors import JobError, UnknownJob
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -38,7 +38,7 @@ async def test_those_that_can_go_and_the_others_are_told_of(
     Runtime().keep_finished("two", {"status": {"state": "failed"}, "result": None, "run": ""})
     jobs = ("one", "fit", "", "two", "three")
     with pytest.raises(UnknownJob, match="nothing is kept in etcd of a job 'three'"):
-        await _forget(parser().parse_args(["forget", *jobs, "--etcd", ETCD]))
+        await forget(parser().parse_args(["forget", *jobs, "--etcd", ETCD]))
     told = capsys.readouterr()
     assert told.out.splitlines() == [
         f"job one is forgotten by etcd at {ETCD} (1 key)",
@@ -53,9 +53,9 @@ async def test_without_an_etcd_it_is_that_which_this_host_knows_the_job_at(etcd:
     options = parser().parse_args(["forget", "one"])
     for embedded in (True, False):
         with pytest.raises(JobError, match="job 'one': say which etcd keeps it, with --etcd"):
-            await _forget(options)
+            await forget(options)
         Runtime().put(JobEntry(name="one", etcd=ETCD, token="", pid=_killed(), embedded=embedded, tls={}))
-    assert await _forget(options) == 0
+    assert await forget(options) == 0
     assert await names(etcd) == ["fit", "two"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from commands_kit import in_memory, options
 
-from taskgraph.commands.acting import _drain, _kill, _shutdown
+from taskgraph.commands.acting import drain, kill, shutdown
 from taskgraph.commands.chaos import _chaos
 from taskgraph.commands.joining import _launch
 from taskgraph.commands.looking import _events, _status
@@ -46,8 +46,8 @@ Command = Callable[[], Coroutine[Any, Any, int]]
 @pytest.mark.parametrize(
     "command",
     [
-        lambda: _kill(options("kill", "--node", "n1"), 9),
-        lambda: _drain(options("drain", "--node", "n1")),
+        lambda: kill(options("kill", "--node", "n1")),
+        lambda: drain(options("drain", "--node", "n1")),
         lambda: _chaos(options("chaos"), ("kill",), 1),
         lambda: _trace(options("trace"), None),
     ],
@@ -84,6 +84,6 @@ async def test_status_shows_what_etcd_has_and_says_why_that_is_all(
 
 async def test_what_needs_etcd_alone_works(etcd: MemoryCoordinator) -> None:
     assert await _events(options("events")) == 0
-    assert await _shutdown(options("shutdown")) == 0
+    assert await shutdown(options("shutdown")) == 0
     status = await etcd.get(KEYS.status)
     assert status is not None and StatusRecord.from_bytes(status.value).state == State.CANCELLED
