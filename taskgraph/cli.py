@@ -312,29 +312,27 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
     except BrokenPipeError:
         drop_unwritten()  # whoever read our output has enough
         return 0
-    except OSError as error:
-        if error.errno == errno.ENOENT and "temporary directory" in (error.strerror or ""):  # what `tempfile` says
-            print(f"taskgraph: {error.strerror}: set TMPDIR to a directory that can be written", file=sys.stderr)
-            return FAILED
-        if error.errno == errno.ENOENT and error.filename is None and _is_nowhere():  # what `os.getcwd` says
-            print("taskgraph: the working directory was removed: `cd` to one that is there", file=sys.stderr)
-            return FAILED
-        if text := no_process(error):
-            _print(text, error)
-            return FAILED
-        if error.errno not in OF_THE_HOST:
-            raise
-        text = f"standard output: {error.strerror}" if drop_unwritten() else str(error)
-        _print(f"{text}: {_MORE_FILES}" if error.errno == errno.EMFILE else text, error)
-        return FAILED
-    except RuntimeError as error:
-        if not (text := no_thread(error)):
+    except (OSError, RuntimeError) as error:
+        text = no_thread(error) if isinstance(error, RuntimeError) else _of_the_host(error)
+        if not text:
             raise
         _print(text, error)
         return FAILED
     finally:
         if not getattr(sys.stdout, "closed", False):  # by a driver, which may have put something simpler there
             drop_unwritten()  # what was printed before an error: Python would fail of it, too, with a code of its own
+
+
+def _of_the_host(error: OSError) -> str:
+    """What to say where the host, or where the command was started, is at fault; "" where that is not the error."""
+    if error.errno == errno.ENOENT and "temporary directory" in (error.strerror or ""):  # what `tempfile` says
+        return f"{error.strerror}: set TMPDIR to a directory that can be written"
+    if error.errno == errno.ENOENT and error.filename is None and _is_nowhere():  # what `os.getcwd` says
+        return "the working directory was removed: `cd` to one that is there"
+    if (text := no_process(error)) or error.errno not in OF_THE_HOST:
+        return text
+    text = f"standard output: {error.strerror}" if drop_unwritten() else str(error)
+    return f"{text}: {_MORE_FILES}" if error.errno == errno.EMFILE else text
 
 
 def _is_nowhere() -> bool:
