@@ -138,9 +138,7 @@ def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser
             helping.function = driver
             if driver is None:
                 made.add_argument("driver", metavar="DRIVER", help="module[:function] or path.py[:function]")
-            made.add_argument("-o", "--option", action="append", metavar="NAME=VALUE", help="an option of the job")
-            made.add_argument("--set", action="append", metavar="NAME=VALUE", help="a setting: docs/settings.md")
-            made.add_argument("--name", help="another name for the job")
+            _add_driver_options(made)
         if job:
             made.add_argument("job", metavar="JOB", nargs="?", help=f"the job's name; {_ONLY_JOB}")
         with_etcd.append(made)
@@ -155,11 +153,7 @@ def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser
     without = _ONLY_JOB if driver is None else "without it: as run"
     text = f"the job's name, or a driver as for run; {without}"
     launch.add_argument("job", metavar="JOB_OR_DRIVER", nargs="?", help=text)
-    launch.add_argument(
-        "-o", "--option", action="append", metavar="NAME=VALUE", help="with a driver: an option of the job"
-    )
-    launch.add_argument("--set", action="append", metavar="NAME=VALUE", help="with a driver: a setting")
-    launch.add_argument("--name", help="with a driver: another name for the job")
+    _add_driver_options(launch, "with a driver: ")
     add_listen_options(launch, "listen for nodes on other hosts, on this address")
     _add_run_options(launch, "node processes on this host (4)", "with a driver: ")
     node = add("node", "Run one node of a job in this process.")
@@ -209,8 +203,14 @@ def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser
     return top
 
 
-def _add_run_options(made: argparse.ArgumentParser, nodes: str, when: str = "") -> None:
+def _add_driver_options(made: argparse.ArgumentParser, when: str = "") -> None:
     """`when`: goes before the help of what only a driver takes."""
+    made.add_argument("-o", "--option", action="append", metavar="NAME=VALUE", help=f"{when}an option of the job")
+    made.add_argument("--set", action="append", metavar="NAME=VALUE", help=f"{when}a setting (docs/settings.md)")
+    made.add_argument("--name", help=f"{when}another name for the job")
+
+
+def _add_run_options(made: argparse.ArgumentParser, nodes: str, when: str = "") -> None:
     made.add_argument("--nodes", type=int, default=4, metavar="N", help=nodes)
     made.add_argument("--replace", action="store_true", help="start another node in place of one that dies")
     text = f"{when}end the job, as failed, after this many seconds"
