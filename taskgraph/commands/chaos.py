@@ -16,7 +16,7 @@ import uvloop
 
 from taskgraph.alongside import alongside
 from taskgraph.commands import acting
-from taskgraph.commands.common import Reached, ending_signals, hung_up, launcher_gone, reach
+from taskgraph.commands.common import Reached, launcher_gone, on_ending_signals, reach
 from taskgraph.commands.looking import print_event
 from taskgraph.commands.mischief import Fault, draw, kinds_of, pause_s
 from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -92,15 +92,7 @@ class _Chaos:
     async def until_over(self, for_s: float | None) -> int:
         """The exit code: 1 where the job failed meanwhile."""
         interrupted = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def handle(number: int) -> None:
-            if number == signal.SIGHUP:
-                hung_up()
-            interrupted.set()
-
-        for number in ending_signals():  # who is stopped is woken up first
-            loop.add_signal_handler(number, handle, number)
+        on_ending_signals(lambda _: interrupted.set())  # who is stopped is woken up first
         async with alongside(
             self.keeper.run(),
             self._tell(after=self._view.revision),

@@ -50,6 +50,7 @@ __all__ = [
     "launcher_gone",
     "listening_of",
     "node_access_of",
+    "on_ending_signals",
     "reach",
     "see_text",
     "take_orders",
@@ -362,6 +363,19 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT, signal.SIGTERM, *hang_up)
 
 
+def on_ending_signals(told: Callable[[int], object]) -> None:
+    """Has the loop that runs call `told` upon each of these signals."""
+
+    def handle(number: int) -> None:
+        if number == signal.SIGHUP:
+            hung_up()
+        told(number)
+
+    loop = asyncio.get_running_loop()
+    for number in ending_signals():
+        loop.add_signal_handler(number, handle, number)
+
+
 def take_orders(*, finished: Callable[[], bool], obeyed: Callable[[], bool], obey: Callable[[], None]) -> None:
     """Calls `obey` upon each of these signals that is an order of its own.
 
@@ -372,12 +386,10 @@ def take_orders(*, finished: Callable[[], bool], obeyed: Callable[[], bool], obe
     """
     orders, spared = Orders(), False
 
-    def handle(number: int) -> None:
+    def told(number: int) -> None:
         nonlocal spared
-        if number == signal.SIGHUP:
-            hung_up()
-            if obeyed() or spared:  # whoever closes a terminal after Ctrl-C is in no hurry
-                return
+        if number == signal.SIGHUP and (obeyed() or spared):  # who closes a terminal after Ctrl-C is in no hurry
+            return
         if not orders.is_new(number):
             return
         if finished() and not obeyed() and not spared:
@@ -387,9 +399,7 @@ def take_orders(*, finished: Callable[[], bool], obeyed: Callable[[], bool], obe
             return
         obey()
 
-    loop = asyncio.get_running_loop()
-    for number in ending_signals():
-        loop.add_signal_handler(number, handle, number)
+    on_ending_signals(told)
 
 
 def as_before() -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import uvloop
 
-from taskgraph.commands.common import Reached, ending_signals, hung_up, reach
+from taskgraph.commands.common import Reached, ending_signals, hung_up, on_ending_signals, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import JobError
 from taskgraph.files import OF_THE_HOST, chosen_file, why_unwritable
@@ -96,23 +96,20 @@ async def _trace(options: argparse.Namespace, path: Path) -> int:
 async def _run(tracer: Tracer, keeper: ViewKeeper) -> bool:
     """Traces to the end, or until the first Ctrl-C (SIGTERM, SIGHUP). Whether that came."""
     interrupted = False
-    loop, signals = asyncio.get_running_loop(), ending_signals()
+    loop = asyncio.get_running_loop()
 
     def interrupt(number: int) -> None:
         nonlocal interrupted
         interrupted = True
-        if number == signal.SIGHUP:
-            hung_up()
         at_once()  # a second one
         tracer.enough()
 
     def at_once() -> None:
-        for number in signals:
+        for number in ending_signals():
             if loop.remove_signal_handler(number):
                 signal.signal(number, _leave)
 
-    for number in signals:
-        loop.add_signal_handler(number, interrupt, number)
+    on_ending_signals(interrupt)
     # Of commits its nodes tell: a watch of all would take as long at each as tracing takes of a few epochs.
     watching = asyncio.ensure_future(keeper.run_by(keeper.view.keys.nodes, keeper.view.keys.status))
     try:
