@@ -300,8 +300,7 @@ def _place(options: argparse.Namespace, name: str) -> tuple[str, dict[str, str]]
         raise JobError(f"{name!r} is no job's name: {NAME_RULE}")
     if (etcd := etcd_of(options)) is not None:
         return etcd, access_of(options)
-    runtime = Runtime()
-    known = runtime.find(name) or runtime.killed(name)
+    known = Runtime().known(name)
     if known is None or (known.embedded and known.stale):
         raise JobError(
             f"job {name!r}: say which etcd keeps it, with --etcd. That of a run with an etcd of its own went with it, "

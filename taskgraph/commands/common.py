@@ -300,7 +300,7 @@ def known_at(name: str, etcd: str, run: str = "") -> JobEntry | None:
         run: its run's id, where that etcd has been asked: the same one may be named by another list of its members. No
             other etcd has it.
     """
-    known = Runtime().find(name) or Runtime().killed(name)
+    known = Runtime().known(name)
     return known if known is not None and (known.etcd == etcd or (run and known.run == run)) else None
 
 

@@ -237,10 +237,12 @@ class Runtime:
 
     def find(self, name: str) -> JobEntry | None:
         """The entry of a job of this host, unless its launchers are gone."""
-        if not is_name(name):
-            return None
-        entry = self._entry(self._folder(name))
+        entry = self.known(name)
         return entry if entry is not None and not entry.stale else None
+
+    def known(self, name: str) -> JobEntry | None:
+        """The entry of a job of this host, also where its launcher was killed and left it: of its last run then."""
+        return self._entry(self._folder(name)) if is_name(name) else None
 
     def jobs(self) -> list[JobEntry]:
         """Jobs of which a launcher lives."""
@@ -365,9 +367,7 @@ class Runtime:
 
     def killed(self, name: str) -> JobEntry | None:
         """The entry of a job whose launcher was killed, and left it: of its last run on this host."""
-        if not is_name(name):
-            return None
-        entry = self._entry(self._folder(name))
+        entry = self.known(name)
         return entry if entry is not None and entry.stale else None
 
     def left_logs(self, name: str) -> Path | None:
