@@ -63,24 +63,23 @@ def status(options: argparse.Namespace) -> int:
 async def _status(options: argparse.Namespace) -> int:
     async with reach(options) as reached:
         keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
-        away_since = ""
-        while True:
+        away = False
+        while (kept := _ended_here(reached.entry)) is None:
             asked_at = time.strftime("%H:%M:%S")
             try:
                 await keeper.load()
             except CoordinationError as error:
-                if (kept := _ended_here(reached.entry)) is not None:
-                    _print_finished(reached.name, kept, as_json=options.json)
-                    return 0
+                if _ended_here(reached.entry) is not None:
+                    continue
                 if not options.watch or not isinstance(error, Unavailable):
                     raise
-                if not away_since:
-                    away_since = asked_at
-                    text = f"taskgraph: etcd has not answered since {away_since} ({error}); trying again"
+                if not away:
+                    text = f"taskgraph: etcd has not answered since {asked_at} ({error}); trying again"
                     print(text, file=sys.stderr, flush=True)
+                away = True
                 await asyncio.sleep(_WATCH_S)
                 continue
-            away_since = ""
+            away = False
             spec, statuses = reached.spec, await _asked(reached, keeper.view)
             if options.json:
                 text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, keeper.view, statuses))
@@ -98,9 +97,8 @@ async def _status(options: argparse.Namespace) -> int:
             if not options.watch or not keeper.view.running:
                 return 0
             await asyncio.sleep(_WATCH_S)
-            if (kept := _ended_here(reached.entry)) is not None:
-                _print_finished(reached.name, kept, as_json=options.json)
-                return 0
+    _print_finished(reached.name, kept, as_json=options.json)
+    return 0
 
 
 def _nobody(reached: Reached, view: JobView) -> str:
