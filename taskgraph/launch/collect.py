@@ -96,14 +96,12 @@ class KeptCopy:
     Attributes:
         here: what is kept on this host, or None, and then `not_here` says why.
         in_etcd: the same, of what etcd keeps; without its reports where it is too large with them.
-        left_out: where `here` is without its reports, why.
     """
 
     here: str | None
     not_here: str
     in_etcd: str | None
     not_in_etcd: str
-    left_out: str = ""
 
 
 def kept_copy(result: JobResult, size: int, *, whole: bool = False) -> KeptCopy:
@@ -124,7 +122,7 @@ def kept_copy(result: JobResult, size: int, *, whole: bool = False) -> KeptCopy:
             return KeptCopy(text, "", *_shortened(result, text))
         left_out = f"reports left out: they are more than {mib(_KEPT_BYTES)}, and no more is kept"
         text = _without_reports(result, left_out)
-        return KeptCopy(text, "", *_small(text), left_out)
+        return KeptCopy(text, "", *_small(text))
     except Exception as error:  # a type of the user's may raise anything; the values themselves are there
         return _no_copy(f"they cannot be written as JSON ({worded(error)})")
 
