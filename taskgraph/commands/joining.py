@@ -14,7 +14,6 @@ from typing import Any
 
 import uvloop
 
-from taskgraph import timeouts
 from taskgraph.alongside import alongside, any_done
 from taskgraph.commands.common import (
     Reached,
@@ -36,11 +35,11 @@ from taskgraph.commands.common import (
 from taskgraph.commands.running import print_result, run
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, JobError, TaskGraphError, UnknownJob
+from taskgraph.errors import JobError, TaskGraphError, UnknownJob
 from taskgraph.jobs import NAME_RULE, JobFunction, is_name
 from taskgraph.launch.begin import command, options
 from taskgraph.launch.collector import Collector
-from taskgraph.launch.follow import Follower
+from taskgraph.launch.follow import Follower, if_etcd_answers
 from taskgraph.launch.kept import job_failed, why_not_kept
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.resuming import lost_text
@@ -238,11 +237,10 @@ def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follo
 async def _values_text(reached: Reached) -> str:
     """Where the values of a finished job are that somebody else collected, or gave up."""
     keys = Keys(reached.name)
-    with contextlib.suppress(CoordinationError, TimeoutError):
-        async with timeouts.timeout(_LAST_LOOK_S):
-            found, collected = await reached.coordinator.get(keys.result), await reached.coordinator.get(keys.collected)
-            if found is None and collected is not None and (why := why_not_kept(collected)):
-                return f"its values are not kept: {why}"
+    async with if_etcd_answers(_LAST_LOOK_S):
+        found, collected = await reached.coordinator.get(keys.result), await reached.coordinator.get(keys.collected)
+        if found is None and collected is not None and (why := why_not_kept(collected)):
+            return f"its values are not kept: {why}"
     here = reached.entry.embedded or Runtime().finished(reached.name, reached.spec.run) is not None
     where = "" if here else f" --etcd {reached.entry.etcd}"  # else this host may tell those of an earlier run
     return f"its values: `taskgraph result {reached.name}{where}`"
@@ -251,9 +249,8 @@ async def _values_text(reached: Reached) -> str:
 async def _told_text(how: str, reached: Reached, follower: Follower) -> str:
     """That the nodes started here are no more, and what this means for the job."""
     text = f"taskgraph: the nodes started here {how}"
-    with contextlib.suppress(CoordinationError, TimeoutError):
-        async with timeouts.timeout(_LAST_LOOK_S):
-            await follower.keeper.load()
+    async with if_etcd_answers(_LAST_LOOK_S):
+        await follower.keeper.load()
     view = follower.view
     if view.live_nodes(reached.spec.run):
         return text

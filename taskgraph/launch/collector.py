@@ -19,7 +19,7 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, JobFailed, OutcomeUnknown, TaskGraphError
 from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, size_bytes
-from taskgraph.launch.follow import Follower, client_of
+from taskgraph.launch.follow import Follower, client_of, if_etcd_answers
 from taskgraph.launch.kept import kept_record, why_given_up
 from taskgraph.launch.resuming import lost_text
 from taskgraph.launch.runtime import Runtime
@@ -144,9 +144,8 @@ class Collector(Follower):
         for node, since in self._gone.items():
             if time.monotonic() - since <= limit_s:
                 continue
-            with contextlib.suppress(CoordinationError, TimeoutError):
-                async with timeouts.timeout(_REST_S):
-                    await self.keeper.load()
+            async with if_etcd_answers(_REST_S):
+                await self.keeper.load()
                 if node in self.view.nodes:
                     path = _gone_socket(self.view.nodes[node].record)
                     raise JobFailed(
@@ -257,9 +256,8 @@ class Collector(Follower):
     async def _keep_here(self, text: str | None, status: StatusRecord | None, not_kept: str = "") -> None:
         """Raises OSError or TaskGraphError where it cannot be kept."""
         events: list[Event] = []
-        with contextlib.suppress(CoordinationError, TimeoutError):
-            async with timeouts.timeout(_REST_S):
-                events = await self.kept()
+        async with if_etcd_answers(_REST_S):
+            events = await self.kept()
 
         def keep() -> None:
             Runtime().keep_finished(self._spec.name, kept_record(self._spec.run, status, not_kept, events), text)
@@ -294,9 +292,8 @@ class Collector(Follower):
         if self.finished and not view.collected and not view.live_nodes(self._spec.run):
             self.not_kept = lost_text(self._spec.name, view.checkpoint)
         elif self.finished and view.collected:
-            with contextlib.suppress(CoordinationError, TimeoutError):
-                async with timeouts.timeout(_REST_S):
-                    self.not_kept = why_given_up(await self._coordinator.get(view.keys.collected))
+            async with if_etcd_answers(_REST_S):
+                self.not_kept = why_given_up(await self._coordinator.get(view.keys.collected))
 
     async def tell_taken(self, why: str) -> None:
         """Lets the nodes go whose values were written where a user wanted them; `why` they are kept nowhere else."""

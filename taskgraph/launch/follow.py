@@ -29,7 +29,7 @@ from taskgraph.protocol.view import JobView
 from taskgraph.tls import Tls
 from taskgraph.transport.endpoints import host_key
 
-__all__ = ["DELETED", "Follower", "client_of", "kept_events", "node_statuses"]
+__all__ = ["DELETED", "Follower", "client_of", "if_etcd_answers", "kept_events", "node_statuses"]
 
 log = logging.getLogger("taskgraph.follow")
 
@@ -48,6 +48,14 @@ _REST_S = 1.0
 def client_of(record: NodeRecord, token: bytes, tls: Tls | None = None) -> ControlClient:
     """A client of a node's control service; raises TaskGraphError where it cannot be reached from here."""
     return ControlClient(control_address(record.control, host_key()), token, tls)
+
+
+@contextlib.asynccontextmanager
+async def if_etcd_answers(within_s: float) -> AsyncIterator[None]:
+    """For what is only nice to have: where etcd refuses, or does not answer in time, the block ends there."""
+    with contextlib.suppress(CoordinationError, TimeoutError):
+        async with timeouts.timeout(within_s):
+            yield
 
 
 async def kept_events(coordinator: Coordinator, job: str) -> list[Event]:

@@ -16,9 +16,9 @@ from taskgraph.alongside import alongside, any_done
 from taskgraph.children import signal_name
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError, worded
+from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.launch.collector import Collector
-from taskgraph.launch.follow import DELETED, node_statuses
+from taskgraph.launch.follow import DELETED, if_etcd_answers, node_statuses
 from taskgraph.launch.forkserver import ForkServer, NotStarted
 from taskgraph.launch.kept import job_failed, kept_in_etcd, kept_record
 from taskgraph.launch.local import LocalNodes
@@ -261,9 +261,8 @@ class Supervisor:
         """Keeps here what another one who collected the results has kept in etcd, or on this host, or says why not."""
         kept = self._runtime.finished(self._spec.name, self._spec.run)
         if kept is None or kept.result is None:
-            with contextlib.suppress(CoordinationError, TimeoutError):
-                async with timeouts.timeout(_LAST_WORDS_S):
-                    kept = await kept_in_etcd(self._coordinator, self._spec.name)
+            async with if_etcd_answers(_LAST_WORDS_S):
+                kept = await kept_in_etcd(self._coordinator, self._spec.name)
         if kept is not None and kept.result is not None:
             self._follower.kept_json = json.dumps(kept.result)
         else:
@@ -308,20 +307,16 @@ class Supervisor:
 
     async def _try_to_end(self, reason: str, state: str) -> None:
         """Says in etcd that the job ended; its nodes and, where it is embedded, its etcd end with us in any case."""
-        try:
-            async with timeouts.timeout(_LAST_WORDS_S):
-                await self._follower.cancel_job(reason, state=state)
-        except (CoordinationError, TimeoutError):
-            return
+        async with if_etcd_answers(_LAST_WORDS_S):
+            await self._follower.cancel_job(reason, state=state)
 
     async def _tell_uncollected(self) -> None:
         """So that whoever asks for the values reads why there are none; while nodes elsewhere keep them, there are."""
         self._follower.not_kept = self._uncollected
         if self._without_etcd or self._follower.view.live_nodes(self._spec.run):
             return
-        with contextlib.suppress(TimeoutError):
-            async with timeouts.timeout(_LAST_WORDS_S):
-                await self._follower.tell_uncollected(self._uncollected)
+        async with if_etcd_answers(_LAST_WORDS_S):
+            await self._follower.tell_uncollected(self._uncollected)
 
     async def _others_left(self, within_s: float) -> None:
         """Nodes of other launchers read in our etcd that nobody needs them any more: it stays until they have left."""
@@ -337,14 +332,12 @@ class Supervisor:
         await self._nodes.stop(grace_s, tell=not self._without_etcd)
         events: list[Event] = []
         if not self._without_etcd:  # else what we knew last is kept
-            with contextlib.suppress(CoordinationError, TimeoutError):
-                async with timeouts.timeout(_LAST_WORDS_S):
-                    await self._follower.keeper.load()
+            async with if_etcd_answers(_LAST_WORDS_S):
+                await self._follower.keeper.load()
             await self._others_left(others_s)
         if not self._without_etcd:
-            with contextlib.suppress(CoordinationError, TimeoutError):
-                async with timeouts.timeout(_LAST_WORDS_S):
-                    events = await self._follower.kept()
+            async with if_etcd_answers(_LAST_WORDS_S):
+                events = await self._follower.kept()
         view, status = self._follower.view, self._follower.status
         collected = self._follower.kept_json is not None or self._follower.not_kept
         if self._follower.finished and self._uncollected and not collected:
