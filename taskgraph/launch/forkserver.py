@@ -63,7 +63,7 @@ class ForkServer:
     """
 
     def __init__(self, folder: Path, blas_threads: int, *, fork: bool | None = None) -> None:
-        self.blas_threads = blas_threads
+        self._blas_threads = blas_threads
         self._log = folder / f"starting-{os.getpid()}-{id(self):x}.log"
         self._fork = can_adopt() if fork is None else fork
         self._process: asyncio.subprocess.Process | None = None
@@ -107,7 +107,7 @@ class ForkServer:
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,  # a Ctrl-C on the terminal is for the launcher alone
                     # gRPC tells of every stranger otherwise, as often as one sends what it does not like.
-                    env={"GRPC_VERBOSITY": "NONE", **os.environ, **thread_env(self.blas_threads)},
+                    env={"GRPC_VERBOSITY": "NONE", **os.environ, **thread_env(self._blas_threads)},
                 )
         except BaseException as error:
             ours.close()  # a process that was started nevertheless sees that, and ends

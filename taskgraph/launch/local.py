@@ -145,7 +145,7 @@ class LocalNodes:
 
     def _forkserver(self) -> contextlib.AbstractAsyncContextManager[ForkServer]:
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.blas_threads == self._blas_threads:
+        if ahead is not None:
             return contextlib.aclosing(ahead)
         return ForkServer(self._runtime.folder(self._entry.name), self._blas_threads)
 
