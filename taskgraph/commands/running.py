@@ -98,7 +98,7 @@ class _Run:
         self._follower, self._nodes = follower, nodes
         self._logs = Runtime().kept_logs(self._job.name)
         if self._options.logs:
-            self._shown.follow_logs(nodes.logs)
+            self._shown.follow_logs(nodes.running_logs)
 
     @property
     def _finished(self) -> bool:

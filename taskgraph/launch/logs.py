@@ -11,7 +11,6 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
@@ -63,34 +62,30 @@ class LogTails:
     """Follows logs. Files are opened once, so that where they are moved to does not matter.
 
     Args:
-        logs: by the name of the node; asked each time, since nodes may be added.
+        logs: of the nodes that run, by name; asked each time. One that is not among them any more is read to its end.
         show: takes `node | line`.
     """
 
     def __init__(self, logs: Callable[[], Mapping[str, Path]], show: Callable[[str], None]) -> None:
         self._logs = logs
         self._show = show
-        self._stack = ExitStack()
         self._width = 0
-        self._files: dict[str, BinaryIO | None] = {}  # None: it is not there
+        self._files: dict[str, BinaryIO] = {}
         self._rest: dict[str, bytes] = {}
-        self._open()
+        self._open(self._logs())
 
-    def _open(self) -> None:
-        for name, path in self._logs().items():
+    def _open(self, logs: Mapping[str, Path]) -> None:
+        for name, path in logs.items():
+            self._width = max(self._width, len(name))
             if name not in self._files:
-                self._files[name], self._rest[name] = None, b""
-                self._width = max(self._width, len(name))
                 with contextlib.suppress(FileNotFoundError):
-                    self._files[name] = self._stack.enter_context(path.open("rb"))
+                    self._files[name], self._rest[name] = path.open("rb"), b""
 
     def poll(self) -> bool:
         """Passes on what is new; returns whether there may be more."""
-        more = False
-        self._open()
-        for name, file in self._files.items():
-            if file is None:
-                continue
+        more, logs = False, self._logs()
+        self._open(logs)
+        for name, file in list(self._files.items()):
             data = file.read(_CHUNK)
             more = more or len(data) == _CHUNK
             *lines, rest = (self._rest[name] + data).split(b"\n")
@@ -99,7 +94,14 @@ class LogTails:
             self._rest[name] = rest
             for line in lines:
                 self._pass_on(name, line)
+            if not data and name not in logs:
+                self._close(name)
         return more
+
+    def _close(self, name: str) -> None:
+        self._files.pop(name).close()
+        if rest := self._rest.pop(name):
+            self._pass_on(name, rest)
 
     def _pass_on(self, name: str, line: bytes) -> None:
         ours = _OURS.search(line)  # not at its beginning: after something printed without an end of line
@@ -112,11 +114,11 @@ class LogTails:
         try:
             while self.poll():
                 pass
-            for name, rest in self._rest.items():
-                if rest:
-                    self._pass_on(name, rest)
+            for name in list(self._files):
+                self._close(name)
         finally:
-            self._stack.close()
+            for file in self._files.values():
+                file.close()
 
 
 def printed(folder: Path) -> bool:

@@ -41,6 +41,24 @@ def test_lines_are_passed_on_when_they_are_whole_and_the_rest_at_the_end(tmp_pat
     ]
 
 
+def test_a_node_may_be_added_and_the_log_of_one_that_ended_is_read_to_its_end_and_closed(tmp_path: Path) -> None:
+    logs = {name: tmp_path / f"{name}.log" for name in ("n1", "n10")}
+    logs["n1"].write_text("loss 1\nlo")
+    logs["n10"].write_text("x" * 200_000 + "\nlast")
+    running, shown = {"n1": logs["n1"]}, list[str]()
+    tails = LogTails(lambda: running, shown.append)
+    tails.poll()
+    running = {"n10": logs["n10"]}
+    tails.poll()
+    assert shown == ["n1 | loss 1", "n1  | lo"] and list(tails._files) == ["n10"]
+    running = {}
+    while tails.poll():
+        pass
+    tails.poll()
+    assert shown[-1] == "n10 | last" and not tails._files
+    tails.close()
+
+
 def test_a_line_without_end_is_passed_on_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "n1.log").write_text("x" * 300_000)
     shown: list[str] = []

@@ -179,7 +179,7 @@ async def test_of_nodes_that_ended_the_logs_of_the_last_ones_are_kept_whoever_la
     async def ends(number: int) -> None:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", "", start_new_session=True)
         pipe, log = os.open(os.devnull, os.O_WRONLY), folder / f"n{number}.log"
-        await launchers[number % 2]._watch(_Process(f"n{number}", f"n{number}-1", process, pipe, log))
+        await launchers[number % 2]._watch(_Process(f"n{number}", f"n{number}-1", process, pipe, log, folder / "s"))
 
     for number in range(1, 10):
         (folder / f"n{number}.log").write_text("it said this")
