@@ -118,7 +118,7 @@ class Reconciler:
         """Replicas that are neither primary, nor member, nor wished for."""
         node, roles, view = self._node, self._roles, self._node.keeper.view
         for task, replica in list(roles.replicas.items()):
-            if task in roles.primaries or task in self._takeovers or task in roles.stepping_down:
+            if self._takeovers.busy(task):
                 continue
             wish = node.wish(task)
             wished = wish is None or node.id == wish.primary or node.id in wish.backups

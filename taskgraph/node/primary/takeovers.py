@@ -46,9 +46,9 @@ class TakeOvers:
         self._unseated: set[int] = set()  # no node may hold them
         self._unseated_told: tuple[str, frozenset[int]] = ("", frozenset())
 
-    def __contains__(self, task: int) -> bool:
-        """Whether a try for `task` is under way."""
-        return task in self._under_way
+    def busy(self, task: int) -> bool:
+        """Whether this node is its primary, tries to become that, or still ends a term of it."""
+        return task in self._roles.primaries or task in self._under_way or task in self._roles.stepping_down
 
     @property
     def under_way(self) -> bool:
@@ -84,13 +84,8 @@ class TakeOvers:
 
     def consider(self, task: int) -> None:
         """Looks at one task, and begins a takeover where it is called for."""
-        if (
-            task in self._roles.primaries
-            or task in self._under_way
-            or task in self._roles.stepping_down
-            or self._node.paused
-            or self._node.keeper.view.collected  # all leave, and nobody needs their tasks any more
-        ):
+        # Where the results were collected all leave, and nobody needs their tasks any more.
+        if self.busy(task) or self._node.paused or self._node.keeper.view.collected:
             self._not_orphaned(task)
             return
         decision = self._decide(task)
@@ -335,8 +330,7 @@ class TakeOvers:
         task = message.task
         await self._node.keeper.wait_until_read(lambda v: v.stamp is not None and v.stamp >= message.stamp)
         view, node = self._node.keeper.view, self._node
-        busy = task in self._under_way or task in self._roles.primaries or task in self._roles.stepping_down
-        able = node.running and not (busy or node.paused or node.draining)
+        able = node.running and not (self.busy(task) or node.paused or node.draining)
         if view.stamp != message.stamp or view.term(task) != message.term or not able:
             raise Refused(Reason.STALE, f"{node.name} cannot take over task {task} just now")
         await asyncio.shield(self._begin(task, self._become_primary(task, failure=False)))

@@ -56,10 +56,10 @@ class Late:
         )
         assert node.keeper.view.primary_node(0) == lost.id
         cluster.crash(lost.id)
-        await node.keeper.wait_until(lambda _: 0 in node.takeovers)
+        await node.keeper.wait_until(lambda _: node.takeovers.busy(0))
         other = cluster.node(cluster.add())
         await node.keeper.wait_until(lambda view: view.primary_node(0) == other.id)
-        assert 0 in node.takeovers
+        assert node.takeovers.busy(0)
         return node, other
 
 
@@ -110,7 +110,7 @@ def test_what_it_holds_for_the_other_one_stays(
         held.gates[2].set()
         late.built.set()
         await relied_on()
-        await node.keeper.wait_until(lambda _: 0 not in node.takeovers)
+        await node.keeper.wait_until(lambda _: not node.takeovers.busy(0))
         assert acknowledged(node) == [3]
         eyes(other).lose("")  # boundary 3 is committed, and whoever made it dies
         held.gates[3].set()
@@ -136,9 +136,9 @@ def test_what_it_holds_for_the_other_one_stays_where_etcd_refuses_it(
         await node.keeper.wait_until(lambda view: view.checkpoint is not None)
         assert node.keeper.view.primary_node(0) == lost.id
         cluster.crash(lost.id)
-        await node.keeper.wait_until(lambda _: 0 in node.takeovers)
+        await node.keeper.wait_until(lambda _: node.takeovers.busy(0))
         late.built.set()
-        await node.keeper.wait_until(lambda _: 0 not in node.takeovers)
+        await node.keeper.wait_until(lambda _: not node.takeovers.busy(0))
         assert acknowledged(node) == [3]
         eyes(cluster.nodes[1]).lose("")
         held.gates[3].set()
@@ -170,7 +170,7 @@ def test_nothing_is_undone_where_the_other_one_is_absent_for_a_moment(
         cluster.store.revoke(node.keeper.view.nodes[other.id].record.lease)
         await node.keeper.wait_until(lambda view: other.id not in view.nodes)
         late.built.set()
-        await node.keeper.wait_until(lambda _: 0 not in node.takeovers)
+        await node.keeper.wait_until(lambda _: not node.takeovers.busy(0))
         eyes(other).refuse("")
         held.gates[3].set()
         assert (await cluster.result()).values == {0: 6, 1: 6}
@@ -194,7 +194,7 @@ def test_nobody_begins_from_nothing_what_another_one_began_that_is_absent_for_a_
         cluster.store.revoke(node.keeper.view.nodes[other.id].record.lease)
         await node.keeper.wait_until(lambda view: other.id not in view.nodes)
         late.built.set()
-        await node.keeper.wait_until(lambda _: 0 not in node.takeovers)
+        await node.keeper.wait_until(lambda _: not node.takeovers.busy(0))
         assert node.keeper.view.primary_node(0) == other.id
         eyes(other).refuse("")
         held.gates[0].set()
