@@ -92,8 +92,6 @@ async def run_node(config: NodeConfig, untaken: Untaken | None = None) -> int:
     Args:
         untaken: knows of what the streams of this process did not take, for an event.
     """
-    if not config.node_id:
-        config = dataclasses.replace(config, node_id=NodeConfig.new_id(config.name))
     try:
         async with await _connected(config) as coordinator:
             spec, revision = await wait_for_job(coordinator, config.job)
