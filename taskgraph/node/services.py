@@ -65,7 +65,7 @@ class NodeServices(NodeCore):
 
     def wish(self, task: int) -> Wish | None:
         """Where placement wants the replicas of a task; None while nobody knows."""
-        return self.wishes.of(task)
+        return self.wishes.by_task.get(task)
 
     async def fail_job(
         self,

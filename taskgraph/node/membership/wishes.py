@@ -26,9 +26,6 @@ class Wishes:
         """The structure's revision they were computed from."""
         self._told_missing = ""
 
-    def of(self, task: int) -> Wish | None:
-        return self.by_task.get(task)
-
     def may_start(self) -> bool:
         """A job begins when enough nodes are there: `min_nodes`, and those its launcher started, for a while."""
         node = self._node
