@@ -497,20 +497,9 @@ class Backups:
         revision = await self._node.transact(txn, key=view.keys.member(self._task, node), writer=writer)
         self._insync.admitted(node, revision is not None)
         self._poke()
-        if revision is None:
-            await self._node.keeper.refresh()
-            await backoff.pause()
-            return
-        backoff.reset()
-        self._node.events.emit(
-            "admitted",
-            f"task {self._task}: {name_of(node)} holds its state now (in sync: {self.in_sync})",
-            task=self._task,
-            term=self._term,
-            epoch=self._committed_epoch,
-            transient=self._committed_epoch == 0,  # a job that begins is one event, not two for every task
-        )
-        await self._node.keeper.caught_up(revision)
+        begins = self._committed_epoch == 0  # that is one event, not two for every task
+        what = f"{name_of(node)} holds its state now"
+        await self._after_write(revision, backoff, "admitted", what, transient=begins)
 
     async def _evict(self, tender: Tender, backoff: Backoff) -> None:
         """Writes the member out of the in-sync set, effective from the next boundary."""
@@ -536,20 +525,9 @@ class Backups:
         self._insync.evicting(node)
         revision = await self._node.transact(txn, key=key, writer=writer)
         self._evicted(tender, revision is not None)
-        if revision is None:
-            await self._node.keeper.refresh()
-            await backoff.pause()
-            return
-        backoff.reset()
-        self._node.events.emit(
-            "evicted",
-            f"task {self._task}: {name_of(node)} is out of its in-sync set (in sync: {self.in_sync})",
-            task=self._task,
-            term=self._term,
-            epoch=self._committed_epoch,
-            transient=not self._node.keeper.view.running,  # the job ended, and so nodes leave: no news
-        )
-        await self._node.keeper.caught_up(revision)
+        ended = not self._node.keeper.view.running  # and so nodes leave: no news
+        what = f"{name_of(node)} is out of its in-sync set"
+        await self._after_write(revision, backoff, "evicted", what, transient=ended)
 
     def _evicted(self, tender: Tender, written: bool) -> None:
         """It is known whether the evicting write happened: who is invited again acknowledges everything anew."""
@@ -557,6 +535,26 @@ class Backups:
         if written:
             tender.withdraw()
         self._poke()
+
+    async def _after_write(
+        self, revision: int | None, backoff: Backoff, kind: str, what: str, *, transient: bool
+    ) -> None:
+        """A change of the set is written, and told; or it was refused, and the view is read again."""
+        keeper = self._node.keeper
+        if revision is None:
+            await keeper.refresh()
+            await backoff.pause()
+            return
+        backoff.reset()
+        self._node.events.emit(
+            kind,
+            f"task {self._task}: {what} (in sync: {self.in_sync})",
+            task=self._task,
+            term=self._term,
+            epoch=self._committed_epoch,
+            transient=transient,
+        )
+        await keeper.caught_up(revision)
 
     async def _tidy(self, node: str) -> None:
         """Deletes the key of a member that was evicted before the committed boundary, and is gone."""
