@@ -214,47 +214,20 @@ class TakeOvers:
         view = self._node.keeper.view
         old = view.primaries.get(task)
         writer = self._node.writer()
-        target: CheckpointRecord | None = None
-        if old is not None and replica.stateful and view.checkpoint is not None and view.epoch is not None:
-            # Everybody will restore from it: so every file of it is read before the job goes back to it.
-            read = view.epoch, view.checkpoint, old
-            self._reading.add(task)
-            try:
-                found = await self._node.checkpoints.newest_usable(view.checkpoint.record)
-            finally:
-                self._reading.discard(task)
-            if (view.epoch, view.checkpoint, view.primaries.get(task)) != read or not self._begins_anew(task):
-                return  # while it was read; `reconcile` decides anew
-            for refused in found.refused:
-                self._node.events.emit("checkpoint refused", refused)
-            if found.manifest is None:
-                await self._fail_lost(task, f"no checkpoint can be used: {'; '.join(found.refused)}")
+        usable: CheckpointRecord | None = None
+        if old is not None and replica.stateful and view.checkpoint is not None:
+            usable = await self._usable_checkpoint(task, writer)
+            if usable is None:
                 return
-            name = found.manifest.parsed
-            target = CheckpointRecord(
-                epoch=name.epoch,
-                attempt=name.attempt,
-                name=found.manifest.name,
-                before=found.manifest.before,
-                writer=writer,
-            )
+        assert view.epoch is not None, "else nobody begins anything"
+        undone = view.epoch.record.epoch
+        target = usable if usable is not None and usable.epoch < undone else None
+        me, stateful = (self._node.id, self._node.node_revision), replica.stateful
         try:
-            if target is not None and view.epoch is not None and target.epoch < view.epoch.record.epoch:
-                undone = view.epoch.record.epoch
-                txn = transactions.roll_back(
-                    view,
-                    task,
-                    self._node.id,
-                    self._node.node_revision,
-                    to=target,
-                    stateful=replica.stateful,
-                    writer=writer,
-                )
+            if target is not None:
+                txn = transactions.roll_back(view, task, *me, to=target, stateful=stateful, writer=writer)
             else:
-                undone, target = 0, None
-                txn = transactions.take_over_from_nothing(
-                    view, task, self._node.id, self._node.node_revision, stateful=replica.stateful, writer=writer
-                )
+                txn = transactions.take_over_from_nothing(view, task, *me, stateful=stateful, writer=writer)
         except LookupError as error:
             self._node.log.debug("task %d: %s", task, error)
             await self._look_again()
@@ -270,6 +243,32 @@ class TakeOvers:
                 f"epoch {target.epoch}; epochs {target.epoch} to {undone - 1} are computed again",
                 epoch=target.epoch,
             )
+
+    async def _usable_checkpoint(self, task: int, writer: str) -> CheckpointRecord | None:
+        """Which one the job can go back to. None: there is none, and the job fails; or that is not called for any more.
+
+        Everybody will restore from it: so every file of it is read before.
+        """
+        node, view = self._node, self._node.keeper.view
+        checkpoint = view.checkpoint
+        assert checkpoint is not None
+        read = view.epoch, checkpoint, view.primaries.get(task)
+        self._reading.add(task)
+        try:
+            found = await node.checkpoints.newest_usable(checkpoint.record)
+        finally:
+            self._reading.discard(task)
+        if (view.epoch, view.checkpoint, view.primaries.get(task)) != read or not self._begins_anew(task):
+            return None  # while it was read; `reconcile` decides anew
+        for refused in found.refused:
+            node.events.emit("checkpoint refused", refused)
+        if (manifest := found.manifest) is None:
+            await self._fail_lost(task, f"no checkpoint can be used: {'; '.join(found.refused)}")
+            return None
+        name = manifest.parsed
+        return CheckpointRecord(
+            epoch=name.epoch, attempt=name.attempt, name=manifest.name, before=manifest.before, writer=writer
+        )
 
     def _begins_anew(self, task: int) -> bool:
         """Whether every member is gone, still: the transaction compares that their keys are absent, which may pass."""
