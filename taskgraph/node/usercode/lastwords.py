@@ -24,9 +24,9 @@ from taskgraph.protocol.records import Ran
 __all__ = [
     "IN_THREAD",
     "NOTHING",
+    "Call",
     "LastWords",
     "Left",
-    "OnLoop",
     "listen",
     "listen_anew",
     "mean",
@@ -129,6 +129,30 @@ def named(text: str) -> bytes:
     return text[:_LONG].encode() + b"\0"
 
 
+class Call(NamedTuple):
+    """One under way.
+
+    Attributes:
+        order: its number. One that is the same again later is the same call: of an event loop, nothing else went on
+            there meanwhile.
+        in_thread: the event loop waits for a thread that runs it. It waits for no more than a moment: if it is there
+            still, the thread keeps the interpreter's lock.
+    """
+
+    order: int
+    ran: Ran
+    in_thread: bool
+
+
+def _call_at(data: bytes, at: int) -> Call | None:
+    """That of the slot which begins there, if it is taken."""
+    order, task, epoch = _HEAD.unpack_from(data, at)
+    if not order:
+        return None
+    where = data[at + _HEAD.size : at + _SLOT_BYTES].partition(b"\0")[0]
+    return Call(order, Ran(where.decode(errors="replace"), task & ~IN_THREAD, epoch), bool(task & IN_THREAD))
+
+
 class Left(NamedTuple):
     """What a process left: the calls under way, in the order they began, and whether its end was meant."""
 
@@ -144,44 +168,18 @@ def read(folder: Path) -> Left | None:
         return None
     if len(data) != _BYTES:  # it ended before it came to do anything
         return None
-    found = []
-    for at in range(0, _MEANT_AT, _SLOT_BYTES):
-        order, task, epoch = _HEAD.unpack_from(data, at)
-        if order:
-            where = data[at + _HEAD.size : at + _SLOT_BYTES].partition(b"\0")[0]
-            found.append((order, Ran(where.decode(errors="replace"), task & ~IN_THREAD, epoch)))
-    return Left(tuple(ran for _, ran in sorted(found)), bool(data[_MEANT_AT]))
+    calls = [call for at in range(0, _MEANT_AT, _SLOT_BYTES) if (call := _call_at(data, at)) is not None]
+    return Left(tuple(call.ran for call in sorted(calls)), bool(data[_MEANT_AT]))
 
 
-class OnLoop(NamedTuple):
-    """What an event loop runs.
-
-    Attributes:
-        order: the call's number. One that is the same again later is the same call: nothing else of that process went
-            on meanwhile.
-        in_thread: a thread runs it. The loop waits for no more than a moment: if it is there still, the thread keeps
-            the interpreter's lock.
-    """
-
-    order: int
-    ran: Ran
-    in_thread: bool
-
-
-def on_loop(folder: Path) -> OnLoop | None:
+def on_loop(folder: Path) -> Call | None:
     """What a living process's event loop runs at this moment; None where that is none of ours."""
     try:
         with (folder / _FILE).open("rb") as file:
             data = file.read(_SLOT_BYTES)
     except OSError:
         return None
-    if len(data) != _SLOT_BYTES:
-        return None
-    order, task, epoch = _HEAD.unpack_from(data)
-    where = data[_HEAD.size :].partition(b"\0")[0]
-    if not order:
-        return None
-    return OnLoop(order, Ran(where.decode(errors="replace"), task & ~IN_THREAD, epoch), bool(task & IN_THREAD))
+    return _call_at(data, 0) if len(data) == _SLOT_BYTES else None
 
 
 def meant(folder: Path) -> None:

@@ -310,7 +310,7 @@ async def test_last_words_tell_a_function_that_the_loop_waits_for_from_a_corouti
     monkeypatch.setattr(threads_module, "_GIVES_WAY_S", 60.0)
     actor = Actor(threads, task=3, cancel_s=1)
     actor.stamp = Stamp(0, 7)
-    seen: list[lastwords.OnLoop | None] = []
+    seen: list[lastwords.Call | None] = []
 
     def function() -> None:
         seen.append(lastwords.on_loop(tmp_path))
