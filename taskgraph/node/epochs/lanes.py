@@ -17,7 +17,7 @@ from taskgraph.errors import TaskGraphError
 from taskgraph.node.epochs import sharing
 from taskgraph.node.epochs.attempt import Attempt, first_error
 from taskgraph.node.epochs.dones import Dones, Worked
-from taskgraph.node.epochs.recording import Recording, fields_of
+from taskgraph.node.epochs.recording import Recording
 from taskgraph.node.epochs.sharing import EPOCH_BYTES, Share
 from taskgraph.node.epochs.strict import WorkedEpoch
 from taskgraph.node.epochs.turns import Turns
@@ -532,7 +532,7 @@ class Lanes:
             return  # on a busy node coroutines would run into each other otherwise
         assert boundary is not None
         twins, error = self._primary.twins, None
-        epoch = WorkedEpoch(replica, boundary.value, await fields_of(replica), recording, stamp, twins.fresh)
+        epoch = WorkedEpoch(replica, boundary.value, recording, stamp, twins.fresh)
         if replica.stateful:
             error = await twins.check_as_left(stamp.epoch, epoch.check_as_left)
         await twins.check(epoch.check_replay)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -49,22 +49,22 @@ _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Types of what cannot travel and is no state."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkedEpoch:
     """An epoch that a task worked through, and what it takes to run it again.
 
     Attributes:
         boundary: the state before it.
-        after: the state after it.
         another: makes an object of the task as `setup` leaves it.
+        after: the state after it, since a check began.
     """
 
     replica: Replica
     boundary: Encoded
-    after: Fields
     recording: Recording
     stamp: Stamp
     another: Callable[[], Awaitable[Replica]]
+    after: Fields = field(default_factory=dict)
 
     async def again(self, twin: Replica, *, starts_again: bool = False, late: bool = False) -> Again:
         """Restores `twin` and runs the epoch on it.
@@ -131,6 +131,7 @@ class WorkedEpoch:
         recording = self.recording
         if fresh.shape.in_flight:
             await self._check_stateless(fresh)
+        self.after = await fields_of(self.replica)
         starts_again = self.stamp.epoch < _RESTARTED
         try:
             again = await self.again(fresh, starts_again=starts_again)
@@ -234,6 +235,7 @@ class WorkedEpoch:
         shared = made_of_state(vars(twin.user_task), recording.before)
         of_class = _of_the_class(twin.user_task, recording.before)  # it may have attributes of its own afterwards
         had = await seen(twin, partial(digests, of_class))
+        self.after = await fields_of(self.replica)
         try:
             again = await run_again(twin, self.after, recording, self.stamp)
         except Stands:
