@@ -159,7 +159,7 @@ def attempt(epoch: int, *, attempt: int = 1, put: bool = False) -> Any:
     out = Items(stamp, 1, [("x", 1)])
     if put:
         out.put("x", 1, encode(epoch))
-    return SimpleNamespace(stamp=stamp, out=out, composed=True, drop=out.drop, put_bytes=0)
+    return SimpleNamespace(stamp=stamp, out=out, graph=(), drop=out.drop, put_bytes=0)
 
 
 def pull(epoch: int, *, attempt: int = 1) -> Pull:
@@ -171,17 +171,17 @@ async def test_what_is_asked_of_an_epoch_in_flight_waits_until_that_one_is_compo
     attempts = Attempts(SimpleNamespace(view=View()), 0, 1)  # type: ignore[arg-type]
     over, one, other, yet = (attempts.item(given) for given in (pull(9, attempt=0), pull(5), pull(6), pull(7)))
     earlier, later = attempt(5), attempt(6, put=True)
-    earlier.composed = later.composed = False
+    earlier.graph = later.graph = None
     attempts.begin(earlier)
     attempts.begin(later)
     again = attempts.item(pull(5))
-    later.composed = True
+    later.graph = ()
     attempts.composed(later)
     assert all(isinstance(coming, Coming) for coming in (over, one, other, yet, again))
     assert isinstance(over.reply, Refusal) and over.reply.reason == Reason.STALE  # type: ignore[union-attr]
     assert isinstance(other.reply, Item)  # type: ignore[union-attr]
     assert not one.done and not again.done and not yet.done  # type: ignore[union-attr]
-    earlier.composed = True
+    earlier.graph = ()
     attempts.composed(earlier)
     assert not one.done and not again.done, "it is offered, and not there yet"  # type: ignore[union-attr]
     earlier.out.put("x", 1, encode(5))
@@ -194,7 +194,7 @@ async def test_what_was_asked_of_an_epoch_in_flight_that_a_restart_ended_is_refu
     attempts = Attempts(SimpleNamespace(view=View()), 0, 1)  # type: ignore[arg-type]
     for epoch in (5, 6):
         begun = attempt(epoch)
-        begun.composed = False
+        begun.graph = None
         attempts.begin(begun)
     old, new = attempts.item(pull(6)), attempts.item(pull(5, attempt=2))
     attempts.drop()

@@ -37,7 +37,7 @@ def attempts(view: View) -> Attempts:
 def composed(attempts: Attempts, epoch: int) -> Any:
     """The attempt at that epoch began, and can say what it offers: 'x' to task 1."""
     out = Items(Stamp(1, epoch), 1, [("x", 1)])
-    attempt: Any = SimpleNamespace(stamp=Stamp(1, epoch), out=out, composed=True, drop=out.drop, put_bytes=0)
+    attempt: Any = SimpleNamespace(stamp=Stamp(1, epoch), out=out, graph=(), drop=out.drop, put_bytes=0)
     attempts.begin(attempt)
     attempts.composed(attempt)
     return attempt
