@@ -222,11 +222,10 @@ def hosted(
     return kind(value.meta, tuple(buffers), value.digest)
 
 
-def begin_hosted(value: Encoded, *, allocate: Allocate | None = None) -> None:
+def begin_hosted(value: Encoded, *, allocate: Allocate) -> None:
     """Queues the copies that `hosted` waits for, as far as there is page-locked memory for them, without any wait."""
-    if allocate is not None:
-        for buffer in staying(value):
-            buffer.copy_early(allocate)
+    for buffer in staying(value):
+        buffer.copy_early(allocate)
 
 
 def in_part(value: EncodedOnDevice, *, allocate: Allocate | None = None) -> EncodedInPart:
