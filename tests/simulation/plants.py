@@ -985,7 +985,6 @@ def a_restart_leaves_lanes_running(patch: pytest.MonkeyPatch) -> None:
 def epochs_in_flight_begin_in_any_order(patch: pytest.MonkeyPatch) -> None:
     async def until_allowed(self: Lanes, stamp: Stamp) -> None:
         while not self._may_begin(stamp.epoch):
-            self._lacks_room = True
             self._room.clear()
             await self._room.wait()
 

@@ -57,7 +57,6 @@ class Lanes:
         "_graph",
         "_injects",
         "_keeper",
-        "_lacks_room",
         "_leaves_device",
         "_looks",
         "_loop",
@@ -131,8 +130,8 @@ class Lanes:
         """What an epoch that is to be done waits for, while others are worked on."""
         self.began = self._loop.time()
         """When the last epoch began that did."""
-        self._room = asyncio.Event()  # an epoch may begin, perhaps
-        self._lacks_room = False  # somebody waits for that
+        self._room = asyncio.Event()  # an epoch may begin, perhaps; else somebody waits for that
+        self._room.set()
         self._next = at.epoch  # the first epoch that has not begun
         self._turns = Turns(at.epoch)  # whose snapshot is the next to be taken
         self._told = Turns(at.epoch)  # whose done is the next to be told
@@ -151,13 +150,7 @@ class Lanes:
         self.settled = epoch
         if epoch > self._share.until:
             self._share.look_back(self._turns.at)
-        self._make_room()
-
-    def _make_room(self) -> None:
-        """An epoch may begin, perhaps: whoever waits for that looks again."""
-        if self._lacks_room:
-            self._lacks_room = False
-            self._room.set()
+        self._room.set()
 
     async def end(self) -> None:
         """The attempt is over, and `run` has ended: so does what it left to do.
@@ -221,7 +214,7 @@ class Lanes:
                         primary.attempts.begin(attempt)
                         self._next = following.epoch
                         if several:
-                            self._make_room()  # for the lane of that one
+                            self._room.set()  # for the lane of that one
                         await attempt.run()
                         goes_on = await self._after_work(attempt, following)
                     finally:
@@ -252,7 +245,6 @@ class Lanes:
             waiting = waiting or (
                 self._next == stamp.epoch and self._tracing.on and self._tracing.began(stamp, boundary=True)
             )
-            self._lacks_room = True
             self._room.clear()
             if self._next == stamp.epoch:
                 self._primary.backups.gathered.flush()  # the commit that it waits for needs what is gathered there
@@ -385,7 +377,7 @@ class Lanes:
         """The next epoch may change the state."""
         if self._several:
             self._turns.passed(following - 1)
-            self._make_room()  # there is memory for another one, perhaps
+            self._room.set()  # there is memory for another one, perhaps
         else:
             self._turns.at = following  # nobody waits for a turn
 
@@ -428,7 +420,7 @@ class Lanes:
                 self._snapshotted(following.epoch)
             else:
                 self._turns.at = following.epoch  # as there, without a call
-        gathers = not self._lacks_room or self._may_begin(self._next)
+        gathers = self._room.is_set() or self._may_begin(self._next)
         shared = backups.pending(boundary, gathers=gathers)
         if self._task == 0 and node.leader is not None and node.leader.lacks_own():
             backups.gathered.flush_soon()  # others wait, and for nothing else
