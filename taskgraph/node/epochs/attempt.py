@@ -241,8 +241,7 @@ class Attempt:
         self._primary.attempts.composed(self)
 
     async def _process(self, processor: Processor) -> None:
-        items: Mapping[tuple[str, int], Encoded] = self.inbound.items
-        name, recording, actor = processor.name, self.recording, self.replica.actor
+        name, items = processor.name, self.inbound.items
         if processor.takes and (lacking := set(processor.takes).difference(items)):
             waiting = self.traced and clock()
             await self.inbound.until_here(lacking)
@@ -252,28 +251,34 @@ class Attempt:
             await self.turn(name)
         self._states[name] = "running"
         epoch = Epoch(self, name, processor.sync)
-        if recording is not None and self.device is not None:
-            items = await recording.given(processor)
+        if self.recording is not None:
+            await self._process_recorded(self.recording, processor, epoch)
+        else:
+            inputs = Inputs(self, processor, items)
+            outputs = Outputs(self, processor, inputs)
+            actor, compute, alone = self.replica.actor, processor.compute, not processor.parallel
+            actor.stamp = self.stamp
+            await actor.call(name, compute, epoch, inputs, outputs, alone=alone, after=outputs.close, attempt=self)
+        self._states[name] = "done"
+
+    async def _process_recorded(self, recording: Recording, processor: Processor, epoch: Epoch) -> None:
+        """Calls a processor in strict mode: what it is given, and what it leaves, is looked at."""
+        name, replica, alone = processor.name, self.replica, not processor.parallel
+        items = self.inbound.items if self.device is None else await recording.given(processor)
         inputs = Inputs(self, processor, items)
         outputs = Outputs(self, processor, inputs)
-        after = close = outputs.close
-        compute = processor.compute
-        if recording is not None:
-            step = recording.started(name, processor)
-            compute = recording.marked(step, compute)
-            close = partial(recording.closes, name, outputs)
-            after = recording.watched(processor, close)
-            since = len(recording.moments)
-            before = await seen(self.replica, partial(left_by, self)) if self.replica.shape.in_flight else {}
-        actor.stamp = self.stamp
-        alone = not processor.parallel
-        await actor.call(name, compute, epoch, inputs, outputs, alone=alone, after=after, attempt=self)
-        if recording is not None:
-            if self.replica.shape.in_flight:
-                left = await seen(self.replica, partial(left_by, self))
-                recording.left[name] = Left(before, left, beside=recording.others_ran(step, since))
-            await recording.finished(name, sync=processor.sync, looked=after is not close)
-        self._states[name] = "done"
+        step = recording.started(name, processor)
+        compute = recording.marked(step, processor.compute)
+        close = partial(recording.closes, name, outputs)
+        after = recording.watched(processor, close)
+        since = len(recording.moments)
+        before = await seen(replica, partial(left_by, self)) if replica.shape.in_flight else {}
+        replica.actor.stamp = self.stamp
+        await replica.actor.call(name, compute, epoch, inputs, outputs, alone=alone, after=after, attempt=self)
+        if replica.shape.in_flight:
+            left = await seen(replica, partial(left_by, self))
+            recording.left[name] = Left(before, left, beside=recording.others_ran(step, since))
+        await recording.finished(name, sync=processor.sync, looked=after is not close)
 
     async def turn(self, where: str) -> None:
         """Returns when all earlier epochs are snapshotted: `where` rests on the state, or changes it."""
