@@ -35,7 +35,7 @@ from taskgraph.shape import is_stateless
 if TYPE_CHECKING:
     from taskgraph.node.epochs.term import Term
 
-__all__ = ["Attempt", "first_error"]
+__all__ = ["Attempt"]
 
 R = TypeVar("R")
 
@@ -560,16 +560,3 @@ class Attempt:
                     yield "item", producer, tag
         if earlier is not None and not processor.parallel:
             yield "order", self.task, earlier
-
-
-def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to tell: the first that is no mere consequence (cancellation, unwinding)."""
-    leaves: list[BaseException] = []
-    stack: list[BaseException] = [errors]
-    while stack:
-        error = stack.pop()
-        if isinstance(error, BaseExceptionGroup):
-            stack.extend(reversed(error.exceptions))
-        else:
-            leaves.append(error)
-    return next((e for e in leaves if not isinstance(e, AttemptEnded)), leaves[0])

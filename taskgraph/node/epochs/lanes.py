@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
+from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import TaskGraphError
 from taskgraph.node.epochs import sharing
-from taskgraph.node.epochs.attempt import Attempt, first_error
+from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.epochs.dones import Dones, Worked
 from taskgraph.node.epochs.recording import Recording
 from taskgraph.node.epochs.sharing import EPOCH_BYTES, Share
@@ -183,7 +184,7 @@ class Lanes:
                 for after in range(self._count):
                     group.create_task(self._lane(Stamp(first.attempt, first.epoch + after)))
         except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
+            raise _first_error(errors) from None
 
     async def _lane(self, stamp: Stamp) -> None:
         """Works on the epoch of `stamp`, and then on the next one that is no other lane's.
@@ -226,9 +227,9 @@ class Lanes:
                 raise
             error = cancelled_by_users(f"task {self._task}, epoch {stamp.epoch}: ")
         except BaseExceptionGroup as errors:
-            error = first_error(errors)
+            error = _first_error(errors)
             if (stuck := errors.subgroup(StuckError)) is not None:
-                self.stuck = first_error(stuck)
+                self.stuck = _first_error(stuck)
         if met(error) is not None:
             self._node.device_loss.spoiled(error, self._task, stamp)
         lane = asyncio.current_task()
@@ -538,3 +539,16 @@ def _lanes_of(primary: Primary) -> int:
     if not primary.replica.shape.in_flight or settings.strict:
         return 1
     return min(settings.epochs_in_flight, 1 + settings.epochs_ahead)
+
+
+def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to tell: the first that is no mere consequence (cancellation, unwinding)."""
+    leaves: list[BaseException] = []
+    stack: list[BaseException] = [errors]
+    while stack:
+        error = stack.pop()
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(reversed(error.exceptions))
+        else:
+            leaves.append(error)
+    return next((e for e in leaves if not isinstance(e, AttemptEnded)), leaves[0])
