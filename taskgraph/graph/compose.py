@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from operator import is_
 from types import FunctionType, MethodType
 from typing import Any, Final, Protocol, cast
@@ -170,7 +170,7 @@ class Composition:
         self.before = before
         """What is expected to be declared again; None once something else is."""
         if before is None:
-            self._begin(())
+            self._begin()
 
     def lasts(self, link: str) -> bool:
         """Whether that link leads to the same tasks in every epoch."""
@@ -241,7 +241,7 @@ class Composition:
             declared: `inbound` and `outbound` as they were declared.
         """
         if self.before is not None:
-            self._begin(zip(self.before.processors[: self._again], self.before.declarations, strict=False))
+            self._begin()
         if not callable(compute):
             raise GraphError(f"{self._at()}: a processor's compute must be callable, not {type(compute).__name__}")
         declaration = self._declaration(compute, *declared, name, parallel)
@@ -286,9 +286,9 @@ class Composition:
         processor = Processor(name, compute, inbound, outbound, not outbound, parallel, tuple(takes), tuple(puts))
         self._enter(processor, declaration)
 
-    def _begin(self, declared: Iterable[tuple[Processor, Declaration | None]]) -> None:
-        """From now on it is a graph of its own, which begins with these processors."""
-        self.before = None
+    def _begin(self) -> None:
+        """From now on it is a graph of its own, which begins with what was declared again."""
+        before, self.before = self.before, None
         self._named: dict[str, Processor] = {}
         self._declarations: list[Declaration] = []
         self._ordered: list[Processor] = []
@@ -296,8 +296,9 @@ class Composition:
         self._sync_points: list[Processor] = []
         self._takes: dict[Channel, None] = {}
         self._puts: dict[Channel, str] = {}
-        for processor, declaration in declared:
-            self._enter(processor, declaration)
+        if before is not None:
+            for processor, declaration in zip(before.processors[: self._again], before.declarations, strict=False):
+                self._enter(processor, declaration)
 
     def _enter(self, processor: Processor, declaration: Declaration | None) -> None:
         self._named[processor.name] = processor
@@ -366,7 +367,7 @@ class Composition:
         if before is not None:
             if self._again == len(before.processors):
                 return before
-            self._begin(zip(before.processors[: self._again], before.declarations, strict=False))
+            self._begin()
         return Graph(
             tuple(self._named.values()),
             tuple(self._named),
