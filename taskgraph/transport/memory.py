@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
 
 from taskgraph import timeouts
 from taskgraph.errors import PeerGone, PeerLost, TransportError
@@ -112,14 +111,6 @@ class MemoryNetwork:
             await asyncio.sleep(0)
 
 
-@dataclass(eq=False, slots=True)
-class _Pending:
-    """A call that waits for its reply, and the task that serves it at the peer."""
-
-    node: str
-    reply: asyncio.Future[Reply]
-
-
 class MemoryTransport:
     """Calls by reference; see `taskgraph.transport.api.Transport`."""
 
@@ -127,7 +118,7 @@ class MemoryTransport:
         self._network = network
         self._tasks = OwnedTasks()
         self._serving: dict[asyncio.Task[None], str] = {}  # -> who called
-        self._pending: dict[_Pending, None] = {}
+        self._pending: dict[asyncio.Future[Reply], str] = {}  # -> who is to reply
         self._serve: Serve | None = None
         self._on_lost: OnLost = lambda node: None
         self._down = "not started"  # why it does nothing, or ""
@@ -181,13 +172,13 @@ class MemoryTransport:
 
     async def _exchange(self, node: str, message: Call, *, quiet: bool = False) -> Reply:
         target = self._reach(node)
-        pending = _Pending(node, asyncio.get_running_loop().create_future())
-        self._pending[pending] = None
-        task = target._accept(self.node, message, pending.reply, quiet)
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._pending[reply] = node
+        task = target._accept(self.node, message, reply, quiet)
         try:
-            return await pending.reply
+            return await reply
         finally:
-            self._pending.pop(pending, None)
+            del self._pending[reply]
             if not quiet:
                 task.cancel()
 
@@ -225,9 +216,9 @@ class MemoryTransport:
     # Endings.
 
     def _fail_calls(self, node: str, why: str) -> None:
-        for pending in list(self._pending):
-            if pending.node == node and not pending.reply.done():
-                pending.reply.set_exception(PeerLost(why))
+        for reply, whose in self._pending.items():
+            if whose == node and not reply.done():
+                reply.set_exception(PeerLost(why))
 
     def _cancel_served(self, caller: str) -> None:
         for task, whose in list(self._serving.items()):
@@ -236,9 +227,9 @@ class MemoryTransport:
 
     def _vanish(self, why: str) -> None:
         self._down = why
-        for pending in list(self._pending):
-            if not pending.reply.done():
-                pending.reply.set_exception(PeerLost(why))
+        for reply in self._pending:
+            if not reply.done():
+                reply.set_exception(PeerLost(why))
         for task in list(self._serving):
             task.cancel()
 
