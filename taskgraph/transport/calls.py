@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from taskgraph.errors import PeerLost, Refused, TransportError
 from taskgraph.protocol.messages import Accepted, Call, Pull, Reason, Refusal, Reply
@@ -106,25 +106,21 @@ def all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | Coming | None
 
 async def answer(serve: Serve, caller: str, call: Call) -> Reply:
     """Runs the handler; whatever it does, there is a reply, unless this task itself is cancelled."""
-    return await _complete(serve, caller, call, answer_now(serve, caller, call))
+    return await answer_later(serve, caller, call, answer_now(serve, caller, call))
 
 
 async def answer_quietly(serve: Serve, caller: str, call: Call) -> Reply | None:
     """The same for a quiet call: None where it was accepted at once, of which its caller is not told."""
     reply = answer_now(serve, caller, call)
-    return None if type(reply) is Accepted else await _complete(serve, caller, call, reply)
+    return None if type(reply) is Accepted else await answer_later(serve, caller, call, reply)
 
 
-async def _complete(serve: Serve, caller: str, call: Call, reply: Reply | Coming | None) -> Reply:
-    if reply is not None and not isinstance(reply, Coming):
-        return reply
-    return await answer_later(serve, caller, call, coming=reply)
-
-
-async def answer_later(serve: Serve, caller: str, call: Call, *, coming: Awaitable[Reply] | None = None) -> Reply:
-    """The same where `answer_now` was asked already, and had nothing or one that is `coming`."""
+async def answer_later(serve: Serve, caller: str, call: Call, now: Reply | Coming | None = None) -> Reply:
+    """The same where `answer_now` was asked already, and had `now`."""
+    if now is not None and not isinstance(now, Coming):
+        return now
     try:
-        reply = await (serve(caller, call) if coming is None else coming)
+        reply = await (serve(caller, call) if now is None else now)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
@@ -155,12 +151,8 @@ def _checked(reply: Reply, caller: str, call: Call) -> Reply:
 def unwrap(reply: Reply) -> Reply:
     """The reply, or `Refused` where it is a refusal."""
     if isinstance(reply, Refusal):
-        refuse(reply)
+        raise Refused(reply.reason, reply.text)
     return reply
-
-
-def refuse(refusal: Refusal) -> NoReturn:
-    raise Refused(refusal.reason, refusal.text)
 
 
 class OwnedTasks:
