@@ -194,11 +194,7 @@ class Outbox:
             if reference := self._lend(call, buffer):
                 size = len(reference) + len(header)
                 head = pack_head(MAGIC, PROTOCOL_VERSION, kind, call, size, 1, meta, meta, meta)
-                frame = head + _pack_size(buffer.nbytes | LENT) + reference + header + value.meta
-                if self._paused or self._small:
-                    self._send_small(call, frame)
-                else:
-                    self.write(frame)
+                self._send_small(call, head + _pack_size(buffer.nbytes | LENT) + reference + header + value.meta)
                 return
         copies: Sequence[HostCopy | None] | None = None
         if type(value) is EncodedInPart:  # nothing is lent of it: who borrows reads at once
@@ -226,11 +222,7 @@ class Outbox:
         if self.sealed:
             opening = seal(opening, 8 * count + len(header))
         if inline or not payload:
-            frame = b"".join((opening, value.meta, *carried))
-            if self._paused or self._small:
-                self._send_small(call, frame)
-            else:
-                self.write(frame)
+            self._send_small(call, b"".join((opening, value.meta, *carried)))
         else:
             parts = [memoryview(value.meta), *carried]
             self._waiting.append(_Large(call, opening, parts, payload, copies))
