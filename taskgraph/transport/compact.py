@@ -43,8 +43,8 @@ _OF_MOST = _DONE | _FINISH | _NUMBERS | _PREVIOUS | _AHEAD  # what is said by th
 _KNOWN = _OF_MOST | _NAMED | _NAMED_PREVIOUS
 
 
-def unpack(data: bytes, meta: bytes = b"") -> tuple[Message, Encoded | None]:
-    """The message, and the value in it where it has one: of `meta`, and without buffers.
+def unpack(data: bytes) -> tuple[Message, Encoded | None]:
+    """The message, and the value in it where it has one, of which the digest alone is known.
 
     Raises:
         DecodeError: not a header that one of `PACK` makes.
@@ -53,7 +53,7 @@ def unpack(data: bytes, meta: bytes = b"") -> tuple[Message, Encoded | None]:
     if read is None:
         raise DecodeError(f"a compact header of unknown kind {data[1:2].hex()}")
     try:
-        return read(data, meta)
+        return read(data, b"")
     except (struct.error, UnicodeDecodeError) as error:
         raise DecodeError(f"a compact header of kind {data[1]} that cannot be read: {error}") from None
 

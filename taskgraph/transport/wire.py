@@ -332,12 +332,8 @@ def parse_whole(header: bytes, meta: bytes) -> tuple[Message, Encoded | None]:
     Raises:
         DecodeError: not what `to_header` makes, or a payload where none belongs.
     """
-    if header and header[0] == compact.MARK:
-        message, value = compact.unpack(header, meta)
-    else:
-        parsed = parse_header(header)
-        value = None if parsed.digest is None else Encoded(meta, (), parsed.digest)
-        message = parsed.message(value)
+    parsed = parse_header(header)
+    value = None if parsed.digest is None else Encoded(meta, (), parsed.digest)
     if meta and value is None:
-        raise DecodeError(f"a {type(message).__name__} with a payload")
-    return message, value
+        raise DecodeError(f"a {parsed.cls.__name__} with a payload")
+    return parsed.message(value), value
