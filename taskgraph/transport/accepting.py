@@ -48,7 +48,6 @@ class TlsListener:
         limit: int,
         refused: Callable[[str, str], None],
     ) -> None:
-        tls.context(server=True)  # raises where its files cannot be used
         self._listener = listener
         self._tls = tls
         self._make = make

@@ -15,6 +15,7 @@ import logging
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from taskgraph.device.buffers import DeviceBuffer
@@ -135,7 +136,12 @@ class Session(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._lending = Lending(self._loop.time)
         self._outbox = Outbox(
-            self._write, self._loop.call_soon, self._lending.lend, self._wake, self._cut_short, self._crowded
+            self._write,
+            self._loop.call_soon,
+            self._lending.lend,
+            partial(wake, self._loop),
+            self._cut_short,
+            self._crowded,
         )
         self._reader = FrameReader(
             HELLO_LIMITS,
@@ -215,9 +221,6 @@ class Session(asyncio.BufferedProtocol):
         assert self._transport is not None
         if not self._transport.is_closing():
             self._transport.write(data)
-
-    def _wake(self, callback: Callable[[], object]) -> None:
-        wake(self._loop, callback)
 
     def _crowded(self, crowded: bool) -> None:
         """So many messages wait for the peer to read, or no more."""

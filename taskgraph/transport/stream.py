@@ -37,7 +37,7 @@ from taskgraph.transport.incoming import Digesting
 from taskgraph.transport.mappings import Mappings
 from taskgraph.transport.refusals import Refusals
 from taskgraph.transport.segments import Pool
-from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Session
+from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Session, wake
 from taskgraph.transport.sides import AcceptedSession, DialledSession
 
 __all__ = ["StreamTransport"]
@@ -610,8 +610,7 @@ class StreamTransport:
         def stage() -> None:
             found = in_part(value, allocate=self.allocate)
             found.begin()
-            with contextlib.suppress(RuntimeError):  # the loop was closed just now
-                loop.call_soon_threadsafe(tell, found)
+            wake(loop, partial(tell, found))
             found.finish()
 
         work = loop.run_in_executor(self._stagers(), stage)
