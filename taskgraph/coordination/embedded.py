@@ -98,6 +98,11 @@ class EmbeddedEtcd:
         private: on unix sockets, instead of ports.
         log: the file for what it prints, which stays; None: one that is removed at the end.
         nodes: as many are going to connect.
+
+    Attributes:
+        endpoint: `127.0.0.1:port` or `unix:/path`, for `EtcdCoordinator.connect`.
+        version: etcd's version, e.g. "3.5.1".
+        pid: etcd's process id.
     """
 
     def __init__(self, *, private: bool = False, log: Path | None = None, nodes: int = 1) -> None:
@@ -105,25 +110,10 @@ class EmbeddedEtcd:
         self._log = log
         self._nodes = nodes
         self._guard: asyncio.subprocess.Process | None = None
-        self._endpoint = ""
-        self._version = ""
-        self._pid = 0
+        self.endpoint = ""
+        self.version = ""
+        self.pid = 0
         self._folder: HeldFolder | None = None
-
-    @property
-    def endpoint(self) -> str:
-        """`127.0.0.1:port` or `unix:/path`, for `EtcdCoordinator.connect`."""
-        return self._endpoint
-
-    @property
-    def version(self) -> str:
-        """etcd's version, e.g. "3.5.1"."""
-        return self._version
-
-    @property
-    def pid(self) -> int:
-        """etcd's process id."""
-        return self._pid
 
     async def __aenter__(self) -> EmbeddedEtcd:
         await self.start()
@@ -145,7 +135,7 @@ class EmbeddedEtcd:
             raise CoordinationError("this etcd was started already")
         binary = find_etcd()
         files = _files(self._nodes)
-        self._version = await version_of(binary)
+        self.version = await version_of(binary)
         for attempt in range(1, _PORT_TRIES + 1):
             said = await self._start_once(binary, files)
             if not said:
@@ -216,7 +206,7 @@ class EmbeddedEtcd:
         try:
             assert guard.stdout is not None
             async with timeouts.timeout(_START_S):
-                self._pid = int(await guard.stdout.readline() or b"0")
+                self.pid = int(await guard.stdout.readline() or b"0")
             return await self._ready(guard, endpoint, name)
         except TimeoutError:
             await self.stop()
@@ -243,7 +233,7 @@ class EmbeddedEtcd:
             *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", _HISTORY),
             *("--snapshot-count", "5000"),
         ]
-        if tuple(int(part) for part in self._version.split(".")[:2]) >= (3, 5):
+        if tuple(int(part) for part in self.version.split(".")[:2]) >= (3, 5):
             command.append("--unsafe-no-fsync")
         return command
 
@@ -253,7 +243,7 @@ class EmbeddedEtcd:
             await any_done(ended, answered)
         if ended.cancelled():
             answered.result()
-            self._endpoint = endpoint
+            self.endpoint = endpoint
             return ""
         self._guard = None
         _, said = await guard.communicate()

@@ -16,6 +16,7 @@ import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from taskgraph.coordination.api import Listing, WatchBatch, WatchCompacted
 from taskgraph.errors import CoordinationError, LeaseGone, Unavailable
@@ -242,29 +243,21 @@ class MemoryLease:
     def __init__(self, owner: MemoryCoordinator, lease_id: int, stall_limit_s: float) -> None:
         self._owner = owner
         self._store = owner.store
-        self._id = lease_id
-        self._ttl_s = self._store.ttl_s(lease_id)
+        self.id: Final = lease_id
+        self.ttl_s: Final = self._store.ttl_s(lease_id)
         self._stall_limit_s = stall_limit_s
         self._renewed_at = self._ticked_at = _now()
         self._renewing = True
         self._lost = False
         self._store.renew_by(lease_id, self._renewals)
 
-    @property
-    def id(self) -> int:
-        return self._id
-
-    @property
-    def ttl_s(self) -> float:
-        return self._ttl_s
-
     def valid_until(self) -> float:
         """The loop's time until which the lease is certainly alive."""
-        return self._renewals() + self._ttl_s
+        return self._renewals() + self.ttl_s
 
     def lost(self) -> bool:
         """Whether a renewal was answered with "no such lease"."""
-        if self._renewing and not self._store.alive(self._id):
+        if self._renewing and not self._store.alive(self.id):
             self.stop()
             self._lost = True
         return self._lost
@@ -284,19 +277,19 @@ class MemoryLease:
         self.stop()
         self._owner.forget(self)
         if revoke and not self._owner.gone:
-            self._store.revoke(self._id)
+            self._store.revoke(self.id)
 
     def stop(self) -> None:
         """Stops renewing and leaves the lease to expire, as when the process is killed."""
         if self._renewing:
             self._renewals()
             self._renewing = False
-            self._store.renew_by(self._id, None)
+            self._store.renew_by(self.id, None)
 
     def _renewals(self) -> float:
         """When it was renewed last: every fifth of the TTL, while the last tick is recent and the lease exists."""
-        if self._renewing and self._store.holds(self._id):
-            interval_s = self._ttl_s / _RENEWALS_PER_TTL
+        if self._renewing and self._store.holds(self.id):
+            interval_s = self.ttl_s / _RENEWALS_PER_TTL
             until = min(_now(), self._ticked_at + self._stall_limit_s)
             if until - self._renewed_at >= interval_s:
                 self._renewed_at += math.floor((until - self._renewed_at) / interval_s) * interval_s

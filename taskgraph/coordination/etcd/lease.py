@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from typing import Final
 
 import grpc
 
@@ -122,8 +123,8 @@ class EtcdLease:
         cluster: Callable[[], int] = lambda: 0,
     ) -> None:
         self._options = options
-        self._id = lease_id
-        self._ttl_s = ttl_s
+        self.id: Final = lease_id
+        self.ttl_s: Final = ttl_s
         self._stall_limit_s = stall_limit_s
         self._revoke = revoke
         self._forget = forget
@@ -143,14 +144,6 @@ class EtcdLease:
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._renew, name=f"taskgraph-lease-{lease_id:x}", daemon=True)
-
-    @property
-    def id(self) -> int:
-        return self._id
-
-    @property
-    def ttl_s(self) -> float:
-        return self._ttl_s
 
     def valid_until(self) -> float:
         """Monotonic time until which the lease is certainly alive."""
@@ -185,19 +178,19 @@ class EtcdLease:
                 await self._ended.wait()
             self._thread.join(_JOIN_S)  # it said that it ends as its last act
         except TimeoutError:
-            log.warning("the thread that renews lease %x did not end within %g s", self._id, _JOIN_S)
+            log.warning("the thread that renews lease %x did not end within %g s", self.id, _JOIN_S)
         self._forget(self)
         if revoke and not self._lost:
             try:
-                await self._revoke(self._id)
+                await self._revoke(self.id)
             except CoordinationError as error:
-                log.warning("lease %x was not revoked and expires by itself: %s", self._id, error)
+                log.warning("lease %x was not revoked and expires by itself: %s", self.id, error)
 
     # The renewer thread.
 
     def _renew(self) -> None:
         stream: _Stream | None = None
-        rounds = Rounds(self._ttl_s, len(self._options.endpoints), self._endpoint, time.monotonic())
+        rounds = Rounds(self.ttl_s, len(self._options.endpoints), self._endpoint, time.monotonic())
         try:
             while not self._closing and not self._lost:
                 look_at = rounds.next_at if stream is None else min(rounds.next_at, stream.silent_at())
@@ -221,9 +214,9 @@ class EtcdLease:
                 if stream is None:
                     stream = self._opened(self._options.endpoints[rounds.endpoint])
                 if stream is not None:
-                    stream.send(self._id, now)
+                    stream.send(self.id, now)
         except Exception:
-            log.exception("the renewal of lease %x failed; the lease will expire", self._id)
+            log.exception("the renewal of lease %x failed; the lease will expire", self.id)
         finally:
             if stream is not None:
                 stream.close()
@@ -241,7 +234,7 @@ class EtcdLease:
         now = time.monotonic()
         if now >= self._told_at.get(endpoint, -math.inf) + _SAY_AGAIN_S:
             self._told_at[endpoint] = now
-            log.warning("renewal of lease %x at %s; trying the next endpoint", self._id, self._trouble)
+            log.warning("renewal of lease %x at %s; trying the next endpoint", self.id, self._trouble)
 
     def _opened(self, endpoint: Endpoint) -> _Stream | None:
         """A stream to it; None: there is none yet, since a login comes first, or for a reason that passes."""
@@ -254,13 +247,13 @@ class EtcdLease:
                 self._entering.add_done_callback(lambda _: self._wake.set())
             return None
         try:
-            stream = _Stream(self._options, endpoint, self, token, (self._login.patience.limit_s, self._ttl_s / 3))
+            stream = _Stream(self._options, endpoint, self, token, (self._login.patience.limit_s, self.ttl_s / 3))
         except (CoordinationError, OSError, RuntimeError) as error:
             # A TLS file is being replaced, no thread can be started or no file opened: tried again each time, since
             # that passes.
             self._trouble = no_thread(error) or str(error)
             if self._trouble != self._why_none:
-                log.warning("renewal of lease %x: %s; trying again", self._id, self._trouble)
+                log.warning("renewal of lease %x: %s; trying again", self.id, self._trouble)
             self._why_none = self._trouble
             self._told_at.clear()
             return None
