@@ -263,9 +263,12 @@ class EtcdCoordinator:
         self._leases.add(lease)
         return lease
 
-    async def revoke(self, lease_id: int) -> None:
+    async def revoke(self, lease_id: int, *, timeout_s: float | None = None) -> None:
         """Revokes any lease. One that does not exist is no error."""
-        await self._revoke(lease_id, None)
+        request = v3.LeaseRevokeRequest(id=lease_id)
+        what = f"revocation of lease {lease_id:x}"
+        with contextlib.suppress(LeaseGone):
+            await self._connection.call(LEASE_REVOKE, request, what=what, again=True, timeout_s=timeout_s)
 
     async def lease_left(self, lease_id: int) -> int | None:
         """See `coordination.api.Coordinator.lease_left`."""
@@ -290,14 +293,8 @@ class EtcdCoordinator:
             await lease.close(revoke=False)
         await self._connection.close()
 
-    async def _revoke(self, lease_id: int, timeout_s: float | None) -> None:
-        request = v3.LeaseRevokeRequest(id=lease_id)
-        what = f"revocation of lease {lease_id:x}"
-        with contextlib.suppress(LeaseGone):
-            await self._connection.call(LEASE_REVOKE, request, what=what, again=True, timeout_s=timeout_s)
-
     async def _revoke_at_end(self, lease_id: int) -> None:
-        await self._revoke(lease_id, min(_REVOKE_S, self._connection.options.timeout_s))
+        await self.revoke(lease_id, timeout_s=min(_REVOKE_S, self._connection.options.timeout_s))
 
 
 @contextlib.contextmanager

@@ -371,7 +371,7 @@ async def test_who_connects_waits_for_a_login_longer_than_for_an_answer(
     etcd.tokens.append("etcd was restarted")
     etcd.hashed.clear()
     with pytest.raises(Unavailable, match=r"within 0.2 s \(127.0.0.1:\d+: logging in to etcd takes \d+ s\)"):
-        await node._revoke(7, 0.2)
+        await node.revoke(7, timeout_s=0.2)
     etcd.hashed.set()
     await node.get("/a")
     assert etcd.calls.count("Authenticate") == 2, "the call that gave up had begun it"
