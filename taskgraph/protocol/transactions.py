@@ -29,7 +29,7 @@ from taskgraph.protocol.records import (
     State,
     StatusRecord,
 )
-from taskgraph.protocol.view import JobView
+from taskgraph.protocol.view import JobView, Versioned
 
 __all__ = [
     "TakenOver",
@@ -60,6 +60,12 @@ def _generation(view: JobView, writer: str) -> Put:
 
 def _mod(record: object) -> int:
     return record.mod_revision if record is not None else 0  # type: ignore[attr-defined]
+
+
+def _epoch(view: JobView) -> Versioned[EpochRecord]:
+    if view.epoch is None:
+        raise LookupError("the job was not submitted")
+    return view.epoch
 
 
 def register(view: JobView, node: str, record: NodeRecord) -> Txn:
@@ -185,12 +191,9 @@ def take_over_from_nothing(
         LookupError: a stateful task's boundary is lost (epoch > 0), and it is not that of the checkpoint: the job must
             be rolled back, see `roll_back`, or fail, see `fail_lost`.
     """
-    if view.epoch is None:
-        raise LookupError("the job was not submitted")
-    if stateful and view.epoch.record.epoch > 0 and not view.covered:
-        raise LookupError(
-            f"task {task} has no members left, and its state of epoch {view.epoch.record.epoch} with them"
-        )
+    epoch = _epoch(view).record.epoch
+    if stateful and epoch > 0 and not view.covered:
+        raise LookupError(f"task {task} has no members left, and its state of epoch {epoch} with them")
     return _from_nothing(view, task, node, node_revision, stateful=stateful, writer=writer, also=())
 
 
@@ -357,23 +360,15 @@ def evict(
     writer: str,
 ) -> Txn:
     """The primary writes "until e" into a member's key: it holds the committed boundary e, and nothing after it."""
-    keys = view.keys
-    if view.epoch is None:
-        raise LookupError("the job was not submitted")
+    keys, epoch = view.keys, _epoch(view)
+    record = MemberRecord(until=epoch.record.epoch, attempt=epoch.record.attempt, writer=writer)
     return Txn(
         compares=(
             *_fences(view, task, primary_revision, node, node_revision),
             Compare(keys.member(task, member), _mod(view.members_of(task).get(member))),
-            Compare(keys.epoch, view.epoch.mod_revision),
+            Compare(keys.epoch, epoch.mod_revision),
         ),
-        success=(
-            Put(
-                keys.member(task, member),
-                MemberRecord(
-                    until=view.epoch.record.epoch, attempt=view.epoch.record.attempt, writer=writer
-                ).to_bytes(),
-            ),
-        ),
+        success=(Put(keys.member(task, member), record.to_bytes()),),
     )
 
 
@@ -423,13 +418,11 @@ def commit(view: JobView, *, primary_revision: int, finished: bool, writer: str,
 
 def restart(view: JobView, *, primary_revision: int, writer: str) -> Txn:
     """The leader starts the epoch at work again, with the next attempt. The counter never goes back."""
-    keys = view.keys
-    if view.epoch is None:
-        raise LookupError("the job was not submitted")
-    at = view.epoch.record
+    keys, epoch = view.keys, _epoch(view)
+    record = replace(epoch.record, attempt=epoch.record.attempt + 1, writer=writer)
     return Txn(
-        compares=(Compare(keys.primary(0), primary_revision), Compare(keys.epoch, view.epoch.mod_revision)),
-        success=(Put(keys.epoch, replace(at, attempt=at.attempt + 1, writer=writer).to_bytes()),),
+        compares=(Compare(keys.primary(0), primary_revision), Compare(keys.epoch, epoch.mod_revision)),
+        success=(Put(keys.epoch, record.to_bytes()),),
     )
 
 
@@ -441,9 +434,7 @@ def advance_checkpoint(view: JobView, record: CheckpointRecord, *, primary_revis
     Raises:
         LookupError: the boundary is not committed, is of a lineage that was undone, or is no step forward.
     """
-    if view.epoch is None:
-        raise LookupError("the job was not submitted")
-    at, before = view.epoch.record, view.checkpoint
+    at, before = _epoch(view).record, view.checkpoint
     if record.epoch > at.epoch or record.attempt < at.lineage or (before and record.epoch <= before.record.epoch):
         raise LookupError(f"boundary {record.epoch} of attempt {record.attempt} cannot be the checkpoint")
     return Txn(
