@@ -42,17 +42,15 @@ _COUNTS = frozenset({Place.ADMITTING, Place.MEMBER, Place.MARKED, Place.EVICTING
 class InSync:
     """Other nodes than the primary's own; the primary's own copy is implied."""
 
-    def __init__(self, members: Iterable[str], current: Iterable[Key] = (), *, marked: Iterable[str] = ()) -> None:
+    def __init__(self, members: Iterable[str], *, marked: Iterable[str] = ()) -> None:
         """Args:
         members: the members read by the takeover, without oneself.
-        current: boundaries they are known to hold (the committed one they acknowledged to whoever was primary then).
         marked: those of them, or others, that an earlier term evicted and that hold the committed boundary.
         """
-        held = frozenset(current)
         self._marked = frozenset(marked)
         self._place: dict[str, Place] = dict.fromkeys(members, Place.MEMBER) | dict.fromkeys(self._marked, Place.MARKED)
-        self._acked: dict[str, set[Key]] = {node: set(held) for node in self._place}
-        self._current: list[Key] = sorted(held)
+        self._acked: dict[str, set[Key]] = {node: set() for node in self._place}
+        self._current: list[Key] = []  # in order
         self.steady = True
         """Whether every other node is a member: nobody is on the way in or out."""
         self._placed()
@@ -80,7 +78,7 @@ class InSync:
 
     def keep_from(self, epoch: int) -> None:
         """`epoch` was read as committed: boundaries below it are history."""
-        current = self._current  # in order
+        current = self._current
         while current and current[0][0] < epoch:
             del current[0]
         for acked in self._acked.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 
@@ -17,6 +18,14 @@ def candidate(*keys: tuple[int, int, int]) -> InSync:
     for key in keys:
         insync.add(key)
     insync.invite("b")
+    return insync
+
+
+def member(node: str, *, marked: Iterable[str] = ()) -> InSync:
+    """A primary with one member, which holds what there is to hold, K0."""
+    insync = InSync([node], marked=marked)
+    insync.add(K0)
+    insync.acknowledge(node, K0)
     return insync
 
 
@@ -38,7 +47,7 @@ def test_members_read_by_a_take_over_must_acknowledge_everything() -> None:
 
 
 def test_members_known_to_hold_the_committed_boundary_owe_only_what_follows() -> None:
-    insync = InSync(["b"], [K0])
+    insync = member("b")
     assert insync.waits_for(K0) == ()
     insync.add(K1)
     assert insync.missing("b") == (K1,)
@@ -94,7 +103,7 @@ def test_an_admission_known_to_have_failed_makes_it_a_candidate_again() -> None:
 
 
 def test_until_the_evicting_write_is_known_the_node_is_waited_for() -> None:
-    insync = InSync(["b"], [K0])
+    insync = member("b")
     insync.add(K1)
     insync.evicting("b")
     assert insync.place("b") is Place.EVICTING
@@ -106,7 +115,7 @@ def test_until_the_evicting_write_is_known_the_node_is_waited_for() -> None:
 
 
 def test_an_eviction_known_to_have_failed_makes_it_a_member_again() -> None:
-    insync = InSync(["b"], [K0])
+    insync = member("b")
     insync.evicting("b")
     insync.evicted("b", False)
     assert insync.place("b") is Place.MEMBER
@@ -161,7 +170,7 @@ def test_only_members_are_evicted() -> None:
 
 
 def test_an_evicted_node_may_be_invited_again_and_owes_everything() -> None:
-    insync = InSync(["b"], [K0])
+    insync = member("b")
     insync.evicting("b")
     insync.evicted("b", True)
     insync.invite("b")
@@ -170,7 +179,7 @@ def test_an_evicted_node_may_be_invited_again_and_owes_everything() -> None:
 
 
 def test_inviting_changes_nothing_about_whoever_is_there() -> None:
-    insync = InSync(["b"], [K0])
+    insync = member("b")
     insync.invite("b")
     assert insync.place("b") is Place.MEMBER
 
@@ -196,7 +205,7 @@ def test_history_is_not_owed() -> None:
 
 
 def test_a_dead_attempts_boundaries_are_not_owed() -> None:
-    insync = InSync(["b"], [K0])
+    insync = member("b")
     insync.add(K1)
     insync.acknowledge("b", K1)
     insync.drop_pending(0)
@@ -248,7 +257,7 @@ def test_whom_its_own_term_evicted_was_marked_by_an_earlier_one_no_longer() -> N
 def test_it_is_steady_while_every_other_node_is_a_member(seed: int) -> None:
     """Whatever became of each of them, and in whatever order."""
     rng = random.Random(seed)
-    insync = InSync(["a"], [K0], marked=["m"] if seed % 2 else [])
+    insync = member("a", marked=["m"] if seed % 2 else [])
     nodes = ["a", "b", "c", "m"]
     seen = set()
     for step in range(200):
