@@ -51,12 +51,15 @@ class InSync:
         self._place: dict[str, Place] = dict.fromkeys(members, Place.MEMBER) | dict.fromkeys(self._marked, Place.MARKED)
         self._acked: dict[str, set[Key]] = {node: set() for node in self._place}
         self._current: list[Key] = []  # in order
-        self.steady = True
+        self.steady = not self._marked
         """Whether every other node is a member: nobody is on the way in or out."""
-        self._placed()
 
-    def _placed(self) -> None:
-        """Some node stands elsewhere than before."""
+    def _put(self, node: str, place: Place | None) -> None:
+        """`node` stands there from now on; None: nowhere."""
+        if place is None:
+            del self._place[node], self._acked[node]
+        else:
+            self._place[node] = place
         self.steady = all(place is Place.MEMBER for place in self._place.values())
 
     # -- what is there to hold --------------------------------------------------------------------
@@ -127,15 +130,13 @@ class InSync:
     def invite(self, node: str) -> None:
         """A node is wished for: it becomes a candidate, unless it already is something."""
         if node not in self._place:
-            self._place[node] = Place.CANDIDATE
             self._acked[node] = set()
-            self._placed()
+            self._put(node, Place.CANDIDATE)
 
     def dismiss(self, node: str) -> bool:
         """A candidate is not wished for any more. Returns whether it was forgotten: not while it may be a member."""
         if self._place.get(node) is Place.CANDIDATE:
-            del self._place[node], self._acked[node]
-            self._placed()
+            self._put(node, None)
             return True
         return False
 
@@ -179,33 +180,25 @@ class InSync:
         """The admitting write is about to be sent."""
         if not self.may_admit(node):
             raise ValueError(f"{node} is {self._place.get(node)}, not a candidate that holds every boundary")
-        self._place[node] = Place.ADMITTING
-        self._placed()
+        self._put(node, Place.ADMITTING)
 
     def admitted(self, node: str, written: bool) -> None:
         """It is known whether the admitting write happened."""
         if self._place.get(node) is Place.ADMITTING:
-            self._place[node] = Place.MEMBER if written else self._or_marked(node, Place.CANDIDATE)
-            if written:
-                self._marked -= {node}
-            self._placed()
+            self._settle(node, written, Place.MEMBER if written else Place.CANDIDATE)
 
     def evicting(self, node: str) -> None:
         """The evicting write is about to be sent; the acknowledgement is needed until it is known to have happened."""
         if self._place.get(node) not in (Place.MEMBER, Place.MARKED):
             raise ValueError(f"{node} is {self._place.get(node)}, not a member")
-        self._place[node] = Place.EVICTING
-        self._placed()
+        self._put(node, Place.EVICTING)
 
     def evicted(self, node: str, written: bool) -> None:
         if self._place.get(node) is Place.EVICTING:
-            if written:
-                del self._place[node], self._acked[node]
-                self._marked -= {node}
-            else:
-                self._place[node] = self._or_marked(node, Place.MEMBER)
-            self._placed()
+            self._settle(node, written, None if written else Place.MEMBER)
 
-    def _or_marked(self, node: str, place: Place) -> Place:
-        """What `node` is again, as the write about it failed."""
-        return Place.MARKED if node in self._marked else place
+    def _settle(self, node: str, written: bool, place: Place | None) -> None:
+        """What became of the write about `node`, and where it stands then; one that was marked is marked again."""
+        if written:
+            self._marked -= {node}
+        self._put(node, Place.MARKED if node in self._marked else place)
