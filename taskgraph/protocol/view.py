@@ -108,7 +108,7 @@ class JobView:
             needed += [self.keys.spec, *map(self.keys.primary, self.primaries)]
         listed._check_kept(needed)
         if at is not None and at.mod_revision != at.create_revision:  # it was written before, perhaps in this attempt
-            same = known is not None and _same_attempt(known, at)
+            same = known is not None and known.record.attempt == at.record.attempt
             listed.attempt_revision = self.attempt_revision if same else self.revision
         listed.revision = listed.structure_revision = listed.gone_revision = revision
         listed._one_run, listed._run_at = self._one_run, self._run_at or listed.spec_revision
@@ -340,10 +340,6 @@ class JobView:
     def live_nodes(self, run: str) -> dict[str, NodeRecord]:
         """Registered nodes of this run that nobody declared gone."""
         return {node: v.record for node, v in self.nodes.items() if v.record.run == run and node not in self.gone}
-
-
-def _same_attempt(one: Versioned[EpochRecord], other: Versioned[EpochRecord]) -> bool:
-    return one.record.attempt == other.record.attempt
 
 
 def holds(member: MemberRecord, at: EpochRecord) -> bool:
