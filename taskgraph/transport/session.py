@@ -165,11 +165,6 @@ class Session(asyncio.BufferedProtocol):
         self.cut_off = False
 
     @property
-    def _deaf(self) -> bool:
-        """Whether it does not read what comes."""
-        return False
-
-    @property
     def encrypted(self) -> bool:
         return bool(self._hello.binding)
 
@@ -388,7 +383,8 @@ class Session(asyncio.BufferedProtocol):
 
     def _take_whole(self, kind: Kind, call: int, message: Any) -> None:
         """A message is here, and whole: admits and takes it."""
-        raise NotImplementedError
+        if self._admits(call, type(message)):
+            self._take(kind, call, message)
 
     def _no_memory(self, head: Head) -> None:
         raise NotImplementedError
@@ -504,7 +500,8 @@ class Session(asyncio.BufferedProtocol):
         something between them has lost it, and nobody would ever notice. Looks are counted, and not time: a process
         that was stopped has not read yet what came meanwhile.
         """
-        within = self._reader.within if self.open and self._reader.checked and not self._deaf else None
+        reads = self.open and self._transport is not None and self._transport.is_reading()
+        within = self._reader.within if reads and self._reader.checked else None
         self._looks = self._looks + 1 if within is not None and within == self._within else 0
         self._within = within
         if self._looks >= looks:

@@ -273,8 +273,7 @@ class DialledSession(Session):
     def _take_whole(self, kind: Kind, call: int, message: Reply) -> None:
         pending = self._pending.get(call)
         if pending is None or kind is not _REPLY or type(message) is not REPLY_OF[type(pending.message)]:
-            if self._admits(call, type(message)):
-                self._take(kind, call, message)
+            super()._take_whole(kind, call, message)
             return
         del self._pending[call]
         pending.settle(message)
@@ -310,10 +309,6 @@ class AcceptedSession(Session):
 
     def _same_host(self) -> None:
         self._devices.start()
-
-    @property
-    def _deaf(self) -> bool:
-        return self._unheard or self._resting
 
     def _crowded(self, crowded: bool) -> None:
         """Who does not read its replies is not heard meanwhile: they would grow in number with its calls."""
@@ -369,10 +364,6 @@ class AcceptedSession(Session):
             self._take(incoming.head.kind, call, cast(Call, incoming.parsed.message(None)))
         else:
             self._spawn(call, partial(self._receive_and_answer, incoming))
-
-    def _take_whole(self, kind: Kind, call: int, message: Call) -> None:
-        if self._admits(call, type(message)):
-            self._take(kind, call, message)
 
     def _take(self, kind: Kind, call: int, message: Call) -> None:
         if type(message) is Pull and message.count != 1:
