@@ -93,29 +93,25 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
             parts_of.setdefault(n.buffer, []).append(n)
     names: dict[str, int] = {_VALUE: 0, "__metadata__": 0}
     entries: list[tuple[str, str, tuple[int, ...], memoryview]] = []
+
+    def add(data: memoryview, of: Named | None, unnamed: str = "") -> str:
+        """A tensor more, of an array or of bytes that have no name of their own; what it is called."""
+        name = _unused(unnamed if of is None else _tensor_name(of), names)
+        dtype, shape = ("U8", (data.nbytes,)) if of is None else (_safe_name(of.dtype), of.shape)
+        entries.append((name, dtype, shape, data))
+        return name
+
     buffers: list[str | dict[str, Any]] = []
     for number, data in enumerate(value.buffers):
-        known = by_buffer.get(number)
+        unnamed = f"taskgraph.bytes.{number}"
         if number in parts_of:
-            told = []
-            for at, part, of in _parts(data, parts_of[number]):
-                name = _unused(f"taskgraph.bytes.{number}" if of is None else _tensor_name(of), names)
-                dtype, shape = ("U8", (part.nbytes,)) if of is None else (_safe_name(of.dtype), of.shape)
-                entries.append((name, dtype, shape, part))
-                told.append((at, name))
-            buffers.append({"size": data.nbytes, "parts": told})
-            continue
-        if known is not None:
-            name = _unused(_tensor_name(known), names)
-            entries.append((name, _safe_name(known.dtype), known.shape, data))
+            parts = [(at, add(part, of, unnamed)) for at, part, of in _parts(data, parts_of[number])]
+            buffers.append({"size": data.nbytes, "parts": parts})
         else:
-            name = _unused(f"taskgraph.bytes.{number}", names)
-            entries.append((name, "U8", (data.nbytes,), data))
-        buffers.append(name)
+            buffers.append(add(data, by_buffer.get(number), unnamed))
     for small in named:
         if small.buffer is None:
-            name = _unused(_tensor_name(small), names)
-            entries.append((name, _safe_name(small.dtype), small.shape, small.data))
+            add(small.data, small)
     entries.append((_VALUE, "U8", (len(value.meta),), memoryview(value.meta)))
     entries.sort(key=lambda entry: -_item_bytes(entry[1]))  # so that all of them are aligned; bytes come last
     header: dict[str, Any] = {
@@ -138,10 +134,10 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
             f"its header would have {len(text)} bytes, and readers take {_MAX_HEADER}: the state has {len(buffers)} "
             f"large arrays or texts; keep them in fewer, larger ones"
         )
-    parts = [data.cast("B") if data.nbytes else memoryview(b"") for *_, data in entries]
-    digest = _digest(text, parts)
+    written = [data.cast("B") if data.nbytes else memoryview(b"") for *_, data in entries]
+    digest = _digest(text, written)
     head = _U64.pack(len(text)) + text.replace(_digest_field(_NO_DIGEST), _digest_field(digest), 1)
-    return FileInfo(label.task, len(head) + at, digest), [memoryview(head), *parts]
+    return FileInfo(label.task, len(head) + at, digest), [memoryview(head), *written]
 
 
 def _named(value: Encoded) -> list[Named]:
