@@ -335,7 +335,7 @@ def _running_here(runtime: Runtime, name: str) -> JobRunning:
 
 async def connect(etcd: str, tls: dict[str, str]) -> EtcdCoordinator:
     """Connects to an etcd; raises Unavailable with what was tried."""
-    return await EtcdCoordinator.connect(etcd, **tls)  # type: ignore[arg-type]
+    return await EtcdCoordinator.connect(etcd, **tls)
 
 
 def result(name: str, etcd: str | None = None) -> JobResult:

@@ -119,7 +119,7 @@ async def _connected(config: NodeConfig) -> EtcdCoordinator:
     told = False
     while True:
         try:
-            return await EtcdCoordinator.connect(config.etcd, **config.tls)  # type: ignore[arg-type]
+            return await EtcdCoordinator.connect(config.etcd, **config.tls)
         except Unavailable as error:
             if not config.parent_pid:
                 raise

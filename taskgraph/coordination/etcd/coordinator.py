@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 from taskgraph.coordination.api import AccessRefused, Listing, WatchBatch
 from taskgraph.coordination.etcd import convert
@@ -76,47 +76,22 @@ class EtcdCoordinator:
         self.version = version
 
     @classmethod
-    async def connect(
-        cls,
-        endpoints: str | Sequence[str],
-        *,
-        timeout_s: float = 10.0,
-        ca: str | Path | None = None,
-        cert: str | Path | None = None,
-        key: str | Path | None = None,
-        username: str | None = None,
-        password: str | None = None,
-        password_file: str | Path | None = None,
-    ) -> EtcdCoordinator:
+    async def connect(cls, endpoints: str | Sequence[str], **access: Any) -> EtcdCoordinator:
         """Connects and makes sure, by a linearizable read, that a cluster with a leader answers.
 
+        The first contact takes at most 5 s of the limit of a call; logging in, where an etcd that answers has many
+        logins to do, up to 150 s.
+
         Args:
-            endpoints: `host:port`, `https://host:port`; several as a sequence or separated by commas.
-            timeout_s: the limit of each call, with its retries. The first contact takes at most 5 s of it; logging in,
-                where an etcd that answers has many logins to do, up to 150 s.
-            ca: PEM file of the authority behind the members' certificates.
-            cert: PEM file of a client certificate.
-            key: PEM file of its key.
-            username: user, where etcd has authentication enabled.
-            password: the user's password.
-            password_file: its first line is the password, where it is changed later on.
+            endpoints, access: see `EtcdOptions.make`.
 
         Raises:
             Unavailable: nothing usable answers there. The message says what was tried and how to start one.
             CoordinationError: the arguments are wrong, or etcd refuses them.
         """
-        options = EtcdOptions.make(
-            endpoints,
-            timeout_s=timeout_s,
-            ca=ca,
-            cert=cert,
-            key=key,
-            username=username,
-            password=password,
-            password_file=password_file,
-        )
+        options = EtcdOptions.make(endpoints, **access)
         connection = Connection(options)
-        limit_s = min(timeout_s, _FIRST_CONTACT_S)
+        limit_s = min(options.timeout_s, _FIRST_CONTACT_S)
         first = partial(connection.call, STATUS, v3.StatusRequest(), what="first contact", again=True)
         try:
             login_s = limit_s

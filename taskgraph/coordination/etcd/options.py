@@ -112,6 +112,9 @@ class EtcdOptions:
     ) -> EtcdOptions:
         """Checks and normalises what a user wrote.
 
+        Args:
+            endpoints: `host:port`, `https://host:port`; several as a sequence or separated by commas.
+
         Raises:
             CoordinationError: no endpoint, an endpoint that is none, or a certificate without its key.
         """
