@@ -154,21 +154,19 @@ class MemoryTransport:
     async def call(self, peer: Peer, message: Call, *, timeout_s: float | None = None) -> Reply:
         try:
             async with timeouts.timeout(timeout_s):
-                return unwrap(await self._exchange(peer.node, message))
+                return await self._exchange(peer.node, message)
         except TimeoutError:
             raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
 
     def call_now(self, peer: Peer, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
         if self._down:
             return None
-        return self._tasks.spawn(self._begun(peer, message, quiet), name=f"call {peer.node} from {self.node}")
+        exchange = self._exchange(peer.node, message, quiet=quiet)
+        return self._tasks.spawn(exchange, name=f"call {peer.node} from {self.node}")
 
     def calls_now(self, peer: Peer, message: Pull) -> list[asyncio.Future[Reply]] | None:
         begun = [self.call_now(peer, message.each(number)) for number in range(message.count)]
         return [call for call in begun if call is not None] or None  # all of them, or none: it is closed
-
-    async def _begun(self, peer: Peer, message: Call, quiet: bool) -> Reply:
-        return unwrap(await self._exchange(peer.node, message, quiet=quiet))
 
     async def _exchange(self, node: str, message: Call, *, quiet: bool = False) -> Reply:
         target = self._reach(node)
@@ -176,7 +174,7 @@ class MemoryTransport:
         self._pending[reply] = node
         task = target._accept(self.node, message, reply, quiet)
         try:
-            return await reply
+            return unwrap(await reply)
         finally:
             del self._pending[reply]
             if not quiet:
