@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import partial
 
 from taskgraph.coordination.api import WAITED_OUT, Coordinator, Lost, WatchCompacted
 from taskgraph.protocol.view import JobView, WentBack
@@ -170,7 +169,7 @@ class ViewKeeper:
         else:
             waiters = self._structure_waiters if structure else self._waiters
             waiters[future] = predicate
-            future.add_done_callback(partial(_forget, waiters))
+            future.add_done_callback(lambda done: waiters.pop(done, None))
         return future
 
     async def wait_until(self, predicate: Callable[[JobView], bool], *, structure: bool = False) -> None:
@@ -258,7 +257,3 @@ def rest_s(took_s: float) -> float:
 def _give_up(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)
-
-
-def _forget(waiters: _Waiters, future: asyncio.Future[None]) -> None:
-    waiters.pop(future, None)
