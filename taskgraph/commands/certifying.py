@@ -8,21 +8,30 @@ import ipaddress
 import secrets
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from taskgraph.errors import JobError
 from taskgraph.files import write_whole
 from taskgraph.tls import CA, CERT, KEY, Tls
 
-if TYPE_CHECKING:
+try:
     from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        load_pem_private_key,
+    )
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+except ImportError as error:
+    raise JobError("`taskgraph certs` needs the package cryptography: `pip install 'taskgraph-aio[tls]'`") from error
 
 __all__ = ["CA_KEY", "Made", "certs", "make_certs"]
 
 #: The authority's private key: nobody needs it but `certs --ca`.
 CA_KEY = "ca-key.pem"
-_NEEDED = "`taskgraph certs` needs the package cryptography: `pip install 'taskgraph-aio[tls]'`"
 _BEFORE = datetime.timedelta(minutes=5)
 """Clocks of a cluster differ a little: what was made here is to be valid there at once."""
 _AUTHORITY_DAYS = 3650
@@ -75,13 +84,8 @@ def make_certs(
         force: overwrite what is there.
 
     Raises:
-        JobError: something is there already, or cannot be written or read; the authority has ended; cryptography is not
-            installed.
+        JobError: something is there already, or cannot be written or read; the authority has ended.
     """
-    try:
-        import cryptography  # noqa: F401
-    except ImportError as error:
-        raise JobError(_NEEDED) from error
     if not 1 <= days <= _AUTHORITY_DAYS:
         raise JobError(f"--days {days}: from 1 to {_AUTHORITY_DAYS}")
     now = datetime.datetime.now(datetime.UTC)
@@ -96,8 +100,6 @@ def make_certs(
         wanted = now + datetime.timedelta(days=days)
         end = min(wanted, ca.not_valid_after_utc)
         key, cert = _issue(ca, ca_key, names, _builder(now, end))
-        from cryptography.hazmat.primitives.serialization import Encoding
-
         if authority is None:
             write_whole(folder / CA_KEY, _pem(ca_key), 0o600)
         write_whole(folder / KEY, _pem(key), 0o600)
@@ -125,8 +127,6 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _builder(now: datetime.datetime, end: datetime.datetime) -> x509.CertificateBuilder:
-    from cryptography import x509
-
     return (
         x509.CertificateBuilder()
         .serial_number(x509.random_serial_number())
@@ -136,15 +136,10 @@ def _builder(now: datetime.datetime, end: datetime.datetime) -> x509.Certificate
 
 
 def _name(text: str) -> x509.Name:
-    from cryptography import x509
-    from cryptography.x509.oid import NameOID
-
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
 def _usage(*, authority: bool) -> x509.KeyUsage:
-    from cryptography import x509
-
     return x509.KeyUsage(
         digital_signature=not authority,
         key_cert_sign=authority,
@@ -158,11 +153,7 @@ def _usage(*, authority: bool) -> x509.KeyUsage:
     )
 
 
-def _new_authority(now: datetime.datetime) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.hashes import SHA256
-
+def _new_authority(now: datetime.datetime) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name(f"taskgraph test authority {secrets.token_hex(4)}")
     ca = (
@@ -178,17 +169,13 @@ def _new_authority(now: datetime.datetime) -> tuple[x509.Certificate, EllipticCu
     return ca, key
 
 
-def _read_authority(folder: Path, now: datetime.datetime) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
+def _read_authority(folder: Path, now: datetime.datetime) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     try:
         ca = x509.load_pem_x509_certificate((folder / CA).read_bytes())
         key = load_pem_private_key((folder / CA_KEY).read_bytes(), password=None)
     except (ValueError, TypeError) as error:
         raise JobError(f"--ca {folder}: {CA} or {CA_KEY} cannot be read: {error}") from error
-    if not isinstance(key, EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
         raise JobError(f"--ca {folder}: {CA_KEY} is not the key of {CA}")
     if (end := ca.not_valid_after_utc) <= now:
         raise JobError(
@@ -199,14 +186,9 @@ def _read_authority(folder: Path, now: datetime.datetime) -> tuple[x509.Certific
 
 
 def _issue(
-    ca: x509.Certificate, ca_key: EllipticCurvePrivateKey, names: list[str], builder: x509.CertificateBuilder
-) -> tuple[EllipticCurvePrivateKey, x509.Certificate]:
+    ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey, names: list[str], builder: x509.CertificateBuilder
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     """One certificate for a node and for a client: a node is both."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.hashes import SHA256
-    from cryptography.x509.oid import ExtendedKeyUsageOID
-
     key = ec.generate_private_key(ec.SECP256R1())
     alternatives: list[x509.GeneralName] = []
     for name in names:
@@ -227,7 +209,5 @@ def _issue(
     return key, cert
 
 
-def _pem(key: EllipticCurvePrivateKey) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -126,6 +126,7 @@ def test_without_cryptography_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.delitem(sys.modules, "taskgraph.commands.certifying")
     assert main(["certs", str(tmp_path / "c")]) == 2
     assert "pip install 'taskgraph-aio[tls]'" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
