@@ -153,14 +153,12 @@ class Runtime:
         """Whether this process alone may run a job of that name on this host now; the kernel lets go when it ends."""
         path = self._made(self._folder(name).parent) / f".{name}.lock"  # no other job's folder
         file = _locked(path)
-        if file is None:
-            yield False
-            return
         try:
-            yield True
+            yield file is not None
         finally:
-            remove_file(path)
-            os.close(file)
+            if file is not None:
+                remove_file(path)
+                os.close(file)
 
     def put(self, entry: JobEntry) -> None:
         """Makes a job findable. Forgets what launchers left that were killed, but for the last few."""
@@ -491,9 +489,7 @@ def _locked(path: Path) -> int | None:
     """A file that is locked by us now, which we remove before we close it; None: another process has it."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _is_ours(file):
             os.close(file)
             return None
         with contextlib.suppress(FileNotFoundError):
