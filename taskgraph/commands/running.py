@@ -36,8 +36,8 @@ from taskgraph.launch.resuming import mark_begun, plan
 from taskgraph.launch.run import arun, connect
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.shown import Shown
-from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks
+from taskgraph.listening import Listening
 from taskgraph.loading import load_driver, made_by
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import kept_json, values_text
@@ -65,10 +65,10 @@ def job_of(options: argparse.Namespace, function: JobFunction[...] | None) -> Jo
 def run(options: argparse.Namespace, function: JobFunction[...] | None = None) -> int:
     """Starts nodes here, follows the job, prints its values."""
     job = job_of(options, function)
-    listening_of(options, options.nodes)  # refused before anything is written
+    listening = listening_of(options, options.nodes)  # refused before anything is written
     token = token_for(options)
     try:
-        return uvloop.run(_Run(options, job).until_over(token))
+        return uvloop.run(_Run(options, job).until_over(listening, token))
     except (JobError, CheckpointError):
         if token is not None:
             token.forget()
@@ -105,7 +105,7 @@ class _Run:
         # Of nodes in this process only the event tells.
         return self._told_finished or (self._follower is not None and self._follower.view.finished)
 
-    async def until_over(self, token: NewToken | None) -> int:
+    async def until_over(self, listening: Listening, token: NewToken | None) -> int:
         """The exit code."""
         options, shown = self._options, self._shown
         if options.nodes:  # with none, tasks run here, and may write more than anybody reads at once
@@ -123,7 +123,7 @@ class _Run:
                 access=Access(
                     etcd=access_of(options),
                     nodes=node_access_of(options),
-                    listening=listening_of(options, options.nodes),
+                    listening=listening,
                     token=token.token if token is not None else None,
                 ),
             )
