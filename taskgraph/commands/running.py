@@ -32,7 +32,7 @@ from taskgraph.launch.collector import Collector
 from taskgraph.launch.kept import status_of
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import passing_on, printed
-from taskgraph.launch.resuming import mark_begun, plan
+from taskgraph.launch.resuming import begin, plan
 from taskgraph.launch.run import arun, connect
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.shown import Shown
@@ -233,8 +233,7 @@ def submit_command(options: argparse.Namespace, function: JobFunction[...] | Non
         async with await connect(etcd, access_of(options)) as coordinator:
             planned, beginning = await plan(coordinator, spec, resume=options.resume, fresh=options.fresh)
             submitting = True
-            await submit(coordinator, planned, beginning)
-            await mark_begun(planned, beginning)
+            await begin(coordinator, planned, beginning)
 
     try:
         uvloop.run(put())

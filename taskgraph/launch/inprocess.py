@@ -22,8 +22,7 @@ from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.jobs import Job
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.kept import job_failed
-from taskgraph.launch.resuming import Resume, mark_begun, plan, way_on
-from taskgraph.launch.submit import submit
+from taskgraph.launch.resuming import Resume, begin, plan, way_on
 from taskgraph.node.garbage import searching_garbage_less_often
 from taskgraph.node.node import Node, Point
 from taskgraph.node.usercode.errors import cancelled_by_users
@@ -103,8 +102,7 @@ class InProcessCluster:
         """Submits the job and starts that many nodes."""
         spec = dataclasses.replace(self.spec, expected_nodes=nodes)
         self.spec, beginning = await plan(self._launcher, spec, resume=resume, fresh=fresh, timeout_s=timeout_s)
-        await submit(self._launcher, self.spec, beginning)
-        await mark_begun(self.spec, beginning)
+        await begin(self._launcher, self.spec, beginning)
         for _ in range(nodes):
             self.add()
 

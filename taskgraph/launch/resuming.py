@@ -24,14 +24,14 @@ from taskgraph.checkpoint.store import Found, Store
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError, JobTimeout
-from taskgraph.launch.submit import Beginning, check_not_running
+from taskgraph.launch.submit import Beginning, check_not_running, submit
 from taskgraph.node.usercode.threads import PooledThreads
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord
 from taskgraph.protocol.view import Versioned
 
-__all__ = ["Resume", "lost_text", "mark_begun", "plan", "way_on"]
+__all__ = ["Resume", "begin", "lost_text", "plan", "way_on"]
 
 log = logging.getLogger("taskgraph")
 
@@ -198,12 +198,13 @@ def _unusable_text(store: Store, looked: _Looked) -> str:
     )
 
 
-async def mark_begun(spec: JobSpec, beginning: Beginning) -> None:
-    """Notes in the place that the run was begun over earlier ones: it may be killed before it writes anything there.
+async def begin(coordinator: Coordinator, spec: JobSpec, beginning: Beginning) -> None:
+    """Submits the job as `plan` says; raises what `submit` does.
 
-    It is done once the job is submitted: a run that was refused did not begin. A place that does not take it keeps
-    nobody from running the job.
+    Then it notes in the place that the run was begun over earlier ones: it may be killed before it writes anything
+    there, and one that was refused did not begin. A place that does not take it keeps nobody from running the job.
     """
+    await submit(coordinator, spec, beginning)
     if beginning.over is None:
         return
     assert spec.checkpoint is not None

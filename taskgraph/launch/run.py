@@ -39,10 +39,9 @@ from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.kept import KeptJob, kept_in_etcd
-from taskgraph.launch.resuming import Resume, mark_begun, plan
+from taskgraph.launch.resuming import Resume, begin, plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import Shown
-from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.loading import check_no_loop, check_not_importing
 from taskgraph.node.loggers import guard_loggers_here
@@ -261,8 +260,7 @@ async def _on_nodes(
         follower = Collector(coordinator, spec, entry.token_bytes, entry.node_access)
         if embedded is None:
             stack.push_async_exit(partial(_cancel_unbegun, follower, entry))
-        await submit(coordinator, spec, beginning)
-        await mark_begun(spec, beginning)
+        await begin(coordinator, spec, beginning)
         runtime.put(entry)
         stack.callback(runtime.remove, spec.name)
         stack.push_async_callback(follower.stop)

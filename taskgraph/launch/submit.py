@@ -31,7 +31,7 @@ class Beginning:
         refused: why newer checkpoints cannot be used, each by name.
         after: the revision of the run before, as etcd knew it when this was decided; 0: it knew of none. Where there
             was another run since, this is no beginning any more. None: it does not depend on that.
-        over: the newest checkpoint of earlier series, over which it begins at epoch 0; see `resuming.mark_begun`.
+        over: the newest checkpoint of earlier series, over which it begins at epoch 0; see `resuming.begin`.
     """
 
     epoch: EpochRecord

@@ -22,7 +22,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, TaskGraphError, Unavailable
 from taskgraph.launch import resuming
 from taskgraph.launch.collect import assemble, complete
-from taskgraph.launch.resuming import mark_begun, plan
+from taskgraph.launch.resuming import begin, plan
 from taskgraph.launch.submit import submit
 from taskgraph.node.membership.unable import NotSetUp
 from taskgraph.node.node import Node, Point
@@ -209,11 +209,10 @@ class World:
             made.spec = spec
             while True:
                 try:
-                    await submit(self.launcher, spec, beginning)
+                    await begin(self.launcher, spec, beginning)
                     break
                 except Unavailable:  # whoever is told so tries again
                     await asyncio.sleep(0.1)
-            await mark_begun(spec, beginning)
         self.transcript.state("submitted again" if beginning.checkpoint is None else "went on from a checkpoint")
         self._names = 0
         for _ in range(nodes):

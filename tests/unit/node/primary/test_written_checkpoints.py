@@ -22,7 +22,7 @@ from taskgraph.checkpoint import store as store_module
 from taskgraph.checkpoint.manifest import Manifest, Name
 from taskgraph.checkpoint.places import Directory
 from taskgraph.errors import CheckpointError
-from taskgraph.launch import inprocess, resuming
+from taskgraph.launch import resuming
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import replica as replica_module
 from taskgraph.node.node import Point
@@ -461,7 +461,7 @@ async def test_a_run_that_was_refused_did_not_begin(tmp_path: Path, monkeypatch:
 
     await interrupted(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(inprocess, "submit", refuse)
+        patched.setattr(resuming, "submit", refuse)
         with pytest.raises(tg.JobRunning):
             await tg.arun(walk(tmp_path), nodes=0, fresh=True)
     assert (await tg.arun(walk(tmp_path), nodes=0, resume=True)).restarts == 1
