@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
             made.print_help(sys.stderr)
             return USAGE
         if (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _LEAST_FILES and files != resource.RLIM_INFINITY:
-            print(f"taskgraph: only {files} files may be open at a time here: {_MORE_FILES}", file=sys.stderr)
+            _print(f"only {files} files may be open at a time here: {_MORE_FILES}")
             return FAILED
         command = _command(options.command)
         code = command(options, function) if options.command in _OF_DRIVERS else command(options)
@@ -307,7 +307,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
         _print(str(error), error)
         return USAGE
     except KeyboardInterrupt:
-        print("taskgraph: interrupted", file=sys.stderr)
+        _print("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         drop_unwritten()  # whoever read our output has enough
@@ -345,10 +345,10 @@ def _is_nowhere() -> bool:
 
 
 def _print(text: str, error: Exception | None = None) -> None:
-    from taskgraph.observe.screen import printable
+    from taskgraph.observe.screen import say
 
     for line in (text, *getattr(error, "__notes__", ())):
-        print(f"taskgraph: {printable(line)}", file=sys.stderr)
+        say(line)
 
 
 def tell_of_threads() -> None:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import Runtime
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe.format import ids_text
+from taskgraph.observe.screen import say
 from taskgraph.protocol.reach import host_of, unix_socket
 from taskgraph.protocol.records import NodeRecord, name_of
 from taskgraph.protocol.takeover import held_alone, who_stays
@@ -245,7 +245,7 @@ async def drain(options: argparse.Namespace) -> int:
             await client.drain("taskgraph drain")
         print(f"{record.name} (process {record.pid} on {record.host}) hands over and leaves")
         if risk:
-            print(f"taskgraph: {risk}", file=sys.stderr)
+            say(risk)
     return 0
 
 
@@ -284,7 +284,7 @@ async def forget(options: argparse.Namespace) -> int:
         here = "; what this host keeps of it stays" if Runtime().finished(name) is not None else ""
         print(f"job {name} is forgotten by etcd at {etcd} ({count} key{'s' * (count > 1)}){here}")
     for why in refused[:-1]:
-        print(f"taskgraph: {why}", file=sys.stderr)
+        say(str(why))
     if refused:
         raise refused[-1]
     return 0

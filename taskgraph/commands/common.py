@@ -10,7 +10,6 @@ import secrets
 import shlex
 import signal
 import stat
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from taskgraph.launch.access import configured, etcd_access, insecure_listen, no
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.listening import Listening
+from taskgraph.observe.screen import say
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import readable
@@ -395,7 +395,7 @@ def take_orders(*, finished: Callable[[], bool], obeyed: Callable[[], bool], obe
         if finished() and not obeyed() and not spared:
             spared = True
             what = "the job has finished, and its results are being collected; once more to end without them"
-            print(f"\ntaskgraph: {what}", file=sys.stderr, flush=True)
+            say(what, anew=True)
             return
         obey()
 

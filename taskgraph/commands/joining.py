@@ -49,6 +49,7 @@ from taskgraph.launch.shown import Shown
 from taskgraph.launch.supervise import launch_nodes
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
+from taskgraph.observe.screen import say
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
@@ -158,7 +159,7 @@ async def _launch(options: argparse.Namespace) -> int:
                 asks = f"`taskgraph result {reached.name} --etcd {entry.etcd}` asks the job's etcd for them"
                 await follower.keep_end(status, follower.not_kept or follower.only_there or asks)
         except asyncio.CancelledError:
-            print(await _told_text("were ended", reached, follower), file=sys.stderr)
+            say(await _told_text("were ended", reached, follower))
             return 130
         finally:
             await follower.stop()
@@ -187,7 +188,7 @@ async def _tell_end(
     if result is not None:
         print_result(result, as_json=False, kept=True)
     if status.state == State.FINISHED and follower.not_kept:
-        print(f"taskgraph: job {name} finished, but its values are lost: {follower.not_kept}", file=sys.stderr)
+        say(f"job {name} finished, but its values are lost: {follower.not_kept}")
         return 1
     if result is not None:
         if follower.only_there:
@@ -197,11 +198,10 @@ async def _tell_end(
         print(f"job {name} finished; {await _values_text(reached)}", file=sys.stderr)
         return 0
     if status.state == State.RUNNING and (left or not status.reason):
-        print(await _told_text("have left", reached, follower), file=sys.stderr)
+        say(await _told_text("have left", reached, follower))
         return 130 if left else 0
     if status.state == State.RUNNING:
-        text = f"{status.reason.rstrip()}\nthe job may go on elsewhere: `taskgraph status {name}`"
-        print(f"taskgraph: {text}", file=sys.stderr)
+        say(f"{status.reason.rstrip()}\nthe job may go on elsewhere: `taskgraph status {name}`")
         return 1
     raise job_failed(name, status)
 
@@ -229,7 +229,7 @@ def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follo
             return
         leave.set()
         text = f"the nodes started here hand over what they have, and leave: within {within_s:g} s (drain_s)"
-        print(f"\ntaskgraph: {text}; once more to end them at once", file=sys.stderr, flush=True)
+        say(f"{text}; once more to end them at once", anew=True)
 
     take_orders(finished=lambda: follower.finished, obeyed=leave.is_set, obey=obey)
 
@@ -248,7 +248,7 @@ async def _values_text(reached: Reached) -> str:
 
 async def _told_text(how: str, reached: Reached, follower: Follower) -> str:
     """That the nodes started here are no more, and what this means for the job."""
-    text = f"taskgraph: the nodes started here {how}"
+    text = f"the nodes started here {how}"
     async with if_etcd_answers(_LAST_LOOK_S):
         await follower.keeper.load()
     view = follower.view
@@ -267,7 +267,7 @@ def _leave(runtime: Runtime, entry: JobEntry) -> None:
     try:
         runtime.leave(entry)
     except (OSError, TaskGraphError) as error:
-        print(f"taskgraph: {error}", file=sys.stderr)
+        say(str(error))
 
 
 def node(options: argparse.Namespace) -> int:

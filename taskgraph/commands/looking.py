@@ -26,7 +26,7 @@ from taskgraph.launch.kept import KeptJob, kept_in_etcd
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import clock_text, fitted, kept_json, nobody_text, status_json, status_text, values_text
-from taskgraph.observe.screen import one_line, printable, takes_codes
+from taskgraph.observe.screen import one_line, printable, say, takes_codes
 from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
@@ -74,8 +74,7 @@ async def _status(options: argparse.Namespace) -> int:
                 if not options.watch or not isinstance(error, Unavailable):
                     raise
                 if not away:
-                    text = f"taskgraph: etcd has not answered since {asked_at} ({error}); trying again"
-                    print(text, file=sys.stderr, flush=True)
+                    say(f"etcd has not answered since {asked_at} ({error}); trying again")
                 away = True
                 await asyncio.sleep(_WATCH_S)
                 continue

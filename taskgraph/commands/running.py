@@ -41,6 +41,7 @@ from taskgraph.listening import Listening
 from taskgraph.loading import load_driver, made_by
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import kept_json, values_text
+from taskgraph.observe.screen import say
 from taskgraph.options import fields_of, parse
 from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
@@ -144,7 +145,7 @@ class _Run:
         except asyncio.CancelledError as error:
             if not self._interrupted:
                 raise
-            print(f"taskgraph: interrupted{self._left_text(error)}", file=sys.stderr)
+            say(f"interrupted{self._left_text(error)}")
             return 130
         as_before()
         self._show(result)
@@ -157,7 +158,7 @@ class _Run:
             if not self._interrupted:
                 self._interrupted = True
                 what = "without its results" if self._finished else "the job"
-                print(f"\ntaskgraph: ending {what}; once more to force it", file=sys.stderr, flush=True)
+                say(f"ending {what}; once more to force it", anew=True)
                 running.cancel()
             elif self._nodes is not None:
                 self._nodes.kill_now()

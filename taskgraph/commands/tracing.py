@@ -21,7 +21,7 @@ from taskgraph.errors import JobError
 from taskgraph.files import OF_THE_HOST, chosen_file, why_unwritable
 from taskgraph.launch.tracing import NodeTrace, Tracer, words_of
 from taskgraph.observe.clocks import NodeClock
-from taskgraph.observe.screen import printable
+from taskgraph.observe.screen import say
 from taskgraph.observe.trace import clock
 from taskgraph.observe.trace_file import TraceFile
 from taskgraph.protocol.records import State
@@ -74,7 +74,7 @@ async def _trace(options: argparse.Namespace, path: Path) -> int:
                 epochs=options.epochs,
                 every=options.every,
                 total=reached.spec.epochs,
-                say=_say,
+                say=say,
             )
             interrupted = await _run(tracer, keeper)
             state = keeper.view.status.record if keeper.view.status is not None else None
@@ -83,12 +83,12 @@ async def _trace(options: argparse.Namespace, path: Path) -> int:
         except _NothingTraced as error:
             if not interrupted:
                 raise
-            _say(str(error))
+            say(str(error))
             return _INTERRUPTED
     for line in about["missing"]:
-        _say(f"missing: {line}")
+        say(f"missing: {line}")
     if state is not None and state.state == State.FAILED:
-        _say(f"the job failed meanwhile: {state.reason}")
+        say(f"the job failed meanwhile: {state.reason}")
     print(_summary(path, about), file=sys.stderr if _is_output(path) else sys.stdout)
     return _INTERRUPTED if interrupted else 0
 
@@ -224,7 +224,3 @@ def _summary(path: Path, about: dict[str, Any]) -> str:
         f"{path}: {epochs}, of job {about['job']}: {sum(node['spans'] for node in nodes)} spans on "
         f"{len(nodes)} nodes, {clocks}. Open it in https://ui.perfetto.dev"
     )
-
-
-def _say(text: str) -> None:
-    print(f"taskgraph: {printable(text)}", file=sys.stderr, flush=True)

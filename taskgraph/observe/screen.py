@@ -7,10 +7,11 @@ screen, and the end of a line within a table.
 from __future__ import annotations
 
 import os
+import sys
 import unicodedata
 from typing import TextIO
 
-__all__ = ["cut", "one_line", "padded", "printable", "takes_codes", "width"]
+__all__ = ["cut", "one_line", "padded", "printable", "say", "takes_codes", "width"]
 
 
 def takes_codes(out: TextIO) -> bool:
@@ -29,6 +30,15 @@ def printable(text: str, keep: str = "\n\t") -> str:
 def one_line(text: str) -> str:
     """The same, where ends of lines would be taken for ours."""
     return printable(text, "")
+
+
+def say(text: str, *, anew: bool = False) -> None:
+    """Tells people on standard error, in the program's name.
+
+    Args:
+        anew: on another line than the `^C` that a terminal shows.
+    """
+    print("\n" * anew + f"taskgraph: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def width(text: str) -> int:

@@ -188,3 +188,18 @@ async def test_what_is_kept_of_an_earlier_run_is_not_told_of_one_that_launch_saw
     told = capsys.readouterr()
     says, ends = ("`taskgraph result fit --etcd a:1` asks", 3) if state == State.FINISHED else ("for a reason", 1)
     assert (told.out, code) == ("", ends) and says in told.err
+
+
+@pytest.mark.usefixtures("started")
+async def test_what_the_nodes_of_a_launch_printed_last_is_shown_without_the_codes_in_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end of their logs was written to the terminal as it was, with what wipes that."""
+
+    async def launch_nodes(*arguments: object, **options: object) -> tuple[StatusRecord, None]:
+        return StatusRecord(state=State.RUNNING, reason="every node ended\nprinted \x1b[2J\n"), None
+
+    monkeypatch.setattr(joining, "launch_nodes", launch_nodes)
+    assert await launched(monkeypatch, StatusRecord(state=State.RUNNING)) == 1
+    goes_on = "the job may go on elsewhere: `taskgraph status fit`"
+    assert capsys.readouterr().err == f"taskgraph: every node ended\nprinted \\x1b[2J\n{goes_on}\n"
