@@ -438,7 +438,7 @@ class LocalNodes:
         await ended(*self._replacing)
         self._tell_to_leave()
         await self.wait(within_s)
-        self._signal(signal.SIGKILL)
+        self.kill_now()
 
     async def stop(self, grace_s: float, *, tell: bool = True) -> None:
         """Ends every node: it is told to hand over and leave; after `grace_s` SIGKILL.
@@ -458,21 +458,20 @@ class LocalNodes:
                 for name in self.pids():
                     ran = f" while it runs {' and '.join(map(str, running[name]))}" if name in running else ""
                     log.warning("node %s has not ended with the job, and is killed%s", name, ran)
-            self._signal(signal.SIGKILL)
+            self.kill_now()
             await asyncio.gather(*self._watches, return_exceptions=True)
-            await self._last_tellings(_LAST_TELL_S if tell else 0.0)
+            if self._telling:
+                await asyncio.wait(self._telling, timeout=_LAST_TELL_S if tell else 0.0)
+            await ended(*self._telling)
             if self._sockets is not None:
                 self._sockets.remove()
                 self._sockets = None
 
-    async def _last_tellings(self, timeout_s: float) -> None:
-        if self._telling:
-            await asyncio.wait(self._telling, timeout=timeout_s)
-        await ended(*self._telling)
-
     def kill_now(self) -> None:
-        """SIGKILL for all, at once; for a second Ctrl-C."""
-        self._signal(signal.SIGKILL)
+        """SIGKILL for all, at once; also for a second Ctrl-C."""
+        for entry in self._processes.values():
+            if entry.code is None:
+                tell_child(entry.process, signal.SIGKILL)
 
     def _tell_to_leave(self) -> None:
         """By the pipe: a node that got a signal already, as all of our group may have, would take ours for a second."""
@@ -480,11 +479,6 @@ class LocalNodes:
             if entry.code is None:
                 with contextlib.suppress(OSError):  # it has ended
                     os.write(entry.pipe, b"leave\n")
-
-    def _signal(self, number: signal.Signals) -> None:
-        for entry in self._processes.values():
-            if entry.code is None:
-                tell_child(entry.process, number)
 
 
 def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> None:

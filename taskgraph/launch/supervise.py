@@ -329,25 +329,25 @@ class Supervisor:
             await asyncio.wait(waits, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _finish(self, grace_s: float, others_s: float) -> None:
+        follower = self._follower
         await self._nodes.stop(grace_s, tell=not self._without_etcd)
         events: list[Event] = []
         if not self._without_etcd:  # else what we knew last is kept
             async with if_etcd_answers(_LAST_WORDS_S):
-                await self._follower.keeper.load()
+                await follower.keeper.load()
             await self._others_left(others_s)
         if not self._without_etcd:
             async with if_etcd_answers(_LAST_WORDS_S):
-                events = await self._follower.kept()
-        view, status = self._follower.view, self._follower.status
-        collected = self._follower.kept_json is not None or self._follower.not_kept
-        if self._follower.finished and self._uncollected and not collected:
+                events = await follower.kept()
+        view, status = follower.view, follower.status
+        collected = follower.kept_json is not None or follower.not_kept
+        if follower.finished and self._uncollected and not collected:
             await (self._take_others() if view.collected else self._tell_uncollected())
-        if status is None and self._follower.kept_json is not None:
+        if status is None and follower.kept_json is not None:
             status = StatusRecord(state=State.FINISHED)
         if self._without_etcd and view.running:
             reason = f"its embedded etcd {self._without_etcd}"
             status = StatusRecord(state=State.FAILED, reason=reason, writer="launcher")
-        follower = self._follower
         kept = kept_record(self._spec.run, status, follower.not_kept, events)
         try:
             self._runtime.keep_finished(self._spec.name, kept, follower.kept_json)

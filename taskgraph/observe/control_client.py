@@ -137,9 +137,6 @@ class ControlClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
         await rpc.close(self._channel)
 
     async def status(self, timeout_s: float = 2.0) -> NodeStatus:

@@ -157,7 +157,7 @@ class Progress:
 
     def _line(self, text: str) -> None:
         if self._live:
-            self._print_above(text)
+            self._write(f"\r\x1b[2K{text}\n")
             self._refresh(force=True)
         else:
             self._flush_held()
@@ -253,9 +253,6 @@ class Progress:
         self._shown_at = now
         line = cut(self.text(), max(1, shutil.get_terminal_size().columns - 1))
         self._write(f"\r\x1b[2K{line}")
-
-    def _print_above(self, text: str) -> None:
-        self._write(f"\r\x1b[2K{text}\n")
 
 
 def numbers_text(numbers: Mapping[str, str | int | float]) -> str:
