@@ -348,7 +348,7 @@ class Connected:
         pass
 
 
-@pytest.mark.parametrize("meets", ["connect", "plan", "submit"])
+@pytest.mark.parametrize("meets", ["connect", "plan", "begin"])
 @pytest.mark.parametrize(
     "error",
     [AccessRefused("may not"), JobRunning("it runs"), DecodeError("what?"), Unavailable("away"), KeyboardInterrupt()],
@@ -367,13 +367,13 @@ def test_a_submit_that_comes_to_nothing_leaves_no_token(
     async def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    for name, does in {"connect": connect, "plan": plan, "submit": plan, meets: fail}.items():
+    for name, does in {"connect": connect, "plan": plan, "begin": plan, meets: fail}.items():
         monkeypatch.setattr(running, name, does)
     given = cli.parser(driver=fit).parse_args(["submit", "--etcd", "127.0.0.1:1"])
     with pytest.raises(type(error)):
         running.submit_command(given, fit)
     # Once it is sent it is not known what became of it, unless it was refused: then nodes need the token.
-    sent = meets == "submit" and isinstance(error, Unavailable | KeyboardInterrupt)
+    sent = meets == "begin" and isinstance(error, Unavailable | KeyboardInterrupt)
     assert (apart / "fit.token").exists() == sent
 
 
