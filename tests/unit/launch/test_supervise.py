@@ -423,6 +423,42 @@ async def own_nodes_ended(etcd: MemoryCoordinator, spec: JobSpec) -> tuple[Colle
     return follower, asyncio.ensure_future(job._nobody_left())
 
 
+class OneByOne(Scripted):
+    """Each node is started once the one before has ended, but for the last, which goes on."""
+
+    async def _spawn(self, server: Any, config: NodeConfig, log_path: Path) -> NodeProcess:
+        async with asyncio.timeout(20):
+            while self.alive:  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0.005)
+        self.script = """touch "$0"; exit 3""" if config.name == "n1" else _NEVER_LEAVES
+        return await super()._spawn(server, config, log_path.with_name(config.name) / "log")
+
+
+async def test_nodes_that_ended_before_the_others_were_started_are_not_all_of_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A job failed while a node of it was starting, as every node had ended once."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(supervise, "LocalNodes", OneByOne)
+    monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
+    etcd = MemoryCoordinator(MemoryStore())
+    await submit(etcd, SPEC)
+    follower = Collector(etcd, SPEC, b"")
+    await follower.start()
+    job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
+    try:
+        await job._start(2)
+        ends = asyncio.ensure_future(job._nobody_left())
+        await asyncio.sleep(0.3)
+        assert job._nodes.codes() == {"n1": 3} and not ends.done()
+        job._nodes.kill_now()
+        with pytest.raises(JobFailed, match="every node has ended"):
+            await ends
+    finally:
+        await job._nodes.stop(0.0)
+        await follower.stop()
+
+
 @pytest.mark.parametrize("becomes", ["back", "gone", "nothing"])
 async def test_a_node_of_another_launcher_whose_key_is_gone_may_come_back(
     becomes: str, monkeypatch: pytest.MonkeyPatch
