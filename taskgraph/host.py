@@ -86,17 +86,9 @@ def all_cores() -> int:
     return os.cpu_count() or 1
 
 
-if hasattr(os, "sched_getaffinity"):
-
-    def cores() -> int:
-        """How many cores this process may use."""
-        return len(os.sched_getaffinity(0))
-
-else:
-
-    def cores() -> int:
-        """How many cores this process may use."""
-        return os.cpu_count() or 1
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def allowed_cores(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:

@@ -504,10 +504,8 @@ def _holder(lock: Path) -> str:
         pid = int(lock.read_bytes())
     except (OSError, ValueError):
         return "another process"
-    with contextlib.suppress(OSError):  # elsewhere than on Linux
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        return f"process {pid} (`{' '.join(command.split())[:_COMMAND]}`)"
-    return f"process {pid}"
+    command = " ".join(host.command(pid).split())[:_COMMAND]
+    return f"process {pid} (`{command}`)" if command else f"process {pid}"
 
 
 def _written_at(path: Path) -> float:
