@@ -137,6 +137,7 @@ class _Run:
                     result = await running
                 shown.end(result.reports)
         except JobFailed as error:
+            as_before()
             with contextlib.suppress(OSError):  # that it failed counts for more
                 self._show_failed(error)
             if self._nodes is not None and self._logs.is_dir():
