@@ -34,7 +34,6 @@ from taskgraph.node.primary.checkpoint_reader import CheckpointReader
 from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.primary.reporter import Reporter
-from taskgraph.node.reconciler import Reconciler
 from taskgraph.node.replica import Replica
 from taskgraph.node.serving import Serving
 from taskgraph.protocol import checkpointing, transactions
@@ -230,22 +229,6 @@ def the_status_is_written_after_the_last_commit(patch: pytest.MonkeyPatch) -> No
 
 
 @plant
-def a_primary_that_was_replaced_takes_part_in_the_end_of_the_job(patch: pytest.MonkeyPatch) -> None:
-    """It is still there, as nodes rest between their looks."""
-
-    async def conclude(original: Any, self: Primary) -> None:
-        vars(self)["concludes"] = True
-        await original(self)
-
-    async def unless_replaced(original: Any, self: Primary) -> None:
-        if not vars(self).pop("concludes", False):
-            await original(self)
-
-    _changed(patch, Primary, "_conclude", conclude)
-    _changed(patch, Primary, "_unless_replaced", unless_replaced)
-
-
-@plant
 def the_attempt_counter_starts_again(patch: pytest.MonkeyPatch) -> None:
     def commit(original: Any, view: Any, **kwargs: Any) -> Txn:
         txn: Txn = original(view, **kwargs)
@@ -314,38 +297,6 @@ def a_job_goes_back_to_a_checkpoint_that_was_replaced_while_it_was_read(patch: p
 
     _changed(patch, CheckpointReader, "newest_usable", newest_usable)
     _changed(patch, transactions, "roll_back", roll_back)
-
-
-@plant
-def a_leader_of_before_removes_what_its_successor_completes(patch: pytest.MonkeyPatch) -> None:
-    def discard(self: Store, name: Any, still: Any) -> None:
-        folder = self._path(str(name))
-        for file in self._place.names(folder):
-            self._place.remove(f"{folder}/{file}")
-
-    patch.setattr(Store, "discard", discard)
-
-
-@plant
-def a_node_that_still_registers_does_not_follow_what_it_reads(patch: pytest.MonkeyPatch) -> None:
-    """It is offered boundaries meanwhile: what a roll-back undid makes history of them there, which it acknowledges."""
-
-    def follow(original: Any, self: Reconciler) -> None:
-        if self._node._group is not None:  # type: ignore[attr-defined]
-            original(self)
-
-    def hold(self: Serving, replica: Replica, offer: Any, log: Any = None) -> None:
-        for boundary in serving_module._boundaries(offer):
-            replica.boundaries.hold(boundary, committed=offer.committed)
-        if log:
-            replica.log.fold(log)
-        replica.promise(offer.term, offer.invitation)
-        epoch = self._node.keeper.view.epoch
-        if epoch is not None and offer.stamp.epoch <= epoch.record.epoch:
-            replica.follow(epoch.record)
-
-    _changed(patch, Reconciler, "follow", follow)
-    patch.setattr(Serving, "_hold", hold)
 
 
 @plant

@@ -118,7 +118,7 @@ class Fault:
     at_s: float
     lasts_s: float
     target: str  # "who", "leader", "talker", "primary", "member", "any"
-    again: bool  # a dead node is replaced, by one of the same name
+    again: bool  # a dead node is replaced, by one of the same name; of some others: it is of all nodes
     told_s: float | None  # when a launcher says that it is gone; None: never
     until: str = ""  # the moment at which what is held back goes on, where that comes before `lasts_s`
     then: Fault | None = None  # what happens right after it
@@ -516,7 +516,8 @@ def draw_race(rng: random.Random, *, talks: bool, keeps: bool) -> str:
     """
     if rng.random() >= _RACING or not (talks or keeps):
         return ""
-    return rng.choice((*(("late seal",) * talks), *(("late pointer",) * keeps)))
+    of_checkpoints = ("late pointer", "newer checkpoint", "newer checkpoint")
+    return rng.choice((*(("late seal",) * talks), *(of_checkpoints * keeps)))
 
 
 def draw_around_race(rng: random.Random, race: str) -> list[Fault]:
@@ -544,16 +545,31 @@ def _late_pointer(rng: random.Random) -> list[Fault]:
     of it, gives it up; then the first one goes on."""
     slow, frozen = draw_one(rng, follows=True), draw_one(rng, follows=True)
     slow.kind, slow.target, slow.moment, slow.then = "place slow", "leader", "message Written", None
+    slow.again = False
     slow.count, slow.lasts_s = rng.choice((1, 1, 1, 2)), rng.choice((0.2, 1.0, 2.0)) * rng.uniform(0.5, 1.0)
     frozen.kind, frozen.target, frozen.moment, frozen.count = "freeze", "who", "place listed", rng.choice((1, 1, 1, 2))
     frozen.lasts_s, frozen.wakes, frozen.then = 4.5, "place cleared", None
     return [slow, frozen]
 
 
-_RACING = 0.35
+def _newer_checkpoint(rng: random.Random) -> list[Fault]:
+    """The pointer to a checkpoint is on its way while somebody reads the one before, to go back to it."""
+    late, slow = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    massacre = _around_checkpoints(rng, "massacre")
+    _hold_back(late, rng, "sending checkpoint", _OVERTAKEN_BY_ROLLBACKS)
+    # Nobody goes back before the leases of those who died have ended.
+    late.until, late.count, late.lasts_s = "", rng.choice((2, 2, 3)), rng.uniform(2.0, 3.0)
+    slow.kind, slow.again, slow.lasts_s, slow.at_s = "place slow", True, rng.choice((1.0, 3.0)), 0.0
+    massacre.moment, massacre.at_s, massacre.told_s, massacre.then = "", 0.0, 0.0, None
+    late.then, slow.then = slow, massacre
+    return [late]
+
+
+_RACING = 0.5
 """Share of the seeds that could have one of these which do."""
 _RACES = {
     "late seal": _late_seal,
     "late pointer": _late_pointer,
+    "newer checkpoint": _newer_checkpoint,
 }
 _RECIPES = (_overtaken, _late_change_of_members, _late_change_of_members, _deaf_witness, _late_answers)

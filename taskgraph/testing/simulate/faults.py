@@ -117,7 +117,7 @@ class Faults:
             return
         saved = fault.saved or (fault.kind == "massacre" and self.bold and not self.ruthless)
         if saved and self._world.invariants.view.checkpoint is None:
-            moment = self._rng.choice(("after checkpoint", "after commit", "after commit", "point done"))
+            moment = self._rng.choice(("after checkpoint", "after commit", "after register", "point done"))
             count = self._rng.choice((1, 1, 2))
             if fault.saved:  # the job may end soon
                 moment, count = "after checkpoint", 1
@@ -379,10 +379,12 @@ class Faults:
                 self._later(self._rng.uniform(0.0, 1.0), self._replace, "")
 
     def _place_slow(self, fault: Fault, target: SimNode) -> None:
-        """Whatever it asks of the place of checkpoints takes long."""
-        self._note(fault, f"{target.id}, up to {fault.lasts_s:.3f} s for {2 * fault.lasts_s:.3f} s")
-        target.place.extra_s = fault.lasts_s
-        self._later(2 * fault.lasts_s, target.place.mend)
+        """Whatever it asks of the place of checkpoints takes long, or whatever anybody asks."""
+        whose = "all nodes" if fault.again else target.id
+        self._note(fault, f"{whose}, up to {fault.lasts_s:.3f} s for {2 * fault.lasts_s:.3f} s")
+        place = self._world.place if fault.again else target.place
+        place.extra_s = fault.lasts_s
+        self._later(2 * fault.lasts_s, place.mend)
 
     def _place_full(self, fault: Fault, target: SimNode) -> None:
         """It cannot write there."""
@@ -432,6 +434,7 @@ class Faults:
             node.coordinator.lose_next = 0
             node.coordinator.answer_s = 0.0
             node.place.mend()
+        world.place.mend()
         world.place.lose_next = 0
         world.place.lags(None)
         world.network.heal_all()

@@ -122,6 +122,7 @@ class Invariants:
         before = dict(view.primaries)
         held = {task: view.in_sync(task) for task in range(self._tasks)}
         gone_before = dict(view.gone)
+        pointer = view.checkpoint.record if view.checkpoint is not None else None
         view.apply(revision, events)
         for event in events:
             if event.kind == "put":
@@ -132,6 +133,8 @@ class Invariants:
         if at is not None and view.keys.epoch in written:
             assert view.epoch is not None
             self._moved(at, view.epoch.record, written, held)
+            if view.epoch.record.epoch < at.epoch and pointer is not None:
+                self._check_newest(pointer)
         elif at is not None and view.keys.checkpoint in written:
             self._check_pointer()
         if view.status is not None and view.status.record.state != state and state != State.RUNNING:
@@ -224,6 +227,13 @@ class Invariants:
         self._filed = set(range(self._tasks))
         self._told = set()
         self._last = False
+
+    def _check_newest(self, pointer: CheckpointRecord) -> None:
+        """The job went back, and not to one before the newest that could be used."""
+        assert self.view.checkpoint is not None
+        name = self.view.checkpoint.record.name
+        if name != pointer.name and self._files(pointer) is not None:
+            raise Violation(f"a roll-back to {name}, although {pointer.name} is complete")
 
     def _check_pointer(self) -> None:
         """A checkpoint became complete: it is one of a boundary that is committed, and not undone."""

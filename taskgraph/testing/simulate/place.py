@@ -25,14 +25,19 @@ class SimPlace:
 
     Args:
         moment: told of what was done to the files, and by which node.
+        removes: told of what a node removes.
     """
 
-    def __init__(self, rng: random.Random, moment: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, rng: random.Random, moment: Callable[[str, str], None], removes: Callable[[str, str], None]
+    ) -> None:
         self.moment = moment
+        self.removes = removes
         self._files: dict[str, memoryview] = {}
         self._rng = rng
         self.usual_s = rng.choice((0.0, 0.002, 0.02, 0.1))
         """What a file takes, at most, when nothing is wrong."""
+        self.extra_s = 0.0
         self.lose_next = 0
         """Writes that are said to have happened, and are lost, torn or corrupt: a disk that lied."""
         self.spoilt: set[str] = set()
@@ -43,6 +48,10 @@ class SimPlace:
         self._were: list[
             tuple[str, float, float, int]
         ] = []  # those that were removed: from when, until when, their size
+
+    def mend(self) -> None:
+        """It is as fast as usual again."""
+        self.extra_s = 0.0
 
     def seen_by(self, node: str) -> NodePlace:
         return NodePlace(self, node)
@@ -136,7 +145,7 @@ class NodePlace:
 
     def delay_s(self) -> float:
         """How long a call takes just now, at most."""
-        return self._place.usual_s + self.extra_s
+        return self._place.usual_s + self._place.extra_s + self.extra_s
 
     def write(self, path: str, parts: Iterable[Bytes]) -> None:
         data = b"".join(bytes(part) for part in parts)
@@ -156,6 +165,7 @@ class NodePlace:
         return sizes
 
     def remove(self, path: str) -> None:
+        self._place.removes(path, self._node)
         self._place.remove(path)
         self._place.moment("place cleared", self._node)
 

@@ -126,7 +126,9 @@ class World:
         self._keeps = keeps
         self.pace = pace or Pace.none()
         self.pace.starving.told = self._comes_last
-        self.place = SimPlace(random.Random(keeps.getrandbits(64)), lambda name, node: self.moment(name, node))
+        self.place = SimPlace(
+            random.Random(keeps.getrandbits(64)), lambda name, node: self.moment(name, node), self._check_removal
+        )
         self.failed: asyncio.Future[None] = loop.create_future()
         speed = rng.choice((0.0003, 0.001, 0.001, 0.005))
         self.compute_s = rng.choice((0.0, 0.002, 0.01, 0.03, 0.1))
@@ -549,6 +551,12 @@ class World:
                 late_s = counts_until - self.loop.at
                 if late_s > 1e-6 + self.pace.clocks.drift * self.settings.lease_ttl_s:
                     raise Violation(f"{known.id} counts on its lease for {late_s:.3f} s after it expired")
+
+    def _check_removal(self, path: str, node_id: str) -> None:
+        """Whatever a node may be behind with, the newest checkpoint stays."""
+        pointer = self.invariants.view.checkpoint
+        if pointer is not None and f"/{pointer.record.name}/" in f"{path}/":
+            self.violated(Violation(f"{node_id} removes {path}, of the newest checkpoint"))
 
     def _check_absence(self, events: tuple[KeyEvent, ...]) -> None:
         """Who is gone without a launcher's word has had no key for long enough."""
