@@ -523,8 +523,8 @@ def _heal(world: World, faults: Faults) -> None:
 
 def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
     """A job may fail for its own mistake, or for one other reason: every holder of some task is gone; and there is no
-    checkpoint, or none that the disk kept. They died, as the seed wanted it; or one of them lives, and was absent for
-    so long that it counts as gone (`World._check_absence`): several failures in a row may do that."""
+    checkpoint, or none that the disk kept. They died, as the seed wanted it; or one that did not was absent for so
+    long that it counts as gone (`World._check_absence`): several failures in a row may do that."""
     view = world.invariants.view
     mistake = world.workload.mistake
     if mistake is not None and mistake.raised and f"ArithmeticError: {mistake.text}" in reason:
@@ -533,8 +533,9 @@ def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
         raise Violation(f"the job failed, and has a checkpoint: {reason}")
     for task in range(world.workload.tasks):
         holders = view.in_sync(task)
-        missed = any(world.nodes[n].exists and not world.nodes[n].called_gone for n in holders)
-        lost = all(n in view.gone for n in holders) and (ruthless or missed)
+        gone = {n: view.gone[n].record for n in holders if n in view.gone}
+        missed = any("was absent" in record.reason and not world.nodes[n].dead for n, record in gone.items())
+        lost = len(gone) == len(holders) and (ruthless or missed)
         if lost and f"task {task}: every replica in sync is gone" in reason:
             return "lost"
     raise Violation(f"the job failed: {reason}")
