@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from google.protobuf.message import Message
 from taskgraph import rpc, timeouts
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal, space_used_up, way_out
-from taskgraph.coordination.etcd.login import Login, LoginFailed, credentials
+from taskgraph.coordination.etcd.login import Login, LoginFailed, credentials, jitter
 from taskgraph.coordination.etcd.methods import STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
@@ -50,7 +49,7 @@ _CONNECT_S = 1.0
 
 def pause_s(tries: int) -> float:
     """How long to wait after the `tries`-th failure in a row, counted from 1."""
-    return float(min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10))) * random.uniform(0.5, 1.0)
+    return float(min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10))) * jitter()
 
 
 def is_cancelled() -> bool:

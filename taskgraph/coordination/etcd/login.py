@@ -32,7 +32,7 @@ from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread
 
-__all__ = ["Entered", "Login", "LoginFailed", "Pace", "Patience", "credentials"]
+__all__ = ["Entered", "Login", "LoginFailed", "Pace", "Patience", "credentials", "jitter"]
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,14 @@ _LAST_PAUSE_S = 5.0
 _CALM_S = 60.0
 #: How long `close` waits for the thread, whose call it has cancelled.
 _CLOSE_S = 2.0
+
+_random = random.SystemRandom()
+
+
+def jitter() -> float:
+    """By what a pause is multiplied, so that nodes do not come in step. It is not drawn from `random` itself: the
+    program that runs a job may have seeded that, and draw other numbers each time."""
+    return _random.uniform(0.5, 1.0)
 
 
 def credentials(token: str | None) -> tuple[tuple[str, str], ...]:
@@ -92,7 +100,7 @@ class Pace:
             self._close = 0
         if not self._close:
             return 0.0
-        pause_s = min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self._close - 1, 10)) * random.uniform(0.5, 1.0)
+        pause_s = min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self._close - 1, 10)) * jitter()
         return max(0.0, self._ended_at + pause_s - now)
 
     def ended(self, now: float, code: grpc.StatusCode) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from taskgraph.coordination.etcd.connection import Connection, OtherCluster, Too
 from taskgraph.coordination.etcd.convert import event, key_value, range_of, txn_request, writes
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.lease import EtcdLease, Rounds
-from taskgraph.coordination.etcd.login import Login, Patience
+from taskgraph.coordination.etcd.login import Login, Pace, Patience
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, LeaseGone, Unavailable
 from taskgraph.protocol.kv import Delete, Get, Put, Txn
@@ -469,6 +470,15 @@ async def test_of_calls_that_fail_at_one_endpoint_the_first_alone_leaves_it() ->
         connection.leave(failed)
         assert connection.endpoint == then
     await connection.close()
+
+
+def test_the_numbers_that_a_program_draws_are_not_others_after_a_pause() -> None:
+    """How long an etcd took to start decided which numbers a seeded program that calls `tg.run` drew then."""
+    before, pace = random.getstate(), Pace()
+    pause_s(1)
+    pace.ended(100.0, Code.OK)
+    assert pace.wait_s(100.0)
+    assert random.getstate() == before
 
 
 def test_pauses_grow_and_are_bounded() -> None:
