@@ -64,18 +64,36 @@ def _tell(args: threading.ExceptHookArgs) -> None:
         unnoticed(args.exc_value, "a thread")
 
 
+class _Passing:
+    """A hook that goes on to the one before, for as long as there are blocks that want it."""
+
+    def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
+        self.before = before
+        self.blocks = 0
+
+    def __call__(self, args: threading.ExceptHookArgs) -> None:
+        if not as_expected(args.exc_value):
+            self.before(args)
+
+
+_hooking = threading.Lock()
+
+
 @contextlib.contextmanager
 def passing_ended_threads_over() -> Iterator[None]:
-    """The same within a block, in a process that is the user's: its own hook is told of anything else."""
-    before = threading.excepthook
+    """The same within a block, in a process that is the user's: its own hook is told of anything else.
 
-    def tell(args: threading.ExceptHookArgs) -> None:
-        if not as_expected(args.exc_value):
-            before(args)
-
-    threading.excepthook = tell
+    Blocks of several threads have one hook between them: they do not end in the order in which they began.
+    """
+    with _hooking:
+        hook = threading.excepthook
+        if not isinstance(hook, _Passing):
+            hook = threading.excepthook = _Passing(hook)
+        hook.blocks += 1
     try:
         yield
     finally:
-        if threading.excepthook is tell:  # else somebody set another one meanwhile, who may go on to this one
-            threading.excepthook = before
+        with _hooking:
+            hook.blocks -= 1
+            if not hook.blocks and threading.excepthook is hook:  # else somebody set one that may go on to this one
+                threading.excepthook = hook.before

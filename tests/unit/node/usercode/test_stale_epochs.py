@@ -17,7 +17,7 @@ from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import JobFailed
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.loop import NodeLoop
-from taskgraph.node.usercode.ended import as_expected, pass_ended_threads_over
+from taskgraph.node.usercode.ended import as_expected, pass_ended_threads_over, passing_ended_threads_over
 
 OVER = r"uses an `epoch` that is over"
 
@@ -200,6 +200,35 @@ def test_how_they_end_is_printed_of_nobody_else(
     with caplog.at_level(logging.ERROR):
         uvloop.run(unseen(), loop_factory=NodeLoop)
     assert [record.exc_info[1] for record in caplog.records if record.exc_info] == errors[1:]
+
+
+def test_after_runs_of_several_threads_the_hook_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that did not end in the order in which they began left one more hook, until an error in a thread was a
+    RecursionError."""
+    told: list[object] = []
+
+    def mine(args: Any) -> None:
+        told.append(args.exc_value)
+
+    def ends(error: BaseException) -> None:
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, None, None)))
+
+    monkeypatch.setattr(threading, "excepthook", mine)
+    error, first, second = ValueError("mine"), passing_ended_threads_over(), passing_ended_threads_over()
+    first.__enter__()
+    second.__enter__()
+    ends(error)
+    first.__exit__(None, None, None)
+    ends(AttemptEnded(held=True))
+    ends(error)
+    second.__exit__(None, None, None)
+    assert threading.excepthook is mine and told == [error, error]
+    with passing_ended_threads_over():
+        its_own = threading.excepthook = lambda args: told.append("its own")
+        with passing_ended_threads_over():
+            ends(error)
+        assert threading.excepthook is its_own
+    assert threading.excepthook is its_own and told[2:] == ["its own"]
 
 
 def test_a_hook_that_users_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
