@@ -55,7 +55,8 @@ _Found = list[v3.KeyValue]  # `list` is a method there
 
 _HOW_TO_GET_ONE = (
     "Is it running, and is the address right? One can be started with `etcd --listen-client-urls "
-    "http://127.0.0.1:2379 --advertise-client-urls http://127.0.0.1:2379`. On one host none is needed: "
+    "http://127.0.0.1:2379 --advertise-client-urls http://127.0.0.1:2379 --auto-compaction-retention=1h`. On one host "
+    "none is needed: "
     "`pip install 'taskgraph-aio[embedded]'` and leave --etcd out."
 )
 
