@@ -26,6 +26,7 @@ ALL = [
     "tempering",
     "alignment",
     "network",
+    "search",
     "gpu_kmeans",
     "gpu_regression",
 ]
@@ -138,6 +139,23 @@ def test_a_network_learns_what_it_learns_without_tasks_whoever_is_killed() -> No
     assert killed.reports == undisturbed.reports
 
 
+@pytest.mark.parametrize("order", range(2))
+def test_a_search_finds_what_it_finds_without_tasks_whoever_is_killed(order: int) -> None:
+    ((number, trial),) = without_tasks("search", "alone")(trials=9, seed=1).items()
+    told = {"trial": number, **{name: value for name, value in trial.items() if name != "weights"}}
+    undisturbed = tg.testing.run(job("search", trials=9, at_a_time=4, seed=1))
+    kills = {(0, 1): "sync", (2, 2): "done", (1, 3): "done", (0, 5): "commit"}
+    killed = tg.testing.run(job("search", trials=9, at_a_time=4, seed=1), kills=kills, order=order)
+    assert killed.failovers >= 4
+    assert undisturbed.value == killed.value == told
+    assert undisturbed.reports == killed.reports and undisturbed.epochs == 3 + 2 + 1 + 1
+
+
+def test_a_search_for_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing would be trained"):
+        job("search", trainers=0)
+
+
 @pytest.mark.parametrize("tasks", [1, 7])
 def test_a_network_may_have_any_number_of_tasks(tasks: int) -> None:
     result = tg.testing.run(job("network", tasks=tasks, epochs=3, hidden=2, points=50, size=9))
@@ -169,7 +187,7 @@ def test_linear_regression_is_least_squares_to_the_last_bit_whatever_is_killed()
 )
 def test_no_example_changes_what_no_snapshot_holds(example: str) -> None:
     events: list[Event] = []
-    few = {"tolerance": 20.0} if example == "heat" else {"epochs": 2}
+    few = {"heat": {"tolerance": 20.0}, "search": {"trials": 2}}.get(example, {"epochs": 2})
     asyncio.run(arun_inprocess(job(example, **few), on_event=events.append))
     assert "finished" in {event.kind for event in events}
     assert not [event.text for event in events if event.kind == "unheld"]
