@@ -21,6 +21,7 @@ __all__ = [
     "draw_around_checkpoints",
     "draw_around_forgetting",
     "draw_around_race",
+    "draw_at_the_end",
     "draw_between_steps",
     "draw_called_gone",
     "draw_deletions",
@@ -366,6 +367,19 @@ def draw_between_steps(rng: random.Random) -> list[Fault]:
         else:
             fault.moment = f"{rng.choice(('sending', 'message', 'answer'))} {rng.choice(_EVERYWHERE)}"
             fault.count = int(10 ** rng.uniform(0.0, 1.7))
+    return faults
+
+
+def draw_at_the_end(rng: random.Random) -> list[Fault]:
+    """What is added where something fails in the last epoch: of all others there are more, and only there a job ends
+    while somebody is replaced."""
+    faults = [draw_one(rng, follows=True) for _ in range(rng.choice((1, 1, 2)))]
+    for fault in faults:
+        fault.kind = rng.choice((fault.kind, fault.kind, "crash", "keys deleted"))
+        fault.moment = f"last {rng.choice(('compose', 'processor', 'sync', 'snapshot', 'done', 'commit'))}"
+        fault.count, fault.until = rng.choice((1, 1, 2, 3)), ""
+        if fault.kind == "keys deleted":
+            fault.again = False
     return faults
 
 

@@ -17,11 +17,10 @@ from taskgraph.coordination.api import WatchBatch, WatchCompacted
 from taskgraph.coordination.memory import MemoryStore, StoredLease
 from taskgraph.errors import CoordinationError
 from taskgraph.protocol.kv import KeyEvent
-from taskgraph.testing.simulate.loop import running
+from taskgraph.testing.simulate.loop import later, running
 
 __all__ = ["SimEtcd", "SimStore", "Stream"]
 
-_OUTSIDE = contextvars.Context()
 _LOOKS_EVERY_S = 0.5
 
 
@@ -210,7 +209,7 @@ class SimEtcd:
 
     def later(self, delay_s: float, function: Callable[..., Any], *args: Any) -> None:
         """Outside of every process."""
-        asyncio.get_running_loop().call_later(delay_s, function, *args, context=_OUTSIDE.copy())
+        later(delay_s, function, *args)
 
     # -- what clients send ------------------------------------------------------------------------
 

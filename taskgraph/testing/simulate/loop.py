@@ -23,7 +23,7 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-__all__ = ["Clock", "Nothing", "Process", "SimLoop", "outside", "running"]
+__all__ = ["Clock", "Nothing", "Process", "SimLoop", "later", "outside", "running"]
 
 _MAX_AT_ONCE = 200_000
 """Callbacks at one moment of virtual time; more is a loop that does not end."""
@@ -103,6 +103,11 @@ _OUTSIDE = contextvars.Context()
 def outside(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
     """Calls it at once, outside of every process: by the loop's own time, and what it starts is nobody's."""
     return _OUTSIDE.copy().run(function, *args)
+
+
+def later(delay_s: float, function: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
+    """Calls it in so long, outside of every process."""
+    running().call_later(delay_s, function, *args, context=_OUTSIDE.copy())
 
 
 def running() -> SimLoop:

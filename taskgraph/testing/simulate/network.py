@@ -8,7 +8,6 @@ Each of its two ends learns of its end by itself, later, or (half-open) only whe
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from taskgraph.protocol.messages import Call, Pull, Reason, Refusal, Reply, Repo
 from taskgraph.protocol.records import name_of
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.drawing import Slips
-from taskgraph.testing.simulate.loop import Process, running
+from taskgraph.testing.simulate.loop import Process, later, running
 from taskgraph.testing.simulate.pace import Links, Memory, Starving
 from taskgraph.transport.api import Coming, OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_all_now, answer_quietly, call_self, describe, unwrap
@@ -160,7 +159,7 @@ class SimNetwork:
 
     def later(self, delay_s: float, function: Callable[[], None]) -> None:
         """As the network itself: no process holds it back."""
-        asyncio.get_running_loop().call_later(delay_s, function, context=_OUTSIDE.copy())
+        later(delay_s, function)
 
     def is_cut(self, one: str, other: str) -> bool:
         return (one, other) in self._cut
@@ -565,6 +564,3 @@ class _OneOfSeveral(asyncio.Future[Reply]):
     def set_exception(self, error: type | BaseException, /) -> None:
         super().set_exception(error)
         self.exception()  # seen, even if nobody looks
-
-
-_OUTSIDE = contextvars.Context()

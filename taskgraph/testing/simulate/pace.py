@@ -244,8 +244,9 @@ class Pace:
         return cls(slips, steps, Ends(rng, share=0.0), starving, Memory(rng, share=0.0), clocks, links)
 
     @property
-    def described(self) -> str:
-        drawn = {
+    def has(self) -> dict[str, bool]:
+        """What there is of it, in words."""
+        return {
             "slow probes or reads": self.slips.drawn,
             "lost transactions or reports": self.slips.loses,
             "steps that take time": self.steps.drawn,
@@ -255,7 +256,6 @@ class Pace:
             "clocks that drift": self.clocks.drift > 0,
             "a slow link": self.links.drawn,
         }
-        return "".join(f", {what}" for what, has in drawn.items() if has)
 
     def end(self) -> None:
         self.slips.end()

@@ -34,6 +34,7 @@ from taskgraph.testing.simulate.drawing import (
     draw_around_checkpoints,
     draw_around_forgetting,
     draw_around_race,
+    draw_at_the_end,
     draw_between_steps,
     draw_called_gone,
     draw_deletions,
@@ -67,6 +68,9 @@ IN_FLIGHT = 0.7
 
 LARGE = 0.15
 """Share of the seeds in which all values count as large, and so are made and read in threads."""
+
+AT_THE_END = 0.2
+"""Share of the seeds with failures in the last epoch of the job."""
 
 DELETING = 0.1
 """Share of the seeds in which somebody deletes keys of nodes that live."""
@@ -326,31 +330,22 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     world = World(workload, settings, 1, rng, keeps, pace)
     outcome.transcript = world.transcript
     outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
-    if workload.epochs_ahead:
-        outcome.described += f", up to {workload.epochs_ahead} epochs ahead"
-    if workload.flying:
-        outcome.described += f", up to {workload.epochs_in_flight} in flight"
-        if workload.steady:
-            outcome.described += ", composed once"
-    if workload.whims is not None:
-        outcome.described += ", as long as a task that has moods wants"
-    if workload.relays is not None:
-        outcome.described += ", flags that follow from messages" + " after a while" * bool(workload.lingers_s)
-    if workload.asks_on is not None:
-        outcome.described += ", requests that follow from requests"
-    if workload.torn_down:
-        outcome.described += ", nodes that end by themselves"
-    if workload.mistake is not None:
-        outcome.described += f", {workload.mistake.text}"
-    if outcome.rests:
-        outcome.described += ", nodes that rest between their looks"
-    if outcome.large:
-        outcome.described += ", values that count as large"
-    outcome.described += pace.described
-    if outcome.forgets is not None:
-        outcome.described += ", nodes that are soon forgotten"
-    if keeping:
-        outcome.described += f", a checkpoint every {workload.checkpoint_every} epochs"
+    has = {
+        f"up to {workload.epochs_ahead} epochs ahead": workload.epochs_ahead,
+        f"up to {workload.epochs_in_flight} in flight": workload.flying,
+        "composed once": workload.steady,
+        "as long as a task that has moods wants": workload.whims is not None,
+        "flags that follow from messages" + " after a while" * bool(workload.lingers_s): workload.relays is not None,
+        "requests that follow from requests": workload.asks_on is not None,
+        "nodes that end by themselves": workload.torn_down,
+        workload.mistake.text if workload.mistake is not None else "": workload.mistake,
+        "nodes that rest between their looks": outcome.rests,
+        "values that count as large": outcome.large,
+        **pace.has,
+        "nodes that are soon forgotten": outcome.forgets,
+        f"a checkpoint every {workload.checkpoint_every} epochs": keeping,
+    }
+    outcome.described += "".join(f", {what}" for what, so in has.items() if so)
     world.loop.set_exception_handler(lambda _, context: world.violated(_unhandled(context)))
     errors = Errors(world)
     logger = logging.getLogger("taskgraph")
@@ -374,6 +369,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         faults.add(draw_around_forgetting(outcome.forgets))
     if pace.steps.drawn:
         faults.add(draw_between_steps(random.Random(f"failures between steps of {outcome.seed}")))
+    if (ending := random.Random(f"the last epoch of {outcome.seed}")).random() < AT_THE_END:
+        faults.add(draw_at_the_end(ending))
     if (deletes := random.Random(f"deleted keys of {outcome.seed}")).random() < DELETING:
         faults.add(draw_deletions(deletes))
     if (calls := random.Random(f"called gone of {outcome.seed}")).random() < CALLED_GONE:

@@ -483,6 +483,8 @@ class World:
     def _point(self, node_id: str) -> Point:
         async def at(stage: str, task: int, epoch: int) -> None:
             self.moment(f"point {stage}", node_id)
+            if epoch + 1 == self.workload.epochs:
+                self.moment(f"last {stage}", node_id)
 
         return at
 
