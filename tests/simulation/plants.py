@@ -300,6 +300,15 @@ def a_job_goes_back_to_a_checkpoint_that_was_replaced_while_it_was_read(patch: p
 
 
 @plant
+def what_is_too_old_goes_with_the_newest_checkpoint(patch: pytest.MonkeyPatch) -> None:
+    def keep_only(original: Any, self: Store, names: Any, current: str) -> Any:
+        self._place.remove(self._path(current))
+        return original(self, names, current)
+
+    _changed(patch, Store, "keep_only", keep_only)
+
+
+@plant
 def a_leader_that_was_replaced_advances_the_checkpoint(patch: pytest.MonkeyPatch) -> None:
     def advance(original: Any, view: Any, record: Any, **kwargs: Any) -> Txn:
         return _without(original(view, record, **kwargs), lambda c: c.key == view.keys.primary(0))
