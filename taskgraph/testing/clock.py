@@ -8,6 +8,7 @@ order of timers and not on how busy the machine is: the same seed gives the same
 from __future__ import annotations
 
 import asyncio
+import gc
 import selectors
 import sys
 import threading
@@ -56,8 +57,23 @@ class Turn:
         return frame_of(now[0]) if now is not None else None
 
 
+_looking = threading.Lock()
+
+
 def frame_of(thread: int) -> FrameType | None:
-    return sys._current_frames().get(thread)
+    """The innermost frame of a thread.
+
+    Python 3.11, up to 3.11.8, stands still for ever where garbage is collected within that and another thread begins
+    or ends meanwhile (gh-106883).
+    """
+    with _looking:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread)
+        finally:
+            if collects:
+                gc.enable()
 
 
 class _Selector(selectors.DefaultSelector):

@@ -388,3 +388,40 @@ def test_one_ctrl_c_ends_a_run_that_hangs(how: str) -> None:
         process.send_signal(signal.SIGINT)
         said, wrong = process.communicate(timeout=30)
     assert (said, wrong, process.returncode) == ("interrupted\n", "", 0)
+
+
+_COLLECTS = """
+import gc, threading, time
+from taskgraph.testing.clock import frame_of
+
+class Odd:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        time.sleep(0.001)
+
+def begin():
+    while time.monotonic() < end:
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+        thread.join()
+
+end = time.monotonic() + 1.0
+threads = [threading.Thread(target=begin) for _ in range(2)]
+for thread in threads:
+    thread.start()
+gc.set_threshold(1)
+while time.monotonic() < end:
+    Odd()
+    assert frame_of(threading.get_ident()) is not None
+for thread in threads:
+    thread.join()
+print("ended", gc.isenabled())
+"""
+
+
+def test_to_look_at_a_thread_while_garbage_is_collected_and_others_begin_holds_up_nobody() -> None:
+    """With Python 3.11.7 the whole process stood still, with every run in it and its time limits."""
+    done = subprocess.run([sys.executable, "-c", _COLLECTS], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("ended True\n", "")
