@@ -182,7 +182,6 @@ class Outbox:
         if self._paused or self._small:
             self._small.append((call, frame))
             self._pump()
-            self._count()
         else:
             self.write(frame)
 
@@ -227,11 +226,10 @@ class Outbox:
             parts = [memoryview(value.meta), *carried]
             self._waiting.append(_Large(call, opening, parts, payload, copies))
             self._pump()
-            self._count()
 
     def drop(self, call: int) -> bool:
         """Sends nothing more of that call. Returns whether the peer has seen, or will see, some of it."""
-        if not (self._small or self._turn or self._waiting or self._aside):
+        if self.idle:
             return True
         before = len(self._small) + len(self._waiting)
         if self._small:
@@ -253,7 +251,6 @@ class Outbox:
     def resume(self) -> None:
         self._paused = False
         self._pump()
-        self._count()
 
     def close(self) -> None:
         """Drops everything; later sends are ignored."""
@@ -264,29 +261,25 @@ class Outbox:
         self._aside.clear()
 
     def _pump(self) -> None:
-        """Writes while the socket takes it."""
+        """Writes while the socket takes it, and looks how many messages wait for that."""
         budget = _TURN_BYTES
         while not self._paused and (self._small or self._turn or self._waiting):
             if budget <= 0:
                 if not self._scheduled:
                     self._scheduled = True
                     self._soon(self._continue)
-                return
+                break
             for data in self._next():
                 budget -= len(data)
                 self.write(data)
-
-    def _continue(self) -> None:
-        self._scheduled = False
-        self._pump()
-        self._count()
-
-    def _count(self) -> None:
-        """Looks how many messages wait."""
         crowded = len(self._small) + len(self._waiting) > (_CROWDED // 2 if self._is_crowded else _CROWDED)
         if crowded != self._is_crowded:
             self._is_crowded = crowded
             self._crowded(crowded)
+
+    def _continue(self) -> None:
+        self._scheduled = False
+        self._pump()
 
     def _next(self) -> Iterator[bytes | memoryview]:
         """The pieces of the next frame. A frame is never cut."""
