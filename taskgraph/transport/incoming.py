@@ -9,6 +9,7 @@ import numpy as np
 
 from taskgraph.errors import DecodeError
 from taskgraph.graph.blocks import Allocate
+from taskgraph.protocol.messages import Encoded
 from taskgraph.transport.frames import LENT, Head
 from taskgraph.transport.wire import ParsedHeader
 
@@ -125,7 +126,14 @@ class Incoming:
         """The digest of what came, where it was taken meanwhile."""
         return None if self._hasher is None else self._hasher.digest()
 
-    @property
-    def borrowed(self) -> bool:
-        """Whether some of it did not travel."""
-        return any(lent is not None for lent in self._lent)
+    def value(self) -> Encoded | None:
+        """What came, in a message that carries a value."""
+        digest = self.parsed.digest
+        return None if digest is None else Encoded(self.meta(), self.buffers(), digest)
+
+    def is_whole(self, value: Encoded) -> bool | None:
+        """Whether what came has its digest; None where that is still to be looked at."""
+        if any(lent is not None for lent in self._lent):
+            return True  # what never left the host's memory is what its producer digested
+        digest = self.digest()
+        return None if digest is None else digest == value.digest

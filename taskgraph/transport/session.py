@@ -410,32 +410,24 @@ class Session(asyncio.BufferedProtocol):
 
     async def _received(self, incoming: Incoming) -> Any:
         """The message that came. Ends the session and raises PeerLost where it is damaged."""
-        value = self._value(incoming)
-        whole = value is None or self._is_whole(incoming, value)
-        if whole is None:
-            assert value is not None
-            whole = await self._owner.verified(value)
-        return self._message(incoming, value, whole=whole)
+        value = incoming.value()
+        if value is None:
+            return self._message(incoming, None)
+        whole = incoming.is_whole(value)
+        return self._message(incoming, value, whole=await self._owner.verified(value) if whole is None else whole)
 
     def _received_now(self, incoming: Incoming) -> Any:
         """The same for what is small, or has no value."""
-        value = self._value(incoming)
-        whole = value is None or self._is_whole(incoming, value)
-        if whole is None:
-            assert value is not None
-            whole = self._owner.verified_now(value)
-        return self._message(incoming, value, whole=whole)
+        value = incoming.value()
+        if value is None:
+            return self._message(incoming, None)
+        whole = incoming.is_whole(value)
+        return self._message(incoming, value, whole=self._owner.verified_now(value) if whole is None else whole)
 
-    @staticmethod
-    def _value(incoming: Incoming) -> Encoded | None:
-        digest = incoming.parsed.digest
-        return None if digest is None else Encoded(incoming.meta(), incoming.buffers(), digest)
-
-    def _message(self, incoming: Incoming, value: Encoded | None, *, whole: bool) -> Any:
+    def _message(self, incoming: Incoming, value: Encoded | None, *, whole: bool = True) -> Any:
         parsed = incoming.parsed
         try:
-            if not whole:
-                assert value is not None
+            if value is not None and not whole:
                 raise _corrupted(parsed.cls, value)
             return parsed.message(value)
         except DecodeError as error:
@@ -443,14 +435,6 @@ class Session(asyncio.BufferedProtocol):
                 log.error("session with node %s: %s; closing it", self.peer, error)
                 self.end(f"it sent {error}")
             raise PeerLost(f"node {self.peer} sent {error}") from error
-
-    @staticmethod
-    def _is_whole(incoming: Incoming, value: Encoded) -> bool | None:
-        """Whether it has its digest; None where that is still to be looked at."""
-        if incoming.borrowed:  # what never left the host's memory is what its producer digested
-            return True
-        digest = incoming.digest()
-        return None if digest is None else digest == value.digest
 
     # The end.
 

@@ -208,7 +208,7 @@ class DialledSession(Session):
             raise
 
     def _on_tickets(self, incoming: Incoming) -> None:
-        value = self._value(incoming)
+        value = incoming.value()
         if value is None:
             raise DecodeError(f"a {incoming.parsed.cls.__name__} with tickets, of which there are none")
         tickets = self._devices.tickets(value, self._owner.max_value_bytes)
@@ -244,7 +244,7 @@ class DialledSession(Session):
             self._decline_device(pending, tickets, error)
             return
         try:
-            pending.settle(self._message(incoming, there, whole=True))
+            pending.settle(self._message(incoming, there))
         except PeerLost as error:
             pending.fail(error)
 
