@@ -98,6 +98,7 @@ _values = attrgetter(*_FIELDS)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().decode
 _TASK = re.compile(rb'"task": ?(null)?')
+_LOST = re.compile(rb'"kind": ?"lost",.*"fields": ?\{[^{}]*"lost": ?("[^"]*")')
 
 
 def readable_events(kept: Iterable[bytes]) -> Iterator[Event]:
@@ -333,16 +334,18 @@ async def _prune(coordinator: Coordinator, keys: Keys, kept: int) -> None:
 
 
 def _to_prune(there: list[KeyValue], kept: int) -> list[KeyValue]:
-    """The oldest ones; of single tasks first, while these are more than half of what is kept.
+    """The oldest ones; first of those of single tasks, and of those that say once more that a node is lost, while
+    these are more than half of what is kept.
 
     A node that is lost with hundreds of tasks is one event. That all of them have other primaries and backups then is
-    a thousand.
+    a thousand, and that it is lost is told by each of the others.
     """
     surplus = len(there) - kept
     if surplus <= 0:
         return []
-    of_tasks = [kv for kv in there if _of_task(kv)]
-    first = of_tasks[: min(surplus, max(0, len(of_tasks) - kept // 2))]
+    lost = set[bytes]()
+    many = [kv for kv in there if _of_task(kv) or _lost_again(kv, lost)]
+    first = many[: min(surplus, max(0, len(many) - kept // 2))]
     left_out = {kv.key for kv in first}
     others = (kv for kv in there if kv.key not in left_out)
     return [*first, *itertools.islice(others, surplus - len(first))]
@@ -352,3 +355,12 @@ def _of_task(kv: KeyValue) -> bool:
     """Whether it is of one task. It is not decoded: there may be 100,000. In texts quotes are escaped."""
     found = _TASK.search(kv.value)
     return found is not None and found[1] is None
+
+
+def _lost_again(kv: KeyValue, lost: set[bytes]) -> bool:
+    """Whether it says that a node is lost of which that was said before; `lost`: of which it was."""
+    if (found := _LOST.search(kv.value)) is None:
+        return False
+    known = found[1] in lost
+    lost.add(found[1])
+    return known

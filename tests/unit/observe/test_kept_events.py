@@ -216,6 +216,19 @@ async def test_what_happens_to_hundreds_of_tasks_does_not_push_out_why() -> None
     assert told[4:] == [f"n9 is primary of {task} after n2" for task in range(4, 100)]
 
 
+async def test_that_a_node_is_lost_is_told_by_each_of_the_others_and_does_not_push_out_how_others_ended() -> None:
+    events, store = EventLog("n1"), submitted()
+    async with kept(events, store, kept=100):
+        for node in range(20):
+            for other in range(40):
+                events.emit("lost", f"n{node} is gone, says {other}", fields={"lost": f"n{node}-7", "lease": 1})
+            events.emit("gone", f"n{node} was killed by SIGKILL", fields={"lost": f"n{node}-7"})
+            await pruned(store, 100, f"n{node} was killed by SIGKILL")
+    told = in_etcd(store)
+    assert [text for text in told if "killed" in text] == [f"n{node} was killed by SIGKILL" for node in range(20)]
+    assert [text for text in told if text.endswith("says 0")] == [f"n{node} is gone, says 0" for node in range(20)]
+
+
 async def test_what_happens_to_tasks_is_kept_beside_what_happens_more_often() -> None:
     events, store = EventLog("n1"), submitted()
     async with kept(events, store, kept=10):
