@@ -520,12 +520,15 @@ def _heal(world: World, faults: Faults) -> None:
 
 def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
     """A job may fail for its own mistake, or for one other reason: every holder of some task is gone; and there is no
-    checkpoint, or none that the disk kept. They died, as the seed wanted it; or one that did not was absent for so
-    long that it counts as gone (`World._check_absence`): several failures in a row may do that."""
+    checkpoint, or none that the disk kept, or a file of one was lost while the job went back to that. They died, as the
+    seed wanted it; or one that did not was absent for so long that it counts as gone (`World._check_absence`): several
+    failures in a row may do that."""
     view = world.invariants.view
     mistake = world.workload.mistake
     if mistake is not None and mistake.raised and f"ArithmeticError: {mistake.text}" in reason:
         return "mistaken"
+    if any(path in reason for path in world.place.lost_in_use):
+        return "lost"
     if view.checkpoint is not None and not ("no checkpoint can be used" in reason and world.place.spoilt):
         raise Violation(f"the job failed, and has a checkpoint: {reason}")
     for task in range(world.workload.tasks):
