@@ -17,7 +17,7 @@ from taskgraph.coordination.api import WatchBatch, WatchCompacted
 from taskgraph.coordination.memory import MemoryStore, StoredLease
 from taskgraph.errors import CoordinationError
 from taskgraph.protocol.kv import KeyEvent
-from taskgraph.testing.simulate.loop import later, running
+from taskgraph.testing.simulate.loop import later, own_time, plan
 
 __all__ = ["SimEtcd", "SimStore", "Stream"]
 
@@ -73,7 +73,7 @@ class SimStore(MemoryStore):
     def ended(self, lease_id: int, within_s: float) -> bool:
         """Whether the TTL of a lease is over or will be in so long, or was over at any time."""
         lease = self._leases.get(lease_id)
-        return lease is None or lease_id in self._revived or lease.ends_at() <= running().at + within_s
+        return lease is None or lease_id in self._revived or lease.ends_at() <= own_time() + within_s
 
     def go_on(self) -> None:
         self.stopped = False
@@ -165,7 +165,7 @@ class Stream:
         self._last_at = max(
             self._last_at + 1e-6, self._etcd.now() + self._etcd.delay() + self._client.late_s("watches")
         )
-        running().plan(self._last_at, self._deliver, self._life, what, upto, context=self._context)
+        plan(self._last_at, self._deliver, self._life, what, upto, context=self._context)
 
     def _deliver(self, life: int, what: WatchBatch | WatchCompacted, upto: int) -> None:
         if life == self._life:
@@ -196,7 +196,7 @@ class SimEtcd:
         return not (self.paused or self.down)
 
     def now(self) -> float:
-        return running().at
+        return own_time()
 
     def delay(self) -> float:
         """One way to the server or back: mostly short."""

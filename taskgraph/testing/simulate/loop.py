@@ -23,7 +23,7 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-__all__ = ["Clock", "Nothing", "Process", "SimLoop", "later", "outside", "running"]
+__all__ = ["Clock", "Nothing", "Process", "SimLoop", "later", "outside", "own_time", "plan"]
 
 _MAX_AT_ONCE = 200_000
 """Callbacks at one moment of virtual time; more is a loop that does not end."""
@@ -107,14 +107,19 @@ def outside(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
 
 def later(delay_s: float, function: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
     """Calls it in so long, outside of every process."""
-    running().call_later(delay_s, function, *args, context=_OUTSIDE.copy())
+    asyncio.get_running_loop().call_later(delay_s, function, *args, context=_OUTSIDE.copy())
 
 
-def running() -> SimLoop:
-    """The loop that runs."""
+def own_time() -> float:
+    """That of the loop that runs. Tests of a part have a loop that is not simulated."""
     loop = asyncio.get_running_loop()
-    assert isinstance(loop, SimLoop)
-    return loop
+    return loop.at if isinstance(loop, SimLoop) else loop.time()
+
+
+def plan(at: float, function: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None) -> None:
+    """Calls it at that time of the loop's own."""
+    loop = asyncio.get_running_loop()
+    (loop.plan if isinstance(loop, SimLoop) else loop.call_at)(at, function, *args, context=context)
 
 
 class _Now(asyncio.Handle):

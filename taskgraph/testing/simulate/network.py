@@ -21,7 +21,7 @@ from taskgraph.protocol.messages import Call, Pull, Reason, Refusal, Reply, Repo
 from taskgraph.protocol.records import name_of
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.drawing import Slips
-from taskgraph.testing.simulate.loop import Process, later, running
+from taskgraph.testing.simulate.loop import Process, later, own_time, plan
 from taskgraph.testing.simulate.pace import Links, Memory, Starving
 from taskgraph.transport.api import Coming, OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_all_now, answer_quietly, call_self, describe, unwrap
@@ -197,8 +197,7 @@ class SimNetwork:
         transport = self.transports.get(to)
         if transport is None:
             return
-        loop = running()
-        at = loop.at + self.delay(sender, to) + self._late_s(sender, to, kind or "hello")
+        at = own_time() + self.delay(sender, to) + self._late_s(sender, to, kind or "hello")
         if self.rng.random() < self._in_order:
             at = max(at, connection.last_at.get(to, 0.0))
         connection.last_at[to] = max(at, connection.last_at.get(to, 0.0))
@@ -207,7 +206,7 @@ class SimNetwork:
             if connection.open[to] and not connection.half_open:
                 deliver()
 
-        loop.plan(at, arrive, context=transport.process.context)
+        plan(at, arrive, context=transport.process.context)
 
     def connect(self, dialler: str, acceptor: str, *, probe: bool) -> _Connection:
         connection = _Connection(dialler, acceptor, {dialler: True, acceptor: True}, probe=probe)

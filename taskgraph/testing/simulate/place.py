@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from taskgraph.checkpoint.places import Bytes
-from taskgraph.testing.simulate.loop import running
+from taskgraph.testing.simulate.loop import own_time
 from taskgraph.testing.simulate.threads import Ends, InlineThreads
 
 __all__ = ["FileThreads", "NodePlace", "SimPlace"]
@@ -77,7 +77,7 @@ class SimPlace:
         if self._lags is None:
             found = {name: data.nbytes for name, data in self._files.items() if name.startswith(start)}
             return found
-        at = running().at - self._lag_s * self._lags.random()
+        at = own_time() - self._lag_s * self._lags.random()
         found = {
             name: data.nbytes
             for name, data in self._files.items()
@@ -89,7 +89,7 @@ class SimPlace:
         return found
 
     def put(self, path: str, data: bytes) -> None:
-        self._since.setdefault(path, running().at)
+        self._since.setdefault(path, own_time())
         if self.lose_next > 0:
             self.lose_next -= 1
             self._spoil(path, data)  # or what was there before stays
@@ -111,7 +111,7 @@ class SimPlace:
     def lose(self, checkpoint: str) -> str:
         """A file of a checkpoint is not what was written any more. Returns which."""
         path = self._rng.choice(sorted(path for path in self._files if f"/{checkpoint}/" in path) or [""])
-        if path in self._read and running().at - self._read[path] < _IN_USE_S:
+        if path in self._read and own_time() - self._read[path] < _IN_USE_S:
             self.lost_in_use.add(path)
         if path and not self._spoil(path, bytes(self._files[path])):
             self.remove(path)
@@ -121,7 +121,7 @@ class SimPlace:
         if path not in self._files:
             raise FileNotFoundError(errno.ENOENT, "no such file", path)
         if path not in self.spoilt:
-            self._read[path] = running().at
+            self._read[path] = own_time()
         return self._files[path]
 
     def names(self, path: str) -> list[str]:
@@ -133,7 +133,7 @@ class SimPlace:
         return {name[len(start) :]: size for name, size in self._listed(start).items()}
 
     def remove(self, path: str) -> None:
-        now = running().at
+        now = own_time()
         for name in [n for n in self._files if n == path or n.startswith(f"{path}/")]:
             self._were.append((name, self._since.pop(name), now, self._files.pop(name).nbytes))
 

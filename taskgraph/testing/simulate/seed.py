@@ -44,7 +44,7 @@ from taskgraph.testing.simulate.drawing import (
     draw_with_moods,
 )
 from taskgraph.testing.simulate.faults import Faults
-from taskgraph.testing.simulate.loop import Nothing, SimLoop, running
+from taskgraph.testing.simulate.loop import Nothing, SimLoop, own_time
 from taskgraph.testing.simulate.pace import Pace
 from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.transcript import Transcript
@@ -323,8 +323,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         settings = dataclasses.replace(settings, checkpoints_kept=keeps.choice((1, 2, 3)))
     if outcome.forgets is not None:
         settings = dataclasses.replace(settings, lost_after_s=outcome.forgets.choice((0.5, 0.5, 0.5, 2.0, 7.0)))
-    loop = running()
-    pace = Pace.draw(outcome.seed, lambda: loop.at)
+    pace = Pace.draw(outcome.seed, own_time)
     if not workload.backups:
         pace.memory.lasts = False  # there is nobody to leave anything to
     world = World(workload, settings, 1, rng, keeps, pace)
