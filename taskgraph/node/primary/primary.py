@@ -582,17 +582,20 @@ class Primary:
         self, stamp: Stamp, to: int, message: Callable[[], Call], what: str, lost: str, *, pulls: bool = False
     ) -> Reply:
         """See `Term.call`."""
+        again = False
         while True:
             try:
                 reply = await self.node.router.to_primary(to, message)
             except Refused as refused:
                 if refused.reason == Reason.NOT_OFFERED:
                     raise
-                if not await self._again(stamp, refused, what, pulls=pulls):
+                again = await self._again(stamp, refused, what, pulls=pulls)
+                if not again:
                     self._refused(stamp, refused, f"{lost}: {refused}")
                     await asyncio.Event().wait()  # until the restart cancels this attempt
             else:
-                self._wanting.pop((stamp, what), None)
+                if again:  # else it is another call that waits, where several are called the same
+                    self._wanting.pop((stamp, what), None)
                 return reply
 
     async def _again(self, stamp: Stamp, refused: Refused, what: str, *, pulls: bool) -> bool:

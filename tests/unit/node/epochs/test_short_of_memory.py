@@ -9,11 +9,13 @@ import pytest
 from cluster_kit import IN_STEP, holder, play, told
 
 import taskgraph as tg
+from taskgraph.alongside import alongside
 from taskgraph.errors import Refused
+from taskgraph.graph.values import encode
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.router import Router
 from taskgraph.protocol import shortage
-from taskgraph.protocol.messages import Flag, Pull, Reason
+from taskgraph.protocol.messages import Flag, Pull, Reason, Request
 from taskgraph.protocol.records import name_of
 
 NO_MEMORY = "n2 has no memory for a reply of 72000019 bytes"
@@ -118,6 +120,58 @@ def test_who_waits_for_memory_is_told(monkeypatch: pytest.MonkeyPatch, kind: typ
     assert values == {0: 0, 1: sum(range(8))}
     what = "'v' from task 0" if kind is Pull else "a flag to task 1"
     assert f"memory for {what}: {NO_MEMORY}" in said
+
+
+class Asks(tg.Task):
+    """Task 0 asks task 1 for something large, and for small things meanwhile."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        if self.task_id == 0:
+            epoch.processor(self.ask, outbound={"v": "next"})
+        else:
+            epoch.processor(self.take, inbound={"v": "last"})
+
+    async def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        async def small() -> None:
+            while True:
+                await epoch.request(1, "get", 1)
+                await asyncio.sleep(0.1)
+
+        async with alongside(small()):
+            outs.put("v", await epoch.request(1, "get", -1))
+
+    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        assert ins["v"] == -1
+
+    @tg.handles("get", pure=True)
+    def get(self, epoch: tg.Epoch, sender: int, payload: int) -> int:
+        return payload
+
+
+def test_who_waits_for_memory_is_told_whatever_else_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer to another request for the same took back what was told of the one that waits."""
+    call, short, large = Router._call, True, encode(-1).digest
+
+    async def calling(self: Router, peer: Any, message: Any, *args: Any) -> Any:
+        if isinstance(message, Request) and message.value.digest == large and short:
+            raise Refused(Reason.NO_MEMORY, NO_MEMORY)
+        return await call(self, peer, message, *args)
+
+    monkeypatch.setattr(Router, "_call", calling)
+    job = tg.Job(tasks=2, epochs=1, builder=lambda _: Asks(), topology=LINKS, settings=IN_STEP)
+
+    async def scenario(cluster: InProcessCluster) -> list[bool]:
+        nonlocal short
+        told_of: list[bool] = []
+        for _ in range(30):
+            await asyncio.sleep(0.25)
+            said = [wait for node in cluster.nodes for each in node.status().replicas for wait in each.waits]
+            told_of.append(f"memory for request 'get' to task 1: {NO_MEMORY}" in said)
+        short = False
+        await cluster.result()
+        return told_of
+
+    assert all(play(job, scenario, nodes=2)[4:]), "from when it began on"
 
 
 class Pulls(Sends, state=["sum"]):
