@@ -18,6 +18,7 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.node.epochs import attempt
+from taskgraph.node.epochs.mailbox import Mailbox
 from taskgraph.node.usercode.actor import in_user_code
 from taskgraph.testing import cluster, threads
 from taskgraph.testing.clock import FastForwardLoop, Turn
@@ -318,6 +319,36 @@ def test_many_that_wait_for_something_else_than_replies_are_no_circle(monkeypatc
     """The one request of the task that they waited for was refused."""
     monkeypatch.setattr(attempt, "_MOST_IN_STEP", 20)
     assert tg.testing.run(tg.Job(tasks=3, epochs=2, builder=Opens)).epochs == 2
+
+
+class AsksMany(tg.Task):
+    """Each task asks the next one for many things at once."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.flag(self.task_id)
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        replies = [epoch.request((self.task_id + 1) % self.tasks, "word") for _ in range(300)]
+        assert [await reply for reply in replies] == ["said"] * 300
+
+    @tg.handles("word")
+    async def word(self, epoch: tg.Epoch, sender: int, payload: Any) -> Any:
+        return "said"
+
+
+def test_a_request_is_sent_without_a_look_at_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tens of thousands that a handler asks at once took ten times as long."""
+    looked, awaited = 0, Mailbox.awaited.fget
+    assert awaited is not None
+
+    def counted(mailbox: Mailbox) -> list[tuple[str, int, str]]:
+        nonlocal looked
+        looked += len(waiting := awaited(mailbox))
+        return waiting
+
+    monkeypatch.setattr(Mailbox, "awaited", property(counted))
+    assert tg.testing.run(tg.Job(tasks=2, epochs=1, builder=AsksMany)).epochs == 1
+    assert looked < 10 * 300, "what tells what a task waits for may look, now and then"
 
 
 async def test_threads_end_together_and_nobody_is_blamed_for_how_long_it_takes(
