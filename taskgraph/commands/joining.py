@@ -130,7 +130,7 @@ async def _launch(options: argparse.Namespace) -> int:
 
         def on_start(nodes: LocalNodes) -> None:
             if options.logs:
-                shown.follow_logs(nodes.running_logs)
+                shown.follow_logs(nodes)
 
         leave = asyncio.Event()
         launching = launch_nodes(

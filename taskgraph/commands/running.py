@@ -99,7 +99,7 @@ class _Run:
         self._follower, self._nodes = follower, nodes
         self._logs = Runtime().kept_logs(self._job.name)
         if self._options.logs:
-            self._shown.follow_logs(nodes.running_logs)
+            self._shown.follow_logs(nodes)
 
     @property
     def _finished(self) -> bool:

@@ -222,10 +222,6 @@ class LocalNodes:
         """Where each node's output goes."""
         return {p.name: p.log_path for p in self._processes.values()}
 
-    def running_logs(self) -> dict[str, Path]:
-        """The same, of those that run."""
-        return {p.name: p.log_path for p in self._processes.values() if p.code is None}
-
     def codes(self) -> dict[str, int]:
         """Exit codes of the nodes that ended; negative: the signal that ended it."""
         return {p.name: p.code for p in self._processes.values() if p.code is not None}

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -62,29 +62,38 @@ class LogTails:
     """Follows logs. Files are opened once, so that where they are moved to does not matter.
 
     Args:
-        logs: of the nodes that run, by name; asked each time. One that is not among them any more is read to its end.
+        logs: of all nodes so far, by name; asked each time. A node may begin and end from one time to the next.
+        ended: the names of those that ended: their logs are read to the end, and closed.
         show: takes `node | line`.
     """
 
-    def __init__(self, logs: Callable[[], Mapping[str, Path]], show: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        logs: Callable[[], Mapping[str, Path]],
+        ended: Callable[[], Container[str]],
+        show: Callable[[str], None],
+    ) -> None:
         self._logs = logs
+        self._ended = ended
         self._show = show
         self._width = 0
+        self._opened: set[str] = set()
         self._files: dict[str, BinaryIO] = {}
         self._rest: dict[str, bytes] = {}
-        self._open(self._logs())
+        self._open()
 
-    def _open(self, logs: Mapping[str, Path]) -> None:
-        for name, path in logs.items():
-            self._width = max(self._width, len(name))
-            if name not in self._files:
+    def _open(self) -> None:
+        for name, path in self._logs().items():
+            if name not in self._opened:
+                self._opened.add(name)
+                self._width = max(self._width, len(name))
                 with contextlib.suppress(FileNotFoundError):
                     self._files[name], self._rest[name] = path.open("rb"), b""
 
     def poll(self) -> bool:
         """Passes on what is new; returns whether there may be more."""
-        more, logs = False, self._logs()
-        self._open(logs)
+        more, over = False, self._ended()  # before it is read: nothing comes after that
+        self._open()
         for name, file in list(self._files.items()):
             data = file.read(_CHUNK)
             more = more or len(data) == _CHUNK
@@ -94,7 +103,7 @@ class LogTails:
             self._rest[name] = rest
             for line in lines:
                 self._pass_on(name, line)
-            if not data and name not in logs:
+            if not data and name in over:
                 self._close(name)
         return more
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from taskgraph.alongside import ended
+from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails
 from taskgraph.observe.progress import Progress
 from taskgraph.results import EpochReport
@@ -22,9 +22,9 @@ class Shown(Progress):
 
     _tails: LogTails | None = None
 
-    def follow_logs(self, logs: Callable[[], Mapping[str, Path]]) -> None:
-        """Shows what is in the nodes' logs, and what comes."""
-        self._tails = LogTails(logs, self.line)
+    def follow_logs(self, nodes: LocalNodes) -> None:
+        """Shows what is in their logs, and what comes."""
+        self._tails = LogTails(nodes.logs, nodes.codes, self.line)
 
     async def __aenter__(self) -> Shown:
         self._ticking = asyncio.ensure_future(self._tick())

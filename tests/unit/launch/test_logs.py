@@ -21,7 +21,7 @@ def test_lines_are_passed_on_when_they_are_whole_and_the_rest_at_the_end(tmp_pat
     one.write_text(OURS + "loss 1\nlo")
     ten.write_text("")
     shown: list[str] = []
-    tails = LogTails(lambda: {"n1": one, "n10": ten, "n2": tmp_path / "absent"}, shown.append)
+    tails = LogTails(lambda: {"n1": one, "n10": ten, "n2": tmp_path / "absent"}, tuple, shown.append)
     tails.poll()
     assert shown == ["n1  | loss 1"]
     with one.open("a") as file:
@@ -45,13 +45,13 @@ def test_a_node_may_be_added_and_the_log_of_one_that_ended_is_read_to_its_end_an
     logs = {name: tmp_path / f"{name}.log" for name in ("n1", "n10")}
     logs["n1"].write_text("loss 1\nlo")
     logs["n10"].write_text("x" * 200_000 + "\nlast")
-    running, shown = {"n1": logs["n1"]}, list[str]()
-    tails = LogTails(lambda: running, shown.append)
+    begun, over, shown = {"n1": logs["n1"]}, list[str](), list[str]()
+    tails = LogTails(lambda: begun, lambda: over, shown.append)
     tails.poll()
-    running = {"n10": logs["n10"]}
+    begun, over = logs, ["n1"]
     tails.poll()
     assert shown == ["n1 | loss 1", "n1  | lo"] and list(tails._files) == ["n10"]
-    running = {}
+    over = ["n1", "n10"]
     while tails.poll():
         pass
     tails.poll()
@@ -59,10 +59,24 @@ def test_a_node_may_be_added_and_the_log_of_one_that_ended_is_read_to_its_end_an
     tails.close()
 
 
+def test_what_a_node_printed_that_began_and_ended_between_two_looks_is_shown_once(tmp_path: Path) -> None:
+    """One that could not start, say: it lives for a fraction of a second, and its log says why."""
+    begun, shown = {"n1": tmp_path / "n1.log"}, list[str]()
+    begun["n1"].write_text("refused\n")
+    tails = LogTails(lambda: begun, lambda: begun, shown.append)
+    begun = {**begun, "n2": tmp_path / "n2.log"}
+    begun["n2"].write_text("refused, too")
+    for _ in range(3):
+        tails.poll()
+    assert shown == ["n1 | refused", "n2 | refused, too"] and not tails._files
+    tails.close()
+    assert len(shown) == 2
+
+
 def test_a_line_without_end_is_passed_on_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "n1.log").write_text("x" * 300_000)
     shown: list[str] = []
-    LogTails(lambda: {"n1": tmp_path / "n1.log"}, shown.append).close()
+    LogTails(lambda: {"n1": tmp_path / "n1.log"}, tuple, shown.append).close()
     assert len(shown) > 1 and sum(line.count("x") for line in shown) == 300_000
 
 
