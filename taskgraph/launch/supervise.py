@@ -378,13 +378,13 @@ def _tell_deaths(nodes: LocalNodes) -> None:
 
 
 def _tails(nodes: LocalNodes) -> str:
-    """The last that nodes printed before they ended."""
+    """The last that nodes printed before they ended; where others took the place of some, those count."""
     codes, deaths = list(nodes.codes().items()), nodes.deaths()
     shown = [
         f"--- {name} {_how(code, deaths.get(name))}; the end of its log:\n{nodes.log_tail(name)}"
-        for name, code in codes[:_TAILS]
+        for name, code in codes[-_TAILS:]
     ]
-    more = [f"--- and {len(codes) - _TAILS} more"] if len(codes) > _TAILS else []
+    more = [f"--- and {len(codes) - _TAILS} before"] if len(codes) > _TAILS else []
     why = [f"--- {text}" for text in (culprit_text(deaths), memory_text(deaths)) if text]
     return "\n".join([*shown, *more, *why])
 

@@ -514,6 +514,15 @@ def test_a_node_that_registers_in_the_last_moment_goes_on() -> None:
         runner.run(scenario())
 
 
+def test_of_many_nodes_that_ended_the_last_ones_are_shown() -> None:
+    """Of nodes that are replaced the first ones ended long ago, and the job went on."""
+    codes = {f"n{number}": 1 for number in range(1, 13)}
+    nodes: Any = SimpleNamespace(codes=lambda: codes, deaths=dict, log_tail=lambda name: f"{name} says why")
+    shown = supervise._tails(nodes)
+    assert "n12 says why" in shown and "n5 says why" in shown and "n4 says why" not in shown
+    assert shown.endswith("--- and 4 before")
+
+
 def test_a_node_that_a_signal_without_a_name_ended_is_told_of() -> None:
     """Its launcher raised ValueError, in place of what had happened."""
     assert supervise._how(-40, None) == "was killed by signal 40"
