@@ -109,6 +109,11 @@ class Follower:
         return spec is not None and JobSpec.from_bytes(spec).run == self._spec.run
 
     @property
+    def open(self) -> bool:
+        """Whether there is something to do for nodes of the run that is followed."""
+        return self.view.open and self.view.spec_revision == self._run_at
+
+    @property
     def finished(self) -> bool:
         """Whether the run that is followed has committed its last epoch."""
         return self.view.finished and self.view.spec_revision == self._run_at

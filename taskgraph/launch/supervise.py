@@ -106,7 +106,7 @@ class Supervisor:
             listening=listening,
             collects=True,
             ahead=ahead,
-            replace=lambda: replace and follower.view.open,
+            replace=lambda: replace and follower.open,
         )
         self._without_etcd = ""
         """How the job's own etcd ended: there is nobody left to tell or to ask."""
@@ -431,7 +431,7 @@ async def launch_nodes(
         blas_threads=spec.setting("blas_threads"),
         deal_devices=spec.setting("deal_devices"),
         listening=listening,
-        replace=lambda: replace and follower.view.open,
+        replace=lambda: replace and follower.open,
     )
     try:
         await _start_unless(leave, nodes, count)

@@ -32,6 +32,7 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.run import _cancel_unbegun
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
+from taskgraph.launch.supervise import Hooks, Supervisor
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue, Put, Txn, TxnResult
@@ -103,6 +104,23 @@ async def followed(coordinator: MemoryCoordinator, run: JobSpec) -> AsyncIterato
         yield follower
     finally:
         await follower.stop()
+
+
+async def test_in_place_of_a_node_that_dies_once_the_job_is_submitted_again_none_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It took a number of the next run, and joined that."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    coordinator, first = MemoryCoordinator(MemoryStore()), spec()
+    await submit(coordinator, first)
+    async with followed(coordinator, first) as follower:
+        nodes = Supervisor(first, ENTRY, coordinator, follower, Hooks(), replace=True)._nodes
+        assert nodes._replace()
+        await end(coordinator)
+        await submit(coordinator, spec())
+        await follower.keeper.refresh()
+        assert follower.view.running and not nodes._replace()
+    await coordinator.close()
 
 
 async def test_who_wakes_up_late_neither_ends_nor_collects_the_run_that_has_the_name_now() -> None:
