@@ -27,10 +27,10 @@ from taskgraph.alongside import ended
 from taskgraph.children import Child, end_group, signal_name, tell_child
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, Unavailable
+from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError, Unavailable
 from taskgraph.files import HeldFolder
 from taskgraph.launch.devices import deal, host_devices, sharing
-from taskgraph.launch.forkserver import ForkServer, NodeProcess, NotStarted
+from taskgraph.launch.forkserver import ForkServer, NodeProcess
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import Standing, standing_text, stopped
 from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
@@ -326,7 +326,7 @@ class LocalNodes:
                 name = f"n{await self._take_numbers(1)}"
                 async with self._forkserver() as server:
                     await self._start(server, name, dead.devices, dead.sharing, early)
-            except (CoordinationError, NotStarted, OSError) as error:
+            except (TaskGraphError, OSError) as error:  # etcd refuses, or this host does, for now
                 early += 1
                 log.warning("no node is started in place of %s yet: %s", dead.name, error)
             else:

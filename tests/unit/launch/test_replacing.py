@@ -15,6 +15,7 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.errors import TaskGraphError
 from taskgraph.launch import local
 from taskgraph.launch.forkserver import NodeProcess, NotStarted
 from taskgraph.launch.local import LocalNodes
@@ -30,6 +31,7 @@ class Scripted(LocalNodes):
     """Nodes that are shell scripts."""
 
     scripts: list[str]
+    error: type[Exception] = NotStarted
     configs: list[NodeConfig]
 
     def _forkserver(self) -> Any:
@@ -39,7 +41,7 @@ class Scripted(LocalNodes):
         self.configs.append(config)
         script = self.scripts.pop(0) if self.scripts else WAITS
         if script == "":
-            raise NotStarted(f"node {config.name} cannot be started")
+            raise self.error(f"node {config.name} cannot be started")
         read_end, pipe = os.pipe()
         process = await asyncio.create_subprocess_exec("sh", "-c", script, stdin=read_end, start_new_session=True)
         os.close(read_end)
@@ -141,9 +143,16 @@ async def test_one_that_lived_begins_anew(tmp_path: Path, quick: None, monkeypat
         await until(lambda: "n11" in nodes.pids())
 
 
+@pytest.mark.parametrize("error", [NotStarted, OSError, TaskGraphError])
 async def test_one_that_cannot_be_started_is_tried_again(
-    tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
+    error: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    quick: None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The last one is what a directory that cannot be made raises, on a full disk, say: it was no warning."""
+    monkeypatch.setattr(Scripted, "error", error)
     async with launched(tmp_path, 1, "exit 9", "", "") as nodes:
         await until(lambda: "n4" in nodes.pids())
     told = re.findall(r"no node is started in place of n1 yet: node (n\d) cannot be started", caplog.text)
