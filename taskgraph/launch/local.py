@@ -334,10 +334,12 @@ class LocalNodes:
                 return
         log.warning(
             "no other node is started in place of %s: %d of them, one after the other, could not be started or died "
-            "within %g s",
+            "within %g s; the log of %s is %s",
             dead.name,
             early,
             _LIVED_S,
+            dead.name,
+            dead.log_path,
         )
 
     def _killer(self, number: int) -> str:

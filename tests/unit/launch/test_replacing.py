@@ -117,6 +117,7 @@ async def test_nodes_that_die_again_and_again_are_given_up_and_it_is_said(
         await asyncio.wait_for(nodes.wait(None), 10)
         assert list(nodes.codes()) == [f"n{number}" for number in range(1, 7)], "the first, and five in its place"
     assert "no other node is started in place of n6: 6 of them, one after the other, " in caplog.text
+    assert f"the log of n6 is {nodes.logs()['n6']}" in caplog.text, "what it died of is said there alone"
 
 
 async def test_between_those_that_die_early_is_more_and_more_time(
