@@ -256,6 +256,8 @@ async def _told_text(how: str, reached: Reached, follower: Follower) -> str:
         return text
     if view.running and view.primaries:
         text += f"; no node of job {reached.name} is left, and what they computed is gone with them"
+        if view.checkpoint is not None:
+            text += f", but for its checkpoint of epoch {view.checkpoint.record.epoch}: new nodes go on from there"
     elif follower.finished and not view.collected:
         text += f"; job {reached.name} had finished, but its values are lost: "
         text += lost_text(reached.name, view.checkpoint)

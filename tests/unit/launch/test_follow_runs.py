@@ -19,6 +19,7 @@ import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands import looking
 from taskgraph.commands.common import Reached
+from taskgraph.commands.joining import _told_text
 from taskgraph.coordination.api import AccessRefused, Listing, Lost
 from taskgraph.coordination.etcd.failures import refusal
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
@@ -36,7 +37,7 @@ from taskgraph.launch.supervise import Hooks, Supervisor
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue, Put, Txn, TxnResult
-from taskgraph.protocol.records import CheckpointRecord, NodeRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, NodeRecord, PrimaryRecord, State, StatusRecord
 from taskgraph.results import JobResult
 
 NAME = "again"
@@ -286,6 +287,20 @@ async def test_values_that_are_too_large_are_not_kept_and_the_message_says_how_l
 
 FINISHED = Put(KEYS.status, StatusRecord(state=State.FINISHED).to_bytes())
 CHECKPOINT = Put(KEYS.checkpoint, CheckpointRecord(epoch=20, attempt=1, name="x").to_bytes())
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_what_nodes_that_leave_take_with_them_is_not_what_a_checkpoint_has(keeps: bool) -> None:
+    """All was said to be gone: whoever read it began the job anew."""
+    coordinator, run = MemoryCoordinator(MemoryStore()), spec()
+    await submit(coordinator, run)
+    primary = Put(KEYS.primary(0), PrimaryRecord(node="n1-1", term=1, stateful=True).to_bytes())
+    await coordinator.txn(Txn(success=(primary, *([CHECKPOINT] if keeps else []))))
+    async with followed(coordinator, run) as follower:
+        told = await _told_text("have left", Reached(NAME, ENTRY, run, coordinator), follower)  # type: ignore[arg-type]
+    text = "the nodes started here have left; no node of job again is left, and what they computed is gone with them"
+    assert told == text + ", but for its checkpoint of epoch 20: new nodes go on from there" * keeps
+    await coordinator.close()
 
 
 async def test_of_values_that_went_with_the_nodes_it_is_said_how_they_are_computed_again(
