@@ -105,7 +105,7 @@ class Replacing:
         os.kill(self.nodes.pids()[name], signal.SIGKILL)
 
 
-async def test_a_job_outlives_more_nodes_than_it_was_started_with(folder: Path) -> None:
+async def test_a_job_outlives_all_nodes_that_it_was_started_with(folder: Path) -> None:
     gate = folder / "gate"
 
     def safe(view: JobView, *names: str) -> bool:
@@ -114,9 +114,10 @@ async def test_a_job_outlives_more_nodes_than_it_was_started_with(folder: Path) 
             len(view.staying(task)) >= 2 for task in range(7)
         )
 
-    async with Replacing(load_driver(str(DRIVER))(pause_at=2, gate=str(gate)), 3) as run:
-        await run.until(lambda view: safe(view, "n1", "n2", "n3"))
-        for name, others in (("n1", ("n2", "n3", "n4")), ("n2", ("n3", "n4", "n5")), ("n3", ("n4", "n5", "n6"))):
+    # No more than two die in one epoch: what ends three nodes is taken for a fault of the code that ran.
+    async with Replacing(load_driver(str(DRIVER))(pause_at=2, gate=str(gate)), 2) as run:
+        await run.until(lambda view: safe(view, "n1", "n2"))
+        for name, others in (("n1", ("n2", "n3")), ("n2", ("n3", "n4"))):
             run.kill(name)
             await run.until(lambda view, others=others: safe(view, *others))  # type: ignore[misc]
         gate.touch()

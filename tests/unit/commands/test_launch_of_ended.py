@@ -138,7 +138,7 @@ async def test_nodes_beside_a_run_end_with_the_etcd_that_its_launcher_takes_alon
     monkeypatch.setattr(joining, "_LAST_LOOK_S", 0.05)
     told: list[bool] = []
 
-    async def launch_nodes(*arguments: object, etcd_ends: bool) -> tuple[StatusRecord, None]:
+    async def launch_nodes(*arguments: object, etcd_ends: bool, replace: bool) -> tuple[StatusRecord, None]:
         leave = arguments[-1]
         assert isinstance(leave, asyncio.Event) and etcd_ends
         try:
