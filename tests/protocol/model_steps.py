@@ -433,7 +433,11 @@ class Steps:
             slot.boundaries.hold(boundary(0), committed=True)
         if at.view.primary_node(task) == name:
             revision = at.view.primaries[task].mod_revision
-            slot.role = Role(1, revision, InSync([n for n in members if n != name], [(0, 1, 1)]))
+            insync = InSync([other for other in members if other != name])
+            insync.add((0, 1, 1))
+            for other in insync.members():
+                insync.acknowledge(other, (0, 1, 1))
+            slot.role = Role(1, revision, insync)
         return self.slots.number(slot)
 
 

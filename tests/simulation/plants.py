@@ -713,7 +713,7 @@ def an_item_is_given_at_once_whatever_epoch_is_asked_for(patch: pytest.MonkeyPat
     def item(self: Serving, pull: Any) -> Any:
         primary = self._node.roles.primaries.get(pull.task)
         attempt = primary.attempt if primary is not None else None
-        if attempt is None or attempt.cancelled or not attempt.composed:
+        if attempt is None or attempt.cancelled or attempt.graph is None:
             return None
         reply = attempt.out.ask(pull)
         return dataclasses.replace(reply, stamp=pull.stamp) if isinstance(reply, Item) else reply

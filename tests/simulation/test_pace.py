@@ -12,7 +12,6 @@ import pytest
 from taskgraph.testing.simulate import pace, run_seed
 from taskgraph.testing.simulate import seed as seeds
 from taskgraph.testing.simulate.loop import Clock, Process, SimLoop, outside
-from taskgraph.testing.simulate.loop import running as loop_of
 from taskgraph.testing.simulate.pace import Clocks, Links, Starving, Steps
 from taskgraph.testing.simulate.threads import Ends, InlineThreads
 
@@ -82,7 +81,8 @@ def test_each_process_reads_a_clock_of_its_own() -> None:
     """Its timers go by that, too; what is outside of every process goes by the loop's own time."""
 
     async def scenario() -> list[tuple[float, float]]:
-        loop, told = loop_of(), list[tuple[float, float]]()
+        loop, told = asyncio.get_running_loop(), list[tuple[float, float]]()
+        assert isinstance(loop, SimLoop)
         process = Process("n1")
         process.clock = Clock(1.25, 1000.0)
 

@@ -400,9 +400,13 @@ class Faults:
 
     def _place_loses(self, fault: Fault, target: SimNode) -> None:
         """A file of the newest checkpoint, or half of it."""
-        pointer = self._world.invariants.view.checkpoint
-        assert pointer is not None
-        self._note(fault, self._world.place.lose(pointer.record.name))
+        view, place = self._world.invariants.view, self._world.place
+        assert view.checkpoint is not None and view.epoch is not None
+        path, at = place.lose(view.checkpoint.record.name), view.epoch.record
+        self._note(fault, path)
+        reading = any(known.node.takeovers._reading for known in self._world.existing())
+        if path and (reading or (at.lineage and at.epoch == at.base)):  # nothing is committed since it went back
+            place.lost_in_use.add(path)
 
     def _keys_deleted(self, fault: Fault, target: SimNode) -> None:
         """By somebody: of this node, or of all."""

@@ -19,9 +19,6 @@ __all__ = ["FileThreads", "NodePlace", "SimPlace"]
 
 R = TypeVar("R")
 
-_IN_USE_S = 10.0
-"""From where the files of a checkpoint are read until all tasks are restored from it, at most."""
-
 
 class SimPlace:
     """The files, and what is wrong with them.
@@ -46,8 +43,7 @@ class SimPlace:
         self.spoilt: set[str] = set()
         """Files that are not what was written, for the checks."""
         self.lost_in_use: set[str] = set()
-        """Those that were read whole right before: who goes back to their checkpoint has looked at them."""
-        self._read: dict[str, float] = {}  # file -> when it was read last, and was whole
+        """Those that were lost while the job went back to their checkpoint, which had been looked at."""
         self._lags: random.Random | None = None
         self._lag_s = 0.0
         self._since: dict[str, float] = {}  # file -> when it came to be
@@ -111,8 +107,6 @@ class SimPlace:
     def lose(self, checkpoint: str) -> str:
         """A file of a checkpoint is not what was written any more. Returns which."""
         path = self._rng.choice(sorted(path for path in self._files if f"/{checkpoint}/" in path) or [""])
-        if path in self._read and own_time() - self._read[path] < _IN_USE_S:
-            self.lost_in_use.add(path)
         if path and not self._spoil(path, bytes(self._files[path])):
             self.remove(path)
         return path
@@ -120,8 +114,6 @@ class SimPlace:
     def get(self, path: str) -> memoryview:
         if path not in self._files:
             raise FileNotFoundError(errno.ENOENT, "no such file", path)
-        if path not in self.spoilt:
-            self._read[path] = own_time()
         return self._files[path]
 
     def names(self, path: str) -> list[str]:
