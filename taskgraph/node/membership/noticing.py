@@ -74,9 +74,10 @@ class Noticing:
     def _tell_unreached(self) -> None:
         found = self._unreached()
         self._told_unreached &= found.keys()
-        for other in found.keys() - self._told_unreached:
-            self._told_unreached.add(other)
-            self._node.events.emit("unreachable", found[other], fields={"unreachable": other})
+        for other, why in found.items():  # in their order: a seed of the simulation replays exactly
+            if other not in self._told_unreached:
+                self._told_unreached.add(other)
+                self._node.events.emit("unreachable", why, fields={"unreachable": other})
 
     async def watch(self) -> None:
         """Tells once of user code that runs for very long, and of nodes that cannot be reached for some time.
@@ -93,7 +94,7 @@ class Noticing:
                 for running in r.actor.running
             }
             told &= current
-            for task, where, since in current - told:
+            for task, where, since in sorted(current - told):
                 if self._node.now() - since > limit:
                     told.add((task, where, since))
                     self._node.events.emit(

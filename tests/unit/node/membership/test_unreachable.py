@@ -112,3 +112,16 @@ def test_a_link_that_breaks_for_a_moment_is_no_news() -> None:
         assert not told(cluster)
 
     play(job(Talking, epochs=10_000), scenario, nodes=2)
+
+
+def test_those_that_are_lost_at_once_are_told_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was another one in each process, and so a seed of the simulation did not replay exactly."""
+    names = [f"n{number}" for number in range(2, 12)]
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first, _ = await work(cluster)
+        monkeypatch.setattr(first.router, "unreached", lambda longer_s: dict.fromkeys(reversed(names), "no answer"))
+        await asyncio.sleep(5)
+        assert [event.text for event in told(cluster)] == [f"n1 cannot reach {n}: no answer" for n in sorted(names)]
+
+    play(job(Talking, epochs=10_000), scenario, nodes=2)
