@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from taskgraph.errors import Unavailable
 from taskgraph.node import reconciler
 from taskgraph.node.epochs.attempt import Attempt
-from taskgraph.testing.simulate import run_seed
+from taskgraph.testing.simulate import run_seed, world
 from taskgraph.testing.simulate import seed as seeds
 from taskgraph.testing.simulate.__main__ import main
 from taskgraph.testing.simulate.drawing import Fault, draw_one
@@ -56,6 +57,23 @@ def test_nothing_goes_by_how_long_the_machine_takes(monkeypatch: pytest.MonkeyPa
     at_ease, passed = run_seed(strict).transcript.digest(), itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(passed)))
     assert run_seed(strict).transcript.digest() == at_ease
+
+
+def test_whoever_submits_a_job_again_waits_for_etcd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed failed where etcd paused for longer than a read may take."""
+    plan, tries = world.plan, 0
+
+    async def away(*args: Any, **options: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise Unavailable("get '/taskgraph/simulated/spec': no answer within 3 s")
+        return await plan(*args, **options)
+
+    monkeypatch.setattr(world, "plan", away)
+    outcome = run_seed(1)
+    assert "submitted again" in outcome.described and tries == 2
+    assert (outcome.problem, outcome.ended) == ("", "finished")
 
 
 def _cancelled() -> list[int]:

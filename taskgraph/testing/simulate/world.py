@@ -23,7 +23,7 @@ from taskgraph.errors import CheckpointError, CoordinationError, JobError, TaskG
 from taskgraph.launch import resuming
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.resuming import begin, plan
-from taskgraph.launch.submit import submit
+from taskgraph.launch.submit import Beginning, submit
 from taskgraph.node.membership.unable import NotSetUp
 from taskgraph.node.node import Node, Point
 from taskgraph.observe.events import Event, EventLog
@@ -202,12 +202,12 @@ class World:
         spec = dataclasses.replace(made.spec, expected_nodes=nodes)
         with self._planning():
             try:
-                spec, beginning = await plan(self.launcher, spec, resume=resume, fresh=not resume)
+                spec, beginning = await self._planned(spec, resume=resume)
             except CheckpointError as error:  # none of them can be used: whoever starts the job begins anew then
                 self.transcript.add("launcher", "refused", str(error))
                 if not (self.place.spoilt or self.place.late):
                     raise Violation(f"a job with checkpoints cannot be resumed: {error}") from error
-                spec, beginning = await plan(self.launcher, spec, fresh=True)
+                spec, beginning = await self._planned(spec, resume=False)
             made.spec = spec
             while True:
                 try:
@@ -219,6 +219,14 @@ class World:
         self._names = 0
         for _ in range(nodes):
             self.add()
+
+    async def _planned(self, spec: JobSpec, *, resume: bool) -> tuple[JobSpec, Beginning]:
+        """What `plan` says; whoever is told that etcd is away tries again."""
+        while True:
+            try:
+                return await plan(self.launcher, spec, resume=resume, fresh=not resume)
+            except Unavailable:
+                await asyncio.sleep(0.1)
 
     @contextlib.contextmanager
     def _planning(self) -> Iterator[None]:
