@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -22,6 +23,7 @@ __all__ = [
     "end_group",
     "end_mine",
     "end_session",
+    "reap_session",
     "signal_name",
     "tell_child",
 ]
@@ -34,6 +36,8 @@ _ROUNDS = 10
 """As often it is looked whether members of a group that were ended have started others meanwhile."""
 _AGAIN_S = 0.002
 """Who was killed ends within about as long."""
+_REAP_S, _REAP_AGAIN_S = 1.0, 0.02
+"""What was killed with a node, and what tracks its shared memory, ends within this time; how often it is looked."""
 _TRACKER = "resource_tracker"
 """In the command line of the helper of `multiprocessing`, and of joblib's."""
 
@@ -146,10 +150,27 @@ async def end_session(number: int) -> None:
         await asyncio.sleep(_AGAIN_S)
 
 
+async def reap_session(number: int) -> None:
+    """Waits for children of this process that are in a session of ours, and that end by themselves within a moment.
+
+    Who started them has ended, while we adopted what our descendants leave.
+    """
+    until = time.monotonic() + _REAP_S
+    while (members := host.children(session=number)) and time.monotonic() < until:
+        for pid in members:
+            _reap(pid)
+        await asyncio.sleep(_REAP_AGAIN_S)
+
+
 def _kill_and_reap(pid: int) -> None:
     """To be called again, as it does not wait for the end."""
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # somebody else has waited for it
+    with contextlib.suppress(ProcessLookupError):  # somebody else has waited for it
         os.kill(pid, signal.SIGKILL)
+    _reap(pid)
+
+
+def _reap(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):  # somebody else has
         os.waitpid(pid, os.WNOHANG)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from taskgraph import host, timeouts
 from taskgraph.alongside import ended
-from taskgraph.children import Child, end_group, signal_name, tell_child
+from taskgraph.children import Child, end_group, reap_session, signal_name, tell_child
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError, Unavailable
@@ -310,9 +310,14 @@ class LocalNodes:
             log.info("node %s (process %d) %s", entry.name, entry.process.pid, record.told)
             _keep(self._telling, self._tell_gone(entry.node_id, record), f"tell of {entry.name}")
             if not self._stopping and self._replace():
-                _keep(self._replacing, self._start_another(entry), f"replace {entry.name}")
+                _keep(self._replacing, self._take_its_place(entry), f"replace {entry.name}")
         shutil.rmtree(entry.folder, ignore_errors=True)
         self._runtime.node_ended(self._entry.name, entry.log_path)
+
+    async def _take_its_place(self, dead: _Process) -> None:
+        await self._start_another(dead)
+        # Where it died while another one was started, what it left became ours: zombies, for as long as we live.
+        await reap_session(dead.process.pid)
 
     async def _start_another(self, dead: _Process) -> None:
         """In place of one that died, with its devices; but not where nodes there die again and again."""

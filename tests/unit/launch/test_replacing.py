@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
+from taskgraph import host
+from taskgraph.children import adopting, can_adopt
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.errors import TaskGraphError
 from taskgraph.launch import local
@@ -158,6 +160,19 @@ async def test_one_that_cannot_be_started_is_tried_again(
         await until(lambda: "n4" in nodes.pids())
     told = re.findall(r"no node is started in place of n1 yet: node (n\d) cannot be started", caplog.text)
     assert told == ["n2", "n3"]
+
+
+@pytest.mark.skipif(not can_adopt(), reason="there is nobody to adopt")
+async def test_what_a_node_leaves_that_dies_while_another_one_is_started_is_waited_for(
+    tmp_path: Path, quick: None
+) -> None:
+    """Its children were those of the launcher then, which had thousands of zombies in the end."""
+    with adopting():  # as where another one is started
+        async with launched(tmp_path, 1, "sleep 60 & sleep 60 & kill -KILL $$") as nodes:
+            (died,) = nodes.pids().values()
+            await until(lambda: "n2" in nodes.pids())
+            await until(lambda: not nodes._replacing)
+            assert not host.children(session=died)
 
 
 async def test_no_node_is_started_any_more_once_all_are_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
