@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import re
 import shutil
@@ -61,7 +62,7 @@ _WARNED = re.compile(r"^\S+ \S+ taskgraph\.\S+ WARNING (.*)$", re.MULTILINE)
 _LOOK_S = 1.0
 """How often it is looked whether the event loop of a node stands still."""
 _LIVED_S = 10.0
-"""A node that lived for as long was not ended by how it was started: another one takes its place at once."""
+"""A node that was registered for as long was not ended by how it was started: another one takes its place at once."""
 _REPLACE_S = 1.0
 """Else that waits for so long, and twice as long each time."""
 _REPLACEMENTS = 5
@@ -79,7 +80,7 @@ class _Process:
     devices: str | None = None  # as they were dealt to it
     sharing: int = 1
     early: int = 0  # nodes that died early, one after the other, in whose place it is
-    began: float = dataclasses.field(default_factory=time.monotonic)
+    came: float = math.inf  # when its key was found: to load a driver may take long, and not go well
     code: int | None = None
     death: GoneRecord | None = None
     stands: str = ""  # where its event loop stands still
@@ -271,6 +272,7 @@ class LocalNodes:
             asked = time.monotonic()
             try:
                 if await self._coordinator.get(self._keys.node(entry.node_id)) is not None:
+                    entry.came = time.monotonic()
                     return
             except CoordinationError:  # whoever follows the job waits for etcd, too, and says so
                 absent_since = time.monotonic()
@@ -321,7 +323,7 @@ class LocalNodes:
 
     async def _start_another(self, dead: _Process) -> None:
         """In place of one that died, with its devices; but not where nodes there die again and again."""
-        early = dead.early + 1 if time.monotonic() - dead.began < _LIVED_S else 0
+        early = dead.early + 1 if time.monotonic() - dead.came < _LIVED_S else 0
         while early <= _REPLACEMENTS:
             if early:
                 await asyncio.sleep(_REPLACE_S * 2 ** (early - 1))
@@ -338,8 +340,8 @@ class LocalNodes:
                 log.info("node %s is started in place of %s", name, dead.name)
                 return
         log.warning(
-            "no other node is started in place of %s: %d of them, one after the other, could not be started or died "
-            "within %g s; the log of %s is %s",
+            "no other node is started in place of %s: %d of them, one after the other, could not be started, or died "
+            "before they had been in the job for %g s; the log of %s is %s",
             dead.name,
             early,
             _LIVED_S,

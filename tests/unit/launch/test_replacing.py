@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import signal
@@ -23,6 +24,8 @@ from taskgraph.launch.forkserver import NodeProcess, NotStarted
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.node.config import NodeConfig
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.records import NodeRecord
 
 ENTRY = JobEntry(name="fit", etcd="a:1", token="ab" * 32, pid=0, embedded=False, tls={})
 WAITS = "read told"
@@ -34,6 +37,8 @@ class Scripted(LocalNodes):
 
     scripts: list[str]
     error: type[Exception] = NotStarted
+    joins = True
+    store: MemoryStore
     configs: list[NodeConfig]
 
     def _forkserver(self) -> Any:
@@ -47,6 +52,10 @@ class Scripted(LocalNodes):
         read_end, pipe = os.pipe()
         process = await asyncio.create_subprocess_exec("sh", "-c", script, stdin=read_end, start_new_session=True)
         os.close(read_end)
+        if self.joins:
+            lease = self.store.grant(60.0)
+            record = NodeRecord(name="", run="", host="", pid=1, endpoints=(), control="", fingerprint="", lease=lease)
+            await self._coordinator.txn(Txn((), (Put(self._keys.node(config.node_id), record.to_bytes(), lease),)))
         return NodeProcess(process, pipe, log_path)
 
 
@@ -56,7 +65,7 @@ async def launched(
 ) -> AsyncIterator[Scripted]:
     coordinator = MemoryCoordinator(MemoryStore())
     nodes = Scripted(ENTRY, coordinator, Runtime(tmp_path), replace=replace)
-    nodes.scripts, nodes.configs = list(scripts), []
+    nodes.scripts, nodes.configs, nodes.store = list(scripts), [], coordinator.store
     try:
         await nodes.start(count)
         yield nodes
@@ -81,16 +90,18 @@ def test_in_one_process_there_is_nothing_to_replace() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_REPLACE_S", 0.005)
+    monkeypatch.setattr(local, "_KEY_LOOK_S", 0.001)
 
 
 async def test_a_node_that_died_is_replaced_at_once_by_one_with_its_devices_and_a_name_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "_LIVED_S", 0.0)  # so all have lived for long
+    monkeypatch.setattr(local, "_LIVED_S", 0.0)  # so all that were there have been for long
     monkeypatch.setattr(local, "_REPLACE_S", 60.0)
     monkeypatch.setattr(local, "host_devices", lambda: ("0", "1", "2"))
     async with launched(tmp_path, 3) as nodes:
         for name, another in (("n2", "n4"), ("n4", "n5"), ("n1", "n6")):
+            await until(lambda name=name: nodes._processes[name].came < math.inf)  # type: ignore[misc]
             os.kill(nodes.pids()[name], signal.SIGKILL)
             await until(lambda another=another: another in nodes.pids())  # type: ignore[misc]
         assert sorted(nodes.pids()) == ["n3", "n5", "n6"]
@@ -140,9 +151,20 @@ async def test_between_those_that_die_early_is_more_and_more_time(
         assert paused == [3, 6, 12, 24, 48]
 
 
+async def test_one_that_never_was_in_the_job_died_early_however_long_it_took_to_load_it(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that takes longer, and cannot be loaded any more, was tried for ever."""
+    monkeypatch.setattr(local, "_LIVED_S", 0.01)
+    monkeypatch.setattr(Scripted, "joins", False)
+    async with launched(tmp_path, 1, *["sleep 0.05; exit 4"] * 99) as nodes:
+        await asyncio.wait_for(nodes.wait(None), 10)
+        assert list(nodes.codes()) == [f"n{number}" for number in range(1, 7)]
+
+
 async def test_one_that_lived_begins_anew(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_LIVED_S", 0.3)
-    async with launched(tmp_path, 1, *["exit 9"] * 5, "sleep 0.4; exit 9", *["exit 9"] * 4) as nodes:
+    async with launched(tmp_path, 1, *["exit 9"] * 5, "sleep 1.5; exit 9", *["exit 9"] * 4) as nodes:
         await until(lambda: "n11" in nodes.pids())
 
 
