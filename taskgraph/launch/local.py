@@ -464,13 +464,15 @@ class LocalNodes:
                     ran = f" while it runs {' and '.join(map(str, running[name]))}" if name in running else ""
                     log.warning("node %s has not ended with the job, and is killed%s", name, ran)
             self.kill_now()
-            await asyncio.gather(*self._watches, return_exceptions=True)
-            if self._telling:
-                await asyncio.wait(self._telling, timeout=_LAST_TELL_S if tell else 0.0)
-            await ended(*self._telling)
-            if self._sockets is not None:
-                self._sockets.remove()
-                self._sockets = None
+            try:
+                await asyncio.shield(asyncio.gather(*self._watches, return_exceptions=True))
+                if self._telling:
+                    await asyncio.wait(self._telling, timeout=_LAST_TELL_S if tell else 0.0)
+                await ended(*self._telling)
+            finally:  # also where somebody is in so much of a hurry that this is cancelled, too
+                if self._sockets is not None:
+                    self._sockets.remove()
+                    self._sockets = None
 
     def kill_now(self) -> None:
         """SIGKILL for all, at once; also for a second Ctrl-C."""

@@ -207,6 +207,19 @@ async def test_no_node_is_started_any_more_once_all_are_to_end(tmp_path: Path, m
         assert nodes.codes() == {"n1": 9, "n2": 9} and len(nodes.configs) == 2
 
 
+async def test_whoever_ends_nodes_and_is_cancelled_again_and_again_leaves_no_sockets(tmp_path: Path) -> None:
+    async with launched(tmp_path, 1, "sleep 60") as nodes:
+        assert nodes._sockets is not None and nodes._sockets.path.exists()
+        path, ending = nodes._sockets.path, asyncio.ensure_future(nodes.stop(60.0))
+        await asyncio.sleep(0)
+        for _ in range(4):
+            ending.cancel()
+            await asyncio.sleep(0)
+        with contextlib.suppress(asyncio.CancelledError):
+            await ending
+        assert nodes._sockets is None and not path.exists()
+
+
 async def test_no_node_is_started_for_a_job_that_is_over_by_then(tmp_path: Path, quick: None) -> None:
     asked: list[bool] = []
 
