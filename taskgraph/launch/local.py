@@ -465,7 +465,7 @@ class LocalNodes:
                     log.warning("node %s has not ended with the job, and is killed%s", name, ran)
             self.kill_now()
             try:
-                await asyncio.shield(asyncio.gather(*self._watches, return_exceptions=True))
+                await asyncio.gather(*self._watches, return_exceptions=True)
                 if self._telling:
                     await asyncio.wait(self._telling, timeout=_LAST_TELL_S if tell else 0.0)
                 await ended(*self._telling)

@@ -218,6 +218,9 @@ async def test_whoever_ends_nodes_and_is_cancelled_again_and_again_leaves_no_soc
         with contextlib.suppress(asyncio.CancelledError):
             await ending
         assert nodes._sockets is None and not path.exists()
+        died = nodes._processes["n1"]
+        died.code = await asyncio.wait_for(died.process.wait(), 10)  # nobody watches it any more
+        assert died.code == -signal.SIGKILL and not nodes._telling
 
 
 async def test_no_node_is_started_for_a_job_that_is_over_by_then(tmp_path: Path, quick: None) -> None:
