@@ -470,6 +470,8 @@ class LocalNodes:
                     await asyncio.wait(self._telling, timeout=_LAST_TELL_S if tell else 0.0)
                 await ended(*self._telling)
             finally:  # also where somebody is in so much of a hurry that this is cancelled, too
+                for telling in self._telling:
+                    telling.cancel()
                 if self._sockets is not None:
                     self._sockets.remove()
                     self._sockets = None

@@ -223,6 +223,23 @@ async def test_whoever_ends_nodes_and_is_cancelled_again_and_again_leaves_no_soc
         assert died.code == -signal.SIGKILL and not nodes._telling
 
 
+async def test_nor_goes_on_telling_of_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was tried for half a minute, by an etcd client that had been closed."""
+
+    async def never(*arguments: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Scripted, "_tell_gone", never)
+    async with launched(tmp_path, 1, "sleep 60") as nodes:
+        ending = asyncio.ensure_future(nodes.stop(0.0))
+        await until(lambda: bool(nodes._telling) and not nodes._watches)
+        ending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await ending
+        await asyncio.sleep(0)
+        assert not nodes._telling
+
+
 async def test_no_node_is_started_for_a_job_that_is_over_by_then(tmp_path: Path, quick: None) -> None:
     asked: list[bool] = []
 
