@@ -402,11 +402,12 @@ class Faults:
         """A file of the newest checkpoint, or half of it."""
         view, place = self._world.invariants.view, self._world.place
         assert view.checkpoint is not None and view.epoch is not None
-        path, at = place.lose(view.checkpoint.record.name), view.epoch.record
+        name, at = view.checkpoint.record.name, view.epoch.record
+        path = place.lose(name)
         self._note(fault, path)
         reading = any(known.node.takeovers._reading for known in self._world.existing())
         if path and (reading or (at.lineage and at.epoch == at.base)):  # nothing is committed since it went back
-            place.lost_in_use.add(path)
+            place.lost_in_use.add(name)
 
     def _keys_deleted(self, fault: Fault, target: SimNode) -> None:
         """By somebody: of this node, or of all."""

@@ -43,7 +43,7 @@ class SimPlace:
         self.spoilt: set[str] = set()
         """Files that are not what was written, for the checks."""
         self.lost_in_use: set[str] = set()
-        """Those that were lost while the job went back to their checkpoint, which had been looked at."""
+        """Checkpoints of which one was lost while the job went back to them: they had been looked at."""
         self._lags: random.Random | None = None
         self._lag_s = 0.0
         self._since: dict[str, float] = {}  # file -> when it came to be

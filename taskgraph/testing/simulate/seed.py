@@ -526,7 +526,7 @@ def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
     mistake = world.workload.mistake
     if mistake is not None and mistake.raised and f"ArithmeticError: {mistake.text}" in reason:
         return "mistaken"
-    if any(path in reason for path in world.place.lost_in_use):
+    if any(f"/{name}/" in reason for name in world.place.lost_in_use):
         return "lost"
     if view.checkpoint is not None and not ("no checkpoint can be used" in reason and world.place.spoilt):
         raise Violation(f"the job failed, and has a checkpoint: {reason}")
