@@ -405,8 +405,8 @@ class Faults:
         name, at = view.checkpoint.record.name, view.epoch.record
         path = place.lose(name)
         self._note(fault, path)
-        reading = any(known.node.takeovers._reading for known in self._world.existing())
-        if path and (reading or (at.lineage and at.epoch == at.base)):  # nothing is committed since it went back
+        going_back = any(known.node.takeovers.under_way for known in self._world.existing())
+        if path and (going_back or (at.lineage and at.epoch == at.base)):  # nothing is committed since it went back
             place.lost_in_use.add(name)
 
     def _keys_deleted(self, fault: Fault, target: SimNode) -> None:
