@@ -346,12 +346,19 @@ class TakeOvers:
         there = "its first checkpoint is not complete yet" if url else "checkpoint='file:///...'"
         return f"run with more backups (backups={backups} now), or with checkpoints ({there}), to survive this"
 
+    def _lost_with(self, task: int, epoch: int) -> list[str]:
+        """Nodes that are gone, and were members of the task or died of its code in this epoch: who was evicted before
+        it was lost may have died of the same."""
+        view = self._node.keeper.view
+        its = [n for n in view.deaths_from(epoch) if any(ran.task == task for ran in view.gone[n].record.ran)]
+        return list(dict.fromkeys([*its, *(node for node in view.members_of(task) if node in view.gone)]))
+
     async def _fail_lost(self, task: int, why: str = "") -> None:
         view = self._node.keeper.view
         members = ", ".join(name_of(n) for n in view.in_sync(task)) or "none"
         epoch = view.epoch.record.epoch if view.epoch else None
         reason = f"task {task}: every replica in sync is gone ({members}), and its state of epoch {epoch} with them"
-        deaths = {name_of(n): view.gone[n].record for n in view.members_of(task) if n in view.gone}
+        deaths = {name_of(node): view.gone[node].record for node in self._lost_with(task, epoch or 0)}
         told = deaths_text(deaths)
         if memory_text(deaths) and not why:
             reason += f": {told}"

@@ -12,7 +12,7 @@ import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, Ran, State, StatusRecord
 
 __all__ = ["blindable", "gated"]
 
@@ -66,6 +66,25 @@ def test_nor_where_the_job_goes_back_to_a_checkpoint(gated: type[Gated], tmp_pat
         scenario,
         nodes=3,
     )
+
+
+def test_a_node_that_died_of_the_same_code_before_is_named_too(gated: type[Gated]) -> None:
+    """It was evicted before the state was lost, and nothing said that the same code had run there."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        stamp = first.keeper.view.stamp
+        assert stamp is not None
+        for node, task in (("n8-1", 1), ("n9-1", 0)):
+            died = GoneRecord(reason="exited with code 11", ran=(Ran("crash", task, stamp.epoch),))
+            cluster.store.execute(Txn(success=(Put(cluster.keys.gone(node), died.to_bytes()),)))
+        cluster.crash(first.id)
+        with pytest.raises(tg.JobFailed, match="n9 exited with code 11 while it ran 'crash' of task 0") as failed:
+            await cluster.result()
+        assert "n8" not in str(failed.value), "that was another task's"
+
+    play(job(gated, tasks=2, backups=0), scenario, nodes=3)
 
 
 def test_who_finds_a_task_lost_after_the_job_has_ended_says_nothing(gated: type[Gated]) -> None:
