@@ -43,7 +43,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Get, Put, Txn
 from taskgraph.protocol.records import OUT_OF_MEMORY, GoneRecord, NodeRecord, Ran, State, StatusRecord
 
-__all__ = ["LocalNodes"]
+__all__ = ["LocalNodes", "pause_before_another"]
 
 log = logging.getLogger("taskgraph.launch")
 
@@ -324,9 +324,10 @@ class LocalNodes:
     async def _start_another(self, dead: _Process) -> None:
         """In place of one that died, with its devices; but not where nodes there die again and again."""
         early = dead.early + 1 if time.monotonic() - dead.came < _LIVED_S else 0
-        while early <= _REPLACEMENTS:
-            if early:
-                await asyncio.sleep(_REPLACE_S * 2 ** (early - 1))
+        while (pause_s := pause_before_another(early)) is not None:
+            if early > 1:
+                log.warning("another node is started in place of %s in %g s: %d died early", dead.name, pause_s, early)
+            await asyncio.sleep(pause_s)
             if not self._replace():
                 return
             try:
@@ -488,6 +489,17 @@ class LocalNodes:
             if entry.code is None:
                 with contextlib.suppress(OSError):  # it has ended
                     os.write(entry.pipe, b"leave\n")
+
+
+def pause_before_another(early: int) -> float | None:
+    """How long the place of a node that died is left empty, in seconds; None: for good.
+
+    Args:
+        early: so many in that place died early, or could not be started, one after the other.
+    """
+    if early > _REPLACEMENTS:
+        return None
+    return _REPLACE_S * 2 ** (early - 1) if early else 0.0
 
 
 def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> None:

@@ -21,7 +21,7 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.errors import TaskGraphError
 from taskgraph.launch import local
 from taskgraph.launch.forkserver import NodeProcess, NotStarted
-from taskgraph.launch.local import LocalNodes
+from taskgraph.launch.local import LocalNodes, pause_before_another
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.node.config import NodeConfig
 from taskgraph.protocol.kv import Put, Txn
@@ -87,6 +87,10 @@ def test_in_one_process_there_is_nothing_to_replace() -> None:
         tg.run(job, nodes=0, replace=True)
 
 
+def test_a_place_is_left_empty_for_longer_and_longer_and_then_for_good() -> None:
+    assert [pause_before_another(early) for early in range(8)] == [0, 1, 2, 4, 8, 16, None, None]
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_REPLACE_S", 0.005)
@@ -129,6 +133,7 @@ async def test_nodes_that_die_again_and_again_are_given_up_and_it_is_said(
     async with launched(tmp_path, 1, *["exit 9"] * 99) as nodes:
         await asyncio.wait_for(nodes.wait(None), 10)
         assert list(nodes.codes()) == [f"n{number}" for number in range(1, 7)], "the first, and five in its place"
+    assert "another node is started in place of n2 in 0.01 s: 2 died early" in caplog.text
     assert "no other node is started in place of n6: 6 of them, one after the other, " in caplog.text
     assert f"the log of n6 is {nodes.logs()['n6']}" in caplog.text, "what it died of is said there alone"
 
