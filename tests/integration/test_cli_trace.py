@@ -88,13 +88,19 @@ async def test_every_task_of_every_epoch_on_every_node(cli: Cli) -> None:
     assert {s["args"]["epoch"] for s in trace.spans if "epoch" in s["args"]} == epochs
     for task in range(7):
         relays = ("publish", "update") if task == 0 else ("relay", "add")
-        for name in ("epoch", "compose", *relays, "snapshot", "held by backups", "done", "hold"):
+        for name in ("epoch", "compose", *relays, "snapshot", "done", "hold"):
             assert trace.epochs(name, task=task) == epochs, f"{name} of task {task}"
+        # Of boundaries that wait together one is told; and on a busy machine what is waited for may be there by then.
+        waits = ["held by backups"]
         if task:
             assert trace.epochs("pull theta", task=task) == epochs
-            assert trace.epochs("waits for relay's items", task=task) == epochs
-            # What a leaf adds, it has since it relayed it.
-            assert trace.epochs("waits for add's items", task=task) == (epochs if task < 3 else set())
+            waits.append("waits for relay's items")
+            if task < 3:
+                waits.append("waits for add's items")
+            else:  # what a leaf adds, it has since it relayed it
+                assert trace.epochs("waits for add's items", task=task) == set()
+        for name in waits:
+            assert set() < trace.epochs(name, task=task) <= epochs, f"{name} of task {task}"
     assert trace.epochs("commit") == epochs
     assert trace.epochs("commit awaited") <= epochs, "only of who waited for it"
     assert trace.arrows > 10

@@ -345,8 +345,7 @@ async def test_where_all_threads_wait_and_no_more_can_be_made_work_fails(
         patched.setattr(threading.Thread, "start", _no_thread)
         if first == "they wait":
             may_block.set()
-            while pool._blocked < 3:
-                await asyncio.sleep(0.001)  # `to_thread` may want a thread, too
+            _until(lambda: pool._blocked == 3)  # `to_thread` may want a thread, too
         starved = pool.run(lambda: answer.set_result(5))
         may_block.set()
         with pytest.raises(JobError, match=r"3 functions \(`def`\) wait .* \(can't start new thread\).* `async def`"):
