@@ -130,7 +130,7 @@ class _Team:
 
     def __init__(self) -> None:
         self._open: dict[_Pass, None] = {}
-        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._waiting: deque[_thread.LockType] = deque()  # one of each helper that may be called: held until it is
         self._counting = threading.Lock()
         self._helpers = 0
 
@@ -156,8 +156,12 @@ class _Team:
                 pass  # no thread can be started any more: the caller makes the pass alone
             finally:
                 self._counting.release()
-        for _ in range(helpers - self._calls.qsize()):
-            self._calls.put(None)
+        for _ in range(helpers):
+            try:
+                call = self._waiting.pop()
+            except IndexError:
+                break  # the others look for themselves, before they wait
+            call.release()
         return True
 
     def _start(self, name: str) -> None:
@@ -172,17 +176,22 @@ class _Team:
             self._helpers -= 1
 
     def _serve(self) -> None:
-        while self._called():
+        # Not a queue that all of them wait at: up to Python 3.12 a `SimpleQueue.get` whose item went to another one just
+        # before its timeout waits for ever.
+        call = _thread.allocate_lock()
+        call.acquire()
+        while True:
+            self._waiting.append(call)  # before it looks: who opens a pass after that calls it
             for shared in tuple(self._open):
                 shared.help()
-
-    def _called(self) -> bool:
-        try:
-            self._calls.get(timeout=_IDLE_S)
-        except queue.Empty:
-            self._ended()
-            return False
-        return True
+            if not call.acquire(timeout=_IDLE_S):
+                try:
+                    self._waiting.remove(call)
+                except ValueError:
+                    call.acquire()  # it is being called at this moment
+                else:
+                    self._ended()
+                    return
 
 
 _team = _Team()

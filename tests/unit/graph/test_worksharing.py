@@ -75,6 +75,16 @@ def test_a_helper_takes_part() -> None:
     assert len(helpers()) == 1
 
 
+def test_helpers_end_also_where_calls_come_as_they_are_about_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worksharing, "cores", lambda: 4)
+    monkeypatch.setattr(worksharing, "_IDLE_S", 0.002)
+    for pause in range(100):
+        for blocks in (4, 3, 2):
+            for_each(lambda _: time.sleep(1e-4), blocks)
+            time.sleep(pause % 30 * 1e-4)
+        assert until(lambda: worksharing._team._helpers == 0)
+
+
 def test_as_many_helpers_as_there_are_cores_but_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worksharing, "cores", lambda: 3)
     three = threading.Barrier(3)
