@@ -176,8 +176,8 @@ class _Team:
             self._helpers -= 1
 
     def _serve(self) -> None:
-        # Not a queue that all of them wait at: up to Python 3.12 a `SimpleQueue.get` whose item went to another one just
-        # before its timeout waits for ever.
+        # Not a queue that all of them wait at: up to Python 3.12 a `SimpleQueue.get` whose item went to another one
+        # just before its timeout waits for ever.
         call = _thread.allocate_lock()
         call.acquire()
         while True:
