@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -23,10 +24,12 @@ import numpy as np
 
 from taskgraph.errors import JobError, worded
 
-__all__ = ["Bytes", "Directory", "FsspecPlace", "NoFile", "Place", "check_url", "open_place"]
+__all__ = ["Bytes", "Directory", "FsspecPlace", "NoFile", "Place", "check_url", "open_place", "written_by"]
 
 Bytes = bytes | memoryview
 _LOCAL: Final = ("file", "local", "")
+_BESIDE: Final = re.compile(r"\.(.+)\.([0-9a-z]*)\.[0-9a-f]{12}\.tmp")
+"""What a file of a directory is called while it is written: its name, by whom, and what makes it one of its own."""
 
 
 class NoFile(OSError):
@@ -99,15 +102,24 @@ def _whole(path: str) -> str:
     return Path(os.path.abspath(os.path.expanduser(path))).as_uri()
 
 
-def open_place(url: str) -> Place:
+def open_place(url: str, by: str = "") -> Place:
     """The place that a URL names. Nothing is made or looked at yet.
+
+    Args:
+        by: see `Directory`.
 
     Raises:
         JobError: the URL is none, or needs a package that is not installed.
     """
     check_url(url)
     local = _local_path(url)
-    return Directory(Path(local)) if local is not None else FsspecPlace(url)
+    return Directory(Path(local), by) if local is not None else FsspecPlace(url)
+
+
+def written_by(name: str) -> tuple[str, str] | None:
+    """Of a name that a directory lists: the file that is, or was, written under it, and by whom; else None."""
+    found = _BESIDE.fullmatch(name)
+    return (found[1], found[2]) if found else None
 
 
 def _local_path(url: str) -> str | None:
@@ -146,10 +158,15 @@ def _fsspec(url: str) -> tuple[Any, str]:
 
 
 class Directory:
-    """A directory of this host, or one that a network file system shows to all of them."""
+    """A directory of this host, or one that a network file system shows to all of them.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        by: who writes, in small letters and digits: of what is left half written that is to be seen.
+    """
+
+    def __init__(self, root: Path, by: str = "") -> None:
         self._root = root
+        self._by = by
 
     def __str__(self) -> str:
         return str(self._root)
@@ -157,7 +174,7 @@ class Directory:
     def write(self, path: str, parts: Iterable[Bytes]) -> None:
         target = self._root / path
         # Two writers of one file (a zombie, and who came after it) must not write into one another.
-        beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
+        beside = target.with_name(f".{target.name}.{self._by}.{uuid.uuid4().hex[:12]}.tmp")
         target.parent.mkdir(parents=True, exist_ok=True)  # where there cannot be one, nobody has removed it
         try:
             with _create(beside) as file:

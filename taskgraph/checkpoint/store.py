@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from taskgraph.checkpoint.files import FileInfo, pack, unpack
 from taskgraph.checkpoint.manifest import Manifest, MissingFile, Name, Origin
-from taskgraph.checkpoint.places import NoFile, Place, open_place
+from taskgraph.checkpoint.places import NoFile, Place, open_place, written_by
 from taskgraph.errors import CheckpointError
 from taskgraph.protocol.messages import Encoded
 
@@ -36,6 +36,7 @@ _MANIFEST_BYTES = 128 << 20
 _FINAL = "manifest.json"
 _STAGED = "manifest.staged.json"
 _BEGUN = re.compile(r"s(\d{4,9})-begun")
+_TASK = re.compile(r"task-(\d{6,9})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +62,14 @@ class Store:
 
     Args:
         place: what `url` names, where that is known already.
+        by: who writes; see `checkpoint.places.Directory`.
 
     Raises:
         JobError: the URL is none, or needs a package that is not installed.
     """
 
-    def __init__(self, url: str, origin: Origin, *, place: Place | None = None) -> None:
-        self._place: Place = open_place(url) if place is None else place
+    def __init__(self, url: str, origin: Origin, *, place: Place | None = None, by: str = "") -> None:
+        self._place: Place = open_place(url, by) if place is None else place
         self._origin = origin
 
     def __str__(self) -> str:
@@ -161,6 +163,34 @@ class Store:
             self._place.remove(f"{folder}/{file}")
         self._place.remove_empty(folder)
 
+    def remove_unfinished(
+        self, name: Name, writes: Callable[[int, str], bool], still: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Removes what there is of one that becomes complete under no leader, this one or a later one.
+
+        Unlike `discard`, also a manifest that was only staged, and what was left half written. What is complete stays.
+
+        Args:
+            writes: whether somebody may still write a task's file, of whom is told what `Store` was told by `by`.
+            still: whether the caller is still the one to do this; asked before each file is removed.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        folder = self._path(str(name))
+        files = self._place.names(folder)
+        if _FINAL in files:
+            return
+        for file in files:
+            if file.startswith("."):
+                told = written_by(file)
+                if told is None or ((of := _TASK.fullmatch(told[0])) and writes(int(of[1]), told[1])):
+                    continue
+            if not still():
+                return
+            self._place.remove(f"{folder}/{file}")
+        self._place.remove_empty(folder)
+
     def _is_staged(self, name: str) -> bool:
         try:
             self._place.read(self._path(name, _STAGED), _MANIFEST_BYTES)
@@ -218,6 +248,10 @@ class Store:
     def _begun(self) -> list[int]:
         """Series that were begun over earlier ones."""
         return [int(found[1]) for text in self._place.names(self._origin.job) if (found := _BEGUN.fullmatch(text))]
+
+    def of_run(self, series: int, run: str) -> list[Name]:
+        """Those of one run, complete or not; oldest first. Raises OSError."""
+        return [name for name in self._names() if (name.series, name.run) == (series, run)]
 
     def of_others(self, run: str, known: Iterable[str]) -> list[Name]:
         """Those of other runs than `run` that are not `known`, complete or not; oldest first. Raises OSError."""

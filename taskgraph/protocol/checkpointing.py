@@ -7,6 +7,10 @@ one attempt of the current lineage. Who tells the leader, tells every new leader
 Each tells in the order in which it writes: who has told of a later one, or that it could not write its file, has none
 of this one, and never will. Then the boundary is given up, and what others wrote of it may go.
 
+Nor will who became primary when a later one was committed already: it writes those that are committed from then on. Of
+task 0 that is the leader itself. So what is not complete yet of boundaries before a leader's own term becomes nothing
+under any leader after it, whoever wrote what of it; and that can be said of files that nobody tells of.
+
 Boundaries may come faster than the leader hears of them all. Then some are left out, here and by each primary that
 tells, and all leave out the same ones (`sparse`), whatever each of them knows: else one told of those only that
 another had left out, and none became complete.
@@ -71,9 +75,12 @@ class Collected:
         self._last: dict[int, Stamp] = {}  # what each task told of last
         self._given_up: dict[Stamp, int | None] = {}  # and a task that could not write its file
         self._passed_over: set[Stamp] = set()  # there were too many, or a later one is whole
+        self._began: dict[int, Stamp] = {}  # what was at work when a task's primary of now began, or before that
 
     def take(self, written: Written) -> None:
         stamp, task = written.stamp, written.task
+        if self._is_before(stamp, task):
+            return  # by a primary before, too late: that it would not come may have been acted upon
         self._last[task] = max(stamp, self._last.get(task, stamp))
         if stamp in self._passed_over and written.size:
             return
@@ -82,6 +89,26 @@ class Collected:
             files[task] = written
         if len(self._files) > 2 * _MOST:  # whoever is to look waits for the place
             self._keep(sparse(self._files, _MOST))
+
+    def began(self, task: int, at: Stamp) -> None:
+        """A task has another primary, which began when `at` was at work, or later: it writes nothing of before."""
+        self._began[task] = at
+
+    def _is_before(self, stamp: Stamp, task: int) -> bool:
+        """Whether the task's primary of now began after that boundary."""
+        at = self._began.get(task)
+        return at is not None and stamp.epoch < at.epoch and stamp.attempt <= at.attempt
+
+    def never(self, view: JobView, stamp: Stamp) -> int | None:
+        """A task for want of whose file the boundary becomes a checkpoint under no leader, this one or a later one.
+
+        None where it may still become one, as far as can be said. Whether there is a later checkpoint does not matter.
+        """
+        if view.epoch is not None and stamp.attempt < view.epoch.record.lineage:
+            return 0  # undone
+        files, needed = self._files.get(stamp, {}), files_needed(view, self._tasks) or ()
+        lacking = (t for t in sorted(needed) if self._is_before(stamp, t) and not (t in files and files[t].size))
+        return next(lacking, None)
 
     def give_up(self, view: JobView) -> dict[Stamp, int | None]:
         """Boundaries that never become a checkpoint, oldest first, each with a task that could not write its file.
@@ -110,7 +137,7 @@ class Collected:
 
     def _is_lacking(self, stamp: Stamp, untold: Iterable[int]) -> bool:
         """Whether one of these tasks, which did not tell of a file of this boundary, never will."""
-        return any(self._last.get(task, stamp) > stamp for task in untold)
+        return any(self._last.get(task, stamp) > stamp or self._is_before(stamp, task) for task in untold)
 
     def complete(self, view: JobView) -> tuple[Stamp, tuple[Written, ...]] | None:
         """The newest boundary all of whose files are written, if there is one to go on to."""

@@ -98,12 +98,14 @@ class CheckpointRecord(Record):
         epoch, attempt: the boundary that it holds, and the attempt that boundary was made in.
         name: where in the job's place its files are.
         before: names of the complete ones before it that are kept, the newest first.
+        term: of the leader that made it complete, or that there was when the job went back to it; 0: none of this run.
     """
 
     epoch: int
     attempt: int
     name: str
     before: tuple[str, ...] = ()
+    term: int = 0
 
 
 class State:

@@ -234,6 +234,40 @@ def test_one_that_is_whole_is_not_given_up_whatever_comes_after_it(world: World)
     assert collected.complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
 
 
+def test_who_became_primary_later_writes_nothing_of_before(world: World) -> None:
+    """So it becomes nothing, under this leader and those after it: whatever there is of it may go."""
+    collected, view = Collected(2), world.view()
+    collected.take(written(3, 1))
+    assert collected.never(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
+    collected.began(0, Stamp(1, 4))
+    assert collected.never(view, Stamp(1, 3)) == 0
+    assert collected.give_up(view) == {Stamp(1, 3): None}, "nothing failed"
+    assert [collected.never(view, Stamp(1, epoch)) for epoch in (4, 5)] == [None, None], "it begins with that one"
+    assert collected.never(view, Stamp(2, 3)) is None, "of after a roll-back"
+    collected.take(written(3, 0))  # by the primary before, which is a zombie: its files are gone by now
+    assert collected.complete(view) is None and collected.give_up(view) == {}
+
+
+def test_what_was_told_before_there_was_another_primary_counts(world: World) -> None:
+    collected, view = Collected(2), world.view()
+    collected.take(written(3, 1))
+    collected.began(1, Stamp(1, 6))
+    assert collected.never(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
+    collected.take(written(3, 0))
+    assert collected.complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
+    collected.take(unwritten(4, 1))
+    assert collected.never(view, Stamp(1, 4)) == 1
+
+
+def test_what_was_undone_becomes_nothing(world: World) -> None:
+    advance(world, record(3))
+    collected = Collected(2)
+    lose_everybody(world)
+    assert world.run(back(world, record(3))).succeeded
+    assert collected.never(world.view(), Stamp(1, 6)) is not None
+    assert collected.never(world.view(), Stamp(2, 6)) is None
+
+
 def test_what_is_given_up_is_bounded(world: World) -> None:
     collected = Collected(2)
     for epoch in range(1, 1000):

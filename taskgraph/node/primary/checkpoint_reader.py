@@ -52,8 +52,13 @@ class CheckpointReader:
                 tasks=spec.tasks,
                 any_driver=spec.checkpoint_changed,
             )
-            self._store = Store(spec.checkpoint, origin, place=self._place)
+            self._store = Store(spec.checkpoint, origin, place=self._place, by=self.writer_of(self._node.id))
         return self._store
+
+    @staticmethod
+    def writer_of(node: str) -> str:
+        """By what a file that is left half written is known as that node's: what is its process' own of its id."""
+        return node.rpartition("-")[2]
 
     async def call(self, function: Callable[[], R]) -> R:
         return await self._threads.run(function)

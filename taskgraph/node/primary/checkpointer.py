@@ -4,6 +4,9 @@
 
 What becomes a checkpoint, and when one is complete, is decided by `protocol.checkpointing`. A file that the leader does
 not find where it was written to costs that checkpoint and nothing else.
+
+Files of which no leader is told were left by those that died. Whenever a task has another primary, and so, too, when it
+leads itself, the leader looks at the place for what so became nothing, and removes it.
 """
 
 from __future__ import annotations
@@ -48,6 +51,11 @@ class Checkpointer:
         self._others: set[str] = set()  # runs that keep checkpoints here as well, and were told of
         self._given_up = 0  # checkpoints that failed since one was complete
         self._last_given_up = Stamp(0, 0)
+        self._seen = primary.took_over_at  # at work when it was looked at the terms last, or before that
+        self._terms: dict[int, int] = {}
+        self._terms_of = 0  # the revision of `generation` at which these are the terms
+        self._to_sweep = True  # what became nothing, since it looked last
+        self._collected.began(0, primary.took_over_at)
         self._finished = ""  # the name of the last one that is complete also for those who do not know the pointer
 
     def take(self, told: WrittenFiles) -> Accepted:
@@ -61,10 +69,12 @@ class Checkpointer:
         stop = self._node.keeper.on_change(self._wake.set)
         try:
             await self._node.keeper.caught_up(self._primary.revision)
+            self._tell_of_leaders_before()
             while True:
                 self._wake.clear()
                 await self._node.while_paused()
                 view = self._node.keeper.view
+                self._look_at_terms()
                 if view.checkpoint is not None and view.checkpoint.record.name != self._finished:
                     # The leader before may have died between the pointer and the last manifest; or the disk was full.
                     await self._finish(view.checkpoint.record)
@@ -73,9 +83,78 @@ class Checkpointer:
                 if ready is not None and not await self._complete(*ready):
                     await asyncio.sleep(_RETRY_S)
                     continue
+                if ready is None and self._to_sweep:
+                    self._to_sweep = False
+                    await self._sweep()
+                    continue  # it may have taken a while
                 await self._wake.wait()
         finally:
             stop()
+
+    def _look_at_terms(self) -> None:
+        """Notes whose primaries began since, as which they write nothing of what was committed before."""
+        view = self._node.keeper.view
+        if view.generation_revision != self._terms_of:  # every takeover writes it
+            terms = {task: primary.record.term for task, primary in view.primaries.items()}
+            for task, term in terms.items():
+                if term > self._terms.get(task, term):
+                    self._collected.began(task, self._seen)
+                    self._to_sweep = True
+            self._terms, self._terms_of = terms, view.generation_revision
+        if view.stamp is not None:
+            self._seen = view.stamp
+
+    async def _sweep(self) -> None:
+        """What became nothing goes, of whomever it is, and whether anybody tells of it or not."""
+        node, view, checkpoints, spec = self._node, self._node.keeper.view, self._node.checkpoints, self._node.spec
+        store, pointer = checkpoints.store, view.checkpoint.record if view.checkpoint is not None else None
+        newest = Name.parse(pointer.name) if pointer is not None else None
+        lacking: tuple[Stamp, int] | None = None
+        try:
+            for name in await checkpoints.call(lambda: store.of_run(spec.checkpoint_series, spec.run[:8])):
+                if newest is not None and name <= newest:
+                    continue  # it goes with that, or is kept
+                stamp = Stamp(name.attempt, name.epoch)
+                if (task := self._collected.never(view, stamp)) is None:
+                    continue
+                if task != 0:
+                    lacking = stamp, task
+                await node.while_paused()
+                await checkpoints.call(partial(store.remove_unfinished, name, self._may_write, self._leads))
+        except OSError as error:
+            node.log.info("what was written of checkpoints that became nothing cannot be removed: %s", error)
+        if lacking is not None and lacking[0] > self._last_given_up:
+            self._count_given_up(*lacking)
+
+    def _may_write(self, task: int, writer: str) -> bool:
+        """Whether it is the task's primary that is called so, and may be at work on its file. In any thread."""
+        primary = self._node.keeper.view.primary_node(task)
+        return primary is not None and self._node.checkpoints.writer_of(primary) == writer
+
+    def _leads(self) -> bool:
+        """Whether it does, as far as it knows. May be called in any thread."""
+        return not self._node.paused and self._node.keeper.view.is_primary(0, self._node.id, self._primary.term)
+
+    def _tell_of_leaders_before(self) -> None:
+        """Each of them told only of what failed while it led: that they were too short is seen by the next ones."""
+        node, pointer, at = self._node, self._node.keeper.view.checkpoint, self._primary.took_over_at
+        base, term = (pointer.record.epoch, pointer.record.term) if pointer is not None else (0, 1)
+        every, leaders = node.spec.checkpoint_every, self._primary.term - max(1, term)
+        due = (at.epoch - 1) // every - base // every
+        if leaders < 2 or leaders & (leaders - 1) or due < 2:
+            return  # as those that fail
+        node.events.emit(
+            "no checkpoint",
+            f"no checkpoint is complete {self._since}: {due} were due, and {leaders} times in a row task 0, which "
+            f"leads, got another primary before one was: nodes end, or hand tasks over, sooner than "
+            f"{node.checkpoints.store} takes the files of one",
+            epoch=at.epoch,
+        )
+
+    @property
+    def _since(self) -> str:
+        pointer = self._node.keeper.view.checkpoint
+        return f"since that of epoch {pointer.record.epoch}" if pointer is not None else "yet"
 
     async def _give_up(self) -> None:
         """What was written of checkpoints that never become complete goes: they would leave no room for another."""
@@ -87,27 +166,27 @@ class Checkpointer:
                 await checkpoints.call(partial(checkpoints.store.discard, name, still))
             except OSError as error:  # then it goes with the next that is complete; that this one failed was told
                 node.log.info("what was written of checkpoint %s cannot be removed: %s", name, error)
-            if task is None or stamp <= self._last_given_up:
-                continue
-            self._given_up, self._last_given_up = self._given_up + 1, stamp
-            count = self._given_up
-            if count < 2 or count & (count - 1):
-                continue  # the second, fourth, eighth, ... is told, and kept: it may be so for hours
-            since = f"since that of epoch {view.checkpoint.record.epoch}" if view.checkpoint is not None else "yet"
-            node.events.emit(
-                "no checkpoint",
-                f"no checkpoint is complete {since}: {count} in a row failed, the last of them, of epoch "
-                f"{stamp.epoch}, for want of the file of task {task}",
-                epoch=stamp.epoch,
-            )
+            if task is not None and stamp > self._last_given_up:
+                self._count_given_up(stamp, task)
+
+    def _count_given_up(self, stamp: Stamp, task: int) -> None:
+        self._given_up, self._last_given_up = self._given_up + 1, stamp
+        count = self._given_up
+        if count < 2 or count & (count - 1):
+            return  # the second, fourth, eighth, ... is told, and kept: it may be so for hours
+        self._node.events.emit(
+            "no checkpoint",
+            f"no checkpoint is complete {self._since}: {count} in a row failed, the last of them, of epoch "
+            f"{stamp.epoch}, for want of the file of task {task}",
+            epoch=stamp.epoch,
+        )
 
     def _may_give_up(self, stamp: Stamp) -> bool:
         """Whether this leader can still say that this one becomes nothing: another may lead by now, and complete it.
 
         May be called in any thread.
         """
-        node, view = self._node, self._node.keeper.view
-        return not node.paused and view.is_primary(0, node.id, self._primary.term) and is_open(view, stamp)
+        return self._leads() and is_open(self._node.keeper.view, stamp)
 
     async def _complete(self, boundary: Stamp, files: tuple[Written, ...]) -> bool:
         """Every file is written: manifest, pointer, manifest, and what is too old goes. False: try again."""
@@ -118,7 +197,12 @@ class Checkpointer:
         infos = [FileInfo(w.task, w.size, w.digest) for w in files]
         manifest = checkpoints.store.manifest(name, infos, kept)
         record = CheckpointRecord(
-            epoch=boundary.epoch, attempt=boundary.attempt, name=str(name), before=kept, writer=writer
+            epoch=boundary.epoch,
+            attempt=boundary.attempt,
+            name=str(name),
+            before=kept,
+            term=self._primary.term,
+            writer=writer,
         )
         # Before anything else happens: what it compares must be what `complete` decided from.
         txn = transactions.advance_checkpoint(view, record, primary_revision=self._primary.revision)

@@ -64,6 +64,8 @@ class Primary:
         self.task = replica.task
         self.term = taken.term
         self.revision = taken.revision
+        self.took_over_at = Stamp(taken.attempt, taken.epoch)
+        """What was at work then, in the transaction itself."""
         # Who was evicted before the committed boundary does not hold it, and must not be evicted again: "until" this
         # epoch would make it an heir. Backups tidies its key away.
         others = {n: m for n, (_, m) in taken.members.items() if n != node.id}

@@ -267,7 +267,12 @@ class TakeOvers:
             return None
         name = manifest.parsed
         return CheckpointRecord(
-            epoch=name.epoch, attempt=name.attempt, name=manifest.name, before=manifest.before, writer=writer
+            epoch=name.epoch,
+            attempt=name.attempt,
+            name=manifest.name,
+            before=manifest.before,
+            term=view.term(0),
+            writer=writer,
         )
 
     def _begins_anew(self, task: int) -> bool:

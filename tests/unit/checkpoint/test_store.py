@@ -489,6 +489,42 @@ def test_what_is_being_written_meanwhile_stays(tmp_path: Path) -> None:
     assert os.listdir(beside.parent) == [beside.name]
 
 
+def test_of_what_becomes_nothing_all_goes_but_what_may_still_be_being_written(tmp_path: Path) -> None:
+    """What a writer that was killed left in it stayed, and so its directory did."""
+    store, name = Store(f"file://{tmp_path}", ORIGIN, by="a1"), Name(1, 1, 20, "r1")
+    folder, asked = tmp_path / "fit" / str(name), []
+
+    def writes(task: int, by: str) -> bool:
+        asked.append((task, by))
+        return by == "a1"
+
+    def parts() -> Iterator[bytes]:
+        """One is killed half way, one is at it."""
+        yield b"x"
+        (beside,) = folder.glob(".task-000000.*.tmp")
+        (folder / ".task-000001.safetensors.b2.0123456789ab.tmp").touch()
+        (folder / ".manifest.staged.json.b2.0123456789ab.tmp").touch()
+        (folder / ".nfs0001").touch()
+        store.stage(store.manifest(name, [store.write(name, 2, boundary(0))]))
+        store.remove_unfinished(name, writes, lambda: False)
+        assert len(list(folder.iterdir())) == 6
+        store.remove_unfinished(name, writes)
+        assert sorted(folder.iterdir()) == sorted([beside, folder / ".nfs0001"])
+
+    store._place.write(f"fit/{name}/task-000000.safetensors", parts())
+    assert set(asked) == {(0, "a1"), (1, "b2")}
+    (folder / ".nfs0001").unlink()
+    store.remove_unfinished(name, writes)
+    assert not folder.exists()
+
+
+def test_what_is_complete_never_becomes_nothing(store: Store) -> None:
+    whole = save(store, 10)
+    store.remove_unfinished(whole.parsed, lambda task, by: False)
+    assert store.newest([whole.name]).refused == ()
+    assert store.of_run(1, "r1") == [whole.parsed] and store.of_run(2, "r1") == store.of_run(1, "r2") == []
+
+
 def test_a_directory_that_is_removed_as_a_file_is_begun_in_it_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
