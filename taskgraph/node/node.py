@@ -86,7 +86,9 @@ class Node(NodeServices):
         )
         self.registration = Registration(self, suspicion=self.suspicion, reconcile=self.reconciler.reconcile)
         self.serving = Serving(self, self.roles, self.takeovers)
-        self._draining = Draining(self, lambda: not (self.roles.primaries or self.roles.runs))
+        self._draining = Draining(
+            self, lambda: not (self.roles.primaries or self.roles.runs), lambda: self.registration.waits
+        )
         self.router.on_gone = self._on_gone
         # From the first read on: a node serves offers while it still registers, and what a roll-back undid has to go
         # before a boundary of after it is held.

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from taskgraph.observe.format import ids_text
 from taskgraph.protocol.takeover import held_alone, who_stays
 
 if TYPE_CHECKING:
@@ -19,11 +20,13 @@ class Draining:
 
     Args:
         empty: whether it has no primary, and no term of one that still ends.
+        why_paused: as `Registration.waits`; nothing where it does not pause.
     """
 
-    def __init__(self, node: NodeCore, empty: Callable[[], bool]) -> None:
+    def __init__(self, node: NodeCore, empty: Callable[[], bool], why_paused: Callable[[], tuple[str, ...]]) -> None:
         self._node = node
         self._empty = empty
+        self._why_paused = why_paused
         self._late = False
 
     def begin(self, why: str) -> None:
@@ -53,15 +56,31 @@ class Draining:
     async def _deadline(self) -> None:
         node = self._node
         await asyncio.sleep(node.settings.drain_s)
-        if node.running and node.keeper.view.open and (alone := held_alone(node.keeper.view, node.job.tasks, node.id)):
-            why = "there was no other node to take over" if not self._others() else "no other node has taken over"
-            text = (
-                f"{node.name} leaves without having handed over task {', '.join(map(str, alone))} within "
-                f"{node.settings.drain_s:g} s (drain_s): {why}"
-            )
+        if node.running and node.keeper.view.open and (text := self._given_up()):
             node.events.emit("drain", text, fields={"leaves": node.id})
         self._late = True
         node.keeper.notify_later()
+
+    def _given_up(self) -> str:
+        """What was not handed over, why, and what becomes of it; "": all was, as far as this node knows."""
+        node, view = self._node, self._node.keeper.view
+        alone = held_alone(view, node.job.tasks, node.id)
+        others = [t for t in range(node.job.tasks) if view.primary_node(t) == node.id and t not in alone]
+        if not alone and not others:
+            return ""
+        within = f"within {node.settings.drain_s:g} s (drain_s)"
+        if paused := self._why_paused():
+            why = f"{paused[0]}, and cannot write to etcd that another node takes over"
+        else:
+            why = "there was no other node to take over" if not self._others() else "no other node has taken over"
+        text = f"{node.name} leaves without having handed over task {ids_text([*alone, *others])} {within}: {why}"
+        if others:
+            once = " once etcd answers it" if paused else ""
+            again = "computes the epoch at work again" if view.running else "makes the result again"
+            text += f"; of task {ids_text(others)} another node in sync takes over{once}, and {again}"
+        if alone and (others or paused):
+            text += f"; task {ids_text(alone)} no other node has"
+        return text
 
     def _others(self) -> list[str]:
         node = self._node

@@ -11,6 +11,7 @@ import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.node import Node
+from taskgraph.observe.format import ids_text
 
 __all__ = ["blindable", "gated"]
 
@@ -184,6 +185,54 @@ def test_who_leaves_with_what_nobody_else_has_of_a_finished_job_says_so() -> Non
         assert await leave(cluster, node) >= SETTINGS.drain_s
         begun, late = told(cluster, "drain")
         assert begun.endswith("start one within 2 s (drain_s), or that is lost")
-        assert late.endswith("task 0, 1, 2 within 2 s (drain_s): there was no other node to take over")
+        assert late.endswith("task 0-2 within 2 s (drain_s): there was no other node to take over")
 
     play(few(), scenario, nodes=1)
+
+
+@pytest.mark.parametrize("backups", [0, 1])
+def test_who_leaves_while_etcd_is_away_says_what_it_gives_up_and_what_that_means(
+    monkeypatch: pytest.MonkeyPatch, backups: int
+) -> None:
+    """Where another node had all that it has, it said nothing: it could hand nothing over, and was gone."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first, second = cluster.nodes
+        await works(first)
+        await first.keeper.wait_until(lambda v: all(len(v.in_sync(task)) == 1 + backups for task in range(4)))
+        monkeypatch.setattr(Registration, "_unproved", lambda self, lease: self is first.registration)
+        await first.keeper.wait_until(lambda _: first.paused)
+        has = sorted(first.roles.primaries)
+        await leave(cluster, first)
+        begun, late = [text for text in told(cluster, "drain") if text.startswith(first.name)]
+        tasks = ids_text(has)
+        assert late.startswith(
+            f"{first.name} leaves without having handed over task {tasks} within 2 s (drain_s): {first.name} is paused: "
+            f"the lease could not be renewed in time, and cannot write to etcd that another node takes over; "
+        )
+        means = (
+            f"of task {tasks} another node in sync takes over once etcd answers it, and computes the epoch at work again"
+            if backups
+            else f"task {tasks} no other node has"
+        )
+        assert late.endswith(f"; {means}")
+        if backups:
+            assert (await cluster.result()).values == dict.fromkeys(range(4), 300)
+
+    play(job(Paced, tasks=4, epochs=300, backups=backups, settings=SETTINGS), scenario, nodes=2)
+
+
+def test_who_leaves_in_an_epoch_that_lasts_longer_says_what_is_computed_again(gated: type[Gated]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        await first.keeper.wait_until(lambda view: len(view.in_sync(0)) == 2)
+        await leave(cluster, first)
+        assert told(cluster, "drain")[-1] == (
+            f"{first.name} leaves without having handed over task 0 within 2 s (drain_s): no other node has taken over; "
+            f"of task 0 another node in sync takes over, and computes the epoch at work again"
+        )
+        gated.gate.set()
+        assert (await cluster.result()).values == {0: 3}
+
+    play(job(gated, tasks=1, settings=SETTINGS), scenario, nodes=2)
