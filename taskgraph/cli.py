@@ -178,6 +178,7 @@ def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser
     kill.add_argument("--backup", action="store_true", help="with --task: a node of one of its backups instead")
     kill.add_argument("--node", metavar="NAME", help="this node; with --task it must hold that")
     kill.add_argument("--signal", default="SIGKILL", metavar="NAME", help="another one, by name or number (SIGKILL)")
+    kill.add_argument("--force", action="store_true", help="even if it alone has a task's state, and the job fails")
     drain = add("drain", "Ask a node to hand everything over and leave.", job=True)
     drain.add_argument("--node", metavar="NAME", required=True, help="which, as `status` names it")
     drain.add_argument("--force", action="store_true", help="also where no other node is there to take over")

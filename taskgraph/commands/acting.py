@@ -35,12 +35,18 @@ __all__ = [
     "forget",
     "is_here",
     "kill",
+    "kill_risk",
     "shutdown",
     "signal_here",
     "signal_number",
     "signal_process",
     "token",
 ]
+
+
+_DRAINS = (signal.SIGTERM, signal.SIGINT)
+_STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+_HARMLESS = (signal.SIGCONT, signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH)
 
 
 async def _view(reached: Reached) -> JobView:
@@ -67,7 +73,11 @@ def signal_number(text: str) -> signal.Signals:
 
 
 async def kill(options: argparse.Namespace) -> int:
-    """Sends a signal to the process that holds a task's primary, one of its backups, or to a node by name."""
+    """Sends a signal to the process that holds a task's primary, one of its backups, or to a node by name.
+
+    Raises:
+        JobError: that would fail the job, and nobody said that this is meant.
+    """
     number = signal_number(options.signal)
     async with reach(options) as reached:
         reached.spec.check_protocol()
@@ -75,6 +85,11 @@ async def kill(options: argparse.Namespace) -> int:
         _check_running(reached, view)
         node, what = _target(options, view, reached.spec.tasks, reached.spec.backups)
         record = view.nodes[node].record
+        risk, fails = kill_risk(view, reached.spec, node, number)
+        if fails and not options.force:
+            status = f"`taskgraph status {reached.name}`"
+            instead = f"wait until {status} shows one more in sync, or " if reached.spec.backups else ""
+            raise JobError(f"{risk}: {instead}kill it with --force")
         try:
             async with client_of(record, reached.entry.token_bytes, reached.entry.node_access) as client:
                 await client.kill(number)
@@ -82,7 +97,42 @@ async def kill(options: argparse.Namespace) -> int:
             if not signal_here(record, number):
                 raise
         print(f"sent {number.name} to {record.name} (process {record.pid} on {record.host}), {what}")
+        if risk:
+            say(risk)
     return 0
+
+
+def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -> tuple[str, bool]:
+    """What is lost with a node that gets this signal, and what then; "" where others have all of it.
+
+    Also whether the job fails for it, at once.
+    """
+    if number in _HARMLESS:
+        return "", False
+    if number in _DRAINS:
+        return drain_risk(view, spec, node), False
+    alone = [task for task in range(spec.tasks) if view.primaries.get(task) and _has_alone(view, task, node)]
+    at, pointer = view.stamp.epoch if view.stamp is not None else 0, view.checkpoint
+    if not alone or at == 0 or view.covered:
+        return "", False  # boundary 0 is made anew, and that of the checkpoint is in its files
+    has = f"{name_of(node)} alone has the state of task{'s' * (len(alone) > 1)} {ids_text(alone)}"
+    then = (
+        f"the job goes back to its checkpoint of epoch {pointer.record.epoch} (it is at epoch {at})"
+        if pointer is not None
+        else "the job fails"
+    )
+    if number in _STOPS:
+        return (
+            f"{has}: if it stands still for longer than {spec.setting('lost_after_s'):g} s (lost_after_s), {then}",
+            False,
+        )
+    return f"{has}, which is lost with it: {then}", pointer is None
+
+
+def _has_alone(view: JobView, task: int, node: str) -> bool:
+    """Whether no other node that is registered has a task's state, and this one has it."""
+    others = [n for n in view.in_sync(task) if n != node and n in view.nodes and n not in view.gone]
+    return view.primaries[task].record.stateful and node in view.in_sync(task) and not others
 
 
 def is_here(record: NodeRecord) -> bool:

@@ -123,6 +123,17 @@ async def test_a_stopped_node_can_be_killed_though_it_does_not_answer(cli: Cli) 
     assert json.loads(done.out.splitlines()[-1])["values"]["0"] == sums()
 
 
+async def test_the_only_replica_of_a_task_is_not_killed_unless_that_is_meant(cli: Cli) -> None:
+    """The job failed at once, and the command had said nothing of that."""
+    run = await cli.paused("--nodes", "1", "--json")
+    done = await cli("kill", "sums", "--task", "0")
+    assert done.code == 2 and "n1 alone has the state of task" in done.err and "or kill it with --force" in done.err
+    assert [node["pid"] for node in (await status(cli))["nodes"]], "nobody was hit"
+    done = await cli("kill", "sums", "--task", "0", "--force")
+    assert done.code == 0 and "sent SIGKILL to n1" in done.out and "lost with it: the job fails" in done.err
+    assert (await run.done()).code == 1
+
+
 async def test_drain_hands_over_and_leaves(cli: Cli) -> None:
     run = await cli.paused("--nodes", "3", "--json", epoch=3)
     primary = (await status(cli))["tasks"][0]["primary"]

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+from signal import Signals
 
 import pytest
 
 from taskgraph.cli import parser
-from taskgraph.commands.acting import _target, drain_risk
+from taskgraph.commands.acting import _target, drain_risk, kill_risk
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError, TransportError
 from taskgraph.jobs import Job
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
-from taskgraph.protocol.records import MemberRecord, NodeRecord, PrimaryRecord, Record, name_of
+from taskgraph.protocol.records import (
+    CheckpointRecord,
+    EpochRecord,
+    MemberRecord,
+    NodeRecord,
+    PrimaryRecord,
+    Record,
+    name_of,
+)
 from taskgraph.protocol.view import JobView
 from taskgraph.settings import Settings
 from taskgraph.task import Task
 
 
-def view(*tasks: tuple[str, ...], more: tuple[str, ...] = ()) -> JobView:
+def view(*tasks: tuple[str, ...], more: tuple[str, ...] = (), epoch: int = 0, checkpoint: int = 0) -> JobView:
     """Of nodes n1 to n4, in which task i is held by `tasks[i]`, the first as primary; and `more`, by their ids."""
     keys, made = Keys("fit"), JobView("fit")
-    records: list[tuple[str, Record]] = []
+    records: list[tuple[str, Record]] = [(keys.epoch, EpochRecord(epoch=epoch, attempt=1))]
+    if checkpoint:
+        records.append((keys.checkpoint, CheckpointRecord(epoch=checkpoint, attempt=1, name="c")))
     for node in (*[f"{name}-7f" for name in ("n1", "n2", "n3", "n4")], *more):
         record = NodeRecord(
             name=name_of(node), run="r", host="h", pid=1, endpoints=(), control="", fingerprint="", lease=1
@@ -142,3 +153,33 @@ def test_a_node_that_alone_has_a_task_is_drained_where_another_may_take_over() -
 
 def test_of_the_last_node_that_stays_it_is_said_what_is_lost() -> None:
     assert alone("n1", "n2", "n4").startswith("n3 alone has task 1, which is lost when it leaves, after 20 s (drain_s)")
+
+
+def kill_of(node: str, number: int = 9, *, epoch: int = 7, checkpoint: int = 0) -> tuple[str, bool]:
+    """What is lost with a node that gets a signal; n3 holds task 1 alone, and n5, which is no more, held task 2 too."""
+    made = view(("n1", "n2", "n4"), ("n3",), ("n4", "n5"), epoch=epoch, checkpoint=checkpoint)
+    job = Job(tasks=3, builder=lambda task_id: Task(), epochs=9, name="fit")
+    return kill_risk(made, dataclasses.replace(JobSpec.local(job), run="r"), f"{node}-7f", Signals(number))
+
+
+@pytest.mark.parametrize("number", [9, 3, 6, 11])
+def test_of_a_node_that_alone_has_a_task_it_is_said_that_the_job_fails_with_it(number: int) -> None:
+    """It was hit without a word, as soon after another kill, and the job was lost."""
+    assert kill_of("n3", number) == ("n3 alone has the state of task 1, which is lost with it: the job fails", True)
+    assert kill_of("n4", number)[0].startswith("n4 alone has the state of task 2, which is lost")
+
+
+def test_where_there_is_a_checkpoint_it_is_said_how_far_the_job_goes_back() -> None:
+    text = "n3 alone has the state of task 1, which is lost with it: the job goes back to its checkpoint of epoch 4"
+    assert kill_of("n3", checkpoint=4) == (f"{text} (it is at epoch 7)", False)
+
+
+def test_of_one_that_stands_still_it_is_said_for_how_long_it_may() -> None:
+    text, fails = kill_of("n3", 19)
+    assert "if it stands still for longer than 30 s (lost_after_s), the job fails" in text and not fails
+
+
+def test_where_nothing_is_lost_nothing_is_said() -> None:
+    assert kill_of("n1") == kill_of("n2") == ("", False)
+    assert kill_of("n3", epoch=0) == kill_of("n3", checkpoint=7) == ("", False)
+    assert kill_of("n3", 18) == kill_of("n3", 15) == ("", False), "it goes on; it hands over to others"
