@@ -51,6 +51,8 @@ class ViewKeeper:
         self._listings: list[float] = []  # when those that are under way began
         self._later: asyncio.TimerHandle | None = None  # calls `notify`, for changes of the structure
         self._rested_at = 0.0  # when `notify` has rested for as long as it took
+        self._running: asyncio.Task[None] | None = None  # `run`
+        self._broken: Exception | None = None  # what a `notify` that nobody awaits raised meanwhile
 
     def on_change(self, listener: Callable[[], None], *, structure: bool = False) -> Callable[[], None]:
         """Calls `listener()` after every change of the view; returns how to stop that.
@@ -91,7 +93,9 @@ class ViewKeeper:
         return (f"etcd: listing the job takes {for_s:.0f} s so far: it is busy, or the link to it is slow",)
 
     async def run(self) -> None:
-        """Watches for ever. Start it after `load`."""
+        """Watches for ever. Start it after `load`. Raises what somebody who was told of a change raised."""
+        running = self._running = asyncio.current_task()
+        assert running is not None
         try:
             while True:
                 start = self.view.revision + 1
@@ -100,7 +104,12 @@ class ViewKeeper:
                 except WatchCompacted:
                     log.info("the watch from revision %d was compacted away; listing again", start)
                     await self.load_persistently()
+        except asyncio.CancelledError:
+            if self._broken is not None and running.uncancel() == 0:
+                raise self._broken from None
+            raise
         finally:
+            self._running = None
             self._notify_no_more()
 
     async def _watch(self, start: int) -> None:
@@ -128,7 +137,7 @@ class ViewKeeper:
         if wait_s <= 0:
             self.notify()
         elif self._later is None:
-            self._later = asyncio.get_running_loop().call_later(wait_s, self.notify)
+            self._later = asyncio.get_running_loop().call_later(wait_s, self._notify_by_itself)
 
     def _notify_no_more(self) -> None:
         if self._later is not None:
@@ -215,7 +224,21 @@ class ViewKeeper:
 
     def _notify_now(self) -> None:
         self._notifying = False
-        self.notify()
+        self._notify_by_itself()
+
+    def _notify_by_itself(self) -> None:
+        """`notify`, out of nobody's code: what it raises ends `run`, as it does where the watch tells of a change.
+
+        The event loop would only log it, and whoever was not told after that would wait for ever.
+        """
+        try:
+            self.notify()
+        except Exception as error:
+            if self._running is None:
+                raise
+            if self._broken is None:
+                self._broken = error
+                self._running.cancel()
 
     async def load_persistently(self) -> None:
         """`load`, as soon as etcd answers, and lets us in."""

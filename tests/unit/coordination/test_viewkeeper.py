@@ -363,3 +363,52 @@ async def test_events_wake_nobody_who_looks_at_the_structure_nor_hurry_what_is_t
     async with asyncio.timeout(10):
         await job.keeper.wait_until(lambda view: len(view.primaries) == 2, structure=True)
     assert job.structures - structures <= 2
+
+
+@pytest.mark.parametrize("how", ["nudged", "in time", "at once"])
+async def test_what_somebody_raises_who_is_told_of_a_change_ends_the_watch(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Where it was told a moment later, the event loop logged it, and who was to be told after that waited for ever."""
+    keeper = ViewKeeper(node := MemoryCoordinator(MemoryStore()), "fit", refresh_s=1.0)
+    await keeper.load()
+    watching = asyncio.create_task(keeper.run())
+    await asyncio.sleep(0)
+
+    def breaks(view: JobView) -> bool:
+        if view.status is not None or how == "nudged":
+            raise AssertionError("a mistake")
+        return False
+
+    waiting = keeper.when(breaks if how != "nudged" else lambda view: False)
+    if how == "nudged":
+        keeper.on_change(lambda: breaks(keeper.view))
+        keeper.notify_later()
+        keeper.notify_later()
+    else:
+        if how == "in time":
+            monkeypatch.setattr(keeper, "_rested_at", node.now() + 0.01)
+        status = StatusRecord(state=State.RUNNING).to_bytes()
+        await node.txn(Txn(success=(Put(keeper.view.keys.status, status),)))
+    async with asyncio.timeout(10):
+        with pytest.raises(AssertionError, match="a mistake"):
+            await watching
+    waiting.cancel()
+    await node.close()
+
+
+async def test_a_watch_that_is_cancelled_as_somebody_raises_was_cancelled() -> None:
+    keeper = ViewKeeper(node := MemoryCoordinator(MemoryStore()), "fit", refresh_s=1.0)
+    await keeper.load()
+    watching = asyncio.create_task(keeper.run())
+    await asyncio.sleep(0)
+    watching.cancel()
+
+    def breaks() -> None:
+        raise AssertionError("a mistake")
+
+    keeper.on_change(breaks)
+    keeper._notify_by_itself()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+    await node.close()
