@@ -94,6 +94,8 @@ def alignment(tasks: int = 4, epochs: int = 100, length: int = 400) -> tg.Job:
         epochs: how many pairs
         length: letters of a gene
     """
+    if length < 1:
+        raise ValueError("length must be 1 at least: a gene has letters")
     return tg.Job(tasks=tasks, epochs=epochs, builder=lambda task_id: Rows(length), topology=tg.grid(tasks, 1))
 
 

@@ -80,6 +80,8 @@ class Node(tg.Task, state=["values"]):
 
 @tg.job
 def framework_regression_events(tasks: int = 15, epochs: int = 11, length: int = 10, backups: int = 1) -> tg.Job:
+    if length < 1:
+        raise ValueError("length must be 1 at least: the value of an epoch is the vector's first number")
     return tg.Job(
         tasks=tasks,
         epochs=epochs,

@@ -129,6 +129,12 @@ def gpu_kmeans(
     requires_gpu: bool = False,
 ) -> tg.Job:
     """Options: `epochs` at most; it ends before when no centroid moves by more than `tolerance`."""
+    if min(centers, dimensions) < 1:
+        raise ValueError("centers and dimensions must be 1 at least: there would be nothing to find")
+    if points < tasks:
+        raise ValueError(
+            f"{points} points for {tasks} tasks: each task needs a point: take more points, or fewer tasks"
+        )
     shape = points, centers, dimensions
     return tg.Job(
         tasks=tasks,

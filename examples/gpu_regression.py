@@ -130,6 +130,10 @@ def gpu_regression(
     requires_gpu: bool = False,
 ) -> tg.Job:
     """Options: `epochs` at most; it ends before when no partial derivative of the mean loss exceeds `tolerance`."""
+    if not 1 <= columns <= rows:
+        raise ValueError(
+            f"{rows} rows of {columns} columns: take 1 column at least, and as many rows as columns, or more"
+        )
     return tg.Job(
         tasks=tasks,
         epochs=epochs,

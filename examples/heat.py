@@ -96,6 +96,12 @@ def heat(rows: int = 2, cols: int = 2, size: int = 100, tolerance: float = 0.02)
         size: cells along each edge of the plate
         tolerance: degrees; the job ends when no cell changes by more
     """
+    if size < max(rows, cols):
+        raise ValueError(
+            f"{rows} x {cols} blocks of {size} x {size} cells: each block needs a cell: size must be larger"
+        )
+    if tolerance < 0:
+        raise ValueError("tolerance must be 0 at least: else the job never ends")
 
     def block(task_id: int) -> Block:
         row, col = divmod(task_id, cols)  # as tg.grid numbers them

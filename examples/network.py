@@ -167,6 +167,12 @@ def network(tasks: int = 4, epochs: int = 400, hidden: int = 16, points: int = 2
         points: how many, of all tasks
         size: points in a batch, of each task
     """
+    if min(hidden, size) < 1:
+        raise ValueError("hidden and size must be 1 at least: nothing would be learned")
+    if points < tasks:
+        raise ValueError(
+            f"{points} points for {tasks} tasks: each task needs a point: take more points, or fewer tasks"
+        )
     return tg.Job(tasks=tasks, epochs=epochs, builder=lambda task_id: Part(hidden, points, size), topology=tg.full())
 
 

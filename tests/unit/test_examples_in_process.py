@@ -48,6 +48,46 @@ def test_flights_that_cannot_be_read_say_what_to_install(monkeypatch: pytest.Mon
         tg.testing.run(job("linear_regression", tasks=1, epochs=1))
 
 
+@pytest.mark.parametrize(
+    ("example", "options", "says"),
+    [
+        ("network", {"points": 3}, "3 points for 4 tasks: each task needs a point: take more points, or fewer tasks"),
+        ("network", {"hidden": 0}, "hidden and size must be 1 at least"),
+        ("network", {"size": 0}, "hidden and size must be 1 at least"),
+        ("gpu_kmeans", {"points": 6}, "6 points for 7 tasks: each task needs a point"),
+        ("gpu_kmeans", {"centers": 0}, "centers and dimensions must be 1 at least"),
+        ("gpu_regression", {"rows": 3, "columns": 5}, "3 rows of 5 columns: take "),
+        ("gpu_regression", {"columns": 0}, "100000 rows of 0 columns: take 1 column at least"),
+        ("heat", {"rows": 5, "size": 3}, "5 x 2 blocks of 3 x 3 cells: each block needs a cell"),
+        ("heat", {"tolerance": -1.0}, "tolerance must be 0 at least: else the job never ends"),
+        ("alignment", {"length": 0}, "length must be 1 at least"),
+        *((example, {"length": 0}, "length must be 1 at least") for example in BOTH_STYLES),
+    ],
+)
+def test_a_size_that_makes_no_sense_is_named_before_anything_starts(
+    example: str, options: dict[str, Any], says: str
+) -> None:
+    """Some task divided by zero in epoch 0, with a traceback of numpy's."""
+    with pytest.raises(ValueError, match=says):
+        job(example, **options)
+
+
+@pytest.mark.parametrize(
+    ("example", "options"),
+    [
+        ("network", {"tasks": 4, "points": 4, "size": 9, "hidden": 1}),
+        ("gpu_kmeans", {"tasks": 5, "points": 5, "centers": 2}),
+        ("gpu_regression", {"tasks": 9, "rows": 60, "columns": 2}),
+        ("heat", {"rows": 3, "cols": 1, "size": 3}),
+        ("alignment", {"tasks": 9, "length": 4}),
+        ("search", {"trainers": 5, "trials": 2}),
+    ],
+)
+def test_as_many_tasks_as_there_is_work_for_or_more(example: str, options: dict[str, Any]) -> None:
+    more = {} if example in ("heat", "search") else {"epochs": 3}
+    assert tg.testing.run(job(example, **options, **more)).epochs >= 1
+
+
 def values_reported(result: JobResult) -> list[float]:
     return [report.numbers["value"] for report in result.reports]
 
