@@ -522,12 +522,13 @@ class Backups:
             member=node,
             writer=writer,
         )
+        told = self._insync.place(node) is Place.MARKED  # by the primary of the term that marked it
         self._insync.evicting(node)
         revision = await self._node.transact(txn, key=key, writer=writer)
         self._evicted(tender, revision is not None)
         ended = not self._node.keeper.view.running  # and so nodes leave: no news
         what = f"{name_of(node)} is out of its in-sync set"
-        await self._after_write(revision, backoff, "evicted", what, transient=ended)
+        await self._after_write(revision, backoff, "evicted", what, transient=ended or told)
 
     def _evicted(self, tender: Tender, written: bool) -> None:
         """It is known whether the evicting write happened: who is invited again acknowledges everything anew."""

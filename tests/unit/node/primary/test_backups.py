@@ -167,6 +167,33 @@ def test_whom_a_predecessor_evicted_is_admitted_anew(gated: type[Gated]) -> None
     assert play(job(gated, tasks=1, epochs=6, backups=2), scenario, nodes=3).values == {0: 6}
 
 
+def test_that_a_member_is_out_is_told_once_however_many_primaries_there_are_in_the_epoch(gated: type[Gated]) -> None:
+    """It holds the committed boundary, so each of them evicts it anew; and each told that, and so pushed out others."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        nodes = [node.id for node in cluster.nodes]
+        keeper = cluster.nodes[-1].keeper
+        await keeper.wait_until(lambda view: len(view.in_sync(0)) == 4)
+        for count in (1, 2):
+            first = holder(cluster, 0)
+            died = next(n for n in keeper.view.in_sync(0) if n not in (first.id, nodes[-1])) if count == 1 else first.id
+            cluster.crash(died)
+            await keeper.wait_until(lambda view, died=died: view.members_of(0)[died].record.until is not None)
+        cluster.crash(holder(cluster, 0).id)
+        await keeper.wait_until(lambda view: view.term(0) == 3 and len(view.staying(0)) == 1)
+        gated.gate.set()
+        assert (await cluster.result()).values == {0: 3}
+        out = [text.split(" (")[0] for text in told(cluster, "evicted")]
+        kept = [
+            event.text.split(" (")[0] for event in cluster.events if event.kind == "evicted" and not event.transient
+        ]
+        assert len(kept) == len(set(kept)) == 3, kept
+        assert len(out) > 3, "they were evicted anew"
+
+    play(job(gated, tasks=1, backups=3), scenario, nodes=4)
+
+
 def test_a_task_below_min_in_sync_waits_and_says_for_how_many(gated: type[Gated]) -> None:
     gated.gate.set()
     safe = job(gated, tasks=1, backups=2, settings=tg.Settings(min_in_sync=3, admit_wait_s=0.0))
