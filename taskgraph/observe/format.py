@@ -15,7 +15,7 @@ from taskgraph.errors import FingerprintMismatch, TaskGraphError, named
 from taskgraph.observe.screen import cut, one_line, padded, printable, width
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
-from taskgraph.protocol.records import State, StatusRecord, name_of
+from taskgraph.protocol.records import NodeRecord, State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import plain_value
 from taskgraph.settings import Settings
@@ -125,7 +125,7 @@ def _node_table(tasks: int, view: JobView, statuses: Mapping[str, NodeStatus | T
                 str(record.pid),
                 f"{said.usage.memory_bytes >> 20} MiB" if isinstance(said, NodeStatus) else "-",
                 *([" ".join(i[:_ID] for i in record.device_ids) or "-"] if some else []),
-                _node_state(said, record.draining),
+                _node_state(said, record),
                 ids_text(primary),
                 ids_text(backup),
             ]
@@ -255,7 +255,7 @@ def _reason(error: TaskGraphError) -> str:
     return one_line(" ".join(str(error).split()))
 
 
-def _node_state(said: NodeStatus | TaskGraphError | None, draining: bool) -> str:
+def _node_state(said: NodeStatus | TaskGraphError | None, record: NodeRecord) -> str:
     if isinstance(said, FingerprintMismatch):
         return "not asked"
     if isinstance(said, NoAnswer):
@@ -263,7 +263,8 @@ def _node_state(said: NodeStatus | TaskGraphError | None, draining: bool) -> str
     if isinstance(said, TaskGraphError):
         return "does not answer"
     words = [word for word, on in (("leader", said and said.leader), ("paused", said and said.paused)) if on]
-    return ", ".join([*words, *(["draining"] if draining else [])]) or "ok"
+    words += [word for word, on in (("draining", record.draining), ("short of memory", record.left)) if on]
+    return ", ".join(words) or "ok"
 
 
 def _replica(said: NodeStatus | TaskGraphError | None, task: int) -> ReplicaStatus | None:

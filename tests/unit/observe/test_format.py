@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -92,6 +93,15 @@ def test_a_status_says_who_does_what_and_what_is_waited_for(view: JobView) -> No
     assert rows["0"] == ["0", "n1", "1", "2", "n2", "update", "for", "12.3", "s"]
     assert rows["1"] == ["1", "n2", "3", "1", "-", "-"]
     assert lines[-2:] == ["waits:", "  task 1, whose primary does not answer"]
+
+
+def test_of_a_node_that_left_a_task_for_want_of_memory_that_is_said(view: JobView) -> None:
+    """It is given no task any more that another can lead, and nothing said why."""
+    known = view.nodes["n1-aa"]
+    view.nodes["n1-aa"] = dataclasses.replace(known, record=dataclasses.replace(known.record, left=(1,)))
+    lines = status_text("fit", 2, 40, view, {"n1-aa": status(), "n2-bb": status()}).splitlines()
+    rows = {line.split()[0]: line for line in lines if line}
+    assert "  leader, short of memory  " in rows["n1"] and "memory" not in rows["n2"]
 
 
 def test_a_node_that_gives_no_answer_in_time_may_be_busy(view: JobView) -> None:
