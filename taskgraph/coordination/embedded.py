@@ -170,7 +170,8 @@ class EmbeddedEtcd:
         except TimeoutError:
             tell_child(guard, signal.SIGKILL)  # on Linux etcd dies with it
             await guard.communicate()
-        self._remove()
+        finally:  # also where this is cancelled: the guard ends etcd by itself, and we would hold the directory
+            self._remove()
 
     def _remove(self) -> None:
         """Removes what a guard that was killed leaves; others leave nothing."""

@@ -291,6 +291,27 @@ async def test_it_uses_one_processor_unless_told_otherwise(
         assert f"GOMAXPROCS={its}".encode() in environment_of(etcd.pid)
 
 
+def held_below(folder: Path) -> list[str]:
+    """What this process has open there."""
+    links = (Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+    return [where for link in links if link.is_symlink() and (where := str(link.readlink())).startswith(str(folder))]
+
+
+async def test_whoever_stops_it_and_is_cancelled_holds_nothing_of_it(temporary: Path) -> None:
+    """Its directory was held, and one file more open, for as long as the program lived that had run a job."""
+    etcd = EmbeddedEtcd()
+    await etcd.start()
+    assert held_below(temporary)
+    stopping = asyncio.ensure_future(etcd.stop())
+    await asyncio.sleep(0)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert held_below(temporary) == []
+    await becomes(lambda: not running(etcd.pid))
+    await becomes(lambda: private_dirs(temporary) == [])
+
+
 async def test_cancelling_the_start_leaves_nothing(temporary: Path) -> None:
     starting = asyncio.create_task(EmbeddedEtcd().start())
     await becomes(lambda: bool(private_dirs(temporary)))
