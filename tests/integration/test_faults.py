@@ -11,10 +11,11 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from cli_kit import Cli, Command, Done, sums
+from cli_kit import Cli, Command, Done, kill_at_once, sums
 
 import taskgraph as tg
 from taskgraph.loading import load_driver
@@ -44,25 +45,36 @@ def check(done: Done, calm: dict[str, object], *, failovers: int) -> dict[str, o
 
 
 async def started(cli: Cli, *arguments: str) -> Command:
-    command = await cli.start("run", str(DRIVER), "--json", *arguments)
+    """A run that does not end before `cli.open()`."""
+    command = await cli.start("run", str(DRIVER), "--json", "-o", f"gate={cli.gate}", *arguments)
     await command.until("the job began")
     return command
 
 
-async def status(cli: Cli, job: str = "steady") -> dict[str, object]:
+async def status(cli: Cli, job: str = "steady") -> dict[str, Any]:
     return json.loads((await cli("status", job, "--json")).out)
 
 
-async def primary_pid(cli: Cli, task: int) -> int:
-    now = await status(cli)
-    name = now["tasks"][task]["primary"]  # type: ignore[index]
-    return next(node["pid"] for node in now["nodes"] if node["name"] == name)  # type: ignore[index, union-attr]
+async def held(cli: Cli, job: str = "steady", *, backups: int = 1) -> dict[str, Any]:
+    """The status once every task has its backups, which on a busy machine come late."""
+    while True:
+        now = await status(cli, job)
+        living = {node["name"] for node in now["nodes"] if node["answers"]}
+        if all(len(living & set(task["in_sync"])) > backups for task in now["tasks"]):
+            return now
+
+
+def primary_pid(now: dict[str, Any], task: int) -> int:
+    name = now["tasks"][task]["primary"]
+    return next(node["pid"] for node in now["nodes"] if node["name"] == name)
 
 
 async def test_one_after_another_the_root_another_primary_and_a_backup(cli: Cli, calm: dict[str, object]) -> None:
     command = await started(cli, "--nodes", "5")
     for arguments in (["--task", "0"], ["--task", "5"], ["--task", "3", "--backup"]):
+        await held(cli)
         assert "sent SIGKILL" in (await cli("kill", "steady", *arguments)).out
+    cli.open()
     check(await command.done(), calm, failovers=2)
     story = (await cli("events", "steady")).out
     assert "is primary after" in story
@@ -72,23 +84,25 @@ async def test_one_after_another_the_root_another_primary_and_a_backup(cli: Cli,
 
 async def test_two_nodes_at_once_with_two_backups(cli: Cli, calm: dict[str, object]) -> None:
     command = await started(cli, "--nodes", "4", "-o", "backups=2")
-    first, second = await primary_pid(cli, 0), await primary_pid(cli, 6)
+    now = await held(cli, backups=2)
+    first, second = (primary_pid(now, task) for task in (0, 6))
     assert first != second
-    for pid in (first, second):
-        os.kill(pid, signal.SIGKILL)
+    kill_at_once((first, second))
+    cli.open()
     check(await command.done(), calm, failovers=2)
 
 
 async def test_a_frozen_primary_is_replaced_and_steps_down_when_it_wakes(cli: Cli, calm: dict[str, object]) -> None:
     command = await started(cli, "--nodes", "3", "-o", "lease_ttl_s=2")
-    pid = await primary_pid(cli, 0)
+    pid = primary_pid(await held(cli), 0)
     os.kill(pid, signal.SIGSTOP)
     try:
         await command.until("is primary after")  # its successor
     finally:
         os.kill(pid, signal.SIGCONT)
+    cli.open()
     result = check(await command.done(), calm, failovers=1)
-    assert result["epochs"] == 400
+    assert result["epochs"] == 200
 
 
 async def test_the_job_outlasts_a_pause_of_etcd(cli: Cli, calm: dict[str, object]) -> None:
@@ -100,6 +114,7 @@ async def test_the_job_outlasts_a_pause_of_etcd(cli: Cli, calm: dict[str, object
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(etcd, signal.SIGCONT)
+    cli.open()
     check(await command.done(), calm, failovers=0)
 
 
@@ -116,6 +131,13 @@ async def test_without_a_backup_a_lost_state_fails_the_job_and_says_so(cli: Cli)
 FATAL = str(DRIVER.with_name("fatal.py"))
 
 
+def deaths(said: str, place: str) -> int:
+    """Of how many nodes a failed job says that they died there: who takes over may be faster than the word of it."""
+    found = re.search(re.escape(place) + r"([3-9]) nodes died while it ran \(fatal_deaths=3\)", said)
+    assert found, said
+    return int(found[1])
+
+
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -126,13 +148,14 @@ FATAL = str(DRIVER.with_name("fatal.py"))
     ],
 )
 async def test_code_that_ends_its_process_fails_the_job_while_nodes_are_left(cli: Cli, how: str, told: str) -> None:
-    # So long that there is another backup when the next one dies.
-    done = await cli("run", FATAL, "--nodes", "5", "-o", f"how={how}", "-o", "linger_s=0.5")
+    # More backups than nodes may die; and so long that it is known how one died before the next one does.
+    options = ("-o", f"how={how}", "-o", "linger_s=0.5", "-o", "backups=3")
+    done = await cli("run", FATAL, "--nodes", "5", *options)
     assert done.code == 1
     failed = next(line for line in done.err.splitlines() if "job failed: " in line)
-    assert "task 1, epoch 2, 'crash': 3 nodes died while it ran (fatal_deaths=3)" in failed
+    assert (count := deaths(failed, "task 1, epoch 2, 'crash': ")) < 5, "some are left"
     died = re.findall(rf"(n\d) {told} while it ran 'crash' of task 1", failed)
-    assert len(set(died)) == len(died) == 3, "two are left"
+    assert len(set(died)) == len(died) == count
     assert "'crash' of task 1 ran each time: " in failed and "Settings(fatal_deaths=...)" in failed
     assert ("dmesg" in failed) == (how == "killed")
     record = await status(cli, "fatal")
@@ -143,21 +166,23 @@ async def test_code_that_ends_its_process_fails_the_job_while_nodes_are_left(cli
 @pytest.mark.parametrize("how", ["exit", "cancel"])
 async def test_asyncio_code_of_its_own_that_ends_the_process_is_named(cli: Cli, how: str) -> None:
     """`sys.exit` in an asyncio task that user code started; a cancel of all asyncio tasks there are."""
-    done = await cli("run", str(DRIVER.with_name("leaving.py")), "--nodes", "5", "-o", f"how={how}")
+    done = await cli("run", str(DRIVER.with_name("leaving.py")), "--nodes", "5", "-o", f"how={how}", "-o", "backups=3")
     assert done.code == 1
     assert "every node has ended" not in done.err
-    said = "'asyncio tasks of its own': 3 nodes died while it ran (fatal_deaths=3)"
-    assert said in done.err or "code of the job cancelled the asyncio task it runs in" in done.err
+    if "code of the job cancelled the asyncio task it runs in" not in done.err:
+        assert deaths(done.err, "'asyncio tasks of its own': ")
     await cli.nothing_left()
 
 
-@pytest.mark.parametrize(("fatal_at", "where"), [(-1, "setup"), (6, "result")])
-async def test_a_setup_or_a_result_that_ends_its_process_does_so_too(cli: Cli, fatal_at: int, where: str) -> None:
+@pytest.mark.parametrize(("fatal_at", "where", "backups"), [(-1, "setup", 1), (6, "result", 4)])
+async def test_a_setup_or_a_result_that_ends_its_process_does_so_too(
+    cli: Cli, fatal_at: int, where: str, backups: int
+) -> None:
     # A node more: the first `result()` counts as of the last epoch, which is committed.
-    options = ("-o", f"fatal_at={fatal_at}", "-o", "linger_s=0.3")
+    options = ("-o", f"fatal_at={fatal_at}", "-o", "linger_s=0.3", "-o", f"backups={backups}")
     done = await cli("run", FATAL, "--nodes", "6", *options)
     assert done.code == 1
-    assert f"{where!r}: 3 nodes died while it ran (fatal_deaths=3)" in done.err
+    assert deaths(done.err, f"{where!r}: ")
     await cli.nothing_left()
 
 
@@ -221,10 +246,9 @@ async def test_nodes_that_the_kernel_killed_for_their_memory_are_told_so(cli: Cl
 
 
 async def test_a_job_does_not_go_back_to_its_checkpoint_again_and_again_for_such_code(cli: Cli) -> None:
-    options = ("-o", "ahead=0", "-o", "fatal_at=4", "-o", f"checkpoint=file://{cli.root}/kept")
-    done = await cli("run", FATAL, "--nodes", "6", *options)
+    done = await cli("run", FATAL, "--nodes", "6", "-o", "ahead=0", "-o", "fatal_at=4", "-o", f"kept={cli.root}/kept")
     assert done.code == 1
-    assert "task 1, epoch 4, 'crash': 3 nodes died while it ran (fatal_deaths=3)" in done.err
+    assert deaths(done.err, "task 1, epoch 4, 'crash': ")
     await cli.nothing_left()
 
 
@@ -232,7 +256,7 @@ async def test_code_that_ended_its_process_once_is_computed_elsewhere(cli: Cli) 
     done = await cli("run", FATAL, "--nodes", "5", "--json", "-o", "once=true", "-o", f"folder={cli.root}")
     assert done.code == 0, done.err
     result = json.loads(done.out.splitlines()[-1])
-    assert (result["values"]["1"], result["failovers"]) == (6, 1)
+    assert result["values"]["1"] == 6 and result["failovers"] >= 1
     await cli.nothing_left()
 
 
@@ -240,7 +264,7 @@ async def test_kills_on_purpose_are_not_blamed_on_what_ran(cli: Cli) -> None:
     """As many in one epoch, while the same code runs in it, as fail the job where nobody says that they are meant."""
     command = await cli.paused("--nodes", "5", "--json")
     for _ in range(3):
-        while len((await status(cli, "sums"))["tasks"][0]["in_sync"]) < 2:  # type: ignore[index]  # noqa: ASYNC110
+        while len((await status(cli, "sums"))["tasks"][0]["in_sync"]) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         assert "sent SIGKILL" in (await cli("kill", "sums", "--task", "0")).out
         await command.until("task 0: n")  # its successor

@@ -18,14 +18,18 @@ class Fatal(tg.Task, state=["steps"]):
 
     `once`: only where the file of that name is not there yet.
     `alone`: from then on no node becomes its backup.
+    `kept`: not before there is a complete checkpoint below this folder.
     """
 
-    def __init__(self, fatal_at: int, how: str, linger_s: float, once: Path | None, alone: bool) -> None:
+    def __init__(
+        self, fatal_at: int, how: str, linger_s: float, once: Path | None, alone: bool, kept: Path | None
+    ) -> None:
         self.fatal_at = fatal_at
         self.how = how
         self.linger_s = linger_s
         self.once = once
         self.alone = alone
+        self.kept = kept
 
     def setup(self) -> None:
         self.steps = 0
@@ -48,6 +52,8 @@ class Fatal(tg.Task, state=["steps"]):
             self.once.touch()
         if self.alone:
             Path(os.environ["TASKGRAPH_INJECT"], "hold,held,task=1").touch()
+        while self.kept and not any(self.kept.rglob("manifest.json")):
+            time.sleep(0.01)
         time.sleep(self.linger_s)
         if self.how == "segfault":
             ctypes.string_at(0)
@@ -78,7 +84,8 @@ def fatal(
     alone: bool = False,
     folder: str = "",
     ahead: int = tg.Settings().epochs_ahead,
-    checkpoint: str | None = None,
+    backups: int = 1,
+    kept: str = "",
     name: str = "fatal",
 ) -> tg.Job:
     done = Path(folder) / "once" if once else None
@@ -86,8 +93,9 @@ def fatal(
         name=name,
         tasks=tasks,
         epochs=epochs,
-        checkpoint=checkpoint,
+        backups=backups,
+        checkpoint=f"file://{kept}" if kept else None,
         checkpoint_every=1,
-        builder=lambda task_id: Fatal(fatal_at, how, linger_s, done, alone),
+        builder=lambda task_id: Fatal(fatal_at, how, linger_s, done, alone, Path(kept) if kept else None),
         settings=tg.Settings(epochs_ahead=ahead),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -10,6 +11,11 @@ import taskgraph as tg
 
 
 class Steady(tg.Task, state=["theta"]):
+    """In its last epoch it stands still until the file `gate` exists, where that is given."""
+
+    def __init__(self, gate: str) -> None:
+        self.gate = gate
+
     def setup(self) -> None:
         rng = np.random.default_rng(self.task_id)
         self.x = rng.normal(size=(200, 5))
@@ -26,6 +32,8 @@ class Steady(tg.Task, state=["theta"]):
 
     def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         time.sleep(0.02)  # however fast the machine is, there is time for faults
+        while self.gate and epoch.last and not Path(self.gate).exists() and not epoch.cancelled:
+            time.sleep(0.01)
         outs.put("theta", self.theta)
 
     def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
@@ -47,6 +55,12 @@ class Steady(tg.Task, state=["theta"]):
 
 
 @tg.job
-def steady(tasks: int = 7, epochs: int = 400, backups: int = 1, lease_ttl_s: float = 5.0) -> tg.Job:
-    settings = tg.Settings(lease_ttl_s=lease_ttl_s, lease_stall_s=min(2.0, lease_ttl_s / 2))
-    return tg.Job(tasks=tasks, epochs=epochs, backups=backups, builder=Steady, topology=tg.tree(), settings=settings)
+def steady(tasks: int = 7, epochs: int = 200, backups: int = 1, lease_ttl_s: float = 5.0, gate: str = "") -> tg.Job:
+    return tg.Job(
+        tasks=tasks,
+        epochs=epochs,
+        backups=backups,
+        builder=lambda _: Steady(gate),
+        topology=tg.tree(),
+        settings=tg.Settings(lease_ttl_s=lease_ttl_s, lease_stall_s=min(2.0, lease_ttl_s / 2)),
+    )
