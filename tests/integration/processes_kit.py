@@ -16,6 +16,9 @@ _PORTS = range(15000, 32000)
 """Below those that a system gives to connections (32768 and up on Linux): none of them takes one meanwhile."""
 _given: set[int] = set()
 
+LIMIT_S = 30.0
+"""What takes milliseconds may take so long on a busy machine. Who asks how long it takes measures it."""
+
 
 def free_port() -> int:
     """A port that nobody listens on and that was not given before."""
@@ -35,11 +38,11 @@ async def kill(pid: int) -> None:
     await gone(pid)
 
 
-async def gone(pid: int, limit_s: float = 10.0) -> None:
+async def gone(pid: int, limit_s: float = LIMIT_S) -> None:
     await becomes(lambda: not running(pid), limit_s)
 
 
-async def becomes(true: Callable[[], bool], limit_s: float = 5.0) -> None:
+async def becomes(true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
     """Waits for what no event tells of: the state of a process, or of a lease that a thread renews."""
     async with asyncio.timeout(limit_s):
         while not true():  # noqa: ASYNC110
@@ -59,7 +62,7 @@ def stopped(pid: int):
     """The process does not run within this block."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + LIMIT_S
         while not _stands(pid):  # each thread stops on its own: one at work may do a little more
             assert time.monotonic() < deadline, f"process {pid} does not stop"
             time.sleep(0.001)

@@ -26,7 +26,7 @@ async def only_what_was_to_go_on(cli: Cli) -> None:
     """It has a session of its own. Ends it, too."""
     going_on = {int(path.name.rpartition("-")[2]) for path in cli.gate.glob("goes-on-*")}
     with contextlib.suppress(TimeoutError):
-        await becomes(lambda: cli.processes().keys() == going_on, 5.0)
+        await becomes(lambda: cli.processes().keys() == going_on)
     assert cli.processes().keys() == going_on
     for pid in going_on:
         os.kill(pid, signal.SIGKILL)

@@ -39,13 +39,15 @@ from taskgraph.transport import endpoints
 from taskgraph.transport.api import Peer
 from taskgraph.transport.frames import HEAD_BYTES, Head, Kind, pack_frame
 from taskgraph.transport.hello import Dialling
+from taskgraph.transport.refusals import _EVERY_S
 from taskgraph.transport.stream import MAX_STRANGERS, StreamTransport
 
 pytestmark = pytest.mark.slow
 
 CONNECT_S = Settings().connect_s
 """What a stranger has to say who it is, by default."""
-SOON_S = 5.0
+SOON_S = 30.0
+"""What takes a moment may take so long on a busy machine."""
 REFUSED = re.compile(r"refused a connection from .*?: (.*)")
 
 
@@ -63,6 +65,7 @@ class Door:
         self.rig, self.name, self.tls = rig, name, tls
         self.endpoint = ""
         self.control = ""
+        self.since = time.monotonic()
 
     async def find(self, kind: str) -> Door:
         record = await self.rig.record(self.name)
@@ -135,6 +138,10 @@ class Door:
         while not (found := [text for text in self.refusals() if reason in text]) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         return found
+
+    def most(self) -> int:
+        """How often the log may say the same by now: once in a while that began with the first refusal."""
+        return 1 + int((time.monotonic() - self.since) / _EVERY_S)
 
     @property
     def pid(self) -> int:
@@ -250,14 +257,17 @@ async def a_crowd(door: Door) -> str:
     """More than the node has room for: the oldest go, and a friend still comes in."""
     async with contextlib.AsyncExitStack() as stack:
         before = await at_rest(door)
-        readers = []
+        readers, began = [], time.monotonic()
         for _ in range(MAX_STRANGERS + 40):
             reader, _ = await stack.enter_async_context(door.knock())
             readers.append(reader)
         await door.lets_a_friend_in()
+        came_s = time.monotonic() - began
         assert door.descriptors() - before <= MAX_STRANGERS + 2
         for reader in readers[:30]:
             assert await door.says(reader) == b""
+    if came_s > CONNECT_S:  # the machine is so busy that the first of them had said nothing for too long by then
+        return f"no hello within {CONNECT_S:g} s"
     return "too many connections without a hello"
 
 
@@ -312,7 +322,7 @@ async def at_rest(door: Door) -> int:
 
 async def settled(door: Door, before: int) -> None:
     """What strangers cost is given back. A few are the node's own: others dial it when they have to."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         while door.descriptors() > before + 4:  # noqa: ASYNC110 - a process tells nobody when it closes a file
             await asyncio.sleep(0.02)
 
@@ -324,7 +334,7 @@ async def control_refuses(door: Door) -> None:
     async with ControlClient(address, os.urandom(32), door.tls) as stranger:
         for _ in range(5):
             with pytest.raises(TaskGraphError, match="token is missing or wrong"):
-                await stranger.kill(9)
+                await stranger.kill(9, SOON_S)
     host, port = address.rsplit(":", 1)
     for seed in range(5):
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -333,7 +343,7 @@ async def control_refuses(door: Door) -> None:
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-    assert door.refusals().count("a call with a wrong token") == 1
+    assert 1 <= door.refusals().count("a call with a wrong token") <= door.most()
 
 
 def secrets_are_kept(rig: Rig) -> None:
@@ -371,6 +381,7 @@ async def test_strangers_get_nothing_and_cost_nothing(kind: str, embedded_etcd: 
         embedded_etcd,
         3,
         epochs=600,
+        lease_ttl_s=20.0,  # it is no stranger's doing where the machine lets a node stand still for a while
         listening=Listening(host="" if kind == "unix" else "127.0.0.1"),
         node_tls=files,
         launcher=LocalNodes if kind == "unix" else OverTcp,
@@ -385,10 +396,10 @@ async def test_strangers_get_nothing_and_cost_nothing(kind: str, embedded_etcd: 
         for stranger in strangers:
             reason = await stranger(door)
             await settled(door, before)
-            assert len(await door.said(reason)) == 1, f"{stranger.__name__}: {door.refusals()}"
+            assert 1 <= len(await door.said(reason)) <= door.most(), f"{stranger.__name__}: {door.refusals()}"
             await door.lets_a_friend_in()
         await control_refuses(door)
-        assert len(door.refusals()) <= 20
+        assert len(door.refusals()) <= 20 * door.most()
         assert "Traceback" not in door.log()
         secrets_are_kept(rig)
 
@@ -422,13 +433,13 @@ async def test_the_control_service_lets_few_strangers_wait(embedded_etcd: Embedd
                 reader, writer = await asyncio.open_connection(host, int(port))
                 stack.callback(writer.close)
                 readers.append(reader)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(SOON_S):
                 while door.descriptors() < before + 100:  # noqa: ASYNC110 - until it has accepted them
                     await asyncio.sleep(0.02)
             async with await rig.client("n1") as client:  # over the unix socket
-                assert (await client.status()).name == "n1"
+                assert (await client.status(SOON_S)).name == "n1"
             for reader in readers:
-                await door.says(reader, CONNECT_S + 2 * SOON_S)
+                await door.says(reader, CONNECT_S + SOON_S)
         await settled(door, before)
         async with grpc.aio.insecure_channel(address) as channel:
             call = channel.unary_unary("/taskgraph.v1.Control/Status")
@@ -437,7 +448,7 @@ async def test_the_control_service_lets_few_strangers_wait(embedded_etcd: Embedd
                 (bytes(32), grpc.StatusCode.UNAUTHENTICATED),
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as raised:
-                    await call(bytes(1 << 20), timeout=5, metadata=((TOKEN_KEY, credential(token)),))
+                    await call(bytes(1 << 20), timeout=SOON_S, metadata=((TOKEN_KEY, credential(token)),))
                 assert raised.value.code() == refusal
         rig.release(0)
         assert same(await rig.results(), await calm())

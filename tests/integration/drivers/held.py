@@ -47,9 +47,16 @@ class Held(tg.Task, state=["row"]):
 
 
 @tg.job
-def held(name: str = "held", tasks: int = 4, epochs: int = 8, folder: str = "", stuck: str = "") -> tg.Job:
+def held(
+    name: str = "held", tasks: int = 4, epochs: int = 8, folder: str = "", stuck: str = "", lease_ttl_s: float = 5.0
+) -> tg.Job:
     return tg.Job(
-        name=name, tasks=tasks, epochs=epochs, builder=lambda task_id: Held(folder, stuck), topology=tg.ring()
+        name=name,
+        tasks=tasks,
+        epochs=epochs,
+        builder=lambda task_id: Held(folder, stuck),
+        topology=tg.ring(),
+        settings=tg.Settings(lease_ttl_s=lease_ttl_s),
     )
 
 
