@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_kit import DRIVER, Cli, Command, printed, shell, sums
+from cli_kit import DRIVER, LIMIT_S, TIMEOUTS_S, Cli, Command, printed, shell, sums
+from processes_kit import becomes
 
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
@@ -91,13 +92,14 @@ async def test_what_tasks_print_is_shown_with_the_name_of_the_node(cli: Cli) -> 
     done = await cli("run", "talk.py", "--nodes", "2", "--logs")
     assert done.code == 0, done.err
     lines = done.err.splitlines()
-    said = sorted(line for line in lines if " | " in line)
-    assert said == sorted(f"n{t + 1} | task {t} in epoch {e}" for e in range(3) for t in range(2))
+    said = sorted(line.partition(" | ") for line in lines if " | " in line)
+    assert {node for node, _, _ in said} <= {"n1", "n2"}  # one of them may have begun so late that it has no task
+    assert sorted(text for _, _, text in said) == [f"task {t} in epoch {e}" for t in range(2) for e in range(3)]
     assert not any("printed" in line for line in lines)
     done = await cli("run", "talk.py", "--nodes", "2")
     kept = cli.root / "run" / "taskgraph" / "finished" / "talk.logs"
     assert f"what its tasks printed is in {kept}; --logs" in done.err and " | " not in done.err
-    assert "task 0 in epoch 0" in (kept / "n1.log").read_text()
+    assert "task 0 in epoch 0" in "".join(path.read_text() for path in kept.glob("n*.log"))
     quiet = await cli("run", str(DRIVER), "--nodes", "2")
     assert "printed" not in quiet.err, "the framework's own lines are no news"
     await cli.nothing_left()
@@ -279,7 +281,8 @@ async def test_a_launch_beside_a_run_leaves_it_the_results(cli: Cli) -> None:
     await run.until("holds its state now")
     run.process.send_signal(signal.SIGSTOP)
     cli.open()
-    await asyncio.sleep(3)  # the job ends meanwhile
+    await launch.until("the job finished")
+    await asyncio.sleep(1)  # the launch would let its node go
     run.process.send_signal(signal.SIGCONT)
     done = await run.done()
     assert done.code == 0, done.err
@@ -289,15 +292,19 @@ async def test_a_launch_beside_a_run_leaves_it_the_results(cli: Cli) -> None:
 
 
 async def test_a_job_that_does_not_end_in_time(cli: Cli) -> None:
-    done = await cli("run", str(DRIVER), "--nodes", "1", "--timeout", "4", "-o", "pause_at=1", "-o", "gate=/nowhere")
+    for limit_s in TIMEOUTS_S:
+        options = ("--timeout", str(limit_s), "-o", "pause_at=1", "-o", "gate=/nowhere")
+        done = await cli("run", str(DRIVER), "--nodes", "1", *options)
+        if "record" in done.err:
+            break
     assert done.code == 1
-    assert "did not end within 4 s" in done.err and "record" in done.err, "it names what runs"
+    assert f"did not end within {limit_s} s" in done.err and "record" in done.err, "it names what runs"
     await cli.nothing_left()
     kept = json.loads((await cli("status", "sums", "--json")).out)
-    assert (kept["state"], kept["reason"].partition("; ")[0]) == ("failed", "it did not end within 4 s")
+    assert (kept["state"], kept["reason"].partition("; ")[0]) == ("failed", f"it did not end within {limit_s} s")
     assert "record" in kept["reason"]
     done = await cli("result", "sums")
-    assert done.code == 1 and "job failed: it did not end within 4 s" in done.err
+    assert done.code == 1 and f"job failed: it did not end within {limit_s} s" in done.err
 
 
 async def test_nodes_import_what_their_launcher_does_and_not_what_lies_in_the_working_directory(cli: Cli) -> None:
@@ -332,7 +339,7 @@ async def test_ctrl_c_ends_the_job_and_leaves_nothing(embedded_etcd: EmbeddedEtc
     run = await cli.paused("--nodes", "2")
     assert len([c for c in cli.processes().values() if "taskgraph.node.process" in c]) == 2
     run.interrupt()
-    done = await run.done(15.0)
+    done = await run.done()
     assert done.code == 130 and "interrupted" in done.err and "Traceback" not in done.err
     await cli.nothing_left()
     assert (await cli("status", "sums")).out == "job sums: cancelled\n  interrupted\n"
@@ -341,7 +348,7 @@ async def test_ctrl_c_ends_the_job_and_leaves_nothing(embedded_etcd: EmbeddedEtc
     (node,) = (pid for pid, command in cli.processes().items() if "taskgraph.node.process" in command)
     os.kill(node, signal.SIGSTOP)  # it cannot leave by itself
     theirs.interrupt()
-    assert (await theirs.done(15.0)).code == 130
+    assert (await theirs.done()).code == 130
     status = await cli("status", "ctrl-c", "--etcd", embedded_etcd.endpoint)
     assert "job ctrl-c: cancelled" in status.out, "whoever asks etcd reads it, too"
     assert "no nodes are registered" in status.out
@@ -377,7 +384,7 @@ async def test_a_job_that_is_ended_without_its_results_says_so(
     etcd = ("--etcd", embedded_etcd.endpoint) if theirs else ()
     run = await collecting(cli, "--nodes", "2", *etcd)
     run.interrupt()
-    done = await run.done(20.0)
+    done = await run.done()
     assert done.code == 130 and "Traceback" not in done.err
     said = "job 'slow_result' had finished, and its values were not collected; nothing is left behind"
     assert f"taskgraph: interrupted; {said}" in done.err
@@ -391,7 +398,10 @@ async def test_a_job_that_is_ended_without_its_results_says_so(
 
 async def test_where_the_time_ends_before_the_results_are_there_it_is_kept_why(cli: Cli) -> None:
     driver = str(DRIVER.with_name("slow_result.py"))
-    done = await cli("run", driver, "--nodes", "1", "--timeout", "8", "-o", "gate=/nowhere")
+    for limit_s in TIMEOUTS_S:
+        done = await cli("run", driver, "--nodes", "1", "--timeout", str(limit_s), "-o", "gate=/nowhere")
+        if "its epochs were done, and its results not yet here" in done.err:
+            break
     assert done.code == 1 and "its epochs were done, and its results not yet here" in done.err
     kept = await cli("result", "slow_result")
     assert kept.code == 3 and "its values are not kept: the run had no more time to collect them" in kept.err
@@ -421,7 +431,7 @@ async def test_a_terminal_that_is_closed_ends_the_job_in_good_order(cli: Cli) ->
     while b"epoch 1/" not in said:
         said += await asyncio.to_thread(os.read, terminal, 4096)
     os.close(terminal)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(LIMIT_S):
         assert await process.wait() == 130
     await cli.nothing_left()
     assert (await cli("status", "sums")).out == "job sums: cancelled\n  interrupted\n"
@@ -464,9 +474,7 @@ async def test_nothing_outlives_a_launcher_that_is_killed(cli: Cli, number: sign
     run = await cli.paused("--nodes", "2")
     run.process.send_signal(number)
     await run.process.communicate()
-    async with asyncio.timeout(10.0):
-        while cli.processes():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await becomes(lambda: not cli.processes())
     done = await cli("run", str(DRIVER), "--nodes", "1", "-o", "epochs=2")
     assert done.code == 0, "what it left is not in the way: " + done.err
     await cli.nothing_left()
@@ -497,7 +505,7 @@ async def test_when_its_embedded_etcd_is_gone_the_job_fails_at_once_and_says_how
     assert "was killed by SIGKILL" in done.err and "Traceback" not in done.err
     kept = cli.root / "run" / "taskgraph" / "finished" / "sums.logs"
     assert f"are kept in {kept}" in done.err and (kept / "n1.log").exists()
-    assert took < 3.0, f"{took:.1f} s"
+    assert took < 9.0, f"{took:.1f} s: as long as calls of etcd are tried"
     await cli.nothing_left()
     assert "job sums: failed" in (await cli("status", "sums")).out
 
