@@ -115,7 +115,7 @@ async def test_everything_is_killed_and_the_job_is_resumed_on_another_number_of_
     command.process.kill()
     kill_at_once(list(cli.processes()))
     await command.process.communicate()
-    await becomes(lambda: not cli.processes(), 5)
+    await becomes(lambda: not cli.processes())
     arguments = ("run", str(DRIVER), "--json", "-o", f"where=file://{tmp_path}", "--nodes", nodes)
 
     refused = await cli(*arguments)
@@ -127,7 +127,7 @@ async def test_everything_is_killed_and_the_job_is_resumed_on_another_number_of_
     result = check(done)
     assert result["restarts"] == 1
     assert f"the job goes on from the checkpoint of epoch {epoch_of(newest)}" in done.err
-    await becomes(lambda: not cli.processes(), 5)
+    await becomes(lambda: not cli.processes())
 
 
 async def test_other_tools_open_what_a_run_leaves(cli: Cli, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ async def test_what_fresh_was_to_be_rid_of_is_not_resumed(cli: Cli, tmp_path: Pa
     command.process.kill()
     kill_at_once(list(cli.processes()))
     await command.process.communicate()
-    await becomes(lambda: not cli.processes(), 5)
+    await becomes(lambda: not cli.processes())
     arguments = ("run", str(DRIVER), "--json", "-o", f"where=file://{tmp_path}", "--nodes", "2", "-o", "epochs=150")
     done = await cli(*arguments, "--resume")
     assert check(done, epochs=150)["restarts"] == 0

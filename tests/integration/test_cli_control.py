@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cli_kit import DRIVER, Cli, Command, Done, printed, shell, sums
-from processes_kit import running
+from processes_kit import gone
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
@@ -29,7 +29,7 @@ async def interrupted_twice(launch: Command) -> Done:
     launch.process.send_signal(signal.SIGINT)
     await launch.until("once more to end them at once")
     launch.process.send_signal(signal.SIGINT)
-    done = await launch.done(20.0)
+    done = await launch.done()
     assert done.code == 130, done.err
     return done
 
@@ -80,7 +80,7 @@ async def test_kill_of_the_roots_primary_changes_no_number(cli: Cli) -> None:
     assert f"sent SIGKILL to {before['primary']} (process " in done.out and "the primary of task 0" in done.out
     pid = int(done.out.split("(process ")[1].split()[0])
     await run.until("is primary after")
-    assert not running(pid)
+    await gone(pid)
     cli.open()
     done = await run.done()
     assert done.code == 0, done.err
@@ -295,7 +295,7 @@ async def test_a_node_that_waits_for_its_job_ends_upon_sigterm(embedded_etcd: Em
     node = await cli.start("node", "--job", "later", "--etcd", embedded_etcd.endpoint, "--token-file", "t")
     await node.until("waiting for job 'later' to be submitted")
     node.process.terminate()
-    assert (await node.done(10.0)).code == 143
+    assert (await node.done()).code == 143
     await cli.nothing_left()
 
 
@@ -330,7 +330,7 @@ async def test_a_node_with_another_version_of_the_driver_is_refused(embedded_etc
 
 async def test_nodes_with_another_token_are_refused_and_the_job_goes_on(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
     etcd, gate = ("--etcd", embedded_etcd.endpoint), ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
-    submitted = await cli("submit", str(DRIVER), "--name", "sub10", "-o", "lease_ttl_s=1", *gate, *etcd)
+    submitted = await cli("submit", str(DRIVER), "--name", "sub10", *gate, *etcd)
     assert submitted.code == 0 and "--listen HOST" in submitted.out, submitted.err
     launch = await cli.start("launch", "sub10", "--nodes", "1", *etcd, "--token-file", "sub10.token")
     await launch.until("epoch 1/")
