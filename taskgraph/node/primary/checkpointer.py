@@ -54,7 +54,8 @@ class Checkpointer:
         self._seen = primary.took_over_at  # at work when it was looked at the terms last, or before that
         self._terms: dict[int, int] = {}
         self._terms_of = 0  # the revision of `generation` at which these are the terms
-        self._to_sweep = True  # what became nothing, since it looked last
+        self._to_sweep = asyncio.Event()  # something may have become nothing since it looked last
+        self._removing = asyncio.Lock()
         self._collected.began(0, primary.took_over_at)
         self._finished = ""  # the name of the last one that is complete also for those who do not know the pointer
 
@@ -83,10 +84,6 @@ class Checkpointer:
                 if ready is not None and not await self._complete(*ready):
                     await asyncio.sleep(_RETRY_S)
                     continue
-                if ready is None and self._to_sweep:
-                    self._to_sweep = False
-                    await self._sweep()
-                    continue  # it may have taken a while
                 await self._wake.wait()
         finally:
             stop()
@@ -99,10 +96,17 @@ class Checkpointer:
             for task, term in terms.items():
                 if term > self._terms.get(task, term):
                     self._collected.began(task, self._seen)
-                    self._to_sweep = True
             self._terms, self._terms_of = terms, view.generation_revision
+            self._to_sweep.set()
         if view.stamp is not None:
             self._seen = view.stamp
+
+    async def sweep(self) -> None:
+        """Removes what became nothing, until cancelled; beside `run`, which a slow place must not hold up."""
+        while True:
+            await self._to_sweep.wait()
+            self._to_sweep.clear()
+            await self._sweep()
 
     async def _sweep(self) -> None:
         """What became nothing goes, of whomever it is, and whether anybody tells of it or not."""
@@ -120,7 +124,8 @@ class Checkpointer:
                 if task != 0:
                     lacking = stamp, task
                 await node.while_paused()
-                await checkpoints.call(partial(store.remove_unfinished, name, self._may_write, self._leads))
+                async with self._removing:
+                    await checkpoints.call(partial(store.remove_unfinished, name, self._may_write, self._leads))
         except OSError as error:
             node.log.info("what was written of checkpoints that became nothing cannot be removed: %s", error)
         if lacking is not None and lacking[0] > self._last_given_up:
@@ -272,11 +277,12 @@ class Checkpointer:
             return False
         self._finished = record.name
         kept = (record.name, *record.before)
-        cleaned = await self._did(
-            record.epoch,
-            "it is complete, but some before it cannot be removed",
-            lambda: store.keep_only(kept, record.name),
-        )
+        async with self._removing:
+            cleaned = await self._did(
+                record.epoch,
+                "it is complete, but some before it cannot be removed",
+                lambda: store.keep_only(kept, record.name),
+            )
         # What comes after the checkpoint that this run goes on from, which is another's, the dead left behind.
         own = Name.parse(record.name)
         self._cleaned = cleaned and own is not None and own.run == self._node.spec.run[:8]

@@ -191,6 +191,7 @@ class LeaderRole:
             async with asyncio.TaskGroup() as group:
                 if self._node.spec.checkpoint is not None:
                     group.create_task(self.checkpointer.run(), name="checkpoints")
+                    group.create_task(self.checkpointer.sweep(), name="unfinished checkpoints")
                 group.create_task(self._watch_stalls(), name="stalls")
                 group.create_task(self._look_again(), name="looking again")
                 group.create_task(forget_gone(self._node, self._primary), name="forgetting")
