@@ -120,7 +120,7 @@ async def test_the_job_outlasts_a_pause_of_etcd(cli: Cli, calm: dict[str, object
 
 async def test_without_a_backup_a_lost_state_fails_the_job_and_says_so(cli: Cli) -> None:
     command = await started(cli, "--nodes", "3", "-o", "backups=0")
-    await cli("kill", "steady", "--task", "4")
+    assert "the job fails" in (await cli("kill", "steady", "--task", "4", "--force")).err
     done = await command.done()
     assert done.code == 1
     assert "every replica in sync is gone" in done.err
