@@ -97,9 +97,7 @@ def heat(rows: int = 2, cols: int = 2, size: int = 100, tolerance: float = 0.02)
         tolerance: degrees; the job ends when no cell changes by more
     """
     if size < max(rows, cols):
-        raise ValueError(
-            f"{rows} x {cols} blocks of {size} x {size} cells: each block needs a cell: size must be larger"
-        )
+        raise ValueError(f"{rows} x {cols} blocks of {size} x {size} cells: each needs a cell: size must be larger")
     if tolerance < 0:
         raise ValueError("tolerance must be 0 at least: else the job never ends")
 

@@ -58,7 +58,7 @@ def test_flights_that_cannot_be_read_say_what_to_install(monkeypatch: pytest.Mon
         ("gpu_kmeans", {"centers": 0}, "centers and dimensions must be 1 at least"),
         ("gpu_regression", {"rows": 3, "columns": 5}, "3 rows of 5 columns: take "),
         ("gpu_regression", {"columns": 0}, "100000 rows of 0 columns: take 1 column at least"),
-        ("heat", {"rows": 5, "size": 3}, "5 x 2 blocks of 3 x 3 cells: each block needs a cell"),
+        ("heat", {"rows": 5, "size": 3}, "5 x 2 blocks of 3 x 3 cells: each needs a cell"),
         ("heat", {"tolerance": -1.0}, "tolerance must be 0 at least: else the job never ends"),
         ("alignment", {"length": 0}, "length must be 1 at least"),
         *((example, {"length": 0}, "length must be 1 at least") for example in BOTH_STYLES),
