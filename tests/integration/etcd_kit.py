@@ -110,6 +110,8 @@ def etcdctl(etcd: EmbeddedEtcd, *arguments: str) -> None:
 @contextlib.asynccontextmanager
 async def etcd_with_users(prefix: str, *arguments: str) -> AsyncIterator[EmbeddedEtcd]:
     """An etcd with a root (`secret`) and a user `worker` (`word`), who may use what is under `prefix` only."""
+    if "--bcrypt-cost" not in arguments:
+        arguments = ("--bcrypt-cost", "4", *arguments)  # the least: each login costs a hash
     async with KeptEtcd(arguments=arguments) as etcd:
         for line in (
             "user add root:secret",

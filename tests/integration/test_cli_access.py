@@ -49,11 +49,14 @@ async def everything(cli: Cli, name: str, *access: str) -> None:
     assert done.code == 0 and done.out == printed(), done.err
     assert (await by_hand.done()).code == 0
     cli.gate.unlink()
-    done = await cli("result", name, "--json", *access)
-    assert done.code == 0 and json.loads(done.out)["values"]["0"] == sums(), done.err
-    assert "finished" in (await cli("events", name, *access)).out
-    assert "job was ended" not in (await cli("shutdown", name, *access)).out
-    done = await cli("run", str(DRIVER), "--nodes", "1", "--name", f"{name}-run", *access)
+    found, told, ended, done = await asyncio.gather(
+        cli("result", name, "--json", *access),
+        cli("events", name, *access),
+        cli("shutdown", name, *access),
+        cli("run", str(DRIVER), "--nodes", "1", "--name", f"{name}-run", *access),
+    )
+    assert found.code == 0 and json.loads(found.out)["values"]["0"] == sums(), found.err
+    assert "finished" in told.out and "job was ended" not in ended.out
     assert done.code == 0 and done.out == printed(), done.err
     await cli.nothing_left()
 
@@ -65,13 +68,15 @@ async def test_with_client_certificates(cli: Cli, tmp_path: Path) -> None:
     async with etcd_with_tls(tmp_path, certificates) as endpoint:
         files = ("--etcd-ca", "ca.pem", "--etcd-cert", "client.pem", "--etcd-key", "client.key")
         await everything(cli, "tls", "--etcd", f"https://{endpoint}", *files)
-        done = await cli("status", "tls", "--etcd", f"https://{endpoint}", "--etcd-ca", "ca.pem")
-        assert done.code == 3 and "BAD_CERTIFICATE" in done.err and "--etcd-cert" in done.err, done.err
-        done = await cli("status", "tls", "--etcd", endpoint)
-        assert done.code == 3 and "https://" in done.err and "--etcd-ca" in done.err, done.err
-        done = await cli("status", "tls", "--etcd", f"https://{endpoint}")
-        assert done.code == 3 and "give that with --etcd-ca" in done.err, done.err
-        assert done.err.startswith("taskgraph: "), "no line of a library"
+        refused, plain, unknown = await asyncio.gather(  # each tries for seconds
+            cli("status", "tls", "--etcd", f"https://{endpoint}", "--etcd-ca", "ca.pem"),
+            cli("status", "tls", "--etcd", endpoint),
+            cli("status", "tls", "--etcd", f"https://{endpoint}"),
+        )
+        assert refused.code == 3 and "BAD_CERTIFICATE" in refused.err and "--etcd-cert" in refused.err, refused.err
+        assert plain.code == 3 and "https://" in plain.err and "--etcd-ca" in plain.err, plain.err
+        assert unknown.code == 3 and "give that with --etcd-ca" in unknown.err, unknown.err
+        assert unknown.err.startswith("taskgraph: "), "no line of a library"
 
 
 async def test_with_a_user_and_a_password(cli: Cli) -> None:
@@ -82,11 +87,13 @@ async def test_with_a_user_and_a_password(cli: Cli) -> None:
         await everything(cli, "auth", *where, "--etcd-user", "worker", "--etcd-password-file", "word")
         for command in cli.processes().values():
             assert "word" not in command.split()
-        done = await cli("status", "auth", *where)
-        assert done.code == 3 and "--etcd-user" in done.err, done.err
-        done = await cli("status", "auth", *where, "--etcd-user", "worker", "--etcd-password-file", "wrong")
-        assert done.code == 3 and "invalid user ID or password" in done.err, done.err
-        found = await cli("result", "auth", *where, TASKGRAPH_ETCD_USER="worker", TASKGRAPH_ETCD_PASSWORD="word")
+        nobody, wrong, found = await asyncio.gather(
+            cli("status", "auth", *where),
+            cli("status", "auth", *where, "--etcd-user", "worker", "--etcd-password-file", "wrong"),
+            cli("result", "auth", *where, TASKGRAPH_ETCD_USER="worker", TASKGRAPH_ETCD_PASSWORD="word"),
+        )
+        assert nobody.code == 3 and "--etcd-user" in nobody.err, nobody.err
+        assert wrong.code == 3 and "invalid user ID or password" in wrong.err, wrong.err
         assert found.code == 0 and found.out == printed()
     async with etcd_with_users("/other/") as etcd:
         access = ("--etcd", etcd.endpoint, "--etcd-user", "worker", "--etcd-password-file", "word")
@@ -119,11 +126,13 @@ async def test_a_job_outlasts_another_password_and_a_permission_that_is_taken_aw
 
 
 async def test_tls_where_etcd_does_not_speak_it(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
-    done = await cli("status", "none", "--etcd", f"https://{embedded_etcd.endpoint}")
-    assert done.code == 3 and "does not speak TLS: write http://" in done.err, done.err
     access = {"TASKGRAPH_ETCD_USER": "x", "TASKGRAPH_ETCD_PASSWORD": "y"}
-    done = await cli("status", "none", "--etcd", embedded_etcd.endpoint, **access)
-    assert done.code == 3 and "leave --etcd-user out" in done.err, done.err
+    over_tls, as_user = await asyncio.gather(
+        cli("status", "none", "--etcd", f"https://{embedded_etcd.endpoint}"),
+        cli("status", "none", "--etcd", embedded_etcd.endpoint, **access),
+    )
+    assert over_tls.code == 3 and "does not speak TLS: write http://" in over_tls.err, over_tls.err
+    assert as_user.code == 3 and "leave --etcd-user out" in as_user.err, as_user.err
 
 
 @pytest.mark.parametrize(
