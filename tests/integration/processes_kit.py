@@ -57,15 +57,21 @@ def running(pid: int) -> bool:
         return False
 
 
+def stop(*pids: int) -> None:
+    """SIGSTOP, and waits until none of these processes does anything any more."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + LIMIT_S
+    while running := [pid for pid in pids if not _stands(pid)]:  # each thread stops on its own: it may do a little more
+        assert time.monotonic() < deadline, f"processes {running} do not stop"
+        time.sleep(0.001)
+
+
 @contextlib.contextmanager
 def stopped(pid: int):
     """The process does not run within this block."""
-    os.kill(pid, signal.SIGSTOP)
     try:
-        deadline = time.monotonic() + LIMIT_S
-        while not _stands(pid):  # each thread stops on its own: one at work may do a little more
-            assert time.monotonic() < deadline, f"process {pid} does not stop"
-            time.sleep(0.001)
+        stop(pid)
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):  # it may have been killed meanwhile
