@@ -112,7 +112,7 @@ async def test_every_replica_of_a_task_is_killed(cli: Cli, tmp_path: Path, task:
 async def test_everything_is_killed_and_the_job_is_resumed_on_another_number_of_nodes(
     cli: Cli, tmp_path: Path, nodes: str
 ) -> None:
-    command = await started(cli, tmp_path, "--nodes", "3")
+    command = await started(cli, tmp_path, "--nodes", "3", *standing(cli, 50))
     command.process.kill()
     kill_at_once(list(cli.processes()))
     await command.process.communicate()

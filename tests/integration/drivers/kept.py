@@ -55,7 +55,7 @@ class Kept(tg.Task, state=["place", "steps"]):
 @tg.job
 def kept(
     tasks: int = 5,
-    epochs: int = 300,
+    epochs: int = 140,
     backups: int = 1,
     every: int = 20,
     where: str = "",
