@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 
 import pytest
-from chaos_kit import NAME, chaos
+from chaos_kit import LIMIT_S, NAME, chaos
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def all_said(out: str) -> bool:
+    """Whether it told of two faults, of what followed, and that it came to its end of what can be spared."""
+    hit = re.findall(r"SIG(?:KILL|STOP|TERM) to n\d+ \(process \d+\), (?:primary|backup|which)", out)
+    followed = "is primary after" in out and re.search(r"committed [\d.]+ s after the fault", out)
+    return len(hit) >= 2 and bool(followed) and "the last replica in sync" in out
 
 
 async def test_chaos_hits_a_running_job_and_says_what_followed() -> None:
     async with chaos("--nodes", "5") as job:
         await job.began()
-        mischief = await job.cli.start("chaos", NAME, "--mtbf", "0.3", "--seed", "7", "--for-s", "6")
+        mischief = await job.cli.start("chaos", NAME, "--mtbf", "0.3", "--seed", "7", "--for-s", "60")
+        async with asyncio.timeout(LIMIT_S):
+            while not all_said("".join(mischief.out)):
+                await mischief.until("", out=True)
+        mischief.interrupt()
         done = await mischief.done()
         assert done.code == 0, done.err
         assert "a fault every 0.3 s, seed 7" in done.out
-        hit = re.findall(r"SIG(?:KILL|STOP|TERM) to n\d+ \(process \d+\), (?:primary|backup|which)", done.out)
-        assert len(hit) >= 2, done.out
-        assert "is primary after" in done.out and re.search(r"committed [\d.]+ s after the fault", done.out), done.out
-        assert "the last replica in sync" in done.out, "it comes to its end of what can be spared"
         assert f"job {NAME}: running" in done.out
         await job.finishes()
 
