@@ -17,8 +17,10 @@ from taskgraph.coordination.embedded import EmbeddedEtcd
 
 # The same examples every time: what a change did not break must not fail for it. To look for more of them:
 # pytest --hypothesis-profile=explore tests/unit/graph
-hypothesis.settings.register_profile("same", derandomize=True)
-hypothesis.settings.register_profile("explore", derandomize=False, max_examples=20_000)
+# How long an example or the making of it takes says how busy the machine is: the limit of each test is pytest's.
+_ANY_PACE = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("same", _ANY_PACE, derandomize=True)
+hypothesis.settings.register_profile("explore", _ANY_PACE, derandomize=False, max_examples=20_000)
 hypothesis.settings.load_profile("same")
 
 #: Processes that live as long as the session: its etcd's guard.

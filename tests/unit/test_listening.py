@@ -150,7 +150,7 @@ async def test_the_control_service_passes_it_over_too(taken: int, capfd: pytest.
         found = await server.start(tcp_host=HOST, tcp_ports=(taken, taken + 1), advertise="localhost")
         assert found == f"tcp:localhost:{taken + 1}"
         async with grpc.aio.insecure_channel(f"{HOST}:{taken + 1}") as channel:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await channel.channel_ready()
         other = ControlServer(EventLog("n2"), bytes(32))
         with pytest.raises(TransportError, match=f"its ports {taken}-{taken + 1} are all taken"):

@@ -57,7 +57,7 @@ async def launched(monkeypatch: pytest.MonkeyPatch, status: StatusRecord, *puts:
         yield Reached("fit", entry, spec, coordinator)  # type: ignore[arg-type]
 
     monkeypatch.setattr(joining, "reach", reach)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         return await joining._launch(cli.parser().parse_args(["launch", "fit", "--nodes", "1"]))
 
 

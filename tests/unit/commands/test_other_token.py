@@ -72,7 +72,7 @@ async def test_a_node_that_waits_with_an_old_token_waits_for_that_of_the_job(
     (told,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert "job 'fit' was submitted with another token" in told and "--token-file" in told
     await asyncio.to_thread(old.write_text, NEW)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         spec, token = await waiting
     assert token == NEW and spec.name == "fit"
 
@@ -89,7 +89,7 @@ async def test_and_while_its_file_is_replaced(
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await asyncio.to_thread(old.write_text, NEW)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert (await waiting)[1] == NEW
 
 
@@ -98,7 +98,7 @@ async def test_with_the_jobs_token_or_where_nobody_said_which_that_is_it_takes_p
     etcd: MemoryCoordinator, old: Path, token_mark: str
 ) -> None:
     await submitted(etcd, token_mark)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert (await token_of_node(etcd, old))[1] == OLD
 
 
@@ -113,7 +113,7 @@ async def test_what_needs_the_jobs_nodes_says_at_once_that_they_would_refuse(
     words = ["--token-file", str(old)] if given else []
     more = [] if command is _result else ["--nodes", "1"]
     with pytest.raises(JobError, match=r"another token.*--token-file" if given else "token of job 'fit'.*--token-file"):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await command(options("result" if command is _result else "launch", *more, *words))
 
 

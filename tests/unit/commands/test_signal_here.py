@@ -73,7 +73,7 @@ def test_another_process_that_gets_the_number_meanwhile_gets_no_signal(
     def read_and_end(path: Path) -> bytes:
         found = read(path)
         process.kill()
-        process.wait(10)
+        process.wait(30)
         monkeypatch.setattr(os, "kill", lambda *call: by_number.append(call))
         return found
 

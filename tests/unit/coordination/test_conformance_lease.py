@@ -144,7 +144,7 @@ async def test_a_tick_after_a_stall_resumes_the_renewal(cluster, node: Coordinat
     await asyncio.sleep(1.0)
     stalled_until = lease.valid_until()
     assert stalled_until - node.now() < 1.7
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while lease.valid_until() <= stalled_until:
             lease.tick()
             await asyncio.sleep(0.05)
@@ -160,7 +160,7 @@ async def test_anybody_is_told_what_a_lease_has_left_in_whole_seconds_and_that_i
     await cluster.put(node, "a", b"", lease.id)
     await lease.close(revoke=False)
     told: list[int | None] = []
-    async with asyncio.timeout(8.0):
+    async with asyncio.timeout(30):
         while not told or told[-1] is not None:
             sent_at = observer.now()
             told.append(await observer.lease_left(lease.id))

@@ -14,7 +14,7 @@ from taskgraph.protocol.kv import Delete, KeyEvent, KeyValue, Put, Txn
 
 
 async def collect(
-    node: Coordinator, prefix: str, start: int, enough: Callable[[list[WatchBatch]], bool], limit_s: float = 10.0
+    node: Coordinator, prefix: str, start: int, enough: Callable[[list[WatchBatch]], bool], limit_s: float = 60.0
 ) -> list[WatchBatch]:
     """The batches a watch tells until `enough` says so; progress notices are left out."""
     batches: list[WatchBatch] = []
@@ -130,7 +130,7 @@ async def test_a_watch_of_compacted_history_says_so(cluster, node: Coordinator) 
 async def test_a_watch_that_is_up_to_date_does_not_mind_compaction(cluster, node: Coordinator) -> None:
     other = await cluster.node()
     start = (await cluster.put(node, "a")).revision
-    async with asyncio.timeout(10), aclosing(node.watch(cluster.prefix, start)) as watch:
+    async with asyncio.timeout(30), aclosing(node.watch(cluster.prefix, start)) as watch:
         assert [event.kv.mod_revision for event in (await anext(watch)).events] == [start]
         waiting = asyncio.ensure_future(anext(watch))
         # Revisions that this watch is not told about, then compaction beyond the last one it was told.
@@ -167,7 +167,7 @@ async def test_closing_the_handle_ends_its_watches_with_a_reason(cluster, node: 
                 told.set()
 
     following = asyncio.create_task(follow())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await told.wait()
         await node.close()
         with pytest.raises(Unavailable):
@@ -176,7 +176,7 @@ async def test_closing_the_handle_ends_its_watches_with_a_reason(cluster, node: 
 
 async def test_a_slow_reader_gets_everything(cluster, node: Coordinator) -> None:
     start = (await node.list(cluster.prefix)).revision + 1
-    async with asyncio.timeout(20), aclosing(node.watch(cluster.prefix, start)) as watch:
+    async with asyncio.timeout(60), aclosing(node.watch(cluster.prefix, start)) as watch:
         await cluster.put(node, "a")
         first = await anext(watch)
         last = 0

@@ -67,7 +67,7 @@ async def test_a_watch_that_is_opened_again_tells_nothing_of_another_cluster(cap
         served(ours) as here,
         served(other) as there,
         await EtcdCoordinator.connect([here, there]) as node,
-        asyncio.timeout(10),
+        asyncio.timeout(30),
         aclosing(cast(Any, node.watch("/", 5))) as watch,
     ):
         assert (await anext(watch)).revision == 5

@@ -51,7 +51,7 @@ def test_what_raises_is_told_and_the_rest_is_done(caplog: pytest.LogCaptureFixtu
     done = threading.Event()
     afterwards.soon(lambda: 1 / 0)
     afterwards.soon(done.set)
-    assert done.wait(10)
+    assert done.wait(30)
     assert "could not be let go of" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
@@ -61,15 +61,15 @@ def test_an_idle_thread_ends_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         done = threading.Event()
         afterwards.soon(done.set)
-        assert done.wait(10)
+        assert done.wait(30)
         until(lambda: not afterwards._calling._busy.locked())
 
 
 def test_who_is_in_a_hurry_does_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(afterwards, "_calling", afterwards.Worker(afterwards._call))
     begun, go_on, here = threading.Event(), threading.Event(), []
-    afterwards.soon(lambda: begun.set() or go_on.wait(10))
-    assert begun.wait(10)
+    afterwards.soon(lambda: begun.set() or go_on.wait(30))
+    assert begun.wait(30)
     for _ in range(3):
         afterwards.soon(lambda: here.append(threading.get_ident()))
     assert afterwards.do_now() and not afterwards.do_now()
@@ -85,7 +85,7 @@ def test_what_cannot_be_done_yet_is_done_in_a_moment() -> None:
         afterwards.later(again) if len(tries) < 3 else done.set()
 
     afterwards.later(again)
-    assert done.wait(10) and tries == [0, 1, 2]
+    assert done.wait(30) and tries == [0, 1, 2]
 
 
 def test_events_are_looked_at_in_no_thread_that_captures_a_graph() -> None:
@@ -93,7 +93,7 @@ def test_events_are_looked_at_in_no_thread_that_captures_a_graph() -> None:
     event = soft.record(soft.stream())
     with soft.captures():
         afterwards.call(soft, [event], done.set)
-        assert done.wait(10)
+        assert done.wait(30)
     assert not soft.misuses
 
 
@@ -113,7 +113,7 @@ class Holds(SoftDevice):
 
     def wait(self, event: Any) -> None:
         if event.stream in self.past:
-            assert self.past[event.stream].wait(10)
+            assert self.past[event.stream].wait(30)
         super().wait(event)
 
 
@@ -151,7 +151,7 @@ def test_of_a_lost_device_what_was_held_stays(
     monkeypatch.setattr(soft, "wait", lambda event: 1 / 0)
     afterwards.call(soft, [event], lambda: pytest.fail("nobody knows whether it is read"))
     afterwards.call(other, [other.record(other.stream())], done.set)
-    assert done.wait(10)
+    assert done.wait(30)
     until(lambda: len(left) == 1)
     assert "is not used again, or given back to who lent it: division by zero" in caplog.text
 

@@ -176,7 +176,7 @@ def settle_calls() -> None:
     """What was left to a thread is done, as far as it can be."""
     done = threading.Event()
     soon(done.set)
-    assert done.wait(10)
+    assert done.wait(30)
 
 
 def settle(memory: object = None) -> None:

@@ -266,7 +266,7 @@ def test_finalizers_withdraw_whatever_is_locked() -> None:
 
     del owner
     threading.Thread(target=collect, daemon=True).start()
-    assert done.wait(5)
+    assert done.wait(30)
     with pytest.raises(OSError, match="withdrawn"):
         fetch(handle)
 
@@ -517,7 +517,7 @@ def test_a_forked_child_has_a_server_of_its_own() -> None:
             assert os.pread(fd, 100, 0) == content
             os.close(fd)
         say(other)
-        assert other.wait(5) == 0
+        assert other.wait(30) == 0
 
 
 def test_a_parent_is_told_to_have_ended_though_its_child_lives() -> None:

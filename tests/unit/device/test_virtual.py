@@ -186,7 +186,7 @@ async def test_what_goes_on_an_event_loop_is_unmapped_in_a_thread(driver: Any, m
     run = virtual.allocate(0, 2 * MIB)
     monkeypatch.setattr(virtual, "_call", noted)
     del run
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while driver.live():  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(0.001)
     assert [name for name, _ in called] == ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]

@@ -232,7 +232,7 @@ async def test_what_was_told_until_the_end_is_followed_once_however_fast_the_job
         holder.events.emit("began", "the job began")
         holder.events.emit("commit", "epoch 0", epoch=0, transient=True)
         holder.events.emit("admitted", "of no interest", transient=True)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while len(told) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert told == ["the job began", "epoch 0"], "from the leader, in its order"
@@ -373,7 +373,7 @@ async def test_the_loop_goes_on_while_a_copy_is_made(tmp_path: Path, monkeypatch
     ticked = threading.Event()
 
     def json_pieces(result: tg.JobResult) -> Iterator[str]:
-        assert ticked.wait(5), "the loop stands still"
+        assert ticked.wait(30), "the loop stands still"
         yield "{}"
 
     monkeypatch.setattr(collect, "json_pieces", json_pieces)

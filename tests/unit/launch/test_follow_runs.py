@@ -321,10 +321,10 @@ async def test_who_collects_tells_nodes_that_are_gone_from_somebody_else_who_was
     coordinator, run = MemoryCoordinator(MemoryStore()), spec()
     await submit(coordinator, run)
     await coordinator.txn(Txn(success=(FINISHED,)))
-    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+    async with asyncio.timeout(30), followed(coordinator, run) as follower:
         assert await follower.collect() is None
         assert follower.not_kept == "nobody had collected them when its last node was gone"
-    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+    async with asyncio.timeout(30), followed(coordinator, run) as follower:
         here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         collecting = asyncio.ensure_future(follower.collect(here))
         await asyncio.sleep(0.01)
@@ -337,7 +337,7 @@ async def test_who_collects_stops_where_the_job_runs_again() -> None:
     coordinator, run = MemoryCoordinator(MemoryStore()), spec()
     await submit(coordinator, run)
     await coordinator.txn(Txn(success=(FINISHED,)))
-    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+    async with asyncio.timeout(30), followed(coordinator, run) as follower:
         collecting = asyncio.ensure_future(follower.collect(asyncio.get_running_loop().create_future()))
         await asyncio.sleep(0.01)
         await coordinator.txn(Txn(success=(Put(KEYS.status, StatusRecord(state=State.RUNNING).to_bytes()),)))
@@ -357,7 +357,7 @@ async def test_who_read_nothing_of_its_runs_end_does_not_follow_the_next_one() -
         await end(coordinator)
         await submit(coordinator, spec())
         await follower.keeper.load()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             status = await ended
         assert status.state == State.CANCELLED and "another one was submitted under its name" in status.reason
 
@@ -372,7 +372,7 @@ async def test_a_result_that_is_here_does_not_get_lost_with_etcd(
     await submit(coordinator, run)
     async with followed(coordinator, run) as follower:
         coordinator.error = error
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await follower.let_go([], RESULT)
         assert follower.kept_json is not None
     (record,) = caplog.records
@@ -400,7 +400,7 @@ async def test_an_etcd_that_is_away_while_a_run_starts_is_waited_for(caplog: pyt
     coordinator, run = Away(MemoryStore()), spec()
     await submit(coordinator, run)
     coordinator.times = 3
-    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+    async with asyncio.timeout(30), followed(coordinator, run) as follower:
         assert follower.view.running
         coordinator.times = 3
         assert await LocalNodes(ENTRY, coordinator, Runtime())._take_numbers(2) == 1
@@ -486,7 +486,7 @@ async def test_how_long_a_job_lasted_is_told_by_its_nodes_whatever_the_time_is_h
     """The time here was compared with that of who submitted it: it had lasted minus an hour, or a day."""
     coordinator, run = await finished_on_a_node()
     monkeypatch.setattr(time, "time", lambda: 86_400.0)
-    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+    async with asyncio.timeout(30), followed(coordinator, run) as follower:
         collected = await follower.collect()
     assert collected is not None and collected.wall_s == 12.5
     assert follower.kept_json is not None and json.loads(follower.kept_json)["wall_s"] == 12.5
@@ -502,7 +502,7 @@ async def test_what_etcd_cannot_keep_is_kept_on_the_host_of_whoever_collects_it(
 ) -> None:
     """It was shown in short, and gone: nobody could ask for it again."""
     coordinator, run = await finished_on_a_node()
-    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+    async with asyncio.timeout(30), followed(coordinator, run) as follower:
         assert await follower.collect() is not None and follower.only_there == ""
     for _ in range(2):
         assert await shown(coordinator, monkeypatch, "--json") == 0
@@ -530,7 +530,7 @@ async def test_what_is_kept_nowhere_is_let_go_only_once_all_of_it_was_written(
         with pytest.raises(BrokenPipeError):
             await shown(coordinator, full, "--json")
     assert await coordinator.get(KEYS.collected) is None
-    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+    async with asyncio.timeout(30), followed(coordinator, run) as follower:
         assert await follower.collect() is not None
         waiting = asyncio.ensure_future(follower.taken(asyncio.get_running_loop().create_future()))
         assert await shown(coordinator, monkeypatch, "--json") == 0
@@ -572,7 +572,7 @@ async def test_a_host_that_has_no_room_lets_no_node_go(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Runtime, "keep_finished", full)
     coordinator, run = await finished_on_a_node()
-    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+    async with asyncio.timeout(30), followed(coordinator, run) as follower:
         assert await follower.collect() is not None
         assert "No space left on device" in follower.only_there
     assert await coordinator.get(KEYS.collected) is None

@@ -74,7 +74,7 @@ async def test_a_launcher_that_is_told_to_end_while_it_starts_nodes_starts_no_mo
             stopped.set()
 
     nodes: Any = SimpleNamespace(start=start)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await _start_unless(leave, nodes, 2)
     assert stopped.is_set()
 

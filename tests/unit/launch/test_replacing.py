@@ -76,7 +76,7 @@ async def launched(
 
 
 async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not true():  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.005)
 
@@ -131,7 +131,7 @@ async def test_nodes_that_die_again_and_again_are_given_up_and_it_is_said(
     tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with launched(tmp_path, 1, *["exit 9"] * 99) as nodes:
-        await asyncio.wait_for(nodes.wait(None), 10)
+        await asyncio.wait_for(nodes.wait(None), 30)
         assert list(nodes.codes()) == [f"n{number}" for number in range(1, 7)], "the first, and five in its place"
     assert "another node is started in place of n2 in 0.01 s: 2 died early" in caplog.text
     assert "no other node is started in place of n6: 6 of them, one after the other, " in caplog.text
@@ -163,7 +163,7 @@ async def test_one_that_never_was_in_the_job_died_early_however_long_it_took_to_
     monkeypatch.setattr(local, "_LIVED_S", 0.01)
     monkeypatch.setattr(Scripted, "joins", False)
     async with launched(tmp_path, 1, *["sleep 0.05; exit 4"] * 99) as nodes:
-        await asyncio.wait_for(nodes.wait(None), 10)
+        await asyncio.wait_for(nodes.wait(None), 30)
         assert list(nodes.codes()) == [f"n{number}" for number in range(1, 7)]
 
 
@@ -208,7 +208,7 @@ async def test_no_node_is_started_any_more_once_all_are_to_end(tmp_path: Path, m
         await until(lambda: bool(nodes._replacing))
         waiting = asyncio.ensure_future(nodes.wait(None))
         await nodes.leave(10.0)
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 30)
         assert nodes.codes() == {"n1": 9, "n2": 9} and len(nodes.configs) == 2
 
 
@@ -224,7 +224,7 @@ async def test_whoever_ends_nodes_and_is_cancelled_again_and_again_leaves_no_soc
             await ending
         assert nodes._sockets is None and not path.exists()
         died = nodes._processes["n1"]
-        died.code = await asyncio.wait_for(died.process.wait(), 10)  # nobody watches it any more
+        died.code = await asyncio.wait_for(died.process.wait(), 30)  # nobody watches it any more
         assert died.code == -signal.SIGKILL and not nodes._telling
 
 
@@ -253,5 +253,5 @@ async def test_no_node_is_started_for_a_job_that_is_over_by_then(tmp_path: Path,
         return asked[-1]
 
     async with launched(tmp_path, 1, "exit 9", replace=wanted) as nodes:
-        await asyncio.wait_for(nodes.wait(None), 10)
+        await asyncio.wait_for(nodes.wait(None), 30)
         assert asked == [True, False] and len(nodes.configs) == 1

@@ -226,7 +226,7 @@ def test_a_launcher_that_takes_for_ever_to_join_a_job_is_named(
         act(runtime, launcher())
     assert not Path("/proc/self/cmdline").exists() or sys.executable in str(caught.value)
     holder.kill()
-    holder.wait(10)
+    holder.wait(30)
     act(runtime, launcher())
     assert not (runtime.root / "joining.lock").exists()
 

@@ -156,7 +156,7 @@ class Launched:
 
     async def ended(self) -> tuple[StatusRecord | None, dict[str, int]]:
         """What became of the job, None where the launcher was cancelled, and how the node ended."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             (found,) = await asyncio.gather(self.work, return_exceptions=True)
         assert self.nodes is not None
         return None if isinstance(found, asyncio.CancelledError) else found[0], self.nodes.codes()
@@ -297,7 +297,7 @@ async def test_where_another_one_collected_first_a_run_says_so_and_where_the_val
     try:
         job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
         with pytest.raises(JobFailed) as failed:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await job._result()
         job._uncollected = "the run ended before they were collected"
         await job._finish(0.0, 0.0)
@@ -386,7 +386,7 @@ async def test_an_etcd_of_its_own_is_there_until_nodes_of_other_launchers_have_l
     leaving = asyncio.ensure_future(leaves() if waited_for else _never())
     try:
         job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks(), etcd_ended=etcd_ended)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await job._finish(0.0, within_s)
         assert (await etcd.get(keys.node("n3-1")) is None) == waited_for
     finally:
@@ -409,7 +409,7 @@ async def test_a_run_whose_nodes_have_ended_reads_what_its_watch_does_not_tell(m
         etcd.store = MemoryStore()
         etcd.store.revision = 500
         with pytest.raises(JobCancelled, match=r"deleted from etcd, or etcd was started without .*--resume"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await job._result()
     finally:
         await follower.stop()
@@ -427,7 +427,7 @@ class OneByOne(Scripted):
     """Each node is started once the one before has ended, but for the last, which goes on."""
 
     async def _spawn(self, server: Any, config: NodeConfig, log_path: Path) -> NodeProcess:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while self.alive:  # noqa: ASYNC110 (another process)
                 await asyncio.sleep(0.005)
         self.script = """touch "$0"; exit 3""" if config.name == "n1" else _NEVER_LEAVES
@@ -488,7 +488,7 @@ async def test_a_node_of_another_launcher_whose_key_is_gone_may_come_back(
             return
         silent = " or was not heard of for 0.3 s" if becomes == "nothing" else ""
         with pytest.raises(JobFailed, match=f"every node has ended{silent}, nobody is left to go on"):
-            await asyncio.wait_for(ends, 5)
+            await asyncio.wait_for(ends, 30)
     finally:
         ends.cancel()
         await follower.stop()
@@ -541,7 +541,7 @@ async def test_a_job_that_ended_well_waits_for_the_last_code_of_its_tasks_and_sa
     nodes = Scripted(ENTRY, MemoryCoordinator(MemoryStore()), Runtime(tmp_path))
     await nodes.start(1)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await nodes.wait_to_end(0.05, code_s)
     finally:
         await nodes.stop(0.0, tell=False)

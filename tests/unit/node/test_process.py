@@ -136,4 +136,4 @@ async def test_a_job_that_has_finished_takes_nodes_until_its_results_were_collec
     await asyncio.sleep(0.01)
     assert not waiting.done()
     await submit(coordinator, again)
-    assert (await asyncio.wait_for(waiting, 5))[0] == again
+    assert (await asyncio.wait_for(waiting, 30))[0] == again

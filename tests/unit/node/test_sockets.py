@@ -61,7 +61,7 @@ class Listening:
         self.heard.set()
 
     async def next(self) -> str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await self.heard.wait()
         self.heard.clear()
         return self.told[-1]

@@ -45,7 +45,7 @@ def serves(node: Node, value: m.Encoded) -> None:
 
 
 async def pulled(consumer: Node, producer: Node) -> m.Encoded:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         reply = await consumer.transport.call(producer.peer, pull("x"), timeout_s=None)
     assert isinstance(reply, m.Item)
     return reply.value
@@ -149,7 +149,7 @@ def test_a_finalizer_that_is_short_of_memory_waits_for_no_lock_of_its_thread(
     monkeypatch.setattr(memory, "_collect", collects)
     thread = threading.Thread(target=memory.take, args=(2 * MIB,), daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(30)
     assert not thread.is_alive() and asked
 
 
@@ -162,8 +162,8 @@ def test_memory_that_goes_back_in_a_thread_is_there_for_who_is_short_of_it(
     async def drop() -> None:
         nonlocal value
         busy = threading.Event()
-        afterwards.soon(lambda: busy.set() or gone.wait(10))  # a driver that holds the thread up
-        await asyncio.to_thread(busy.wait, 10)
+        afterwards.soon(lambda: busy.set() or gone.wait(30))  # a driver that holds the thread up
+        await asyncio.to_thread(busy.wait, 30)
         value = None  # type: ignore[assignment]
         gc.collect()
 

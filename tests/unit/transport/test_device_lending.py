@@ -203,7 +203,7 @@ class Gate:
 
         def held(*args: Any) -> Any:
             self.reached.set()
-            assert self.open.wait(10)
+            assert self.open.wait(60)
             return real(*args)
 
         monkeypatch.setattr(soft, "open", held)
@@ -232,7 +232,7 @@ async def test_the_lender_keeps_it_until_nobody_reads_it(
         read = decode(got, device=soft)["x"] + 1.0  # it is queued: the device has not come there yet
 
     def waits(event: Any) -> None:
-        assert event.stream is not reader or past.wait(10)
+        assert event.stream is not reader or past.wait(60)
         wait(event)
 
     monkeypatch.setattr(soft, "wait", waits)
@@ -243,7 +243,7 @@ async def test_the_lender_keeps_it_until_nobody_reads_it(
     past.set()
     await turns_until(lambda: not any(map(len, lendings(producer))))
     gc.collect()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not await is_given_to_others():  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(0.001)
     with soft.on(reader):
@@ -297,7 +297,7 @@ async def test_who_cancels_while_it_is_opened_gives_it_back_afterwards(
     gate = Gate(monkeypatch, soft)
     serves(producer, await on_device(soft))
     call = asyncio.ensure_future(pulled(consumer, producer))
-    assert await asyncio.to_thread(gate.reached.wait, 10)
+    assert await asyncio.to_thread(gate.reached.wait, 30)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     await asyncio.sleep(0.02)
@@ -318,12 +318,12 @@ async def test_a_call_that_was_cancelled_is_not_made_again_by_the_host(
 
     def opens_nothing(*_: Any) -> None:
         reached.set()
-        assert go_on.wait(10)
+        assert go_on.wait(30)
         raise OSError
 
     monkeypatch.setattr(soft, "open", opens_nothing)
     call = asyncio.ensure_future(pulled(consumer, producer))
-    assert await asyncio.to_thread(reached.wait, 10)
+    assert await asyncio.to_thread(reached.wait, 30)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     go_on.set()

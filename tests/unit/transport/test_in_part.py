@@ -81,7 +81,7 @@ class Pieces:
             thread = threading.current_thread().name
             if thread.startswith("taskgraph-stage"):
                 with self._changed:
-                    assert self._changed.wait_for(lambda: self._come[thread] < self._allowed, 20)
+                    assert self._changed.wait_for(lambda: self._come[thread] < self._allowed, 60)
                     self._come[thread] += 1
                 if self.error is not None:
                     raise self.error
@@ -125,7 +125,7 @@ def received(node: Node, producer: Node) -> int:
 
 
 async def until_received(node: Node, producer: Node, nbytes: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             with contextlib.suppress(ValueError, KeyError):  # nothing came yet
                 if received(node, producer) >= nbytes:
@@ -288,7 +288,7 @@ async def test_a_transport_that_closes_half_way_waits_for_no_device(
     call = asyncio.ensure_future(consumer.call(producer, pull("x")))
     pieces.come(1)
     await until_received(consumer, producer, PIECE_BYTES)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await producer.transport.close()
     with pytest.raises(PeerLost):
         await call

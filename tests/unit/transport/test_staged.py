@@ -105,7 +105,7 @@ class Gate:
 
         def held(buffer: DeviceBuffer, *args: Any) -> memoryview:
             self.reached.set()
-            assert self.open.wait(10)
+            assert self.open.wait(60)
             return copy(buffer, *args)
 
         monkeypatch.setattr(DeviceBuffer, "host", held)
@@ -117,7 +117,7 @@ async def test_nothing_else_waits_for_it(nodes: list[Node], soft: SoftDevice, mo
     producer.at_once = lambda caller, call: item(small if call.tag == "small" else value, call)  # type: ignore[union-attr]
     gate = Gate(monkeypatch)
     large = asyncio.ensure_future(consumer.call(producer, pull("large")))
-    assert await asyncio.to_thread(gate.reached.wait, 10)
+    assert await asyncio.to_thread(gate.reached.wait, 30)
     reply = await consumer.call(producer, pull("small"))
     assert isinstance(reply, m.Item) and decode(reply.value) == "small"
     assert not large.done()
@@ -137,12 +137,12 @@ async def test_who_cancels_meanwhile_gets_nothing(
     answers(producer, value)
     gate = Gate(monkeypatch)
     call = asyncio.ensure_future(consumer.call(producer, pull()))
-    assert await asyncio.to_thread(gate.reached.wait, 10)
+    assert await asyncio.to_thread(gate.reached.wait, 30)
     (session,) = producer.transport._connections  # type: ignore[attr-defined]
     assert len(session._calls) == 1
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while session._calls:  # noqa: ASYNC110 - a session tells nobody
             await asyncio.sleep(0.001)
     gate.open.set()

@@ -262,7 +262,7 @@ def pack_whole(kind: Kind, call: int, header: bytes, meta: bytes = b"") -> bytes
 async def turns_until(condition: Callable[[], object], what: str = "it") -> None:
     """Turns of the event loop until something holds that nobody announces."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0)
     except TimeoutError:

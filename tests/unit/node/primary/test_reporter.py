@@ -106,7 +106,7 @@ def _committed(node: _Node, reporter: Reporter, epoch: int) -> float:
 
 async def _until_sent(node: _Node, count: int = 1) -> float:
     """Returns when so many messages were sent, and when that was."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while len(node.begun) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     return asyncio.get_running_loop().time()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import errno
-import gc
 import os
 import signal
 import subprocess
@@ -43,18 +41,18 @@ async def test_an_idle_thread_is_used_again() -> None:
     used = set()
     for _ in range(20):
         used.add(await threads.run(threading.current_thread))
-        await asyncio.sleep(0.001)  # until it is idle
+        _until(lambda: len(threads._idle) == 1)
     assert len(used) == 1
     assert all(thread.daemon for thread in used)
     threads.close()
     for thread in used:
-        thread.join(5)
+        thread.join(30)
         assert not thread.is_alive()
 
 
 async def test_threads_that_wait_for_others_do_not_keep_them_from_a_thread() -> None:
     threads, answer = PooledThreads("t", limit=2), concurrent.futures.Future[int]()
-    waiting = [threads.run(lambda: threads.block(answer, 10)) for _ in range(3)]
+    waiting = [threads.run(lambda: threads.block(answer, 60)) for _ in range(3)]
     before = threads.run(lambda: answer.set_result(5))
     assert await asyncio.gather(*waiting, before) == [5, 5, 5, None]
     together = threading.Barrier(3)
@@ -76,7 +74,7 @@ async def test_never_more_threads_than_the_limit_and_all_at_work() -> None:
     together = threading.Barrier(3)
 
     def meets() -> threading.Thread:
-        together.wait(5)
+        together.wait(30)
         return threading.current_thread()
 
     assert len(set(await asyncio.gather(*(threads.run(meets) for _ in range(9))))) == 3
@@ -89,11 +87,11 @@ async def test_what_is_abandoned_runs_on_and_nobody_waits_for_it() -> None:
 
     def takes() -> None:
         begun.set()
-        may_end.wait(5)
+        may_end.wait(30)
         did.append("first")
 
     first, second = threads.run(takes), threads.run(lambda: did.append("second"))
-    await asyncio.to_thread(begun.wait, 5)
+    await asyncio.to_thread(begun.wait, 30)
     threads.abandon()
     for given_up in (first, second):
         with pytest.raises(asyncio.CancelledError):
@@ -117,7 +115,7 @@ async def pool() -> AsyncIterator[PooledThreads]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop waits for a brief function for as long as a busy machine may need for it."""
-    monkeypatch.setattr(threads_module, "_GIVES_WAY_S", 10.0)
+    monkeypatch.setattr(threads_module, "_GIVES_WAY_S", 60.0)
 
 
 @pytest.mark.usefixtures("patient")
@@ -158,7 +156,7 @@ async def test_a_loop_that_is_interrupted_while_it_gives_way_hears_what_is_told(
 
     def interrupts() -> None:
         signal.pthread_kill(loops, signal.SIGUSR1)
-        assert go.wait(10)
+        assert go.wait(30)
 
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
@@ -167,7 +165,7 @@ async def test_a_loop_that_is_interrupted_while_it_gives_way_hears_what_is_told(
     finally:
         signal.signal(signal.SIGUSR1, before)
     pool.tell(told.set)
-    await asyncio.wait_for(told.wait(), 10)
+    await asyncio.wait_for(told.wait(), 30)
     go.set()
 
 
@@ -189,15 +187,15 @@ async def test_the_loop_does_not_wait_for_what_takes_long_after_all(pool: Pooled
     def takes() -> int:
         pool.tell(told.append, "early")
         pool.tell(early.set)
-        assert may_end.wait(10)
+        assert may_end.wait(60)
         pool.tell(told.append, "late")
         return 7
 
     began = time.monotonic()
     work = pool.start(takes, brief=True)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert not work.over
-    await asyncio.wait_for(early.wait(), 10)  # what it tells travels before it ends
+    await asyncio.wait_for(early.wait(), 30)  # what it tells travels before it ends
     assert told == ["early"]
     result = work.future()
     may_end.set()
@@ -221,7 +219,7 @@ async def test_nobody_hears_of_an_end_before_what_was_told(
     go = threading.Event()
 
     def function() -> int:
-        assert go.wait(10)
+        assert go.wait(30)
         pool.tell(told.append, 1)
         return 2
 
@@ -235,7 +233,7 @@ async def test_nobody_hears_of_an_end_before_what_was_told(
 
 async def test_another_future_has_the_result_where_one_was_cancelled(pool: PooledThreads) -> None:
     go = threading.Event()
-    work = pool.start(lambda: go.wait(10), brief=False)
+    work = pool.start(lambda: go.wait(30), brief=False)
     work.future().cancel()
     await asyncio.sleep(0)
     other = work.future()
@@ -245,7 +243,7 @@ async def test_another_future_has_the_result_where_one_was_cancelled(pool: Poole
 
 async def test_one_that_nobody_waits_for_any_more_does_not_begin(pool: PooledThreads) -> None:
     go, did = threading.Event(), []
-    first, second = pool.run(lambda: go.wait(10)), pool.run(lambda: did.append("second"))
+    first, second = pool.run(lambda: go.wait(30)), pool.run(lambda: did.append("second"))
     second.cancel()
     await asyncio.sleep(0)  # it hears of it
     go.set()
@@ -288,17 +286,8 @@ async def test_nothing_told_is_lost_while_the_loop_gives_way_again_and_again() -
         for _ in range(20):
             pool.start(lambda: None, brief=True)
         await asyncio.sleep(0)
-    await asyncio.wait_for(over.wait(), 10)
+    await asyncio.wait_for(over.wait(), 30)
     pool.close()
-
-
-def eventfds() -> int:
-    """Others of this process may open and close what they like meanwhile: a test runner, garbage of other tests."""
-    found = 0
-    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
-        with contextlib.suppress(FileNotFoundError):
-            found += "eventfd" in os.readlink(f"/proc/self/fd/{name}")
-    return found
 
 
 def _until(so: Callable[[], bool]) -> None:
@@ -312,7 +301,7 @@ def _no_thread(thread: threading.Thread) -> None:
 
 async def test_where_no_more_threads_can_be_made_those_there_are_do_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, go = PooledThreads("t", limit=4), threading.Event()
-    first = pool.run(lambda: go.wait(10))
+    first = pool.run(lambda: go.wait(30))
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", _no_thread)
         second = pool.run(lambda: 2)
@@ -335,8 +324,8 @@ async def test_where_all_threads_wait_and_no_more_can_be_made_work_fails(
 
     def waits() -> int:
         begun.release()
-        may_block.wait(10)
-        return pool.block(answer, 10)
+        may_block.wait(30)
+        return pool.block(answer, 60)
 
     waiting = [pool.run(waits) for _ in range(3)]
     for _ in waiting:
@@ -349,7 +338,7 @@ async def test_where_all_threads_wait_and_no_more_can_be_made_work_fails(
         starved = pool.run(lambda: answer.set_result(5))
         may_block.set()
         with pytest.raises(JobError, match=r"3 functions \(`def`\) wait .* \(can't start new thread\).* `async def`"):
-            await asyncio.wait_for(starved, 5)
+            await asyncio.wait_for(starved, 30)
     answer.set_result(7)
     assert await asyncio.gather(*waiting) == [7, 7, 7]
     pool.close()
@@ -365,7 +354,7 @@ async def test_threads_that_wait_for_replies_need_no_descriptor(monkeypatch: pyt
     with monkeypatch.context() as patched:
         for name in ("eventfd", "pipe"):
             patched.setattr(os, name, none_left, raising=False)
-        waiting = [pool.run(lambda: pool.block(answer, 10)) for _ in range(20)]
+        waiting = [pool.run(lambda: pool.block(answer, 60)) for _ in range(20)]
         last = pool.run(lambda: answer.set_result(5))
         assert await asyncio.gather(*waiting, last) == [5] * 20 + [None]
         used = [await pool.run(threading.current_thread) for _ in range(2)]
@@ -373,27 +362,43 @@ async def test_threads_that_wait_for_replies_need_no_descriptor(monkeypatch: pyt
     used = []
     for _ in range(2):
         used.append(await pool.run(threading.current_thread))
-        await asyncio.sleep(0.01)  # until it is idle
+        _until(lambda: len(pool._idle) == 1)
     assert used[0] is used[1]
     pool.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it takes the two of a pipe")
-async def test_a_thread_takes_one_descriptor_and_gives_it_back() -> None:
-    gc.collect()
+_DESCRIPTORS = """
+import asyncio, os, threading
+from taskgraph.node.usercode.threads import PooledThreads
+
+def eventfds():
+    numbers = set(os.listdir("/proc/self/fd"))
+    return sum("eventfd" in os.readlink(f"/proc/self/fd/{n}") for n in numbers if os.path.islink(f"/proc/self/fd/{n}"))
+
+async def main():
     before = eventfds()
     pool, together = PooledThreads("t", limit=8), threading.Barrier(8)
 
-    def meets() -> threading.Thread:
-        together.wait(10)
+    def meets():
+        together.wait(30)
         return threading.current_thread()
 
     used = await asyncio.gather(*(pool.run(meets) for _ in range(8)))
-    assert eventfds() == before + 8
+    during = eventfds()
     pool.close()
     for thread in used:
-        thread.join(10)
-    assert eventfds() == before
+        thread.join(30)
+    print(during - before, eventfds() - before)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it takes the two of a pipe")
+def test_a_thread_takes_one_descriptor_and_gives_it_back() -> None:
+    """In a process of its own: what other tests left here, as threads of gRPC, opens and closes some meanwhile."""
+    done = subprocess.run([sys.executable, "-c", _DESCRIPTORS], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "8 0\n", done.stderr
 
 
 async def test_an_idle_thread_keeps_nothing_of_what_it_did(pool: PooledThreads) -> None:
@@ -408,11 +413,8 @@ async def test_an_idle_thread_keeps_nothing_of_what_it_did(pool: PooledThreads) 
     work = pool.start(function, brief=False)
     await work.future()
     del function, work
-    for _ in range(100):
-        if large() is None:
-            break
-        await asyncio.sleep(0.01)
-    assert large() is None
+    while large() is not None:  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0.001)
 
 
 _FORKS = """
@@ -430,7 +432,7 @@ async def main():
     await pool.run(int)
     child = await pool.run(forks)
     for number in range(20):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             assert await pool.run(lambda: number) == number
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 

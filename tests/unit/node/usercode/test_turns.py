@@ -44,11 +44,11 @@ class Held:
 
     def __call__(self) -> None:
         self.began.set()
-        assert self.go.wait(10)
+        assert self.go.wait(30)
 
 
 async def begun(held: Held) -> None:
-    assert await asyncio.to_thread(held.began.wait, 10)
+    assert await asyncio.to_thread(held.began.wait, 30)
 
 
 async def test_what_a_function_sets_for_its_thread_holds_for_no_other() -> None:
