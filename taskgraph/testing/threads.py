@@ -38,8 +38,9 @@ class _Worker:
     for an event took most of a small job's time.
     """
 
-    def __init__(self, local: threading.local) -> None:
+    def __init__(self, local: threading.local, closed: Callable[[], bool]) -> None:
         self._local = local
+        self._closed = closed
         self._mine = threading.Lock()
         self._loops = threading.Lock()
         self._mine.acquire()
@@ -70,6 +71,8 @@ class _Worker:
             if not self.let_loop_go_on(finished=True):
                 with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
                     self.finish()
+                if self._closed():
+                    return  # the loop may never come to what it was told, nor to `end`
 
     def give(self, function: Callable[[], Any]) -> None:
         """On the loop: what `step` will run."""
@@ -154,7 +157,7 @@ class LockStepThreads:
                 )
             )
             return future
-        worker = self._idle.pop() if self._idle else _Worker(self._local)
+        worker = self._idle.pop() if self._idle else _Worker(self._local, lambda: self._closed)
         worker.give(function)
 
         def step() -> None:
@@ -202,15 +205,24 @@ class LockStepThreads:
 
     def _block_beside(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         """In a thread of the user's own: the worker that the loop waits for may wait for this one."""
-        over = threading.Event()
+        over, too_late = threading.Event(), False
+
+        def time_is_up() -> None:
+            """On the loop: its clock may leap to when the result comes before this thread gets to look."""
+            nonlocal too_late
+            too_late = not future.done()
+            over.set()
+
         future.add_done_callback(lambda _: over.set())
         if timeout_s is not None:
-            self._loop.call_soon_threadsafe(self._loop.call_later, timeout_s, over.set)
+            self._loop.call_soon_threadsafe(self._loop.call_later, timeout_s, time_is_up)
         while not over.is_set():
             stepping = self._stepping
             if stepping is not None:
                 stepping.let_loop_go_on()
             over.wait(_LOOKS_AGAIN_S)
+        if too_late and not future.cancelled():
+            raise TimeoutError
         return future.result(0)
 
     def abandon(self) -> None:

@@ -77,7 +77,7 @@ def test_a_pull_of_what_its_producer_does_not_offer_fails_at_once_and_lists_what
 
     began = time.monotonic()
     error = fails(job(task(compose, give=give), tasks=3))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert error.task == 1
     says(error, "epoch 0", "'add' pulls 'grad' from task 0", "does not offer it", "'gradient'", "to others: 'other'")
 
@@ -649,16 +649,17 @@ def test_code_that_a_message_called_is_named_by_its_sender(how: str, mistake: st
     named = "on_flag (flagged by task 0)" if how == "flag" else "handler 'get' (asked by task 0)"
     if mistake == "hold":
         with pytest.raises(tg.JobTimeout) as caught:
-            run(made, timeout_s=0.2)
+            run(made, timeout_s=2)
         says(caught.value, f"{named}: a hold")
     else:
         says(fails(made), f"task 1, epoch 0, {named}: ")
 
 
+@pytest.mark.slow
 def test_a_hold_that_is_not_released_is_told_as_that_in_so_many_words() -> None:
     """Each wait that is told goes to etcd with all that the hold was given as its reason."""
     with pytest.raises(tg.JobTimeout, match=r"task 0 'hold' is not released \(compose: whywhy") as caught:
-        run(job(task(lambda self, epoch: epoch.hold("why" * 10_000)), tasks=1), timeout_s=0.2)
+        run(job(task(lambda self, epoch: epoch.hold("why" * 10_000)), tasks=1), timeout_s=2)
     assert len(str(caught.value)) < 1000
 
 
@@ -828,14 +829,16 @@ def test_min_in_sync_that_cannot_be_met() -> None:
         job(Fit, backups=1, settings=tg.Settings(min_in_sync=3))
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_end_says_what_it_waits_for() -> None:
     def work(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         epoch.hold("the rain")
 
-    with pytest.raises(tg.JobTimeout, match=r"did not end within 0.5 s; it waits: .*the rain"):
-        run(given(work), timeout_s=0.5)
+    with pytest.raises(tg.JobTimeout, match=r"did not end within 2 s; it waits: .*the rain"):
+        run(given(work), timeout_s=2)
 
 
+@pytest.mark.slow
 def test_how_long_a_job_may_wait_is_real_time_and_what_it_waited_is_of_its_clock() -> None:
     """Which runs 1,000 times as fast: code that waits for something real does not find every limit passed."""
 
@@ -844,12 +847,10 @@ def test_how_long_a_job_may_wait_is_real_time_and_what_it_waited_is_of_its_clock
 
     sleeps = task(lambda self, epoch: epoch.processor(self.work), work=work)
     began = time.monotonic()
-    assert run(job(sleeps, epochs=1), timeout_s=5, strict=False).epochs == 1
+    assert run(job(sleeps, epochs=1), strict=False).epochs == 1
     assert time.monotonic() - began >= 0.03
-    with pytest.raises(
-        tg.JobTimeout, match=r"did not end within 0.5 s; .* \d\d+\.\d s.*are of its clock, .* 1000 times"
-    ):
-        run(job(sleeps, epochs=2), timeout_s=0.5, strict=False)
+    with pytest.raises(tg.JobTimeout, match=r"did not end within 3 s; .* \d\d+\.\d s.*are of its clock, .* 1000 times"):
+        run(job(sleeps, epochs=2), timeout_s=3, strict=False)
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -857,16 +858,16 @@ def test_a_job_that_nobody_finishes_fails_after_as_many_epochs_as_its_limit_allo
     """It committed epoch after epoch for ten minutes, whatever timeout_s was."""
 
     def count(self: Any, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        if ends and epoch.number == 19:
+        if ends and epoch.number == 199:
             epoch.finish()
 
     counts = task(lambda self, epoch: epoch.processor(self.count), count=count)
     if ends:
-        assert run(job(counts, epochs=None), timeout_s=0.1, strict=False).epochs == 20
+        assert run(job(counts, epochs=None), timeout_s=1, strict=False).epochs == 200
         return
-    said = r"committed 20 epochs without an end: no processor called epoch\.finish\(\) \(the limit is 200 for each"
+    said = r"committed 200 epochs without an end: no processor called epoch\.finish\(\) \(the limit is 200 for each"
     with pytest.raises(tg.JobTimeout, match=said):
-        run(job(counts, epochs=None), timeout_s=0.1)
+        run(job(counts, epochs=None), timeout_s=1)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ import pytest
 from jobs_kit import job, run, says
 
 import taskgraph as tg
+from taskgraph.testing.clock import FastForwardLoop
+from taskgraph.testing.threads import LockStepThreads
 
 
 class Asks(tg.Task, state=["total"]):
@@ -105,11 +108,12 @@ class AllSentFirst(Asks):
         outs.put("sum", sum(reply.wait() for reply in replies))
 
 
+@pytest.mark.slow
 def test_a_handler_that_waits_for_a_def_which_waits_for_threads_of_its_own_is_named() -> None:
     """It was told that replies were awaited, and not why none came."""
     assert run(job(AllSentFirst)).values[0] == 2 * 6
     with pytest.raises(tg.JobTimeout) as caught:
-        run(job(InAPoolOfItself), timeout_s=0.5)
+        run(job(InAPoolOfItself), timeout_s=2)
     says(
         caught.value,
         "task 0 handler 'double' waits for its turn: 'ask' runs, which has asked for replies",
@@ -117,10 +121,66 @@ def test_a_handler_that_waits_for_a_def_which_waits_for_threads_of_its_own_is_na
     )
 
 
+def test_a_function_that_returns_after_the_loop_is_gone_leaves_no_thread_behind() -> None:
+    """As one that waited for such a thread, where the job's time was up: its thread waited for the loop for ever."""
+    may_return, answer, running = threading.Event(), concurrent.futures.Future[int](), list[threading.Thread]()
+
+    def work(threads: LockStepThreads) -> None:
+        running.append(threading.current_thread())
+        beside = threading.Thread(target=threads.block, args=(answer, None))
+        beside.start()
+        assert may_return.wait(60)
+        beside.join()
+
+    async def main() -> None:
+        threads = LockStepThreads()
+        call = threads.run(lambda: work(threads))
+        while not running:  # noqa: ASYNC110 - a thread tells it
+            await asyncio.sleep(0)
+        threads.abandon()
+        threads.close()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(main())
+    answer.set_result(1)
+    may_return.set()
+    running[0].join(30)
+    assert not running[0].is_alive()
+
+
 def test_how_long_such_a_thread_waits_is_simulated_time() -> None:
     before = GivesUp.gave_up
     assert run(job(GivesUp, epochs=3), strict=False).values == {0: 3 * 20, 1: 0}
     assert GivesUp.gave_up == before + 3
+
+
+class LookedAtLate(concurrent.futures.Future[int]):
+    """Whoever asks for its result gets the processor only when that has come."""
+
+    def result(self, timeout: float | None = None) -> int:
+        assert self.done() or concurrent.futures.wait([self], 30).done
+        return super().result(timeout)
+
+
+def test_such_a_thread_has_waited_too_long_also_where_the_result_is_there_when_it_gets_to_look() -> None:
+    """On a busy machine it got what came seconds later, by the simulated clock."""
+    answer, pool = LookedAtLate(), ThreadPoolExecutor(1)
+
+    async def main() -> None:
+        threads, loop = LockStepThreads(), asyncio.get_running_loop()
+        waiting = pool.submit(threads.block, answer, 1)
+        while not loop._scheduled:  # type: ignore[attr-defined]  # noqa: ASYNC110 - the thread's time
+            await asyncio.sleep(0)
+        await asyncio.sleep(5)
+        answer.set_result(1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wrap_future(waiting)
+        assert await asyncio.wrap_future(pool.submit(threads.block, answer, 1)) == 1
+        threads.close()
+
+    with pool, asyncio.Runner(loop_factory=FastForwardLoop) as runner:
+        runner.run(main())
 
 
 class InThreads(tg.Task, state=["total"]):

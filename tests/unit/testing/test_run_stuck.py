@@ -101,7 +101,7 @@ def end() -> Iterator[threading.Event]:
     yield event
     event.set()
     for thread in set(threading.enumerate()) - before:
-        thread.join(5)
+        thread.join(30)
         assert not thread.is_alive(), thread
 
 
@@ -178,7 +178,7 @@ def test_what_never_stops_waiting_ends_by_the_real_clock(asks: bool) -> None:
     with pytest.raises(tg.JobTimeout, match=r"still ran after .* real seconds") as caught:
         tg.testing.run(job, stuck_s=0.3)
     assert re.search(r"\bask\b" if asks else "runs 'spin'", str(caught.value))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 class Hangs(tg.Task):
@@ -189,11 +189,12 @@ class Hangs(tg.Task):
         await asyncio.Event().wait()
 
 
+@pytest.mark.slow
 def test_what_hangs_ends_by_the_real_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the run goes on by less than 1,000 s in a second: it took several times as long as it should."""
     monkeypatch.setattr(cluster, "SPEED", 10**6)
-    with pytest.raises(tg.JobTimeout, match=r"did not end within 0\.5 s; it waits: .* 'hang'"):
-        tg.testing.run(tg.Job(tasks=2, epochs=2, builder=Hangs), timeout_s=0.5, stuck_s=2)
+    with pytest.raises(tg.JobTimeout, match=r"did not end within 2 s; it waits: .* 'hang'"):
+        tg.testing.run(tg.Job(tasks=2, epochs=2, builder=Hangs), timeout_s=2, stuck_s=2)
 
 
 def test_only_a_wait_in_one_go_counts() -> None:
@@ -257,11 +258,11 @@ class AsksForEver(tg.Task):
 def test_handlers_that_ask_without_an_end_fail_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """There were thousands of threads, which took minutes to end, and no word of why."""
     monkeypatch.setattr(threads, "_MOST", 20)
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(tg.JobFailed, match=r"20 functions \(`def`\) wait for replies at one node") as caught:
         tg.testing.run(tg.Job(tasks=3, epochs=2, builder=AsksForEver))
     assert caught.value.where == "handler pass"
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 class AwaitsForEver(AsksForEver):
