@@ -147,9 +147,9 @@ def test_finds_the_shortest_way_round() -> None:
 def test_a_long_cycle_of_ten_thousand_processors() -> None:
     n = 10_000
     waits = {t: [item("p", "x", (t + 1) % n, provides=(("x", (t - 1) % n),))] for t in range(n)}
-    began = time.perf_counter()
+    began = time.thread_time()
     cycle = check(find_cycle(waits))
-    assert time.perf_counter() - began < 5  # quadratic would be minutes
+    assert time.thread_time() - began < 5  # quadratic would be minutes
     assert len(cycle) == n
     text = describe_cycle(cycle)
     assert len(text) < 2000

@@ -489,12 +489,12 @@ def test_is_fast(nodes: int, limit_s: float) -> None:
     def best_s(*args: object) -> float:
         times = []
         for _ in range(5):
-            began = time.perf_counter()
+            began = time.thread_time()
             place(*args)  # type: ignore[arg-type]
-            times.append(time.perf_counter() - began)
+            times.append(time.thread_time() - began)
         return min(times)
 
-    slack = 5  # the machine may be slow or busy; quadratic would be far beyond
+    slack = 5  # the machine may be slow; quadratic would be far beyond
     assert best_s(seats, 1000, 1, {}) < limit_s * slack
     assert best_s(seats, 1000, 1, before) < limit_s * slack
     assert best_s([*seats, Seat("x", "h")], 1000, 1, before) < limit_s * slack

@@ -122,6 +122,8 @@ async def test_a_lease_waits_for_a_tls_file_that_is_being_replaced(
     lease = lease_of(options, Login(options))
     lease.start()
     try:
+        while not said(caplog):  # noqa: ASYNC110 - a thread of its own tells it
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
         (once,) = said(caplog)  # however often it is tried
         assert "cannot be used: No such file" in once
@@ -294,15 +296,15 @@ async def test_a_lease_behind_a_slow_link_waits_longer_for_each_connection_until
     made: list[FarAway] = []
 
     def sync_channel(*_: object) -> FarAway:
-        made.append(FarAway(0.1))
+        made.append(FarAway(0.5))
         return made[-1]
 
     monkeypatch.setattr(EtcdOptions, "sync_channel", sync_channel)
-    monkeypatch.setattr("taskgraph.coordination.etcd.login._FIRST_PATIENCE_S", 0.02)
+    monkeypatch.setattr("taskgraph.coordination.etcd.login._FIRST_PATIENCE_S", 0.1)
     options, now = EtcdOptions.make("127.0.0.1:1,127.0.0.1:2"), time.monotonic()
     login = Login(options)
     for leases in (1, 2):  # the second knows what the first has learnt
-        lease = lease_of(options, login, number=leases, ttl_s=0.15)
+        lease = lease_of(options, login, number=leases, ttl_s=0.75)
         lease.start()
         try:
             async with asyncio.timeout(30):
@@ -311,7 +313,7 @@ async def test_a_lease_behind_a_slow_link_waits_longer_for_each_connection_until
         finally:
             await lease.close(revoke=False)
         if leases == 1:
-            assert 1 < len(made) <= 4 and login.patience.limit_s >= 0.2
+            assert 1 < len(made) <= 4 and login.patience.limit_s >= 1.0
             first = len(made)
     assert len(made) == first + 1
 

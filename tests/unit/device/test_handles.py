@@ -60,12 +60,21 @@ def is_open(fd: int, file: tuple[int, int]) -> bool:
         return False
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def files() -> set[tuple[str, str]]:
+    """Number and file. What other tests left here, as threads of gRPC, may open and close some meanwhile."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
+
+
+def memories() -> int:
+    return sum("memfd:" in file for _, file in files())
 
 
 def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -78,7 +87,7 @@ def address(handle: bytes) -> str:
 def client(handle: bytes) -> socket.socket:
     """Connected to who offered it, and has said nothing."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    made.settimeout(5)
+    made.settimeout(30)
     try:
         made.connect(address(handle))
     except BaseException:
@@ -118,10 +127,10 @@ def stop(process: subprocess.Popen[str]) -> None:
 def nothing_stays_open() -> Iterator[None]:
     offer_and_withdraw()  # so the server listens
     gc.collect()  # of other tests
-    before = open_files()
+    before = files()
     yield
     close_withdrawn()
-    until(lambda: open_files() == before)  # the server may just be closing its side of a connection
+    until(lambda: files() <= before)  # the server may just be closing its side of a connection
 
 
 def offer_and_withdraw() -> bytes:
@@ -285,17 +294,17 @@ def test_nothing_is_closed_while_it_is_sent() -> None:
 
 
 def test_many_leave_nothing_open() -> None:
-    before = open_files()
+    before = memories()
     made = [offer(memory()) for _ in range(200)]
     fetched = [fetch(handle) for handle in made]
-    until(lambda: open_files() == before + 400)
+    until(lambda: memories() == before + 400)
     for fd in fetched:
         os.close(fd)
     for handle in made:
         withdraw(handle)
-    until(lambda: open_files() == before + 200)
+    until(lambda: memories() == before + 200)
     close_withdrawn()
-    until(lambda: open_files() == before)
+    until(lambda: memories() == before)
 
 
 def test_many_threads_fetch_while_others_withdraw() -> None:
@@ -328,15 +337,16 @@ def test_many_threads_fetch_while_others_withdraw() -> None:
 
 
 @pytest.mark.slow
-def test_a_client_that_says_nothing_delays_the_next_a_little(offered: bytes) -> None:
+def test_a_client_that_says_nothing_delays_the_next_a_little(offered: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handles, "_CLIENT_S", 3.0)
     with client(offered) as silent:
         began = time.monotonic()
         os.close(fetch(offered))
-        assert 0.5 < time.monotonic() - began < 3
+        assert 2.5 < time.monotonic() - began < 30
         assert silent.recv(1) == b""
     began = time.monotonic()
     os.close(fetch(offered))
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 2.5
 
 
 @pytest.mark.parametrize("said", [b"", b"abc", b"\xff" * 8, bytes(8), b"x" * 100_000])
@@ -392,7 +402,7 @@ def test_a_process_that_is_stopped_is_not_waited_for_for_ever() -> None:
         began = time.monotonic()
         with pytest.raises(TimeoutError, match=r"0\.1 s"):
             fetch(handle, 0.1)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 30
         with pytest.raises(TimeoutError):
             fetch(handle, 0)
 

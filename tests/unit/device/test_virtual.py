@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import os
@@ -134,9 +135,18 @@ def test_more_than_there_is(driver: Any) -> None:
     assert device_error(refused.value) is refused.value, "a task that meets it is failed over"
 
 
+def files() -> set[tuple[str, str]]:
+    """Number and file. What other tests left here, as threads of gRPC, may open and close some meanwhile."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
+
+
 def test_of_what_could_not_be_made_nothing_is_left(driver: Any) -> None:
     kept = virtual.allocate(0, 2 * MIB)
-    handle, before, files = kept.offer(), driver.live(), len(os.listdir("/proc/self/fd"))
+    handle, before, there = kept.offer(), driver.live(), files()
     for _ in range(3):
         driver.fail(1)
         with pytest.raises(virtual.DriverError, match="cuMemSetAccess: CUDA error 801"):
@@ -144,7 +154,7 @@ def test_of_what_could_not_be_made_nothing_is_left(driver: Any) -> None:
         with pytest.raises(virtual.DriverError, match="cuMemMap"):
             virtual.open_run(0, handle, 4 * MIB)  # it is less
         gc.collect()
-    assert driver.live() == before and len(os.listdir("/proc/self/fd")) == files
+    assert driver.live() == before and files() <= there
 
 
 @pytest.mark.parametrize("name", ["libthere-is-none.so", "libc.so.6"])
@@ -160,7 +170,7 @@ def test_without_such_a_driver_it_is_said(name: str, monkeypatch: pytest.MonkeyP
 def test_what_cannot_be_offered_leaves_no_descriptor(driver: Any, monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
     virtual.allocate(0, 2 * MIB).offer()  # whatever a process has from the first one on
     handles.close_withdrawn()
-    files = len(os.listdir("/proc/self/fd"))
+    there = files()
     own = virtual.allocate(0, 2 * MIB)
     run = virtual.open_run(0, own.offer(), 2 * MIB) if whose == "another's" else own
 
@@ -173,7 +183,7 @@ def test_what_cannot_be_offered_leaves_no_descriptor(driver: Any, monkeypatch: p
     del run, own
     gc.collect()
     handles.close_withdrawn()
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert files() <= there
 
 
 async def test_what_goes_on_an_event_loop_is_unmapped_in_a_thread(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -382,7 +382,7 @@ async def test_results_may_take_longer_than_a_node_may_be_silent() -> None:
         head = pb.ResultHead(task=3, epoch=1, attempt=1, has_value=True, meta_bytes=8)
         for chunk in (pb.ResultChunk(head=head), *(pb.ResultChunk(data=bytes((part,))) for part in b"slowpart")):
             whole.update(chunk.SerializeToString())
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
             yield chunk
         yield pb.ResultChunk(digest=whole.digest())
 
@@ -396,7 +396,7 @@ async def test_results_may_take_longer_than_a_node_may_be_silent() -> None:
     await server.start()
     try:
         async with ControlClient(f"127.0.0.1:{port}", TOKEN) as client:
-            (found,) = await client.results(silent_s=0.5)
+            (found,) = await client.results(silent_s=2.0)
     finally:
         await server.stop(0)
     assert found.task == 3 and found.value is not None and found.value.meta == b"slowpart"
@@ -439,7 +439,7 @@ async def test_events_that_come_together_go_in_one_message(service: Service, mon
 async def test_commits_of_a_while_go_in_one_message_and_what_is_kept_takes_them_along_at_once(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "_PACE_S", 1.0)
+    monkeypatch.setattr(control, "_PACE_S", 3.0)
     replies: list[list[str]] = []
     following_next = control._Follower.next
 
@@ -457,23 +457,26 @@ async def test_commits_of_a_while_go_in_one_message_and_what_is_kept_takes_them_
         commit("first")
         began = loop.time()
         assert (await anext(following))[0].text == "first"
-        assert loop.time() - began < 0.9, "after a while without any, one goes at once"
+        assert loop.time() - began < 2.9, "after a while without any, one goes at once"
         for text in ("second", "third"):
             commit(text)
             await asyncio.sleep(0.01)
         assert replies == [["first"]]
         service.events.emit("restart", "kept")
         assert [(await anext(following))[0].text for _ in range(3)] == ["second", "third", "kept"]
-        assert loop.time() - began < 0.9, "it was not waited for"
+        assert loop.time() - began < 2.9, "it was not waited for"
         commit("fourth")
         commit("fifth")
         async with asyncio.timeout(30):
             assert [(await anext(following))[0].text for _ in range(2)] == ["fourth", "fifth"]
-        assert loop.time() - began > 0.9, "a while after the last message"
+        assert loop.time() - began > 2.9, "a while after the last message"
     assert replies == [["first"], ["second", "third", "kept"], ["fourth", "fifth"]]
 
 
-async def test_a_follower_hears_the_last_event_and_does_not_delay_the_end(service: Service) -> None:
+async def test_a_follower_hears_the_last_event_and_does_not_delay_the_end(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_CLOSE_S", 30.0)
     async with service.client() as client:
         following = client.events(follow=True)
         service.events.emit("drain", "first")
@@ -482,7 +485,7 @@ async def test_a_follower_hears_the_last_event_and_does_not_delay_the_end(servic
         loop = asyncio.get_running_loop()
         began = loop.time()
         await service.server.stop()
-        assert loop.time() - began < 0.4, "nobody waits for a follower that has heard everything"
+        assert loop.time() - began < 20, "nobody waits for a follower that has heard everything"
         assert [event.text async for event, _ in following] == ["last"]
 
 
@@ -558,7 +561,7 @@ async def test_a_connection_that_is_half_open_is_noticed_and_keeps_nobody_from_a
 ) -> None:
     """A launcher listened to it for ever, and every try to collect the results went the same way."""
     monkeypatch.setattr(control_client, "_PING_S", 0.1)
-    monkeypatch.setattr(control_client, "_UNANSWERED_S", 0.2)
+    monkeypatch.setattr(control_client, "_UNANSWERED_S", 3.0)
     async with serving(tcp_host="127.0.0.1") as service, between(int(service.control.rpartition(":")[2])) as (to, cut):
         async with ControlClient(to, TOKEN) as listening, ControlClient(to, TOKEN) as collecting, asyncio.timeout(30):
             service.events.emit("commit", "first")
@@ -600,7 +603,7 @@ HALF_A_CALL = SILENT + frame(1, 4, 1, head(STATUS_CALL))
 async def test_strangers_who_say_nothing_keep_nobody_out_for_long(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """They filled it for five minutes, or for ever, and the results of a finished job could not be collected."""
     monkeypatch.setattr(control, "_CONNECTIONS", 8)
-    monkeypatch.setattr(control, "_SILENT_MS", 300)
+    monkeypatch.setattr(control, "_SILENT_MS", 3000)
     async with serving(tcp_host="127.0.0.1") as service, contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(service.client())
         following = await stack.enter_async_context(contextlib.aclosing(client.events(follow=True)))

@@ -393,7 +393,7 @@ async def test_a_submit_whose_writes_are_never_answered_says_why() -> None:
     began = time.monotonic()
     with pytest.raises(OutcomeUnknown, match="space exceeded"):
         await submit(coordinator, dataclasses.replace(spec(), expected_nodes=1))
-    assert 1.0 < time.monotonic() - began < 5.0
+    assert 1.0 < time.monotonic() - began < 30.0
 
 
 async def test_an_etcd_that_is_away_while_a_run_starts_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
