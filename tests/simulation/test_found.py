@@ -280,6 +280,29 @@ def test_a_simulated_watch_that_broke_says_that_it_goes_on(again: bool) -> None:
         runner.run(run())
 
 
+def test_a_simulated_etcd_that_was_started_before_its_time_is_not_started_again() -> None:
+    """The end of its restart gave leases their whole TTL once more, after all failures had ended: a node's key was still
+    there when it was looked for (seed 51422 with mistakes)."""
+
+    async def run() -> None:
+        etcd = SimEtcd(SimStore(lambda revision, events: None), random.Random(1), delay_s=0.001, lag_s=0.001)
+        lease = etcd.store.grant(2.0)
+        etcd.store.execute(Txn(success=(Put("/a", b"", lease=lease),)))
+        etcd.stop()
+        etcd.later(1.5, etcd.start)
+        await asyncio.sleep(0.1)
+        etcd.start()
+        await asyncio.sleep(2.8)  # its TTL, a moment, and how often etcd looks
+        assert not etcd.store.select("/a", prefix=False)
+        etcd.stop()
+        assert etcd.down
+        etcd.start()
+        assert etcd.serving
+
+    with asyncio.Runner(loop_factory=SimLoop) as runner:
+        runner.run(run())
+
+
 async def test_a_node_that_dies_while_it_is_asked_for_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asked waited for what it would never say. Python 3.12 and later came there by themselves."""
     asked: list[str] = []

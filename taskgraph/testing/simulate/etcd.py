@@ -258,6 +258,8 @@ class SimEtcd:
 
     def start(self) -> None:
         """It comes back with its data; leases have their whole TTL again, and every watch is made again."""
+        if not self.down:
+            return  # it was started before its time, as all failures ended
         self.down = False
         self.store.go_on()
         self.store.reset_ttls()
