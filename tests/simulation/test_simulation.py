@@ -151,12 +151,13 @@ def test_runs_follow_one_another_and_their_nodes_end(monkeypatch: pytest.MonkeyP
     assert faults["called gone"] >= 20 and faults["power loss"] >= 10 and faults["shut down"] >= 20, faults
 
 
-@pytest.mark.parametrize("seed", [532486, 533087, 540046, 3023, 447])
+@pytest.mark.parametrize("seed", [532486, 533087, 540046, 3023, 447, 558913])
 def test_what_is_no_fault_is_not_told_as_one(seed: int) -> None:
     """A node wakes up once the job's name was submitted again, and reads that the run before said it is gone; a job
     that had finished went back to a checkpoint, and was shut down then; a launcher was wrong about a node that alone
-    had the state of a task, in a seed where such nodes are killed, too; and a file of a checkpoint was lost in the
-    moment that the job went back to that, which had been looked at."""
+    had the state of a task, in a seed where such nodes are killed, too; a file of a checkpoint was lost in the moment
+    that the job went back to that, which had been looked at; and a launcher was wrong about a node that stood still
+    before it first read anything, and that was forgotten when it registered."""
     assert not run_seed(seed).problem
 
 

@@ -82,6 +82,8 @@ class Invariants:
         self._filed: set[int] = set()  # tasks whose committed boundary is in a file, and perhaps nowhere else
         self._told: set[tuple[int, int]] = set()  # (task, epoch) of calls of `on_commit` since the last roll-back
         self.forgotten: set[str] = set()  # nodes of which was said that they are gone, and is not any more
+        self._registered: set[str] = set()  # nodes that had a key at any time
+        self._over: set[str] = set()  # of the forgotten ones those that had had one: they may have held tasks
         self._wishes: dict[int, Mapping[int, Wish]] = {}  # revision of a structure -> what placement wishes for there
 
     # -- another run --------------------------------------------------------------------------------
@@ -152,7 +154,8 @@ class Invariants:
                 self._check_forgotten(node)
             elif view.gone[node] != record:
                 raise Violation(f"node {node} was declared gone, and then something else was written about it")
-        for node in view.nodes.keys() & self.forgotten & self._living().keys():
+        self._registered.update(view.nodes)
+        for node in view.nodes.keys() & self._over & self._living().keys():
             raise Violation(f"node {node} was gone and forgotten, and came back")
         if self._min_in_sync > 1:
             self._count_members(revision)
@@ -166,6 +169,8 @@ class Invariants:
         if node in named:
             raise Violation(f"node {node} was forgotten, and there are keys that name it")
         self.forgotten.add(node)
+        if node in self._registered:  # else it never was one of them: it cannot know what was said, and has nothing
+            self._over.add(node)
 
     def _check_put(self, kv: KeyValue, before: Mapping[int, object]) -> None:
         keys = self.view.keys
