@@ -281,8 +281,8 @@ def test_a_simulated_watch_that_broke_says_that_it_goes_on(again: bool) -> None:
 
 
 def test_a_simulated_etcd_that_was_started_before_its_time_is_not_started_again() -> None:
-    """The end of its restart gave leases their whole TTL once more, after all failures had ended: a node's key was still
-    there when it was looked for (seed 51422 with mistakes)."""
+    """The end of its restart gave leases their whole TTL once more, after all failures had ended: a node's key was
+    still there when it was looked for (seed 51422 with mistakes)."""
 
     async def run() -> None:
         etcd = SimEtcd(SimStore(lambda revision, events: None), random.Random(1), delay_s=0.001, lag_s=0.001)
