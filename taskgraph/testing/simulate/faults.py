@@ -46,18 +46,18 @@ class Faults:
                 self._world.etcd.later(fault.at_s, self._happen, fault, "")
 
     def _moment(self, name: str, node: str, peer: str = "") -> None:
-        due = [go_on for moment, go_on in self._held if moment == name]
-        self._held = [held for held in self._held if held[0] != name]
-        for go_on in due:
-            outside(go_on)
+        if self._held:
+            due = [go_on for moment, go_on in self._held if moment == name]
+            self._held = [held for held in self._held if held[0] != name]
+            for go_on in due:
+                outside(go_on)
         if self._over:
             return
-        for fault in list(self._waiting):
-            if fault.moment == name:
-                fault.count -= 1
-                if fault.count <= 0:
-                    self._waiting.remove(fault)
-                    outside(self._happen, fault, node, peer)
+        for fault in [fault for fault in self._waiting if fault.moment == name]:
+            fault.count -= 1
+            if fault.count <= 0:
+                self._waiting.remove(fault)
+                outside(self._happen, fault, node, peer)
 
     # -- whom -------------------------------------------------------------------------------------
 

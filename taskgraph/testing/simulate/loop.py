@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
@@ -123,33 +123,43 @@ def plan(at: float, function: Callable[[Unpack[Ts]], object], *args: *Ts, contex
 
 
 class _Now(asyncio.Handle):
+    """A handle is made for each of millions of callbacks: without what the loop here never looks at."""
+
     __slots__ = ()
 
-    def _run(self) -> None:
-        _run(self)
+    def __init__(
+        self, callback: Any, args: tuple[Any, ...], loop: SimLoop, context: contextvars.Context | None
+    ) -> None:
+        self._callback = callback
+        self._args = args
+        self._loop = loop
+        self._cancelled = False
+        self._context = contextvars.copy_context() if context is None else context
+        self._repr = self._source_traceback = None
 
 
 class _Later(asyncio.TimerHandle):
+    """See `_Now`."""
+
     __slots__ = ()
 
-    def _run(self) -> None:
-        _run(self)
+    def __init__(
+        self, when: float, callback: Any, args: tuple[Any, ...], loop: SimLoop, context: contextvars.Context | None
+    ) -> None:
+        self._when = when
+        self._scheduled = False
+        self._callback = callback
+        self._args = args
+        self._loop = loop
+        self._cancelled = False
+        self._context = contextvars.copy_context() if context is None else context
+        self._repr = self._source_traceback = None
 
-
-def _run(handle: Any) -> None:
-    process = handle._context.get(_OWNER)
-    if process is not None:
-        if process.frozen or process.busy:
-            process._held.append(handle)
-            return
-        if process.stepped is not None:
-            handle._loop.ran[process] = None
-    try:
-        handle._context.run(handle._callback, *handle._args)
-    except (SystemExit, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        handle._loop.call_exception_handler({"message": f"{handle!r} failed", "exception": error, "handle": handle})
+    def cancel(self) -> None:
+        """It is thrown away when its time comes."""
+        self._cancelled = True
+        self._callback = None
+        self._args = ()
 
 
 class _Task(asyncio.Task[Any]):
@@ -188,7 +198,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         process = _OWNER.get()
-        return self.at if process is None else process.clock.reads(self.at)
+        return self.at if process is None or process.clock is _TRUE else process.clock.reads(self.at)
 
     def create_task(
         self, coro: Any, *, name: object = None, context: contextvars.Context | None = None
@@ -217,7 +227,10 @@ class SimLoop(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         process = _OWNER.get()
         at = self.at + (delay if process is None else delay / process.clock.rate)
-        return self.plan(at, callback, *args, context=context)
+        handle = _Later(at, callback, args, self, context)
+        self._count += 1
+        heappush(self._timers, (at, self._count, handle))
+        return handle
 
     def call_at(
         self,
@@ -236,46 +249,62 @@ class SimLoop(asyncio.BaseEventLoop):
         """As `call_at`, by the loop's own time."""
         handle = _Later(at, callback, args, self, context)
         self._count += 1
-        heapq.heappush(self._timers, (at, self._count, handle))
+        heappush(self._timers, (at, self._count, handle))
         return handle
 
     def again(self, handles: list[asyncio.Handle]) -> None:
         """Runs callbacks that were held back."""
         self._due.extend(handles)
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass  # it is thrown away when its time comes
-
     def _write_to_self(self) -> None:
         pass
 
     def _run_once(self) -> None:
+        """As often as there is something to be done: to come back here for each moment took a while, too."""
+        while not self._stopping:  # type: ignore[attr-defined]
+            self._run_moment()
+
+    def _run_moment(self) -> None:
         if self.abort:
             why, self.abort = self.abort, ""
             raise Nothing(why)
         timers = self._timers
         if not self._due:
-            while timers and timers[0][2].cancelled():
-                heapq.heappop(timers)
+            while timers and timers[0][2]._cancelled:
+                heappop(timers)
             if not timers:
                 raise Nothing("nothing can happen any more: everything waits for something that nobody does")
             self.at = max(self.at, timers[0][0])
             self._at_once = 0
         now = self.at
-        while timers and timers[0][0] <= now:
-            timer = heapq.heappop(timers)[2]
-            if not timer.cancelled():
-                self._due.append(timer)
         due, self._due = self._due, []
+        while timers and timers[0][0] <= now:
+            timer = heappop(timers)[2]
+            if not timer._cancelled:
+                due.append(timer)
         self._at_once += len(due)
         self.steps += len(due)
         if self._at_once > _MAX_AT_ONCE:
             raise Nothing(f"{self._at_once} callbacks at one moment: something runs for ever ({due[-1]!r})")
+        ran = self.ran
         for handle in due:
-            if not handle.cancelled():
-                handle._run()
-        if self.ran:
-            ran, self.ran = self.ran, {}
+            if handle._cancelled:
+                continue
+            context: contextvars.Context = handle._context  # type: ignore[attr-defined]
+            if (process := context.get(_OWNER)) is not None:
+                if process.frozen or process.busy:
+                    process._held.append(handle)
+                    continue
+                if process.stepped is not None:
+                    ran[process] = None
+            try:
+                context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler({"message": f"{handle!r} failed", "exception": error, "handle": handle})
+        if ran:
+            self.ran = {}
             for process in ran:
                 process.steps(self)
 
