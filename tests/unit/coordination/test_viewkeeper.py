@@ -302,7 +302,8 @@ async def test_changes_that_come_while_all_are_told_of_the_last_one_are_told_tog
     job.keeper.on_change(look, structure=True)
     keys, structures, changes = job.keeper.view.keys, job.structures, job.changes
     record = PrimaryRecord(node="n1", term=1, stateful=True).to_bytes()
-    await asyncio.gather(*(node.txn(Txn(success=(Put(keys.primary(task), record),))) for task in range(20)))
+    for task in range(20):
+        await node.txn(Txn(success=(Put(keys.primary(task), record),)))
     async with asyncio.timeout(30):
         await job.keeper.wait_until(lambda view: len(view.primaries) == 20, structure=True)
     assert job.structures - structures <= 10
