@@ -111,11 +111,12 @@ class Checkpointer:
     async def _sweep(self) -> None:
         """What became nothing goes, of whomever it is, and whether anybody tells of it or not."""
         node, view, checkpoints, spec = self._node, self._node.keeper.view, self._node.checkpoints, self._node.spec
-        store, pointer = checkpoints.store, view.checkpoint.record if view.checkpoint is not None else None
-        newest = Name.parse(pointer.name) if pointer is not None else None
+        store = checkpoints.store
         lacking: tuple[Stamp, int] | None = None
         try:
             for name in await checkpoints.call(lambda: store.of_run(spec.checkpoint_series, spec.run[:8])):
+                # As it is now: of one that became complete meanwhile it is not known any more who told of what.
+                newest = Name.parse(view.checkpoint.record.name) if view.checkpoint is not None else None
                 if newest is not None and name <= newest:
                     continue  # it goes with that, or is kept
                 stamp = Stamp(name.attempt, name.epoch)

@@ -4,16 +4,25 @@ was written of these checkpoints does not pile up."""
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
-from cluster_kit import Counting, job, play, told
+from cluster_kit import Counting, holder, job, play, told
 
 import taskgraph as tg
+from taskgraph.checkpoint.places import Bytes, Directory
+from taskgraph.checkpoint.store import Store
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.primary.checkpoint_reader import CheckpointReader
+from taskgraph.node.primary.checkpointer import Checkpointer
+from taskgraph.protocol.messages import Stamp
+
+R = TypeVar("R")
 
 TASKS = 3
 
@@ -84,3 +93,78 @@ def test_what_becomes_nothing_is_told_and_does_not_pile_up(tmp_path: Path, task:
 
     made = job(Paced, tasks=TASKS, epochs=10_000, backups=2, checkpoint=f"file://{tmp_path}", checkpoint_every=4)
     play(made, scenario, nodes=3, stages=stages)
+
+
+class SlowToList:
+    """Once it is `slow`, what the sweep learns from its listing is told only when `tell` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.slow = False
+        self.listed, self.tell, self.swept = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        call, of_run, sweep = CheckpointReader.call, Store.of_run, Checkpointer._sweep
+        listing = False
+
+        def lists(store: Store, series: int, run: str) -> object:
+            nonlocal listing
+            listing = True
+            return of_run(store, series, run)
+
+        async def calls(reader: CheckpointReader, function: Callable[[], R]) -> R:
+            nonlocal listing
+            listing = False
+            found = await call(reader, function)
+            if listing and self.slow:
+                self.listed.set()
+                await self.tell.wait()
+            return found
+
+        async def sweeps(checkpointer: Checkpointer) -> None:
+            await sweep(checkpointer)
+            if self.tell.is_set():
+                self.swept.set()
+
+        monkeypatch.setattr(Store, "of_run", lists)
+        monkeypatch.setattr(CheckpointReader, "call", calls)
+        monkeypatch.setattr(Checkpointer, "_sweep", sweeps)
+
+
+def test_what_became_complete_while_the_place_was_listed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last manifest found no room, and the leader knew no more who had told of it: its files were removed."""
+    write, may_write = Directory.write, asyncio.Event()
+
+    def writes(self: Directory, path: str, parts: Iterable[Bytes]) -> None:
+        if path.endswith("/manifest.json") and "-e000000008-" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, path, parts)
+
+    async def waits(cluster: InProcessCluster, node: str) -> None:
+        await may_write.wait()
+
+    async def never(cluster: InProcessCluster, node: str) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        slow = SlowToList(monkeypatch)
+        keeper = cluster.nodes[0].keeper
+        await keeper.wait_until(lambda view: view.epoch is not None and view.epoch.record.epoch >= 10)
+        leader = holder(cluster, 0)
+        role = leader.roles.leader
+        assert role is not None
+        collected = role.checkpointer._collected
+        await until(lambda: collected._files.get(Stamp(1, 8), {}).keys() == {0, 1})
+        slow.slow = True
+        cluster.crash(holder(cluster, 1).id)
+        await slow.listed.wait()
+        may_write.set()
+        await until(lambda: (found := cluster.checkpoint()) is not None and found.epoch == 8)
+        await until(lambda: any("last manifest" in text for text in told(cluster, "checkpoint failed")))
+        await until(lambda: Stamp(1, 8) not in collected._files)
+        slow.tell.set()
+        await slow.swept.wait()
+        store, pointer = leader.checkpoints.store, cluster.checkpoint()
+        assert pointer is not None and pointer.epoch == 8
+        store.verify(store.open(pointer.name))
+
+    monkeypatch.setattr(Directory, "write", writes)
+    made = job(Paced, tasks=TASKS, epochs=10_000, backups=2, checkpoint=f"file://{tmp_path}", checkpoint_every=4)
+    play(made, scenario, nodes=3, stages={("checkpoint", 2, 8): waits, ("checkpoint", 2, 12): never})
