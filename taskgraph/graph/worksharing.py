@@ -158,7 +158,7 @@ class _Team:
                 self._counting.release()
         for _ in range(helpers):
             try:
-                call = self._waiting.pop()
+                call = self._waiting.popleft()  # who was called last may be in the middle of another pass
             except IndexError:
                 break  # the others look for themselves, before they wait
             call.release()

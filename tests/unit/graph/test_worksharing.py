@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -94,6 +95,35 @@ def test_as_many_helpers_as_there_are_cores_but_few(monkeypatch: pytest.MonkeyPa
     four = threading.Barrier(4)
     for_each(lambda _: four.wait(WAIT_S), 100)
     assert len(helpers()) == 3
+
+
+def test_a_helper_in_the_middle_of_another_pass_is_not_called_where_one_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that was called last was called again: a second pass at the same time was made alone."""
+    monkeypatch.setattr(worksharing, "cores", lambda: 3)
+    monkeypatch.setattr(worksharing, "_IDLE_S", 2 * WAIT_S)
+    three, busy, free = threading.Barrier(3), threading.Barrier(3), threading.Event()
+    for_each(lambda _: three.wait(WAIT_S), 3)
+    assert until(lambda: len(worksharing._team._waiting) == 2)
+    monkeypatch.setattr(worksharing, "idle", lambda: 1)
+
+    def work(_: int) -> None:
+        busy.wait(WAIT_S)
+        free.wait()
+
+    other = in_thread(lambda: for_each(work, 2))
+    try:
+        busy.wait(WAIT_S)
+        together = threading.Barrier(2)
+        for_each(lambda _: together.wait(WAIT_S / 4), 2)
+    finally:
+        free.set()
+        other.join()
+        monkeypatch.setattr(worksharing, "_IDLE_S", 0.01)  # and they look again how long they may wait
+        waiting, worksharing._team._waiting = worksharing._team._waiting, deque()
+        for call in tuple(waiting):
+            call.release()
 
 
 def test_nobody_waits_for_a_helper_that_has_not_begun() -> None:
