@@ -89,6 +89,8 @@ async def kill(options: argparse.Namespace) -> int:
         if fails and not options.force:
             status = f"`taskgraph status {reached.name}`"
             instead = f"wait until {status} shows one more in sync, or " if reached.spec.backups else ""
+            if instead and not who_stays(view, reached.spec.run, node):
+                instead = f"start another node (`taskgraph launch {reached.name}`) and {instead}"
             raise JobError(f"{risk}: {instead}kill it with --force")
         try:
             async with client_of(record, reached.entry.token_bytes, reached.entry.node_access) as client:
