@@ -113,22 +113,29 @@ class Checkpointer:
         node, view, checkpoints, spec = self._node, self._node.keeper.view, self._node.checkpoints, self._node.spec
         store = checkpoints.store
         lacking: tuple[Stamp, int] | None = None
+        stays: OSError | None = None
         try:
-            for name in await checkpoints.call(lambda: store.of_run(spec.checkpoint_series, spec.run[:8])):
-                # As it is now: of one that became complete meanwhile it is not known any more who told of what.
-                newest = Name.parse(view.checkpoint.record.name) if view.checkpoint is not None else None
-                if newest is not None and name <= newest:
-                    continue  # it goes with that, or is kept
-                stamp = Stamp(name.attempt, name.epoch)
-                if (task := self._collected.never(view, stamp)) is None:
-                    continue
-                if task != 0:
-                    lacking = stamp, task
-                await node.while_paused()
+            names = await checkpoints.call(lambda: store.of_run(spec.checkpoint_series, spec.run[:8]))
+        except OSError as error:
+            names, stays = [], error
+        for name in names:
+            # As it is now: of one that became complete meanwhile it is not known any more who told of what.
+            newest = Name.parse(view.checkpoint.record.name) if view.checkpoint is not None else None
+            if newest is not None and name <= newest:
+                continue  # it goes with that, or is kept
+            stamp = Stamp(name.attempt, name.epoch)
+            if (task := self._collected.never(view, stamp)) is None:
+                continue
+            if task != 0:
+                lacking = stamp, task
+            await node.while_paused()
+            try:
                 async with self._removing:
                     await checkpoints.call(partial(store.remove_unfinished, name, self._may_write, self._leads))
-        except OSError as error:
-            node.log.info("what was written of checkpoints that became nothing cannot be removed: %s", error)
+            except OSError as error:  # it must not keep what comes after it
+                stays = stays or error
+        if stays is not None:
+            node.log.info("what was written of checkpoints that became nothing cannot be removed: %s", stays)
         if lacking is not None and lacking[0] > self._last_given_up:
             self._count_given_up(*lacking)
 

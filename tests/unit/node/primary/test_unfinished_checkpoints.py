@@ -168,3 +168,31 @@ def test_what_became_complete_while_the_place_was_listed_stays(tmp_path: Path, m
     monkeypatch.setattr(Directory, "write", writes)
     made = job(Paced, tasks=TASKS, epochs=10_000, backups=2, checkpoint=f"file://{tmp_path}", checkpoint_every=4)
     play(made, scenario, nodes=3, stages={("checkpoint", 2, 8): waits, ("checkpoint", 2, 12): never})
+
+
+def test_what_cannot_be_removed_does_not_keep_what_comes_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing after it was removed, at each takeover anew."""
+    remove = Directory.remove
+
+    def removes(self: Directory, path: str) -> None:
+        if "-e000000002-" in path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        remove(self, path)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await cluster.nodes[0].keeper.wait_until(lambda view: view.epoch is not None and view.epoch.record.epoch >= 6)
+        leader = holder(cluster, 0)
+        stays, goes = (tmp_path / "job" / str(leader.checkpoints.name_of(Stamp(1, epoch))) for epoch in (2, 4))
+        for folder in (stays, goes):
+            folder.mkdir(parents=True)
+            (folder / "task-000001.safetensors").touch()
+        cluster.crash(leader.id)
+        keeper = cluster.nodes[0].keeper
+        await until(lambda: not goes.exists() or keeper.view.checkpoint is not None)
+        assert stays.exists() and keeper.view.checkpoint is None, "with the next complete one all of it goes"
+
+    monkeypatch.setattr(Directory, "remove", removes)
+    made = job(Paced, tasks=TASKS, epochs=10_000, backups=2, checkpoint=f"file://{tmp_path}", checkpoint_every=200)
+    play(made, scenario, nodes=3)
