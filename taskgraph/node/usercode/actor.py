@@ -168,6 +168,8 @@ class Actor:
                 else:
                     turn = self._turn if alone else None
                     result = await self._resumed(where, stamp, coroutine, context, waited, turn, times)
+                    if attempt is not None and attempt.cancelled and cancelling() > before:
+                        raise asyncio.CancelledError  # it caught that: what it is part of ends nevertheless
                 if after is not None:
                     after()
                 return result

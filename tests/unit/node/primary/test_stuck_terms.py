@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
-from cluster_kit import IN_STEP, Counting, Gated, gated, holder, job, play
+from cluster_kit import IN_STEP, Counting, Gated, gated, holder, job, play, restart
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.protocol.messages import Stamp
 
 __all__ = ["gated"]
 
@@ -74,3 +76,24 @@ def test_a_node_where_code_of_a_task_never_returned_does_not_work_on_it_again(ga
         assert "code of task 1 of an earlier term has not returned" in str(cluster._node_failed.result())
 
     play(job(gated), scenario, nodes=2)
+
+
+def test_code_that_catches_the_end_of_its_attempt_and_returns_ends_with_it() -> None:
+    """What it was part of went on as if nothing had been: it made a boundary of the attempt that was over, whose
+    acknowledgements never came, and the job waited for ever."""
+    begun = asyncio.Event()
+
+    class Catches(Counting, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if self.task_id == 1 and epoch.number == 1 and not begun.is_set():
+                begun.set()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+            await super().count(epoch, ins, outs)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await begun.wait()
+        await restart(cluster, Stamp(1, 1))
+        return await cluster.result()
+
+    assert play(job(Catches, epochs=4), scenario, nodes=2).values == {0: 4, 1: 4}
