@@ -75,6 +75,7 @@ class Collected:
         self._last: dict[int, Stamp] = {}  # what each task told of last
         self._given_up: dict[Stamp, int | None] = {}  # and a task that could not write its file
         self._passed_over: set[Stamp] = set()  # there were too many, or a later one is whole
+        self._becoming: Stamp | None = None  # what `complete` named last: its manifest may be on its way
         self._began: dict[int, Stamp] = {}  # what was at work when a task's primary of now began, or before that
 
     def take(self, written: Written) -> None:
@@ -106,6 +107,8 @@ class Collected:
         """
         if view.epoch is not None and stamp.attempt < view.epoch.record.lineage:
             return 0  # undone
+        if stamp == self._becoming:
+            return None  # though there may have been too many since to know that it is whole
         files, needed = self._files.get(stamp, {}), files_needed(view, self._tasks) or ()
         lacking = (t for t in sorted(needed) if self._is_before(stamp, t) and not (t in files and files[t].size))
         return next(lacking, None)
@@ -142,10 +145,11 @@ class Collected:
     def complete(self, view: JobView) -> tuple[Stamp, tuple[Written, ...]] | None:
         """The newest boundary all of whose files are written, if there is one to go on to."""
         self._forget_closed(view)
+        self._becoming = None
         needed = files_needed(view, self._tasks)
         if needed is None:
             return None
-        whole = self._newest_whole(view, needed)
+        whole = self._becoming = self._newest_whole(view, needed)
         kept = sparse((stamp for stamp in self._files if whole is None or stamp > whole), _MOST)
         if whole is not None:
             kept.append(whole)

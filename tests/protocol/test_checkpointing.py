@@ -259,6 +259,21 @@ def test_what_was_told_before_there_was_another_primary_counts(world: World) -> 
     assert collected.never(view, Stamp(1, 4)) == 1
 
 
+def test_what_is_becoming_a_checkpoint_is_not_nothing_however_many_are_told_of_meanwhile(world: World) -> None:
+    """It was: its files were removed while its manifest was being written."""
+    collected, view = Collected(2), world.view()
+    for task in (0, 1):
+        collected.take(written(3, task))
+    collected.began(1, Stamp(1, 6))
+    whole = collected.complete(view)
+    assert whole is not None and whole[0] == Stamp(1, 3)
+    for epoch in range(4, 100):
+        collected.take(written(epoch, 0))
+    assert collected.never(view, Stamp(1, 3)) is None
+    assert collected.complete(view) is None, "that failed; it is known no more that it was whole"
+    assert collected.never(view, Stamp(1, 3)) == 1
+
+
 def test_what_was_undone_becomes_nothing(world: World) -> None:
     advance(world, record(3))
     collected = Collected(2)
