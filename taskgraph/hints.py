@@ -16,6 +16,8 @@ from taskgraph.errors import kind_of, said
 __all__ = ["hint"]
 
 _NAMES: Final = {Epoch: "epoch", Hold: "hold", Inputs: "ins", Outputs: "outs", Reply: "reply"}
+_OURS: Final = frozenset({"close", "filled", "given"})
+"""What these have for the framework."""
 _FORMS: Final = {
     "Epoch.processor": "epoch.processor(self.add, inbound={'theta': 'parents'}, outbound={'grad': 'parents'})",
     "Epoch.flag": "epoch.flag('children', meta)",
@@ -81,7 +83,7 @@ def _of_attribute(owner: Any) -> str:
         return _REPLY
     for cls, name in _NAMES.items():
         if isinstance(owner, cls):
-            public = [n for n in dir(cls) if not n.startswith("_") and n != "close"]
+            public = [n for n in dir(cls) if not n.startswith("_") and n not in _OURS]
             also = "; also ins[tag], tag in ins, and for tag in ins" if cls is Inputs else ""
             return f"{name} has: {', '.join(public)}{also}"
     return ""
