@@ -258,6 +258,11 @@ class Outputs:
                     f"valid until it returns; put with the outs that each call is given"
                 )
             if (tag, consumer) in self._put:
+                if (tag, consumer) in self.filled:
+                    raise GraphError(
+                        f"{self._at()}: channel {_channel(tag, consumer)} has an array of outs.empty already, which is "
+                        f"sent as it is when the processor returns: fill that, or put, but not both"
+                    )
                 raise GraphError(
                     f"{self._at()}: channel {_channel(tag, consumer)} was put twice; a channel carries one item per "
                     f"epoch: put a list, or declare another tag"

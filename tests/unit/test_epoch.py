@@ -221,6 +221,9 @@ def test_every_channel_is_put_once() -> None:
     assert refused(lambda: outs.put("y", 0, to=[3])) == start + "channel 'y' does not lead to task 3; it leads to: 5"
     outs.put("x", value, to=3)
     outs.empty("y", 3).fill(7)
+    filled = start + "channel 'y' to task 5 has an array of outs.empty already, which is sent as it is when the"
+    assert filled in refused(lambda: outs.put("y", 0))
+    assert filled in refused(lambda: outs.empty("y", 3, to=5))
     outs.close()
     assert {channel: list(decode(item)) for channel, item in work.put_values.items()} == {
         ("x", 1): [0, 0],
