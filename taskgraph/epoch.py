@@ -41,6 +41,8 @@ __all__ = [
 T = TypeVar("T")
 To = str | int | Sequence[str | int]
 """A link's name, a task id, or several of them; oneself is allowed."""
+_NO_NUMBERS = (str, bytes, bytearray, np.complexfloating)
+"""float() reads some of these, and takes half of a complex number."""
 
 
 class AttemptEnded(BaseException):
@@ -256,7 +258,7 @@ class Epoch:
             if key not in TEXTS and not is_text(key):
                 raise JobError(f"{self._at()}: report(): the name {key!a} is no text that can be encoded")
             try:
-                if isinstance(number, str | bytes | bytearray):  # of which float() reads some
+                if isinstance(number, _NO_NUMBERS):
                     raise TypeError
                 plain[key] = float(number)
             except OverflowError:

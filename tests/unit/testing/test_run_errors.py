@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from jobs_kit import Fit, fails, fit, job, no_op, run, says, task
 
@@ -262,6 +263,12 @@ def test_a_report_of_what_is_no_number() -> None:
 def test_a_report_of_a_text_of_a_number(text: Any) -> None:
     """Some texts were taken for numbers, and others failed the job in a later epoch."""
     says(fails(given(lambda epoch, ins, outs: epoch.report(loss=text))), "takes numbers, not " + type(text).__name__)
+
+
+@pytest.mark.parametrize("kind", [complex, np.complex64, np.complex128], ids=str)
+def test_a_report_of_a_complex_number(kind: type[Any]) -> None:
+    """Of numpy's the real part was reported, and the rest was lost."""
+    says(fails(given(lambda epoch, ins, outs: epoch.report(loss=kind(1 + 2j)))), "takes numbers, not " + kind.__name__)
 
 
 def test_a_report_may_be_called_self() -> None:
