@@ -242,7 +242,7 @@ class Epoch:
             raise GraphError(f"{self._at()}: request(): the method {method!a} is no text that can be encoded")
         ids = task_ids(self._work, to, self._at, f"request {method!r}")
         if len(ids) != 1:
-            raise GraphError(f"{self._at()}: a request goes to one task, {to!r} are {len(ids)}")
+            raise GraphError(f"{self._at()}: a request goes to one task, {to!r} names {len(ids) or 'no'} tasks")
         what = f"request {method!r} of task {self._work.task}"
         value = encode(payload, what=what, allocate=self._work.allocate)
         return Reply(self._work, self._work.request(self._where, ids[0], method, value))

@@ -299,14 +299,17 @@ def test_a_request_of_an_unknown_method() -> None:
     says(error, "task 0, epoch 0, ask: request 'pull' to task 0", "it handles: 'push'", "@tg.handles('pull')")
 
 
-def test_a_request_to_several() -> None:
+@pytest.mark.parametrize(("tasks", "words"), [(3, "'peers' names 2 tasks"), (1, "'peers' names no tasks")])
+def test_a_request_to_several_or_to_nobody(tasks: int, words: str) -> None:
+    """Of nobody it said "'parents' are 0", as if that were task 0."""
+
     def ask(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         epoch.request("peers", "push")  # type: ignore[arg-type]
 
     def compose(self: tg.Task, epoch: tg.Epoch) -> None:
         epoch.processor(ask, outbound={"x": self.task_id})
 
-    says(fails(job(task(compose), tasks=3)), "a request goes to one task, 'peers' are 2")
+    says(fails(job(task(compose), tasks=tasks)), "a request goes to one task, " + words)
 
 
 @pytest.mark.parametrize("what", ["flag", "request"])
