@@ -183,8 +183,10 @@ class Primary:
         if at.epoch > 0:
             self.stage = "on_commit"
             await replica.on_commit(at.epoch - 1, boundary.value)
+            self._check_term()
         self.stage = "on_event"
         await replica.tell(BecamePrimary(term=self.term))
+        self._check_term()
         self.stage = ""
 
     async def _boundary_anew(self, at: EpochRecord) -> Boundary:
@@ -358,6 +360,7 @@ class Primary:
         if now.epoch > stamp.epoch and "on_commit" in replica.shape.overrides:
             self.stage = "on_commit"
             await replica.on_commit(now.epoch - 1, committed.value)
+            self._check_term()
         self.stage = ""
         return now.epoch
 
@@ -369,6 +372,15 @@ class Primary:
         if not self.node.keeper.view.is_primary(self.task, self.node.id, self.term):
             self.stage = "the end of its term: another primary was read"
             await asyncio.Event().wait()
+
+    def _check_term(self) -> None:
+        """Code that catches the end of its term, and returns, ends with it: nobody cancels this once more.
+
+        Raises:
+            CancelledError: another primary was read.
+        """
+        if not self.node.keeper.view.is_primary(self.task, self.node.id, self.term):
+            raise asyncio.CancelledError
 
     async def _conclude(self) -> None:
         """The job ended. Where it finished: the result, from the last committed state.

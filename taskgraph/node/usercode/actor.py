@@ -168,8 +168,9 @@ class Actor:
                 else:
                     turn = self._turn if alone else None
                     result = await self._resumed(where, stamp, coroutine, context, waited, turn, times)
-                    if attempt is not None and attempt.cancelled and cancelling() > before:
-                        raise asyncio.CancelledError  # it caught that: what it is part of ends nevertheless
+                    if attempt is not None and attempt.cancelled:
+                        # It caught that, and may have taken it back: what it is part of ends nevertheless.
+                        raise asyncio.CancelledError
                 if after is not None:
                     after()
                 return result
@@ -190,7 +191,8 @@ class Actor:
             raise UserCodeError(where, cancelled_by_users(f"task {self.task}{epoch}, {where!r}: ")) from itself
         except asyncio.CancelledError as error:
             caller = asyncio.current_task()
-            if not is_async(function) or (caller is not None and caller.cancelling()):
+            over = attempt is not None and attempt.cancelled
+            if over or not is_async(function) or (caller is not None and caller.cancelling()):
                 raise
             raise UserCodeError(where, error) from error  # of something of its own: nobody cancelled the call
         except BaseException as error:
