@@ -111,7 +111,8 @@ def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -
     """
     if number in _HARMLESS:
         return "", False
-    if number in _DRAINS:
+    again = number in _DRAINS and view.nodes[node].record.draining  # the second such signal ends a node at once
+    if number in _DRAINS and not again:
         return drain_risk(view, spec, node), False
     alone = [task for task in range(spec.tasks) if view.primaries.get(task) and _has_alone(view, task, node)]
     at, pointer = view.stamp.epoch if view.stamp is not None else 0, view.checkpoint
@@ -123,6 +124,10 @@ def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -
         if pointer is not None
         else "the job fails"
     )
+    if pointer is not None and not who_stays(view, spec.run, node):
+        then += " once another node is there; its launcher fails it if it starts none (--replace)"
+    if again:
+        return f"{has}, and leaves already: at one more {number.name} it may end at once: {then}", pointer is None
     if number in _STOPS:
         return (
             f"{has}: if it stands still for longer than {spec.setting('lost_after_s'):g} s (lost_after_s), {then}",

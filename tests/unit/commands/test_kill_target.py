@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from signal import Signals
 
 import pytest
@@ -135,14 +136,18 @@ def test_whom_there_may_be_a_moment_later_cannot_be_reached(arguments: tuple[str
         target(*arguments)
 
 
-def alone(*draining: str) -> str:
-    """What may be lost with n3, which holds task 1 alone, while others leave."""
-    made = view(("n1", "n2", "n4"), ("n3",), ())
-    for name in draining:
+def drain_all(made: JobView, names: Iterable[str]) -> None:
+    for name in names:
         versioned = made.nodes[f"{name}-7f"]
         made.nodes[f"{name}-7f"] = dataclasses.replace(
             versioned, record=dataclasses.replace(versioned.record, draining=True)
         )
+
+
+def alone(*draining: str) -> str:
+    """What may be lost with n3, which holds task 1 alone, while others leave."""
+    made = view(("n1", "n2", "n4"), ("n3",), ())
+    drain_all(made, draining)
     job = Job(tasks=3, builder=lambda task_id: Task(), epochs=1, name="fit", settings=Settings(drain_s=20))
     return drain_risk(made, dataclasses.replace(JobSpec.local(job), run="r"), "n3-7f")
 
@@ -155,9 +160,12 @@ def test_of_the_last_node_that_stays_it_is_said_what_is_lost() -> None:
     assert alone("n1", "n2", "n4").startswith("n3 alone has task 1, which is lost when it leaves, after 20 s (drain_s)")
 
 
-def kill_of(node: str, number: int = 9, *, epoch: int = 7, checkpoint: int = 0) -> tuple[str, bool]:
+def kill_of(
+    node: str, number: int = 9, *, epoch: int = 7, checkpoint: int = 0, draining: tuple[str, ...] = ()
+) -> tuple[str, bool]:
     """What is lost with a node that gets a signal; n3 holds task 1 alone, and n5, which is no more, held task 2 too."""
     made = view(("n1", "n2", "n4"), ("n3",), ("n4", "n5"), epoch=epoch, checkpoint=checkpoint)
+    drain_all(made, draining)
     job = Job(tasks=3, builder=lambda task_id: Task(), epochs=9, name="fit")
     return kill_risk(made, dataclasses.replace(JobSpec.local(job), run="r"), f"{node}-7f", Signals(number))
 
@@ -172,6 +180,21 @@ def test_of_a_node_that_alone_has_a_task_it_is_said_that_the_job_fails_with_it(n
 def test_where_there_is_a_checkpoint_it_is_said_how_far_the_job_goes_back() -> None:
     text = "n3 alone has the state of task 1, which is lost with it: the job goes back to its checkpoint of epoch 4"
     assert kill_of("n3", checkpoint=4) == (f"{text} (it is at epoch 7)", False)
+
+
+def test_where_no_node_is_left_to_go_back_to_a_checkpoint_that_is_said() -> None:
+    """It was said that the job goes back to it, and its launcher had it fail."""
+    text, fails = kill_of("n3", checkpoint=4, draining=("n1", "n2", "n4"))
+    assert text.endswith("once another node is there; its launcher fails it if it starts none (--replace)")
+    assert not fails
+
+
+@pytest.mark.parametrize("number", [2, 15])
+def test_the_second_signal_that_has_a_node_leave_ends_it(number: int) -> None:
+    """It was said that the node leaves after `drain_s`, and the job failed at once."""
+    text = f"and leaves already: at one more {Signals(number).name} it may end at once: the job fails"
+    assert kill_of("n3", number, draining=("n3",)) == (f"n3 alone has the state of task 1, {text}", True)
+    assert kill_of("n1", number, draining=("n1",)) == ("", False)
 
 
 def test_of_one_that_stands_still_it_is_said_for_how_long_it_may() -> None:
