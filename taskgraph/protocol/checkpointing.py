@@ -118,7 +118,8 @@ class Collected:
 
         None where nothing failed, and yet a task has no file of it: it left this one out, or its primary was another
         one then. One is given up once, and named again when one more file of it was written. What only comes too late
-        for a later one goes with that.
+        for a later one goes with that. None is given up before a later epoch was read as committed: from then on it is
+        nothing to leaders after this one either, however late its files are removed.
         """
         self._forget_closed(view)
         needed = files_needed(view, self._tasks)
@@ -126,6 +127,8 @@ class Collected:
             return {}
         whole = self._newest_whole(view, needed)
         for stamp, files in self._files.items():
+            if view.epoch is None or stamp.epoch >= view.epoch.record.epoch:
+                continue  # else a leader after it, which begins no later, may be told of all files
             failed = [task for task, written in files.items() if not written.size and task in needed]
             if failed:
                 self._given_up[stamp] = min(failed)

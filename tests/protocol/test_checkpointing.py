@@ -223,14 +223,33 @@ def test_a_boundary_without_a_file_of_each_task_is_given_up_where_none_after_it_
     assert collected.give_up(view) == {Stamp(1, 3): 1}
 
 
+def test_none_is_given_up_that_a_leader_after_this_one_may_be_told_all_files_of(world: World) -> None:
+    """One that was behind removed them while its successor, at work on the same epoch, made the checkpoint complete."""
+    collected, after, view = Collected(2), Collected(2), world.view()
+    collected.take(written(6, 0))
+    collected.take(unwritten(6, 1))
+    for task in (0, 1):
+        after.began(task, Stamp(1, 6))  # and their primaries wrote what these could not
+        after.take(written(6, task))
+    assert after.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
+    assert collected.give_up(view) == {}
+    world.commit()
+    assert collected.give_up(world.view()) == {Stamp(1, 6): 1}
+    late = Collected(2)
+    late.began(0, Stamp(1, 7))
+    for task in (0, 1):
+        late.take(written(6, task))
+    assert late.complete(world.view()) is None, "so it is nothing to leaders after it"
+
+
 def test_one_that_is_whole_is_not_given_up_whatever_comes_after_it(world: World) -> None:
     """Its manifest may still be to be written."""
     collected, view = Collected(2), world.view()
     for task in (0, 1):
         collected.take(written(3, task))
-        collected.take(unwritten(6, task))
+        collected.take(unwritten(5, task))
     collected.take(unwritten(3, 1))  # by another primary of the same task: the file is there
-    assert collected.give_up(view) == {Stamp(1, 6): 0}
+    assert collected.give_up(view) == {Stamp(1, 5): 0}
     assert collected.complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
 
 
@@ -286,6 +305,7 @@ def test_what_was_undone_becomes_nothing(world: World) -> None:
 def test_what_is_given_up_is_bounded(world: World) -> None:
     collected = Collected(2)
     for epoch in range(1, 1000):
+        world.commit()
         collected.take(unwritten(epoch, 0))
         assert list(collected.give_up(world.view())) == [Stamp(1, epoch)]
     assert len(collected._files) + len(collected._given_up) < 40

@@ -47,13 +47,14 @@ class Counting(tg.Task, state=["total"]):
 
 
 class Gated(Counting, state=["total"]):
-    """Its epoch 1 waits for `gate`."""
+    """Its epoch `at` waits for `gate`."""
 
+    at = 1
     reached: asyncio.Event
     gate: asyncio.Event
 
     async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        if epoch.number == 1:
+        if epoch.number == self.at:
             self.reached.set()
             await self.gate.wait()
         await super().count(epoch, ins, outs)

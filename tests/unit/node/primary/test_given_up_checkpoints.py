@@ -56,11 +56,12 @@ def test_it_asks_itself_before_each_file(
         await gated.reached.wait()
         node = holder(cluster, 0)
         checkpointer = Checkpointer(node, node.roles.primaries[0])
-        checkpointer.take(WrittenFiles((Written(Stamp(1, 2), 0, 0, ""),)))  # it could not be written
+        checkpointer.take(WrittenFiles((Written(Stamp(1, 1), 0, 0, ""),)))  # it could not be written
         monkeypatch.setattr(Store, "discard", discard)
         await checkpointer._give_up()
 
     node: Any = None
+    gated.at = 2
     play(job(gated, tasks=1, backups=0, checkpoint=f"file://{tmp_path}", checkpoint_every=100), scenario, nodes=1)
     assert removed == ([True] if then is None else [True, False])
 
@@ -72,7 +73,7 @@ def test_one_that_pauses_waits_with_it(gated: type[Gated], tmp_path: Path, monke
         await gated.reached.wait()
         node = holder(cluster, 0)
         checkpointer = Checkpointer(node, node.roles.primaries[0])
-        checkpointer.take(WrittenFiles((Written(Stamp(1, 2), 0, 0, ""),)))
+        checkpointer.take(WrittenFiles((Written(Stamp(1, 1), 0, 0, ""),)))
         monkeypatch.setattr(Store, "discard", lambda self, name, still: removed.append(name))
         node.pause(True)
         giving_up = asyncio.ensure_future(checkpointer._give_up())
@@ -81,6 +82,7 @@ def test_one_that_pauses_waits_with_it(gated: type[Gated], tmp_path: Path, monke
         node.pause(False)
         await giving_up
 
+    gated.at = 2
     play(job(gated, tasks=1, backups=0, checkpoint=f"file://{tmp_path}", checkpoint_every=100), scenario, nodes=1)
     assert len(removed) == 1
 
