@@ -215,6 +215,9 @@ class ViewKeeper:
             except WAITED_OUT as error:
                 log.warning("cannot re-read the job: %s", error)
                 await asyncio.sleep(self._refresh_s)
+            except BaseException:
+                self._reads -= 1  # nobody shares one that was cancelled
+                raise
 
     def notify_later(self) -> None:
         """`notify`, once, after the caller is through."""

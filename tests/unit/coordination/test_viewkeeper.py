@@ -288,6 +288,37 @@ async def test_a_re_read_shows_what_was_written_before_it_was_asked_for(
     assert listed == 2
 
 
+async def test_whoever_waits_for_a_re_read_that_is_cancelled_reads_itself(
+    cluster, node: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returned as if that had been one, and its view was as old as before."""
+    keeper = ViewKeeper(node, cluster.prefix.strip("/").replace("/", "-"), refresh_s=1.0)
+    listing, begun, gates = node.list, [asyncio.Event(), asyncio.Event()], [asyncio.Event(), asyncio.Event()]
+    listed = 0
+
+    async def late(prefix: str) -> Listing:
+        nonlocal listed
+        listed += 1
+        if listed <= 2:
+            begun[listed - 1].set()
+            await gates[listed - 1].wait()
+        return await listing(prefix)
+
+    monkeypatch.setattr(node, "list", late)
+    first = asyncio.create_task(keeper.refresh())
+    await begun[0].wait()
+    second, third = asyncio.create_task(keeper.refresh()), asyncio.create_task(keeper.refresh())
+    await asyncio.sleep(0)
+    gates[0].set()
+    await first
+    await begun[1].wait()
+    await node.txn(Txn(success=(Put(keeper.view.keys.epoch, EpochRecord(epoch=2, attempt=0).to_bytes()),)))
+    second.cancel()
+    await asyncio.wait([second])
+    await third
+    assert keeper.view.stamp is not None and keeper.view.stamp.epoch == 2
+
+
 async def test_changes_that_come_while_all_are_told_of_the_last_one_are_told_together(
     job: Job, node: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
