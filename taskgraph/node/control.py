@@ -53,6 +53,9 @@ _PACE_S = 0.05
 kept goes at once, with those that wait."""
 _CLOSE_S = 0.5
 """Calls under way get this long when the node ends."""
+_TAKEN_S = 2.0
+"""Whoever traces the node has this long to take the last spans: of a connection that its other end closed, what was not
+read yet is lost where something is still written, and gRPC writes while it reads."""
 _SIGNAL_AFTER_S = 0.05
 """A reply is on its way by then; after SIGKILL nobody expects one."""
 
@@ -94,6 +97,7 @@ class ControlServer:
         self._servers: list[grpc.aio.Server] = []
         self._path: Path | None = None
         self._followers: set[_Follower] = set()
+        self._traces: set[asyncio.Task[Any]] = set()  # calls
         self._ending = False
         self._end = asyncio.Event()
 
@@ -174,6 +178,8 @@ class ControlServer:
         self._end.set()
         for follower in self._followers:
             follower.end()
+        if self._traces:
+            await asyncio.wait(self._traces, timeout=_TAKEN_S)
         await asyncio.gather(*(server.stop(_CLOSE_S) for server in self._servers))
         self._servers.clear()
         if self._path is not None:
@@ -308,8 +314,19 @@ class ControlServer:
     async def _clock(self, node: Controlled, request: pb.ClockRequest) -> pb.ClockReply:
         return pb.ClockReply(at_ns=clock(), host_key=self._host_key)
 
-    def _trace(self, node: Controlled, requests: AsyncIterator[pb.TraceRequest]) -> AsyncGenerator[pb.TraceChunk, None]:
-        return traced(node, self._events, requests, self._end)
+    async def _trace(
+        self, node: Controlled, requests: AsyncIterator[pb.TraceRequest]
+    ) -> AsyncGenerator[pb.TraceChunk, None]:
+        call = asyncio.current_task()
+        assert call is not None
+        self._traces.add(call)
+        try:
+            async with contextlib.aclosing(traced(node, self._events, requests, self._end)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            await asyncio.sleep(_TAKEN_S)  # who has the last one ends the call
+        finally:
+            self._traces.discard(call)
 
 
 class _Gate(grpc.GenericRpcHandler):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from traced_kit import LIMIT_S, TOKEN, Service, TracedNode
 
 from taskgraph.errors import PeerGone, TaskGraphError
+from taskgraph.node import control
 from taskgraph.node.control import ControlServer
 from taskgraph.node.tracing import traced
 from taskgraph.observe._proto import control_pb2 as pb
@@ -48,6 +52,8 @@ async def rest(call: TraceCall) -> tuple[list[Span], pb.TraceChunk]:
         while (chunk := await call.next()) is not None:
             spans += list(unpacker.unpack(chunk))
             last = chunk
+            if chunk.over:
+                break
     assert last is not None
     return spans, last
 
@@ -141,7 +147,7 @@ async def test_more_than_one_chunk_and_what_does_not_fit_is_counted(service: Ser
         add(service, 6_000)
         await call.enough()
         lost = 0
-        while (chunk := await call.next()) is not None:
+        while (chunk := await call.next()) is not None and not chunk.over:
             lost += chunk.lost
         assert lost == 1_000
 
@@ -153,7 +159,50 @@ async def test_the_end_of_the_node_tells_the_last_spans(service: Service) -> Non
         stopping = asyncio.ensure_future(service.server.stop())
         spans, last = await rest(call)
         assert len(spans) == 2 and last.over
-        await stopping
+    await stopping
+
+
+TRACE = """
+import asyncio, sys
+from taskgraph.observe.control_client import ControlClient
+
+async def main():
+    async with ControlClient(sys.argv[1], bytes.fromhex(sys.argv[2])) as client, client.trace() as call:
+        while (chunk := await call.next()) is not None and not chunk.over:
+            print("on", flush=True)
+    print("all" if chunk is not None else "not all", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_the_end_of_the_node_waits_a_while_for_who_has_not_taken_the_last_spans(
+    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """What a process that stood still for half a second had not read was lost: UNAVAILABLE, "Stream removed"."""
+    monkeypatch.setattr(control, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(control, "_TAKEN_S", 30.0 if goes_on else 0.1)
+    address = f"unix:{tmp_path / 'c'}"
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", TRACE, address, TOKEN.hex(), stdout=asyncio.subprocess.PIPE
+    )
+    assert client.stdout is not None
+    try:
+        assert await client.stdout.readline() == b"on\n"
+        add(service, 3)
+        os.kill(client.pid, signal.SIGSTOP)
+        stopping = asyncio.ensure_future(service.server.stop())
+        await asyncio.wait([stopping], timeout=1.0 if goes_on else 20.0)
+        assert stopping.done() != goes_on
+        os.kill(client.pid, signal.SIGCONT)
+        if goes_on:
+            assert (await client.stdout.read()).split()[-1] == b"all"
+        await asyncio.wait_for(stopping, LIMIT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            client.kill()
+        await client.communicate()
 
 
 async def test_whoever_goes_away_ends_it(service: Service) -> None:
