@@ -320,11 +320,14 @@ class ControlServer:
         call = asyncio.current_task()
         assert call is not None
         self._traces.add(call)
+        over = False
         try:
             async with contextlib.aclosing(traced(node, self._events, requests, self._end)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-            await asyncio.sleep(_TAKEN_S)  # who has the last one ends the call
+                    over = chunk.over
+            if over:
+                await asyncio.sleep(_TAKEN_S)  # who has the last one ends the call
         finally:
             self._traces.discard(call)
 
