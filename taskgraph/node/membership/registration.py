@@ -52,6 +52,7 @@ class Registration:
         self._reconcile = reconcile
         self._spec_revision = 0  # when it began to register
         self._lease: Lease | None = None
+        self._paused_for = ""  # why it paused, as it was then
         self._why_paused = ""  # what was last said of it
         self._writing = ""  # the writer of a change of the key that was not answered yet
         self._one_writes = asyncio.Lock()
@@ -256,6 +257,7 @@ class Registration:
                 self._there = view.revision
             if not self._node.paused and (why := self._why_unproved(lease)):
                 self._node.pause(True)
+                self._paused_for = why
                 self._suspicion.paused()
                 self._node.events.emit("paused", f"{why}: serving stops, work is kept")
                 self._node.keeper.notify_later()
@@ -268,7 +270,8 @@ class Registration:
         """Why this node pauses, for `status`, which may reach etcd where it does not."""
         if not (self._node.paused and self._node.node_revision and self._lease is not None):
             return ()  # it is not registered yet, or has nothing to prove
-        why = self._why_unproved(self._lease) or self._why_paused
+        # Under another lease the key is not there yet, or is not known to be: that is no reason, but what follows.
+        why = self._why_unrenewed(self._lease) or self._why_paused or self._paused_for
         return (f"{self._node.name} is paused{f': {why}' if why else ''}",)
 
     @property
@@ -278,9 +281,12 @@ class Registration:
 
     def _why_unproved(self, lease: Lease) -> str:
         """Why this node has to prove anew what is its own; "": it has not."""
-        if self._unproved(lease):
-            return f"the lease could not be renewed in time{f' ({lease.trouble()})' if lease.trouble() else ''}"
-        return self._why_another()
+        return self._why_unrenewed(lease) or self._why_another()
+
+    def _why_unrenewed(self, lease: Lease) -> str:
+        if not self._unproved(lease):
+            return ""
+        return f"the lease could not be renewed in time{f' ({lease.trouble()})' if lease.trouble() else ''}"
 
     def _why_another(self) -> str:
         """Why the key in etcd is not the one that this node wrote last, although its lease may live; "": it is.

@@ -57,6 +57,35 @@ def test_status_says_why_a_node_is_paused_for_as_long_as_it_is(
     assert play(job(gated, tasks=1), scenario, nodes=2).values == {0: 3}
 
 
+@pytest.mark.usefixtures("blindable")
+def test_status_tells_of_the_lease_that_ended_until_the_key_is_back(gated: type[Gated]) -> None:
+    """It said that somebody had deleted the key, or written it, while the node put it back under another lease."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        node = holder(cluster, 0)
+        key = cluster.keys.node(node.id)
+        why = f"{node.name} is paused: the lease could not be renewed in time"
+        assert isinstance(node.registration._lease, MemoryLease)
+        node.registration._lease.stop()
+        eyes(node).refuse(key)
+        await node.keeper.wait_until(lambda view: node.id not in view.nodes)
+        await asyncio.sleep(1.0)
+        assert not node.registration._unproved(node.registration._lease), "it has another lease by now"
+        assert node.status().waits[0] == why
+        eyes(node).answer_late(key)
+        eyes(node).refuse("")
+        await node.keeper.wait_until(lambda view: node.id in view.nodes)
+        assert node.status().waits[0] == why
+        eyes(node).answer()
+        await node.while_paused()
+        assert not any("paused" in line for line in node.status().waits)
+        gated.gate.set()
+        return await cluster.result()
+
+    assert play(job(gated, tasks=1), scenario, nodes=2).values == {0: 3}
+
+
 def test_a_node_pauses_a_third_of_the_ttl_before_its_key_may_go(gated: type[Gated]) -> None:
     """Others may take over from it once that goes: it has to know sooner than they do."""
 
