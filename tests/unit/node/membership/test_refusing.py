@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from cluster_kit import Gated, gated, holder, job, play, told
+from cluster_kit import Gated, die, gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.coordination.memory import MemoryCoordinator
@@ -63,6 +63,31 @@ def test_a_node_that_is_there_is_suspected_no_more(
         gated.gate.set()
         assert (await ended).values == {0: 3}
         assert set(primary.keeper.view.in_sync(0)) == {primary.id, backup.id}
+
+    play(job(gated, tasks=1, settings=SETTINGS), scenario, nodes=2)
+
+
+def test_who_lived_on_and_dies_later_is_suspected_at_once(gated: type[Gated], refused: set[tuple[str, str]]) -> None:
+    """Its port counts again once a session with it broke: else only the end of its lease would tell."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        ended = asyncio.ensure_future(cluster.result())
+        await gated.reached.wait()
+        primary = holder(cluster, 0)
+        backup = next(node for node in cluster.nodes if node is not primary)
+        link = (primary.id, backup.id)
+        refused.add(link)
+        cluster.network.cut(*link)
+        cluster.network.heal(*link)
+        await asyncio.sleep(2 * SETTINGS.lease_ttl_s)
+        refused.remove(link)
+        await primary.keeper.wait_until(lambda view: len(view.staying(0)) == 2)
+        assert told(cluster, "found") and not primary.suspects
+        die(cluster, backup.id)
+        await asyncio.sleep(1.0)
+        assert backup.id in primary.keeper.view.nodes and primary.suspects == {backup.id}
+        gated.gate.set()
+        assert (await ended).values == {0: 3}
 
     play(job(gated, tasks=1, settings=SETTINGS), scenario, nodes=2)
 

@@ -145,6 +145,28 @@ def test_a_candidate_that_died_in_a_pause_is_not_admitted_after_it(joining: type
     assert play(job(joining, tasks=1), scenario, nodes=1).values == {0: 3}
 
 
+@pytest.mark.usefixtures("blindable")
+def test_what_is_made_while_an_admission_is_not_answered_waits_for_who_may_be_a_member(gated: type[Gated]) -> None:
+    """Committed without it, the boundary would be lost with the others: by its key in etcd it is an heir."""
+    waits_for_nobody = tg.Settings(epochs_ahead=0, admit_wait_s=0.0)
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        alone, joined = holder(cluster, 0), cluster.add()
+        eyes(alone).answer_late(cluster.keys.member(0, joined))
+        await eyes(alone).written.wait()
+        cluster.network.cut(alone.id, joined)
+        gated.gate.set()
+        await asyncio.sleep(1.0)
+        assert joined in truth(cluster).in_sync(0)
+        assert truth(cluster).stamp == Stamp(1, 1), "it takes no boundary"
+        cluster.network.heal(alone.id, joined)
+        eyes(alone).answer()
+        return await cluster.result()
+
+    assert play(job(gated, tasks=1, settings=waits_for_nobody), scenario, nodes=1).values == {0: 3}
+
+
 def test_whom_a_predecessor_evicted_is_admitted_anew(gated: type[Gated]) -> None:
     """Its key says "until 1": left so it would be asked for every boundary, and no heir once epoch 1 is over."""
 
