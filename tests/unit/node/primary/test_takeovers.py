@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_kit import Counting, Gated, die, gated, holder, job, paused, play, told
+from cluster_kit import Counting, Gated, blindable, die, eyes, gated, holder, job, paused, play, told
 
 import taskgraph as tg
 from taskgraph.errors import Refused
@@ -17,7 +17,7 @@ from taskgraph.node.node import Node
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import HandOver, Stamp
 
-__all__ = ["gated"]
+__all__ = ["blindable", "gated"]
 
 
 def test_of_two_backups_that_see_a_death_the_later_one_looks_again(gated: type[Gated]) -> None:
@@ -112,6 +112,30 @@ async def stands_at(cluster: InProcessCluster, epoch: int) -> tuple[Node, Node]:
     )
     first = holder(cluster, 0)
     return first, next(node for node in cluster.nodes if node is not first)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_restart_that_the_leader_was_asked_for_as_it_died_its_successor_is_asked_for(gated: type[Gated]) -> None:
+    """It had taken the request, and written nothing: without the restart the epoch would stand still."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        leader = holder(cluster, 0)
+        asks = next(node for node in cluster.nodes if node is not leader)
+        await leader.keeper.wait_until(lambda view: len(view.in_sync(0)) == len(view.in_sync(1)) == 2)
+        assert holder(cluster, 1) is asks
+        at = asks.keeper.view.stamp
+        assert at is not None
+        eyes(leader).lose(cluster.keys.epoch)
+        asks.roles.primaries[1].ask_restart(at, "a test asks for it")
+        await asyncio.sleep(1.0)
+        assert eyes(leader).losses and asks.keeper.view.stamp == at
+        cluster.crash(leader.id)
+        await asks.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.attempt > at.attempt)
+        gated.gate.set()
+        assert (await cluster.result()).values == {0: 3, 1: 3}
+
+    play(job(gated), scenario, nodes=2)
 
 
 def test_what_a_replica_held_counts_for_nothing_where_its_task_begins_anew(
