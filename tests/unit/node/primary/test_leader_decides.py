@@ -1,6 +1,6 @@
 """How often the leader decides: its decisions look at every task, so they must not be as many as reports or events.
 
-And how much it tells of what it found.
+And how much it tells of what it found, and that it loses nothing of what it is told too early.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import IN_STEP, Counting, Gated, gated, job, play
+from cluster_kit import IN_STEP, Counting, Gated, blindable, eyes, gated, holder, job, play, until_attempt
 
 import taskgraph as tg
 from taskgraph.errors import first_of
@@ -17,9 +17,10 @@ from taskgraph.node.primary import leader
 from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.protocol.commit import Action, Commit, Leader
 from taskgraph.protocol.cycles import Edge
+from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.view import JobView
 
-__all__ = ["gated"]
+__all__ = ["blindable", "gated"]
 
 EPOCHS = 40
 
@@ -84,3 +85,25 @@ def test_a_cycle_of_waits_that_is_found_once_fails_nothing(gated: type[Gated], m
 )
 def test_of_many_lines_it_tells_the_first(lines: list[str], shown: str) -> None:
     assert "; ".join(first_of(lines, 3)) == shown
+
+
+@pytest.mark.usefixtures("blindable")
+def test_what_is_told_of_an_attempt_that_the_leader_has_not_read_of_counts_once_it_has(gated: type[Gated]) -> None:
+    """Void, it would come back by a look at an epoch that stands still, and not before."""
+
+    async def scenario(cluster: InProcessCluster) -> float:
+        await gated.reached.wait()
+        leads, other = holder(cluster, 0), holder(cluster, 1)
+        assert other is not leads
+        eyes(leads).blind(at=cluster.keys.epoch)
+        other.roles.primaries[1].ask_restart(Stamp(1, 1), "a test asks for it")
+        await until_attempt(other, 2)
+        gated.gate.set()
+        await asyncio.sleep(1.0)
+        assert leads.keeper.view.stamp == Stamp(1, 1)
+        began = asyncio.get_running_loop().time()
+        eyes(leads).see()
+        assert (await cluster.result()).values == {0: 3, 1: 3}
+        return asyncio.get_running_loop().time() - began
+
+    assert play(job(gated, backups=0), scenario, nodes=2) < tg.Settings().stall_check_s

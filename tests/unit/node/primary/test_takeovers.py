@@ -114,6 +114,24 @@ async def stands_at(cluster: InProcessCluster, epoch: int) -> tuple[Node, Node]:
     return first, next(node for node in cluster.nodes if node is not first)
 
 
+def test_who_is_replaced_as_the_leader_and_lives_leads_no_more(gated: type[Gated]) -> None:
+    """It would take reports that nobody commits, and try to write what etcd refuses, for as long as its node lives."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        second = next(node for node in cluster.nodes if node is not first)
+        await second.takeovers._become_primary(0, failure=False)
+        await first.keeper.wait_until(lambda view: view.primary_node(0) == second.id)
+        await asyncio.sleep(0.01)
+        assert first.leader is None and second.leader is not None
+        assert "leader" not in {task.get_name() for task in asyncio.all_tasks() if task is not second.roles._leading}
+        gated.gate.set()
+        assert (await cluster.result()).values == {0: 3}
+
+    play(job(gated, tasks=1), scenario, nodes=2)
+
+
 @pytest.mark.usefixtures("blindable")
 def test_a_restart_that_the_leader_was_asked_for_as_it_died_its_successor_is_asked_for(gated: type[Gated]) -> None:
     """It had taken the request, and written nothing: without the restart the epoch would stand still."""
