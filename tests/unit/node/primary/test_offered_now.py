@@ -69,13 +69,20 @@ async def raising(error: Exception) -> Reply:
     raise error
 
 
-def test_a_member_is_offered_every_boundary_at_once(slow: list[tuple[str, int]]) -> None:
+@pytest.mark.parametrize("backups", [1, 2])
+def test_members_are_offered_every_boundary_at_once(slow: list[tuple[str, int]], backups: int) -> None:
     async def scenario(cluster: InProcessCluster) -> JobResult:
-        return await cluster.result()
+        node = await at_epoch_2(cluster)
+        began = node.now()
+        result = await cluster.result()
+        assert node.now() - began < 0.5
+        return result
 
-    waiting = job(Counting, tasks=1, epochs=20, settings=tg.Settings(epochs_ahead=0, admit_wait_s=30.0))
-    assert play(waiting, scenario, nodes=2).values == {0: 20}
-    assert [epoch for _, epoch in slow] == [0, 1], "a candidate's, by its tender; then it is a member"
+    settings = tg.Settings(epochs_ahead=0, admit_wait_s=30.0)
+    waiting = job(Counting, tasks=1, epochs=20, backups=backups, settings=settings)
+    assert play(waiting, scenario, nodes=1 + backups).values == {0: 20}
+    offered = sorted(epoch for _, epoch in slow)
+    assert offered == [0] * backups + [1] * backups, "a candidate's, by its tender; then it is a member"
 
 
 @pytest.mark.parametrize(
