@@ -1,0 +1,40 @@
+"""A job that is to fail since its code ended several processes: not where the code went through after all."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from cluster_kit import Gated, blindable, eyes, gated, holder, job, play
+
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.protocol.fatal import Fatal
+from taskgraph.protocol.messages import Stamp
+from taskgraph.protocol.records import GoneRecord, Ran
+
+__all__ = ["blindable", "gated"]
+
+
+@pytest.mark.usefixtures("blindable")
+def test_deaths_in_an_epoch_that_was_committed_since_fail_nothing(gated: type[Gated]) -> None:
+    """Whoever counts them may not have read of the commit yet."""
+
+    async def later(cluster: InProcessCluster, leads: str) -> None:
+        behind = next(node for node in cluster.nodes if node.id != leads)
+        assert behind.keeper.view.stamp == Stamp(1, 1)
+        died = GoneRecord(reason="killed by SIGSEGV", ran=(Ran("count", 0, 1),))
+        failing = asyncio.ensure_future(behind.takeovers._fatal_code._fail(Fatal(0, 1, {"n8-1": died, "n9-1": died})))
+        await asyncio.sleep(1.0)
+        eyes(behind).see()
+        await failing
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        leads = holder(cluster, 0)
+        behind = next(node for node in cluster.nodes if node is not leads)
+        await behind.keeper.wait_until(lambda view: view.stamp == Stamp(1, 1))
+        eyes(behind).blind(at=cluster.keys.epoch)
+        gated.gate.set()
+        assert (await cluster.result()).values == {0: 3}
+
+    play(job(gated, tasks=1, backups=0), scenario, nodes=2, stages={("compose", 0, 2): later})
