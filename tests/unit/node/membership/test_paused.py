@@ -247,3 +247,23 @@ def test_a_job_in_one_process_does_not_pause_because_it_is_busy() -> None:
         result = runner.run(arun_inprocess(job(Busy, backups=0), on_event=events.append, timeout_s=3600))
     assert result.values == {0: 3, 1: 3}
     assert not [event.kind for event in events if event.kind in ("paused", "resumed")]
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_node_that_has_two_things_to_say_of_itself_at_once_does_not_pause_for_that(gated: type[Gated]) -> None:
+    """The second write was the one it knew of when it read the first, and so somebody else's."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        (node,) = cluster.nodes
+        eyes(node).answer_late(cluster.keys.node(node.id))
+        node.left += (0,)
+        said = [asyncio.ensure_future(node.announce()) for _ in range(2)]
+        await asyncio.sleep(1.0)
+        eyes(node).answer()
+        await asyncio.gather(*said)
+        assert not told(cluster, "paused")
+        gated.gate.set()
+        assert (await cluster.result()).values == {0: 3}
+
+    play(job(gated, tasks=1, backups=0), scenario, nodes=1)
