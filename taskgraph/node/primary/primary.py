@@ -374,7 +374,7 @@ class Primary:
             await asyncio.Event().wait()
 
     def _check_term(self) -> None:
-        """Code that catches the end of its term, and returns, ends with it: nobody cancels this once more.
+        """Code that catches the end of its term, and returns or raises, ends with it: nobody cancels this once more.
 
         Raises:
             CancelledError: another primary was read.
@@ -467,6 +467,9 @@ class Primary:
 
         Returns:
             Whether it does. False where a restart, a takeover, or another end of the job came first.
+
+        Raises:
+            CancelledError: as `_check_term`.
         """
         keys, view = self.node.keeper.view.keys, self.node.keeper.view
         if epoch_revision is None:
@@ -478,6 +481,7 @@ class Primary:
             await self.node.keeper.wait_until(lambda v: not v.running)
             return True
         self.node.log.info("task %d: this did not count, since the job had moved on: %s", self.task, error)
+        self._check_term()
         await self.node.keeper.wait_until_read(
             lambda v: v.epoch is None or v.epoch.mod_revision != epoch_revision or not v.running
         )

@@ -103,8 +103,9 @@ def test_code_that_catches_the_end_of_its_attempt_and_returns_ends_with_it(takes
     assert play(job(Catches, epochs=4), scenario, nodes=2).values == {0: 4, 1: 4}
 
 
+@pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
 @pytest.mark.parametrize("hook", ["on_commit", "on_event"])
-def test_a_hook_that_catches_the_end_of_its_term_and_returns_ends_with_it(hook: str) -> None:
+def test_a_hook_that_catches_the_end_of_its_term_ends_with_it(hook: str, raises: bool) -> None:
     """The primary went on as if nothing had been, and its node waited for its end: when the next primary died, it did
     not take over, and the job waited for ever."""
     begun, caught, gate = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -130,6 +131,8 @@ def test_a_hook_that_catches_the_end_of_its_term_and_returns_ends_with_it(hook: 
                     await asyncio.Event().wait()
                 except asyncio.CancelledError:
                     caught.set()
+                    if raises:
+                        raise ConnectionError("cut off") from None
 
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         await begun.wait()
