@@ -26,7 +26,7 @@ from taskgraph.launch.resuming import Resume, begin, plan, way_on
 from taskgraph.node.garbage import searching_garbage_less_often
 from taskgraph.node.node import Node, Point
 from taskgraph.node.usercode.errors import cancelled_by_users
-from taskgraph.node.usercode.threads import Threads
+from taskgraph.node.usercode.threads import PooledThreads, Threads
 from taskgraph.observe.events import Event, EventLog, careful
 from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.keys import Keys
@@ -238,7 +238,11 @@ class InProcessCluster:
         return waits_text(node.status() for node in self.nodes)
 
     async def stop(self) -> None:
-        """Ends every node. Nothing is left behind but code that does not return: each in its daemon thread."""
+        """Ends every node. Nothing is left behind but code that does not return: each in its daemon thread.
+
+        So it is with a place of checkpoints that hangs. What is just being written there is waited for: else it would
+        come back into a directory that the caller removes.
+        """
         self._end_job()
         self.store.execute(Txn(success=(Put(self.keys.collected, b"{}"),)))
         runs = [m.run for m in self._members.values()]
@@ -247,6 +251,10 @@ class InProcessCluster:
             run.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
         await self._launcher.close()
+        until = time.monotonic() + self.job.settings.call_s
+        for member in self._members.values():
+            if isinstance(member.node.file_threads, PooledThreads):
+                await member.node.file_threads.settled(until - time.monotonic())
 
     def _end_job(self) -> None:
         """A job that is left while it runs (a timeout, Ctrl-C) is cancelled, so that its nodes end."""

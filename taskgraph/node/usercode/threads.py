@@ -90,6 +90,8 @@ class Begun(Generic[R]):
 
 _GIVES_WAY_S = 200e-6
 """How long the event loop waits for a brief function. Some of it is for a thread that wakes up on another processor."""
+_SETTLED_S = 0.005
+"""How often it is looked, at a job's end, whether all has ended: a file on a disk takes about as long."""
 
 _WAKES = (1).to_bytes(8, sys.byteorder)
 """What an eventfd takes: a number. Written once for each time that it is read."""
@@ -255,6 +257,12 @@ class PooledThreads:
             for thread in self._idle:  # one at work ends after what was accepted
                 thread.wake(None)
             self._idle.clear()
+
+    async def settled(self, timeout_s: float) -> None:
+        """Waits until what was run has ended, also what nobody waits for any more; not longer than that."""
+        until = time.monotonic() + timeout_s
+        while self.awaited and time.monotonic() < until:  # noqa: ASYNC110 (whose end tells that is on the hot path)
+            await asyncio.sleep(_SETTLED_S)
 
 
 class _Thread:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -329,3 +332,73 @@ def test_code_that_ends_the_event_loop_it_runs_in_fails_the_job(how: str, said: 
     with pytest.raises(tg.JobFailed, match=f"job 'ends': code of the job .*{said}") as caught:
         run(tg.Job(tasks=1, epochs=1, builder=Ends, name="ends"))
     assert caught.value.job == "ends"
+
+
+class Keeping(tg.Task, state=["n"]):
+    """Keeps one checkpoint; `over` is set when its epochs are over."""
+
+    def __init__(self, over: threading.Event) -> None:
+        self.over = over
+
+    def setup(self) -> None:
+        self.n = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.count)
+
+    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.n += 1
+
+    def result(self) -> int:
+        self.over.set()
+        return self.n
+
+
+def keeping(place: Path, over: threading.Event, settings: tg.Settings) -> tg.Job:
+    return tg.Job(
+        tasks=1,
+        epochs=3,
+        builder=lambda task: Keeping(over),
+        name="keeping",
+        checkpoint=place.as_uri(),
+        checkpoint_every=2,
+        settings=settings,
+    )
+
+
+def test_what_is_being_written_of_a_checkpoint_is_there_when_the_job_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would come back into a directory that the caller removes."""
+    over, fsync, began, ended = threading.Event(), os.fsync, [0], [0]
+
+    def slow(descriptor: int) -> None:
+        began[0] += 1
+        over.wait(60)
+        time.sleep(0.3)  # the job has ended long before that
+        fsync(descriptor)
+        ended[0] += 1
+
+    monkeypatch.setattr(os, "fsync", slow)
+    assert tg.run(keeping(tmp_path, over, tg.Settings()), nodes=0, timeout_s=60).values == {0: 3}
+    left = [path.name for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
+    assert began[0] > 0, "nothing was written"
+    assert (began, left) == (ended, [])
+
+
+def test_a_place_that_hangs_does_not_keep_a_job_that_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, writes, fsync = threading.Event(), threading.Event(), os.fsync
+
+    def hangs(descriptor: int) -> None:
+        writes.set()
+        goes_on.wait(60)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", hangs)
+    try:
+        job = keeping(tmp_path, threading.Event(), tg.Settings(call_s=0.2))
+        assert tg.run(job, nodes=0, timeout_s=60).values == {0: 3}
+        assert writes.wait(60)
+        assert not goes_on.is_set()
+    finally:
+        goes_on.set()
