@@ -25,7 +25,7 @@ def test_a_child_that_has_ended_by_itself_keeps_its_exit_code(caplog: pytest.Log
     """Also where asyncio does not know yet that it ended."""
 
     async def scenario() -> int:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(3)")
+        process = await _ending()
         until = time.monotonic() + 20.0
         while not _is_zombie(process.pid):
             time.sleep(0.01)  # noqa: ASYNC251 - the event loop must not learn of it
@@ -36,6 +36,19 @@ def test_a_child_that_has_ended_by_itself_keeps_its_exit_code(caplog: pytest.Log
     with caplog.at_level(logging.WARNING, logger="asyncio"):
         assert _run_with_pidfds(scenario()) == 3
     assert not caplog.records
+
+
+async def _ending() -> asyncio.subprocess.Process:
+    """A child that ends by itself from now on: on a busy machine the event loop learned of it while it made the child."""
+    ours, its = os.pipe()
+    try:
+        command = [sys.executable, "-c", "input(); raise SystemExit(3)"]
+        process = await asyncio.create_subprocess_exec(*command, stdin=ours)
+        os.write(its, b"\n")
+        return process
+    finally:
+        os.close(ours)
+        os.close(its)
 
 
 def _is_zombie(pid: int) -> bool:
@@ -61,7 +74,7 @@ def test_a_number_that_is_free_again_gets_no_signal(monkeypatch: pytest.MonkeyPa
     told: list[int] = []
 
     async def scenario() -> int:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(3)")
+        process = await _ending()
         until = time.monotonic() + 20.0
         while Path(f"/proc/{process.pid}").exists():  # noqa: ASYNC240
             time.sleep(0.01)  # noqa: ASYNC251 - the event loop must not learn of it
