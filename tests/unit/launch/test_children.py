@@ -39,7 +39,7 @@ def test_a_child_that_has_ended_by_itself_keeps_its_exit_code(caplog: pytest.Log
 
 
 async def _ending() -> asyncio.subprocess.Process:
-    """A child that ends by itself from now on: on a busy machine the event loop learned of it while it made the child."""
+    """A child that ends from now on: on a busy machine the event loop had learned of that while it made the child."""
     ours, its = os.pipe()
     try:
         command = [sys.executable, "-c", "input(); raise SystemExit(3)"]
