@@ -248,6 +248,35 @@ def test_a_restart_ends_all_epochs_in_flight(early: type[Early]) -> None:
     assert found.restarts == 1
 
 
+@pytest.mark.parametrize("what", ["returns", "raises"])
+def test_code_of_a_later_epoch_that_takes_the_end_of_its_attempt_back_ends_with_it(what: str) -> None:
+    """Where it raised, that waited for the epochs before it, which were over: the job waited for ever."""
+
+    class Taking(Early, state=["seen"]):
+        script = Script()
+
+        async def first(self, epoch: tg.Epoch) -> None:
+            if (self.task_id, epoch.number, epoch.attempt) == (0, 4, 1):
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    running = asyncio.current_task()
+                    assert running is not None
+                    running.uncancel()
+                if what == "raises":
+                    raise RuntimeError("while it was given up")
+
+    gate = Taking.script.hold("early", 0, 2)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await Taking.script.until("early", 0, 4)
+        await restart(cluster, Stamp(1, 2))
+        gate.set()
+        return await cluster.result()
+
+    whole(play(job(Taking), scenario, nodes=2))
+
+
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_takeover_begins_at_the_committed_epoch_and_works_on_several_again(early: type[Early], dies: int) -> None:
     script = early.script
