@@ -167,7 +167,7 @@ class Actor:
                     result: R = returned.value
                 else:
                     turn = self._turn if alone else None
-                    result = await self._resumed(where, stamp, coroutine, context, waited, turn, times)
+                    result = await self._resumed(where, stamp, coroutine, context, waited, turn, times, attempt)
                     if attempt is not None and attempt.cancelled:
                         # It caught that, and may have taken it back: what it is part of ends nevertheless.
                         raise asyncio.CancelledError
@@ -262,6 +262,7 @@ class Actor:
         waited: Any,
         turn: asyncio.Lock | None,
         times: int,
+        attempt: Ends | None,
     ) -> R:
         """Drives a coroutine on that awaits something: from now on others can see that it is under way."""
         words = lastwords.here
@@ -270,7 +271,7 @@ class Actor:
         if words is not None:
             words.ran()
         try:
-            result: R = await Resumed(self, where, coroutine, context, waited, turn, times)
+            result: R = await Resumed(self, where, coroutine, context, waited, turn, times, attempt)
             return result
         finally:
             if words is not None:

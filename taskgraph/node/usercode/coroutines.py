@@ -17,7 +17,7 @@ from taskgraph.node.usercode import forks
 
 if TYPE_CHECKING:
     from taskgraph.device.api import Device, Stream
-    from taskgraph.node.usercode.actor import Actor
+    from taskgraph.node.usercode.actor import Actor, Ends
 
 __all__ = ["CancelledItself", "OnStream", "Resumed", "is_async", "refuse_coroutine", "take_back"]
 
@@ -45,6 +45,7 @@ class Resumed:
         turn: None where it needs none. Only threads hold one for longer than it takes the event loop to notice.
         times: how often it has cancelled the asyncio task it runs in. It hears of that at its await, cleans up, and may
             take it back, as `asyncio.timeout` does; what counts is what is left when it ends.
+        attempt: what it is part of, if any: the end of that cannot be taken back.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Resumed:
         waited: Any,
         turn: asyncio.Lock | None,
         times: int,
+        attempt: Ends | None,
     ) -> None:
         self._actor = actor
         self._where = where
@@ -64,6 +66,7 @@ class Resumed:
         self._waited = waited
         self._turn = turn
         self._times = times
+        self._attempt = attempt
         self._task = _current_task()
         self._limit: asyncio.TimerHandle | None = None  # since it was cancelled
         self._over = False  # that time is over
@@ -107,7 +110,8 @@ class Resumed:
                 except StopIteration as stop:
                     return stop.value
                 if self._limit is not None and cancelling() <= times:
-                    self._unlimited()  # it was something of its own that cancelled it, which has taken that back
+                    if self._attempt is None or not self._attempt.cancelled:
+                        self._unlimited()  # it was something of its own that cancelled it, which has taken that back
         finally:
             self._unlimited()
             if not self._over:

@@ -21,6 +21,8 @@ class Deaf(Counting, state=["total"]):
 
     deaf: asyncio.Event
     heard: asyncio.Event
+    takes_back = False
+    """Whether it says that it was not cancelled."""
 
     async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         cls, loop = type(self), asyncio.get_running_loop()
@@ -32,18 +34,22 @@ class Deaf(Counting, state=["total"]):
                     await asyncio.sleep(until - loop.time())
                 except asyncio.CancelledError:
                     cls.heard.set()
+                    if cls.takes_back and (running := asyncio.current_task()) is not None:
+                        running.uncancel()
             self.total += 1000
             return
         await super().count(epoch, ins, outs)
 
 
+@pytest.mark.parametrize("taken_back", [False, True], ids=["caught", "taken back"])
 @pytest.mark.parametrize("restarts", [False, True], ids=["no restart before", "after a restart"])
-def test_a_node_whose_code_outlasts_its_term_ends(restarts: bool) -> None:
+def test_a_node_whose_code_outlasts_its_term_ends(restarts: bool, taken_back: bool) -> None:
     """Where a restart came before the end of the term, the node lived on, took over again after a while, and that code
     wrote to the state of its new term: the job's result was wrong."""
 
     class Fresh(Deaf, state=["total"]):
         deaf, heard = asyncio.Event(), asyncio.Event()
+        takes_back = taken_back
 
     async def scenario(cluster: InProcessCluster) -> None:
         await Fresh.deaf.wait()
