@@ -109,9 +109,8 @@ class Resumed:
                             raise CancelledItself(times)
                 except StopIteration as stop:
                     return stop.value
-                if self._limit is not None and cancelling() <= times:
-                    if self._attempt is None or not self._attempt.cancelled:
-                        self._unlimited()  # it was something of its own that cancelled it, which has taken that back
+                if self._limit is not None and cancelling() <= times and not self._ends():
+                    self._unlimited()  # it was something of its own that cancelled it, which has taken that back
         finally:
             self._unlimited()
             if not self._over:
@@ -141,6 +140,9 @@ class Resumed:
     def _limited(self, times: int) -> None:
         if self._limit is None and self._task.cancelling() > times:
             self._limit = self._task.get_loop().call_later(self._actor.grace_s, self._give_up)
+
+    def _ends(self) -> bool:
+        return self._attempt is not None and self._attempt.cancelled
 
     def _unlimited(self) -> None:
         if self._limit is not None:
