@@ -233,7 +233,8 @@ class Lanes:
         if met(error) is not None:
             self._node.device_loss.spoiled(error, self._task, stamp)
         lane = asyncio.current_task()
-        given_up = self.over or self.failed_in >= 0 or (lane is not None and lane.cancelling())  # code takes that back
+        # Whether it is cancelled would not do alone: its code may have taken that back (`uncancel`).
+        given_up = self.over or self.failed_in >= 0 or (lane is not None and lane.cancelling())
         if isinstance(error, UserCodeError | TaskGraphError) and not given_up:
             await self._told.wait(stamp.epoch)  # those before it may still be done, and are first
         if self.failed_in < 0:  # what those raise that are given up for it is not what `run` raises
