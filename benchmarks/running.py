@@ -11,13 +11,13 @@ from contextlib import AsyncExitStack
 
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
-from taskgraph.listening import Listening
+from taskgraph.network.listening import Listening
 from taskgraph.observe.events import Event
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView

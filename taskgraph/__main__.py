@@ -6,7 +6,7 @@ import sys
 def entry() -> None:
     """Runs the command line; Ctrl-C ends it without a traceback from the first, while it is imported, too."""
     try:
-        from taskgraph.signals import obey_sigterm
+        from taskgraph.system.signals import obey_sigterm
 
         obey_sigterm()
         from taskgraph.cli import main, tell_of_threads

@@ -29,10 +29,10 @@ from taskgraph.errors import (
     no_process,
     no_thread,
 )
-from taskgraph.files import OF_THE_HOST
 from taskgraph.launch.threads_env import set_thread_env
-from taskgraph.signals import hear_of_children, obey_sigterm
-from taskgraph.streams import drop_unwritten, make_good
+from taskgraph.system.files import OF_THE_HOST
+from taskgraph.system.signals import hear_of_children, obey_sigterm
+from taskgraph.system.streams import drop_unwritten, make_good
 from taskgraph.version import VERSION
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class _Help(argparse.Action):
         driver = getattr(namespace, "driver", None)
         function = self.function
         if driver is not None:
-            from taskgraph.loading import load_driver
+            from taskgraph.driver.loading import load_driver
 
             function = load_driver(driver)
         if function is not None:
@@ -389,8 +389,8 @@ def driver_main(function: JobFunction[...]) -> None:
         JobError: it is given something else than a job function, or a driver calls it while it is imported, or where an
             event loop runs.
     """
+    from taskgraph.driver.loading import check_no_loop, check_not_importing
     from taskgraph.jobs import check_job_function  # as the driver has; most commands do without
-    from taskgraph.loading import check_no_loop, check_not_importing
 
     check_job_function(function)
     check_not_importing(function.__name__)  # before a node's own arguments are taken for those of the command line

@@ -222,7 +222,7 @@ def _values() -> tuple[Target, list[bytes]]:
 
 def _records() -> tuple[Target, list[bytes]]:
     """What is read from etcd."""
-    from taskgraph.driver import JobSpec
+    from taskgraph.driver.spec import JobSpec
     from taskgraph.errors import DecodeError
     from taskgraph.observe.events import Event
     from taskgraph.protocol import records

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from taskgraph import host
 from taskgraph.commands.common import Reached, access_of, ended_text, etcd_of, find_entry, reach, see_text
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, PeerLost, TaskGraphError, TransportError, UnknownJob
 from taskgraph.jobs import NAME_RULE, is_name
 from taskgraph.launch import forget as forgetting
@@ -27,6 +26,7 @@ from taskgraph.protocol.reach import host_of, unix_socket
 from taskgraph.protocol.records import NodeRecord, name_of
 from taskgraph.protocol.takeover import held_alone, who_stays
 from taskgraph.protocol.view import JobView
+from taskgraph.system import host
 from taskgraph.transport.endpoints import host_key
 
 __all__ = [

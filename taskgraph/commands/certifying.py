@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from taskgraph.errors import JobError
-from taskgraph.files import write_whole
-from taskgraph.tls import CA, CERT, KEY, Tls
+from taskgraph.network.tls import CA, CERT, KEY, Tls
+from taskgraph.system.files import write_whole
 
 try:
     from cryptography import x509

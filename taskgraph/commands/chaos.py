@@ -14,7 +14,6 @@ from collections import Counter
 
 import uvloop
 
-from taskgraph.alongside import alongside
 from taskgraph.commands import acting
 from taskgraph.commands.common import Reached, launcher_gone, on_ending_signals, reach
 from taskgraph.commands.looking import print_event
@@ -27,6 +26,7 @@ from taskgraph.observe.events import Event
 from taskgraph.observe.screen import printable
 from taskgraph.protocol.records import State, name_of
 from taskgraph.protocol.view import JobView
+from taskgraph.system.alongside import alongside
 
 __all__ = ["chaos"]
 

@@ -16,19 +16,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from taskgraph.coordination.etcd import EtcdCoordinator
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, JobError, TransportError, UnknownJob
-from taskgraph.files import remove_file
 from taskgraph.launch.access import configured, etcd_access, insecure_listen, node_access
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.listening import Listening
+from taskgraph.network.listening import Listening
+from taskgraph.network.tls import Tls, check_listener
 from taskgraph.observe.screen import say
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import readable
-from taskgraph.signals import Orders, obey_sigterm
-from taskgraph.tls import Tls, check_listener
+from taskgraph.system.files import remove_file
+from taskgraph.system.signals import Orders, obey_sigterm
 from taskgraph.transport.hello import mark
 
 __all__ = [

@@ -14,7 +14,6 @@ from typing import Any
 
 import uvloop
 
-from taskgraph.alongside import alongside, any_done
 from taskgraph.commands.common import (
     Reached,
     access_of,
@@ -34,7 +33,7 @@ from taskgraph.commands.common import (
 )
 from taskgraph.commands.running import print_result, run
 from taskgraph.coordination.api import Coordinator
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError, UnknownJob
 from taskgraph.jobs import NAME_RULE, JobFunction, is_name
 from taskgraph.launch.begin import command, options
@@ -53,7 +52,8 @@ from taskgraph.observe.screen import say
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
-from taskgraph.streams import never_wait
+from taskgraph.system.alongside import alongside, any_done
+from taskgraph.system.streams import never_wait
 from taskgraph.transport.hello import mark
 
 __all__ = ["launch", "node"]

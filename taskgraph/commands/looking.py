@@ -15,8 +15,6 @@ from typing import Any
 
 import uvloop
 
-from taskgraph import timeouts
-from taskgraph.alongside import alongside, any_done
 from taskgraph.commands.common import Reached, check_launcher, etcd_of, known_at, launcher_gone, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, Unavailable, UnknownJob
@@ -30,6 +28,8 @@ from taskgraph.observe.screen import one_line, printable, say, takes_codes
 from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
+from taskgraph.system import timeouts
+from taskgraph.system.alongside import alongside, any_done
 
 __all__ = ["events", "result", "status"]
 

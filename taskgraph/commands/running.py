@@ -24,7 +24,8 @@ from taskgraph.commands.common import (
     token_for,
 )
 from taskgraph.coordination.api import AccessRefused
-from taskgraph.driver import JobSpec
+from taskgraph.driver.loading import load_driver, made_by
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction
 from taskgraph.launch.access import Access
@@ -37,8 +38,7 @@ from taskgraph.launch.run import arun, connect
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.shown import Shown
 from taskgraph.launch.supervise import Hooks
-from taskgraph.listening import Listening
-from taskgraph.loading import load_driver, made_by
+from taskgraph.network.listening import Listening
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import kept_json, values_text
 from taskgraph.observe.screen import say
@@ -46,7 +46,7 @@ from taskgraph.options import fields_of, parse
 from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
-from taskgraph.streams import never_wait, open_missing, settle
+from taskgraph.system.streams import never_wait, open_missing, settle
 from taskgraph.transport.hello import mark
 
 __all__ = ["job_of", "print_result", "run", "submit_command"]

@@ -18,13 +18,13 @@ import uvloop
 from taskgraph.commands.common import Reached, ending_signals, hung_up, on_ending_signals, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import JobError
-from taskgraph.files import OF_THE_HOST, chosen_file, why_unwritable
 from taskgraph.launch.tracing import NodeTrace, Tracer, words_of
 from taskgraph.observe.clocks import NodeClock
 from taskgraph.observe.screen import say
 from taskgraph.observe.trace import clock
 from taskgraph.observe.trace_file import TraceFile
 from taskgraph.protocol.records import State
+from taskgraph.system.files import OF_THE_HOST, chosen_file, why_unwritable
 from taskgraph.transport.endpoints import host_key
 
 __all__ = ["trace"]

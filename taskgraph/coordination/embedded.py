@@ -24,12 +24,12 @@ import uuid
 from pathlib import Path
 from types import TracebackType
 
-from taskgraph import host, timeouts
-from taskgraph.alongside import alongside, any_done
-from taskgraph.children import signal_name, tell_child
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import USED_UP, CoordinationError, Unavailable, no_process
-from taskgraph.files import HeldFolder, may_hold_sockets
+from taskgraph.system import host, timeouts
+from taskgraph.system.alongside import alongside, any_done
+from taskgraph.system.files import HeldFolder, may_hold_sockets
+from taskgraph.system.processes import signal_name, tell_child
 
 __all__ = ["EmbeddedEtcd", "find_etcd", "version_of"]
 

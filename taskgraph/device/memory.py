@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any, Final
 
-from taskgraph.host import memory_bytes
+from taskgraph.system.host import memory_bytes
 
 __all__ = ["Bounded", "bound_pinned", "givers"]
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from taskgraph.device.afterwards import Worker, on_a_loop
 from taskgraph.device.api import Array, Device, Event
-from taskgraph.host import memory_bytes
+from taskgraph.system.host import memory_bytes
 
 __all__ = ["PART", "Pin", "Pinnable", "pin_of"]
 

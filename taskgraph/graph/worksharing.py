@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from taskgraph.host import cores
+from taskgraph.system.host import cores
 
 __all__ = ["LEAST_BYTES", "for_each"]
 

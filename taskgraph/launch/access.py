@@ -16,9 +16,9 @@ from pathlib import Path
 
 from taskgraph.coordination.etcd.failures import PermissionRefused
 from taskgraph.errors import CoordinationError, JobError
-from taskgraph.files import ROOT
-from taskgraph.listening import NOWHERE, Listening
-from taskgraph.tls import CA, CERT, KEY
+from taskgraph.network.listening import NOWHERE, Listening
+from taskgraph.network.tls import CA, CERT, KEY
+from taskgraph.system.files import ROOT
 
 __all__ = ["Access", "advice", "configured", "etcd_access", "insecure_listen", "node_access"]
 

@@ -13,16 +13,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from taskgraph import timeouts
-from taskgraph.alongside import alongside, any_done
 from taskgraph.coordination.api import Coordinator
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, JobFailed, OutcomeUnknown, TaskGraphError
 from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, size_bytes
 from taskgraph.launch.follow import Follower, client_of, if_etcd_answers
 from taskgraph.launch.kept import kept_record, why_given_up
 from taskgraph.launch.resuming import lost_text
 from taskgraph.launch.runtime import Runtime
+from taskgraph.network.tls import Tls
 from taskgraph.observe.control_client import StillAtWork, control_address
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
@@ -30,7 +29,8 @@ from taskgraph.protocol.kv import Compare, Put, Txn
 from taskgraph.protocol.records import NodeRecord, State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
-from taskgraph.tls import Tls
+from taskgraph.system import timeouts
+from taskgraph.system.alongside import alongside, any_done
 from taskgraph.transport.endpoints import host_key
 
 __all__ = ["Collector"]

@@ -11,13 +11,12 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 
-from taskgraph import timeouts
-from taskgraph.alongside import alongside, any_done, ended
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, OutcomeUnknown, TaskGraphError
 from taskgraph.launch.resuming import way_on
+from taskgraph.network.tls import Tls
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.events import Event, careful, in_order, readable_events
 from taskgraph.observe.status import NodeStatus
@@ -26,7 +25,8 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put
 from taskgraph.protocol.records import NodeRecord, State, StatusRecord
 from taskgraph.protocol.view import JobView
-from taskgraph.tls import Tls
+from taskgraph.system import timeouts
+from taskgraph.system.alongside import alongside, any_done, ended
 from taskgraph.transport.endpoints import host_key
 
 __all__ = ["DELETED", "Follower", "client_of", "if_etcd_answers", "kept_events", "node_statuses"]

@@ -19,13 +19,13 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from taskgraph import timeouts
-from taskgraph.children import Adopted, Child, adopting, can_adopt, end_session, tell_child
 from taskgraph.errors import TaskGraphError
-from taskgraph.files import remove_file
 from taskgraph.launch.begin import command
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
+from taskgraph.system import timeouts
+from taskgraph.system.files import remove_file
+from taskgraph.system.processes import Adopted, Child, adopting, can_adopt, end_session, tell_child
 
 __all__ = ["ForkServer", "NodeProcess", "NotStarted"]
 

@@ -13,11 +13,9 @@ import random
 import time
 from collections.abc import Callable
 
-from taskgraph import timeouts
-from taskgraph.alongside import alongside, any_done
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.device.cuda import device_count
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.jobs import Job
 from taskgraph.launch.collect import assemble, complete
@@ -33,6 +31,8 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
 from taskgraph.results import JobResult
+from taskgraph.system import timeouts
+from taskgraph.system.alongside import alongside, any_done
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 
 __all__ = ["InProcessCluster", "arun_inprocess", "ended_by_users"]

@@ -23,25 +23,25 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from taskgraph import host, timeouts
-from taskgraph.alongside import ended
-from taskgraph.children import Child, end_group, reap_session, signal_name, tell_child
 from taskgraph.coordination.api import Coordinator
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError, Unavailable
-from taskgraph.files import HeldFolder
 from taskgraph.launch.devices import deal, host_devices, sharing
 from taskgraph.launch.forkserver import ForkServer, NodeProcess
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import Standing, standing_text, stopped
 from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
-from taskgraph.listening import NOWHERE, Listening
+from taskgraph.network.listening import NOWHERE, Listening
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import Event, put_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Get, Put, Txn
 from taskgraph.protocol.records import OUT_OF_MEMORY, GoneRecord, NodeRecord, Ran, State, StatusRecord
+from taskgraph.system import host, timeouts
+from taskgraph.system.alongside import ended
+from taskgraph.system.files import HeldFolder
+from taskgraph.system.processes import Child, end_group, reap_session, signal_name, tell_child
 
 __all__ = ["LocalNodes", "pause_before_another"]
 

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from taskgraph import timeouts
 from taskgraph.checkpoint.manifest import ChangedDriver, ChangedJob, MissingFile, Name, Origin, OtherFormat
 from taskgraph.checkpoint.store import Found, Store
 from taskgraph.coordination.api import Coordinator
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError, JobTimeout
 from taskgraph.launch.submit import Beginning, check_not_running, submit
 from taskgraph.node.usercode.threads import PooledThreads
@@ -30,6 +29,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord
 from taskgraph.protocol.view import Versioned
+from taskgraph.system import timeouts
 
 __all__ = ["Resume", "begin", "lost_text", "plan", "way_on"]
 

@@ -19,11 +19,11 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from taskgraph import rpc, timeouts
 from taskgraph.coordination.api import AccessRefused, Lost
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
-from taskgraph.driver import JobSpec
+from taskgraph.driver.loading import check_no_loop, check_not_importing
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import (
     CoordinationError,
     JobError,
@@ -43,10 +43,11 @@ from taskgraph.launch.resuming import Resume, begin, plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import Shown
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
-from taskgraph.loading import check_no_loop, check_not_importing
+from taskgraph.network import rpc
 from taskgraph.node.loggers import guard_loggers_here
 from taskgraph.protocol.keys import Keys
 from taskgraph.results import JobResult
+from taskgraph.system import timeouts
 from taskgraph.transport.hello import mark
 
 __all__ = ["arun", "connect", "result", "run"]

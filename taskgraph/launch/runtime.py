@@ -26,12 +26,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from taskgraph import host
 from taskgraph.errors import DecodeError, JobError, TaskGraphError
-from taskgraph.files import ROOT, HeldFolder, may_hold_sockets, remove_file, whole_file, write_whole
 from taskgraph.jobs import NAME_RULE, is_name
 from taskgraph.launch.kept import KeptJob
-from taskgraph.tls import Tls
+from taskgraph.network.tls import Tls
+from taskgraph.system import host
+from taskgraph.system.files import ROOT, HeldFolder, may_hold_sockets, remove_file, whole_file, write_whole
 
 __all__ = ["JobEntry", "Runtime", "alive"]
 

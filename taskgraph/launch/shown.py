@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from taskgraph.alongside import ended
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails
 from taskgraph.observe.progress import Progress
 from taskgraph.results import EpochReport
+from taskgraph.system.alongside import ended
 
 __all__ = ["Shown"]
 

@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-from taskgraph import host
 from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.records import Ran, State, StatusRecord
+from taskgraph.system import host
 
 __all__ = ["Standing", "standing_text", "stopped", "with_stands"]
 

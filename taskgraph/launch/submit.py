@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from taskgraph.checkpoint.manifest import Name
 from taskgraph.coordination.api import Coordinator, TooLarge
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, JobRunning, OutcomeUnknown
 from taskgraph.launch.collect import mib
 from taskgraph.protocol.keys import Keys

@@ -11,11 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from taskgraph import timeouts
-from taskgraph.alongside import alongside, any_done
-from taskgraph.children import signal_name
 from taskgraph.coordination.api import Coordinator
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import DELETED, if_etcd_answers, node_statuses
@@ -24,13 +21,16 @@ from taskgraph.launch.kept import job_failed, kept_in_etcd, kept_record
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import with_stands
-from taskgraph.listening import NOWHERE, Listening
+from taskgraph.network.listening import NOWHERE, Listening
 from taskgraph.node.membership.failing import culprit_text, memory_text
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
+from taskgraph.system import timeouts
+from taskgraph.system.alongside import alongside, any_done
+from taskgraph.system.processes import signal_name
 
 __all__ = ["Hooks", "Supervisor", "end_reason", "launch_nodes"]
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from taskgraph.alongside import alongside, any_done
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import JobError, PeerLost, TaskGraphError, Unavailable
 from taskgraph.launch.follow import client_of
+from taskgraph.network.tls import Tls
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.clocks import ClockReading
 from taskgraph.observe.control_client import ControlClient, TraceCall
@@ -27,7 +27,7 @@ from taskgraph.observe.trace import Span
 from taskgraph.observe.trace_chunks import Unpacker
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.view import JobView
-from taskgraph.tls import Tls
+from taskgraph.system.alongside import alongside, any_done
 
 __all__ = ["NodeTrace", "Tracer", "every_of", "words_of"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from taskgraph.listening import NOWHERE, Listening
+from taskgraph.network.listening import NOWHERE, Listening
 
 __all__ = ["NodeConfig"]
 

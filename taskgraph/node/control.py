@@ -23,10 +23,9 @@ from typing import Any, Protocol
 import grpc
 import xxhash
 
-from taskgraph import host
 from taskgraph.errors import TaskGraphError, TransportError
-from taskgraph.files import remove_file
-from taskgraph.listening import ANY_PORT
+from taskgraph.network.listening import ANY_PORT
+from taskgraph.network.tls import Tls, check_listener
 from taskgraph.node.tracing import Traced, traced
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe._proto import control_pb2 as pb
@@ -34,7 +33,8 @@ from taskgraph.observe.control_client import SERVICE, TOKEN_KEY, credential
 from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import NodeStatus, ReportRow, TaskResult
 from taskgraph.observe.trace import clock
-from taskgraph.tls import Tls, check_listener
+from taskgraph.system import host
+from taskgraph.system.files import remove_file
 from taskgraph.transport.endpoints import host_key, is_free, no_free_port, tcp_endpoint, unix_endpoint
 from taskgraph.transport.refusals import Refusals
 

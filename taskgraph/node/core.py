@@ -15,9 +15,8 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import TaskGraphError, Unavailable, said
-from taskgraph.host import running
 from taskgraph.jobs import Job
 from taskgraph.node.membership.failing import failure_record
 from taskgraph.node.router import Router
@@ -29,6 +28,7 @@ from taskgraph.observe.trace import Tracing
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Compare, Txn
 from taskgraph.protocol.records import ENDED_ITSELF, GoneRecord, Ran, StatusRecord
+from taskgraph.system.host import running
 from taskgraph.transport.api import Transport
 
 __all__ = ["CoreArguments", "NodeCore", "Point", "ended_itself"]

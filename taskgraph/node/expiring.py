@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from taskgraph.errors import TransportError
+from taskgraph.network.tls import Tls
 from taskgraph.observe.events import EventLog
-from taskgraph.tls import Tls
 
 __all__ = ["Expiring"]
 

@@ -7,10 +7,11 @@ no thread and opens no connection, so that there is nothing a copy could share b
 
 A request is a line of JSON, with two descriptors: the read end of the node's pipe and the file its output goes to. The
 answer is a line, too: {"pid": ...} or {"error": ...}. A node is the launcher's child, not ours: it is forked by a child
-of ours that ends at once, and the launcher adopts orphans meanwhile (`taskgraph.children.adopting`).
+of ours that ends at once, and the launcher adopts orphans meanwhile (`taskgraph.system.processes.adopting`).
 
 We lead a session. A node leaves it, and begins, when the answer with its process id was written: until then the
-launcher knows what was forked by that session, whichever of us was killed meanwhile (`taskgraph.children.end_session`).
+launcher knows what that session forked, whichever of us was killed meanwhile
+(`taskgraph.system.processes.end_session`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any, NoReturn
 
 from taskgraph.errors import no_process
 from taskgraph.node.config import NodeConfig
-from taskgraph.signals import hear_of_children
+from taskgraph.system.signals import hear_of_children
 
 __all__ = ["serve"]
 

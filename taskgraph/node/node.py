@@ -11,10 +11,8 @@ import os
 from collections.abc import Callable
 from typing import Unpack
 
-from taskgraph import timeouts
-from taskgraph.alongside import alongside, any_done
 from taskgraph.device.visible import device_ids
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError
 from taskgraph.node.core import Point, ended_itself
 from taskgraph.node.membership.arithmetic import arithmetic
@@ -36,6 +34,8 @@ from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
 from taskgraph.protocol.records import NodeRecord, Ran
 from taskgraph.protocol.view import JobView
+from taskgraph.system import timeouts
+from taskgraph.system.alongside import alongside, any_done
 
 __all__ = ["Node", "Point"]
 

@@ -35,17 +35,15 @@ from typing import Any, NoReturn
 
 import uvloop
 
-from taskgraph import timeouts
-from taskgraph.alongside import alongside
-from taskgraph.children import end_mine
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.device.cuda import bound_memory, device_count
 from taskgraph.device.visible import VISIBLE
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphError, Unavailable, no_thread
 from taskgraph.graph.values import digesting, verify
 from taskgraph.jobs import Job
+from taskgraph.network.tls import Tls
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.control import ControlServer
 from taskgraph.node.expiring import Expiring
@@ -64,9 +62,11 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Get, Txn
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.protocol.view import JobView
-from taskgraph.signals import Orders
-from taskgraph.streams import Untaken
-from taskgraph.tls import Tls
+from taskgraph.system import timeouts
+from taskgraph.system.alongside import alongside
+from taskgraph.system.processes import end_mine
+from taskgraph.system.signals import Orders
+from taskgraph.system.streams import Untaken
 from taskgraph.transport.hello import mark
 from taskgraph.transport.stream import StreamTransport
 

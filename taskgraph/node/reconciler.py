@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 
-from taskgraph import timeouts
 from taskgraph.errors import TaskGraphError
 from taskgraph.node.membership.fatal import FatalCode
 from taskgraph.node.membership.noticing import Noticing
@@ -17,6 +16,7 @@ from taskgraph.node.membership.suspicion import Suspicion
 from taskgraph.node.primary.takeovers import TakeOvers
 from taskgraph.node.roles import Roles
 from taskgraph.node.services import NodeServices
+from taskgraph.system import timeouts
 
 __all__ = ["Reconciler"]
 

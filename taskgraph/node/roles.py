@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from taskgraph.device import shared
 from taskgraph.device.cuda import array_module
+from taskgraph.driver.loading import place_of
 from taskgraph.errors import TaskGraphError, worded
-from taskgraph.loading import place_of
 from taskgraph.node.garbage import search_garbage_for
 from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.node.primary.primary import Primary

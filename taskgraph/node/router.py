@@ -13,13 +13,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from taskgraph import timeouts
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.node.backoff import Backoff
 from taskgraph.protocol.messages import Call, Pull, Reason, Reply
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.view import JobView
+from taskgraph.system import timeouts
 from taskgraph.transport.api import Peer, Transport
 
 __all__ = ["Router", "peer_of"]

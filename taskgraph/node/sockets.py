@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 from taskgraph.errors import TransportError
-from taskgraph.files import put_back
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import EventLog
+from taskgraph.system.files import put_back
 
 __all__ = ["Listens", "keep_sockets"]
 

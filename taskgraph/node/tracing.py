@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
-from taskgraph.alongside import alongside, any_done
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.events import EventLog
 from taskgraph.observe.trace import Tracing
 from taskgraph.observe.trace_chunks import chunks
+from taskgraph.system.alongside import alongside, any_done
 
 __all__ = ["Traced", "traced"]
 

@@ -14,8 +14,9 @@ from typing import Any
 import grpc
 import xxhash
 
-from taskgraph import rpc, timeouts
 from taskgraph.errors import DecodeError, PeerGone, PeerLost, TaskGraphError
+from taskgraph.network import rpc
+from taskgraph.network.tls import Tls
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.clocks import ClockReading
 from taskgraph.observe.events import Event
@@ -24,7 +25,7 @@ from taskgraph.observe.trace import clock
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.reach import host_of, unix_socket
-from taskgraph.tls import Tls
+from taskgraph.system import timeouts
 
 __all__ = ["SERVICE", "TOKEN_KEY", "ControlClient", "StillAtWork", "TraceCall", "control_address", "credential"]
 

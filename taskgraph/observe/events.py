@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, fields
 from operator import attrgetter
 
-from taskgraph import timeouts
 from taskgraph.coordination.api import Coordinator, Listing
 from taskgraph.errors import CoordinationError, DecodeError
 from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Delete, KeyValue, Put, Txn
 from taskgraph.protocol.numbers import Numbers
+from taskgraph.system import timeouts
 
 __all__ = ["Event", "EventLog", "careful", "in_order", "keep_events", "put_events", "readable_events"]
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from taskgraph import timeouts
 from taskgraph.errors import JobError, JobTimeout
 from taskgraph.jobs import Job, check_job
 from taskgraph.launch.inprocess import InProcessCluster, ended_by_users
@@ -23,6 +22,7 @@ from taskgraph.node.usercode.actor import call_under_way
 from taskgraph.node.usercode.ended import passing_ended_threads_over
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
+from taskgraph.system import timeouts
 from taskgraph.testing.clock import SPEED, FastForwardLoop, Turn
 from taskgraph.testing.guard import WHOLE, Idle, Stuck, run_guarded
 from taskgraph.testing.threads import LockStepThreads

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 
 from taskgraph.errors import TransportError
-from taskgraph.tls import Tls, advice
+from taskgraph.network.tls import Tls, advice
 from taskgraph.transport.calls import OwnedTasks
 
 __all__ = ["CLOSE_S", "TlsListener"]

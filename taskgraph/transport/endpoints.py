@@ -22,10 +22,10 @@ from pathlib import Path
 
 import uvloop
 
-from taskgraph import timeouts
 from taskgraph.errors import PeerGone, PeerLost, TransportError
 from taskgraph.protocol.reach import tcp_address, unix_socket
 from taskgraph.settings import Settings
+from taskgraph.system import timeouts
 
 __all__ = [
     "connect",

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import random
 
-from taskgraph import timeouts
 from taskgraph.errors import PeerGone, PeerLost, TransportError
 from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Pull, Reply
+from taskgraph.system import timeouts
 from taskgraph.transport.api import OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_quietly, describe, unwrap
 

@@ -21,9 +21,9 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.graph.blocks import Block
+from taskgraph.network.tls import channel_binding
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 from taskgraph.settings import Settings
-from taskgraph.tls import channel_binding
 from taskgraph.transport import compact, wire
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import Serve

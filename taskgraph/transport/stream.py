@@ -16,18 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from taskgraph import timeouts
 from taskgraph.device import shared
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.device.staging import EncodedInPart
 from taskgraph.errors import PeerGone, PeerLost, TransportError
-from taskgraph.files import remove_file
 from taskgraph.graph.values import hosted, in_part
-from taskgraph.host import memory_bytes
-from taskgraph.listening import ANY_PORT
+from taskgraph.network.listening import ANY_PORT
+from taskgraph.network.tls import Tls, advice, check_listener
 from taskgraph.protocol.messages import Call, Encoded, EncodedOnDevice, Pull, Reply
 from taskgraph.settings import Settings
-from taskgraph.tls import Tls, advice, check_listener
+from taskgraph.system import timeouts
+from taskgraph.system.files import remove_file
+from taskgraph.system.host import memory_bytes
 from taskgraph.transport import endpoints
 from taskgraph.transport.accepting import CLOSE_S, TlsListener
 from taskgraph.transport.api import Coming, OnLost, Peer, Serve

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 import taskgraph as tg
 from taskgraph.checkpoint import Manifest
 from taskgraph.coordination.embedded import EmbeddedEtcd
-from taskgraph.loading import load_driver
+from taskgraph.driver.loading import load_driver
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -20,13 +20,13 @@ import pytest
 from etcd_kit import Certificates, etcd_with_tls, etcd_with_users, etcdctl, following, make_certificates
 from processes_kit import becomes
 
-from taskgraph import rpc
 from taskgraph.coordination.api import AccessRefused
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator, EtcdLease, coordinator
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.login import Entered
 from taskgraph.errors import CoordinationError, Unavailable
+from taskgraph.network import rpc
 from taskgraph.protocol.kv import Put, Txn
 
 

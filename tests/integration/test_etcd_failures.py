@@ -24,7 +24,7 @@ from taskgraph.coordination.etcd.connection import Connection
 from taskgraph.coordination.etcd.convert import txn_request
 from taskgraph.coordination.etcd.methods import RANGE, TXN
 from taskgraph.coordination.etcd.watch import watch
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.kv import Compare, Delete, Get, Put, Txn

@@ -21,7 +21,7 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.cli import main
-from taskgraph.loading import load_driver
+from taskgraph.driver.loading import load_driver
 from taskgraph.results import JobResult
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ import pytest
 from cli_kit import Cli, Command, Done, kill_at_once, sums
 
 import taskgraph as tg
-from taskgraph.loading import load_driver
+from taskgraph.driver.loading import load_driver
 from taskgraph.node.inject import VARIABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

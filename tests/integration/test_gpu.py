@@ -16,8 +16,8 @@ from cli_kit import Cli, Done
 
 import taskgraph as tg
 from taskgraph.device.cuda import array_module, device_count
+from taskgraph.driver.loading import load_driver
 from taskgraph.graph.values import decode, encode, hosted, staying, untouched, verify
-from taskgraph.loading import load_driver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 

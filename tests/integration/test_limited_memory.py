@@ -9,7 +9,7 @@ import pytest
 from cli_kit import Cli
 
 import taskgraph as tg
-from taskgraph.loading import load_driver
+from taskgraph.driver.loading import load_driver
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

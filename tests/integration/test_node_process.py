@@ -25,11 +25,11 @@ import trustme
 from etcd_kit import following
 from processes_kit import becomes, free_port, kill, running
 
-from taskgraph import host
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.driver import JobSpec
+from taskgraph.driver.loading import load_driver
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import PeerGone, TaskGraphError
 from taskgraph.graph.values import decode
 from taskgraph.launch.follow import follow_events
@@ -39,8 +39,8 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import Standing
 from taskgraph.launch.submit import submit
-from taskgraph.listening import NOWHERE, Listening
-from taskgraph.loading import load_driver
+from taskgraph.network.listening import NOWHERE, Listening
+from taskgraph.network.tls import CA, CERT, KEY
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.process import wait_for_job
 from taskgraph.observe.control_client import ControlClient, control_address
@@ -48,7 +48,7 @@ from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import GoneRecord, NodeRecord, Ran, State, StatusRecord
-from taskgraph.tls import CA, CERT, KEY
+from taskgraph.system import host
 from taskgraph.transport.endpoints import host_key
 
 DRIVER = Path(__file__).parent / "drivers" / "held.py"

@@ -17,12 +17,12 @@ from cli_kit import DRIVER, Cli, printed, sums
 from processes_kit import becomes
 
 import taskgraph as tg
-from taskgraph.alongside import ended
 from taskgraph.coordination.embedded import EmbeddedEtcd
+from taskgraph.driver.loading import load_driver
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.supervise import Hooks
-from taskgraph.loading import load_driver
 from taskgraph.protocol.view import JobView
+from taskgraph.system.alongside import ended
 
 pytestmark = pytest.mark.slow
 

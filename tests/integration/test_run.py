@@ -22,14 +22,14 @@ from cli_kit import TIMEOUTS_S
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
-from taskgraph.driver import JobSpec
+from taskgraph.driver.loading import load_driver
+from taskgraph.driver.spec import JobSpec
 from taskgraph.launch import collector
 from taskgraph.launch.collect import KeptCopy, kept_copy
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.supervise import Hooks
-from taskgraph.loading import load_driver
 from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
 
@@ -302,8 +302,8 @@ def test_the_result_of_a_job_on_ones_own_etcd_is_read_there(embedded_etcd: Embed
 _FORKS = """
 import gc, os, signal, sys
 import taskgraph as tg
-from taskgraph import rpc
-from taskgraph.loading import load_driver
+from taskgraph.network import rpc
+from taskgraph.driver.loading import load_driver
 
 gc.disable()
 job = load_driver(sys.argv[1])(**eval(sys.argv[2]))

@@ -28,13 +28,13 @@ from taskgraph.errors import PeerLost, TaskGraphError
 from taskgraph.graph.values import verify
 from taskgraph.launch.forkserver import ForkServer, NodeProcess
 from taskgraph.launch.local import LocalNodes
-from taskgraph.listening import Listening
+from taskgraph.network.listening import Listening
+from taskgraph.network.tls import CA, CERT, KEY, Tls, channel_binding
 from taskgraph.node.config import NodeConfig
 from taskgraph.observe.control_client import TOKEN_KEY, ControlClient, control_address, credential
 from taskgraph.protocol import messages as m
 from taskgraph.protocol.records import EpochRecord, PrimaryRecord
 from taskgraph.settings import Settings
-from taskgraph.tls import CA, CERT, KEY, Tls, channel_binding
 from taskgraph.transport import endpoints
 from taskgraph.transport.api import Peer
 from taskgraph.transport.frames import HEAD_BYTES, Head, Kind, pack_frame

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from taskgraph.alongside import alongside, any_done
+from taskgraph.system.alongside import alongside, any_done
 
 WORK = ("slow", "slower")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import taskgraph as tg
-from taskgraph.loading import load_driver
+from taskgraph.driver.loading import load_driver
 
 _DRIVER = """
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from taskgraph import cli
-from taskgraph.files import chosen_file
+from taskgraph.system.files import chosen_file
 
 
 def put(path: Path, data: bytes = b"new") -> None:

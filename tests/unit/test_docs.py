@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.sources import parse
+from taskgraph.driver.sources import parse
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "taskgraph"

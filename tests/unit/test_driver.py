@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
-from taskgraph.driver import JobSpec
-from taskgraph.loading import DriverRef, load_driver, made_by, reference_of
-from taskgraph.sources import fingerprint
+from taskgraph.driver.loading import DriverRef, load_driver, made_by, reference_of
+from taskgraph.driver.sources import fingerprint
+from taskgraph.driver.spec import JobSpec
 from taskgraph.version import PROTOCOL
 
 HEAD = "import taskgraph as tg\n"
@@ -265,7 +265,7 @@ async def test_as_a_node_imports_it_where_a_loop_runs_it_is_told_of_the_guard(
 
 def test_what_a_script_defined_is_found_at_the_prompt_after_it(tmp_path: Path) -> None:
     """`python -i fit.py`: Python takes `__file__` away once the script is through."""
-    script = write(tmp_path / "fit_i.py", FIT + "from taskgraph.driver import JobSpec\n")
+    script = write(tmp_path / "fit_i.py", FIT + "from taskgraph.driver.spec import JobSpec\n")
     typed = "print(JobSpec.of(fit(tasks=5)).to_bytes().decode())\n@tg.job\ndef other(): ...\n\nJobSpec.of(other())\n"
     typed = typed.replace("def other(): ...", "def other(): return fit()")
     done = subprocess.run(
@@ -278,7 +278,7 @@ def test_what_a_script_defined_is_found_at_the_prompt_after_it(tmp_path: Path) -
 
 TELL = """
 import dataclasses, json, sys
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 if __name__ == "__main__":
     print(JobSpec.of(fit(tasks=5)).to_bytes().decode())
 """
@@ -370,7 +370,9 @@ def test_on_another_host_the_file_may_be_in_the_current_directory(
 
 
 def print_of(path: Path) -> str:
-    imports = "import sys; from taskgraph.loading import load_driver; from taskgraph.sources import fingerprint"
+    imports = (
+        "import sys; from taskgraph.driver.loading import load_driver; from taskgraph.driver.sources import fingerprint"
+    )
     code = f"{imports}; print(fingerprint(load_driver(sys.argv[1])))"
     return python("-c", code, str(path), cwd=path.parent)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.loading import load_driver
-from taskgraph.sources import fingerprint
+from taskgraph.driver.loading import load_driver
+from taskgraph.driver.sources import fingerprint
 
 DRIVER = """
 '''Nothing like the other_driver.'''

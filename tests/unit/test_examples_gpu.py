@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 import taskgraph as tg
 from taskgraph.device.lookup import declare
+from taskgraph.driver.loading import load_driver
 from taskgraph.launch import inprocess
-from taskgraph.loading import load_driver
 from taskgraph.node import roles
 from taskgraph.node.node import Node
 from taskgraph.results import JobResult

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
+from taskgraph.driver.loading import load_driver
 from taskgraph.launch.inprocess import arun_inprocess
-from taskgraph.loading import load_driver
 from taskgraph.observe.events import Event
 from taskgraph.results import JobResult
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.loading import load_driver
+from taskgraph.driver.loading import load_driver
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
-from taskgraph.loading import load_driver
+from taskgraph.driver.loading import load_driver
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = (ROOT / "examples" / "heat.py").read_text("utf-8")

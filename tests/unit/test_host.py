@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph import host
+from taskgraph.system import host
 
 
 @pytest.mark.parametrize(

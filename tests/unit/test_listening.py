@@ -14,7 +14,7 @@ import pytest
 from taskgraph.cli import main
 from taskgraph.commands.common import add_etcd_options, add_listen_options, listening_of
 from taskgraph.errors import JobError, TransportError
-from taskgraph.listening import ANY_PORT, NOWHERE, Listening
+from taskgraph.network.listening import ANY_PORT, NOWHERE, Listening
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.control import ControlServer
 from taskgraph.observe.events import EventLog

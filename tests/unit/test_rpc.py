@@ -14,11 +14,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from taskgraph import rpc
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.etcd.connection import Connection
 from taskgraph.coordination.etcd.options import EtcdOptions
 from taskgraph.errors import Unavailable
+from taskgraph.network import rpc
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_an_exception_keeps_where_it_came_from_and_nothing_that_was_there() -> N
 
 _FORKS = """
 import asyncio, gc, os, signal, sys
-from taskgraph import rpc
+from taskgraph.network import rpc
 from taskgraph.errors import CoordinationError
 
 gc.disable()
@@ -155,7 +155,7 @@ def test_a_forked_child_waits_for_no_channel_of_its_parent(how: str) -> None:
 
 _FORKS_OF_THREADS = """
 import asyncio, os, threading
-from taskgraph import rpc
+from taskgraph.network import rpc
 
 async def parent():
     return rpc.aio_channel("127.0.0.1:1", None, ())

@@ -156,7 +156,7 @@ def test_characters_that_cannot_be_written_are_said_otherwise(stream: str, unbuf
 
 NODE = """
 import logging, resource, sys
-from taskgraph.streams import Untaken
+from taskgraph.system.streams import Untaken
 untaken, told = Untaken(), []
 print("kept"), print("ä", file=sys.stderr)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
@@ -183,7 +183,7 @@ def test_what_the_log_of_a_node_cannot_take_fails_no_task_and_is_told_once(tmp_p
 
 TELLS = """
 import sys, time
-from taskgraph import streams
+from taskgraph.system import streams
 streams.make_good()
 streams.never_wait()
 print("ready", flush=True)

@@ -8,7 +8,7 @@ from types import TracebackType
 
 import pytest
 
-from taskgraph.timeouts import corrected, timeout, timeout_at
+from taskgraph.system.timeouts import corrected, timeout, timeout_at
 
 
 class Early(asyncio.Timeout):  # type: ignore[misc]  # nobody else is to derive from it

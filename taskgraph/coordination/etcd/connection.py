@@ -23,13 +23,14 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from taskgraph import rpc, timeouts
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal, space_used_up, way_out
 from taskgraph.coordination.etcd.login import Login, LoginFailed, credentials, jitter
 from taskgraph.coordination.etcd.methods import STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
+from taskgraph.network import rpc
+from taskgraph.system import timeouts
 
 __all__ = ["Connection", "OtherCluster", "Stream", "TookLonger", "is_cancelled", "pause_s"]
 

@@ -28,13 +28,13 @@ from typing import Final
 
 import grpc
 
-from taskgraph import timeouts
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, judge, why
 from taskgraph.coordination.etcd.login import Entered, Login, LoginFailed, credentials
 from taskgraph.coordination.etcd.methods import LEASE_KEEP_ALIVE
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread
+from taskgraph.system import timeouts
 
 __all__ = ["EtcdLease", "Rounds"]
 

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 
 import grpc
 
-from taskgraph import timeouts
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, judge, why
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread
+from taskgraph.system import timeouts
 
 __all__ = ["Entered", "Login", "LoginFailed", "Pace", "Patience", "credentials", "jitter"]
 

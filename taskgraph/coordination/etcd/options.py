@@ -12,10 +12,10 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
-from taskgraph import rpc
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.errors import CoordinationError, TransportError
-from taskgraph.tls import load_files, read_pem
+from taskgraph.network import rpc
+from taskgraph.network.tls import load_files, read_pem
 
 __all__ = ["Endpoint", "EtcdOptions"]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from taskgraph import timeouts
 from taskgraph.errors import CoordinationError, TaskGraphError
 from taskgraph.node.replica import COPIES
 from taskgraph.node.usercode.errors import UserCodeError, met
 from taskgraph.protocol import transactions
 from taskgraph.protocol.deviceloss import Outcome, hint, outcome
 from taskgraph.protocol.records import GoneRecord
+from taskgraph.system import timeouts
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from taskgraph.driver.loading import place_of
 from taskgraph.errors import TaskGraphError, worded
 from taskgraph.hints import hint
-from taskgraph.loading import place_of
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord

@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from taskgraph import timeouts
 from taskgraph.coordination.api import Lease
 from taskgraph.errors import CoordinationError, JobError, LeaseGone, PeerLost, TransportError
 from taskgraph.node.membership.arithmetic import why_unlike
@@ -21,6 +20,7 @@ from taskgraph.node.router import peer_of
 from taskgraph.protocol import transactions
 from taskgraph.protocol.reach import share_host, why_refused, why_unreached
 from taskgraph.protocol.records import NodeRecord
+from taskgraph.system import timeouts
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore

@@ -17,8 +17,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from taskgraph import timeouts
-from taskgraph.alongside import alongside, any_done
 from taskgraph.errors import Refused, TransportError
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary.gathered import Gathered, message_of
@@ -29,6 +27,8 @@ from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync, Place
 from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Reply, Stamp
 from taskgraph.protocol.records import name_of
+from taskgraph.system import timeouts
+from taskgraph.system.alongside import alongside, any_done
 
 if TYPE_CHECKING:
     from taskgraph.node.replica import Replica

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from taskgraph.host import all_cores, allowed_cores
+from taskgraph.system.host import all_cores, allowed_cores
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore

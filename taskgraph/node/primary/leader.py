@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from taskgraph import timeouts
-from taskgraph.alongside import alongside, any_done
 from taskgraph.errors import GraphError, TransportError, first_of
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary import audits
@@ -36,6 +34,8 @@ from taskgraph.protocol.messages import (
 )
 from taskgraph.protocol.numbers import held
 from taskgraph.protocol.records import name_of
+from taskgraph.system import timeouts
+from taskgraph.system.alongside import alongside, any_done
 
 if TYPE_CHECKING:
     from taskgraph.node.primary.primary import Primary

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from taskgraph import timeouts
 from taskgraph.errors import CheckpointError, GraphError, Refused, TaskGraphError, TransportError
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.epochs.attempts import Attempts
@@ -38,6 +37,7 @@ from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State, name_o
 from taskgraph.protocol.shortage import heir_of
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView, Versioned, holds
+from taskgraph.system import timeouts
 from taskgraph.task import BecamePrimary
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from contextvars import Context
 from types import CodeType, CoroutineType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
-from taskgraph import timeouts
 from taskgraph.device.afterwards import Aside
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import GraphError
@@ -33,6 +32,7 @@ from taskgraph.node.usercode.coroutines import CancelledItself, OnStream, Resume
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, from_users, would_block
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import Tracing
+from taskgraph.system import timeouts
 
 if TYPE_CHECKING:
     from taskgraph.device.api import Device, Stream

@@ -12,9 +12,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
+from taskgraph.driver.loading import place_of
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import worded
-from taskgraph.loading import place_of
 
 __all__ = ["as_expected", "pass_ended_threads_over", "passing_ended_threads_over", "tell_unnoticed", "unnoticed"]
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TypeVar
 
-from taskgraph import timeouts
 from taskgraph.coordination.api import Listing, WatchBatch, WatchCompacted
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn, TxnResult
+from taskgraph.system import timeouts
 from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.etcd import SimEtcd, Stream
 from taskgraph.testing.simulate.loop import Process

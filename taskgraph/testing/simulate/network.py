@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from taskgraph import timeouts
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Pull, Reason, Refusal, Reply, Report, Reports
 from taskgraph.protocol.records import name_of
 from taskgraph.settings import Settings
+from taskgraph.system import timeouts
 from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.loop import Process, later, own_time, plan
 from taskgraph.testing.simulate.pace import Links, Memory, Starving

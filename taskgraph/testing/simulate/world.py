@@ -15,10 +15,9 @@ from typing import Protocol
 from unittest import mock
 
 import taskgraph as tg
-from taskgraph import timeouts
 from taskgraph.checkpoint.manifest import Origin
 from taskgraph.checkpoint.store import Store
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, TaskGraphError, Unavailable
 from taskgraph.launch import resuming
 from taskgraph.launch.collect import assemble, complete
@@ -33,6 +32,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyEvent, Put, Txn
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
+from taskgraph.system import timeouts
 from taskgraph.testing.simulate.client import SimCoordinator
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.invariants import Invariants, kind_of

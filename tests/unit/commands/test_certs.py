@@ -17,7 +17,7 @@ from taskgraph.commands import certifying
 from taskgraph.commands.certifying import CA_KEY, make_certs
 from taskgraph.errors import JobError, TransportError
 from taskgraph.launch.access import insecure_listen, node_access
-from taskgraph.tls import CA, CERT, KEY, Tls
+from taskgraph.network.tls import CA, CERT, KEY, Tls
 
 DRIVER = "import taskgraph as tg\n@tg.job\ndef j():\n    return tg.Job(tasks=1, epochs=1, builder=tg.Task)\n"
 

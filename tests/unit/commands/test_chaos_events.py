@@ -9,7 +9,7 @@ import pytest
 from commands_kit import in_memory, options
 
 from taskgraph.commands import acting, chaos
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.jobs import Job
 from taskgraph.launch.submit import submit
 from taskgraph.observe.events import Event

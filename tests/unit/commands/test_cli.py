@@ -29,10 +29,10 @@ from taskgraph.commands.common import access_of, add_etcd_options, etcd_of, find
 from taskgraph.commands.running import job_of, print_result
 from taskgraph.coordination.api import AccessRefused
 from taskgraph.errors import DecodeError, JobError, JobRunning, Unavailable, UnknownJob
-from taskgraph.files import write_whole
 from taskgraph.launch import threads_env
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.threads_env import NAMES, set_thread_env, thread_env
+from taskgraph.system.files import write_whole
 
 
 @tg.job

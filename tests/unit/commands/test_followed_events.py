@@ -10,7 +10,7 @@ from commands_kit import in_memory, options
 
 from taskgraph.commands import looking
 from taskgraph.coordination.api import Listing
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import Unavailable
 from taskgraph.jobs import Job
 from taskgraph.launch.kept import KeptJob

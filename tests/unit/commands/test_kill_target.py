@@ -10,7 +10,7 @@ import pytest
 
 from taskgraph.cli import parser
 from taskgraph.commands.acting import _target, drain_risk, kill_risk
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TransportError
 from taskgraph.jobs import Job
 from taskgraph.protocol.keys import Keys

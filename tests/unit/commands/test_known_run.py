@@ -11,7 +11,7 @@ from commands_kit import ETCD, in_memory, options
 
 from taskgraph.cli import parser
 from taskgraph.commands.common import find_entry, reach
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.jobs import Job
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit

@@ -17,7 +17,7 @@ from taskgraph import cli
 from taskgraph.commands import joining
 from taskgraph.commands.common import Reached
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit

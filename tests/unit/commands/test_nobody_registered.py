@@ -10,7 +10,7 @@ import pytest
 from commands_kit import ETCD, in_memory, options
 
 from taskgraph.commands.looking import _status
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.jobs import Job
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit

@@ -17,7 +17,7 @@ from taskgraph.commands.joining import _launch
 from taskgraph.commands.looking import _events, _status
 from taskgraph.commands.tracing import _trace
 from taskgraph.coordination.memory import MemoryCoordinator
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import FingerprintMismatch
 from taskgraph.jobs import Job
 from taskgraph.launch.submit import submit

@@ -17,7 +17,7 @@ from taskgraph.cli import parser
 from taskgraph.commands import joining, running
 from taskgraph.commands.looking import _result
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError
 from taskgraph.jobs import Job
 from taskgraph.launch.submit import submit

@@ -18,7 +18,7 @@ from taskgraph.commands import chaos
 from taskgraph.commands.acting import is_here, signal_here, signal_process
 from taskgraph.commands.common import Reached
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TransportError
 from taskgraph.jobs import Job
 from taskgraph.launch.submit import submit

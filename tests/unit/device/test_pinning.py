@@ -18,8 +18,8 @@ from taskgraph.device import pinning
 from taskgraph.graph.arrays import empty
 from taskgraph.graph.blocks import Block, block_behind
 from taskgraph.graph.values import decode, digest_of, encode, hosted
-from taskgraph.host import memory_bytes
 from taskgraph.protocol.messages import Encoded
+from taskgraph.system.host import memory_bytes
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
 from taskgraph.transport import segments
 from taskgraph.transport.pages import huge_page_bytes

@@ -363,7 +363,7 @@ def test_one_core_means_no_helper() -> None:
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("no affinity here")
     before = os.sched_getaffinity(0)
-    code = "from taskgraph.host import cores; print(cores())"
+    code = "from taskgraph.system.host import cores; print(cores())"
     assert run(code) == str(len(before))
     try:
         os.sched_setaffinity(0, {min(before)})

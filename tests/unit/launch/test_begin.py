@@ -14,7 +14,7 @@ import pytest
 
 import taskgraph
 from taskgraph.commands import joining
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.jobs import Job
 from taskgraph.launch import threads_env
 from taskgraph.launch.begin import command, options

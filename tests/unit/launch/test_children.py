@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph import host
-from taskgraph.children import end_group, tell_child
+from taskgraph.system import host
+from taskgraph.system.processes import end_group, tell_child
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 
@@ -90,7 +90,7 @@ def test_a_number_that_is_free_again_gets_no_signal(monkeypatch: pytest.MonkeyPa
 
 _ENDS_ITS_OWN = """
 import subprocess, sys
-from taskgraph.children import end_mine
+from taskgraph.system.processes import end_mine
 sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
 print(*(subprocess.Popen(sleep, stdout=-3, stderr=-3, start_new_session=own).pid for own in (False, True)), flush=True)
 sys.stdin.readline()

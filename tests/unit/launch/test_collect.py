@@ -18,7 +18,7 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import DecodeError
 from taskgraph.graph.values import encode
 from taskgraph.launch import collect

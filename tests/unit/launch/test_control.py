@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from taskgraph import host
 from taskgraph.errors import DecodeError, PeerGone, PeerLost, TaskGraphError, TransportError
 from taskgraph.graph.values import decode, encode, verify
+from taskgraph.network.tls import Tls
 from taskgraph.node import control
 from taskgraph.node.control import ControlServer
 from taskgraph.observe import control_client
@@ -30,7 +30,7 @@ from taskgraph.observe.control_client import TOKEN_KEY, ControlClient, StillAtWo
 from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.observe.usage import Usage
-from taskgraph.tls import Tls
+from taskgraph.system import host
 from taskgraph.transport.endpoints import host_key
 
 TOKEN = bytes(range(32))

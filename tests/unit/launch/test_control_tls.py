@@ -22,10 +22,10 @@ from test_control import STATUS, TOKEN, Service, serving
 
 from taskgraph.commands.certifying import make_certs
 from taskgraph.errors import PeerLost, TaskGraphError, TransportError
+from taskgraph.network.tls import CA, CERT, KEY, Tls
 from taskgraph.node.control import ControlServer
 from taskgraph.observe.control_client import ControlClient, credential
 from taskgraph.observe.events import EventLog
-from taskgraph.tls import CA, CERT, KEY, Tls
 
 
 def files(folder: Path) -> Tls:

@@ -23,7 +23,7 @@ from taskgraph.commands.joining import _told_text
 from taskgraph.coordination.api import AccessRefused, Listing, Lost
 from taskgraph.coordination.etcd.failures import refusal
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, OutcomeUnknown, Unavailable
 from taskgraph.graph.values import encode
 from taskgraph.launch import run as launch_run

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, OutcomeUnknown, UnknownJob
 from taskgraph.jobs import Job
 from taskgraph.launch.forget import forget

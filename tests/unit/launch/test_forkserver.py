@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from taskgraph import host
-from taskgraph.children import can_adopt, tell_child
 from taskgraph.launch.forkserver import ForkServer, NodeProcess, NotStarted
 from taskgraph.node import forkserver
 from taskgraph.node.config import NodeConfig
+from taskgraph.system import host
+from taskgraph.system.processes import can_adopt, tell_child
 
 pytestmark = pytest.mark.slow
 forks = pytest.mark.skipif(not can_adopt(), reason="this system cannot fork nodes from one process")

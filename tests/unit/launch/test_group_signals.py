@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from taskgraph import signals
 from taskgraph.commands.joining import _on_signals
 from taskgraph.launch.forkserver import NotStarted
 from taskgraph.launch.supervise import _start_unless
-from taskgraph.signals import Orders
+from taskgraph.system import signals
+from taskgraph.system.signals import Orders
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
-from taskgraph import host
-from taskgraph.children import adopting, can_adopt
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.errors import TaskGraphError
 from taskgraph.launch import local
@@ -26,6 +24,8 @@ from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.node.config import NodeConfig
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import NodeRecord
+from taskgraph.system import host
+from taskgraph.system.processes import adopting, can_adopt
 
 ENTRY = JobEntry(name="fit", etcd="a:1", token="ab" * 32, pid=0, embedded=False, tls={})
 WAITS = "read told"

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph import host
 from taskgraph.coordination import embedded
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.launch import runtime as runtime_module
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime, alive
+from taskgraph.system import host
 
 TOKEN = "ab" * 32
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, JobError, JobRunning
 from taskgraph.jobs import Job
 from taskgraph.launch.resuming import plan

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobCancelled, JobError, JobFailed, PeerLost
 from taskgraph.jobs import Job
 from taskgraph.launch import supervise
@@ -26,7 +26,7 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason, launch_nodes
-from taskgraph.listening import NOWHERE
+from taskgraph.network.listening import NOWHERE
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import Event

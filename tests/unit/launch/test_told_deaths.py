@@ -12,7 +12,7 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError
 from taskgraph.launch.local import LocalNodes, _Process
 from taskgraph.launch.runtime import JobEntry, Runtime

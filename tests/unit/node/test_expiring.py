@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import trustme
 
+from taskgraph.network.tls import CA, CERT, KEY, Tls
 from taskgraph.node.expiring import Expiring
 from taskgraph.observe.events import EventLog
-from taskgraph.tls import CA, CERT, KEY, Tls
 
 BEGIN = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 DAY_S = 86_400.0

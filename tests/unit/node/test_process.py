@@ -15,7 +15,7 @@ import pytest
 import taskgraph as tg
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, Unavailable
 from taskgraph.launch.submit import submit
 from taskgraph.node import process

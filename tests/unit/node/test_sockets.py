@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from taskgraph.errors import TaskGraphError
-from taskgraph.files import HeldFolder, put_back
 from taskgraph.graph.values import verify
 from taskgraph.node import sockets
 from taskgraph.node.control import ControlServer
@@ -22,6 +21,7 @@ from taskgraph.observe.control_client import ControlClient
 from taskgraph.observe.events import Event, EventLog
 from taskgraph.protocol.messages import Accepted, Call, Reply, Seal, Stamp
 from taskgraph.settings import Settings
+from taskgraph.system.files import HeldFolder, put_back
 from taskgraph.transport.api import Peer
 from taskgraph.transport.stream import StreamTransport
 

@@ -20,11 +20,11 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from transport_kit import JOB, TOKEN, Cluster, certified, cluster_of, encoded, item, pull, verify
 
-from taskgraph import tls as module
 from taskgraph.errors import PeerLost, TransportError
+from taskgraph.network import tls as module
+from taskgraph.network.tls import CERT, KEY, Tls, check_listener
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
-from taskgraph.tls import CERT, KEY, Tls, check_listener
 from taskgraph.transport import accepting, endpoints
 from taskgraph.transport.api import Peer
 from taskgraph.transport.stream import StreamTransport

@@ -17,11 +17,11 @@ import trustme
 import xxhash
 
 from taskgraph.graph import values
+from taskgraph.network.tls import CA, CERT, KEY, Tls
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
-from taskgraph.tls import CA, CERT, KEY, Tls
 from taskgraph.transport.api import Coming, Peer, ServeAll, ServeNow, Transport
 from taskgraph.transport.frames import Head, Kind, pack_frame
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport

@@ -9,7 +9,6 @@ import pytest
 from cluster_kit import IN_STEP, holder, play, told
 
 import taskgraph as tg
-from taskgraph.alongside import alongside
 from taskgraph.errors import Refused
 from taskgraph.graph.values import encode
 from taskgraph.launch.inprocess import InProcessCluster
@@ -17,6 +16,7 @@ from taskgraph.node.router import Router
 from taskgraph.protocol import shortage
 from taskgraph.protocol.messages import Flag, Pull, Reason, Request
 from taskgraph.protocol.records import name_of
+from taskgraph.system.alongside import alongside
 
 NO_MEMORY = "n2 has no memory for a reply of 72000019 bytes"
 

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 from cluster_kit import Gated, blindable, change_leader, die, eyes, gated, job, play
 
-from taskgraph.driver import JobSpec
+from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TransportError
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership import registration

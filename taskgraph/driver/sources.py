@@ -112,7 +112,7 @@ def _imported_files(path: Path, bases: list[Path]) -> list[Path]:
             parts = node.module.split(".") if node.module else []
             for alias in node.names:
                 found.update(_files_of([*parts, alias.name], above))
-    ours = Path(__file__).resolve().parent
+    ours = Path(__file__).resolve().parents[1]
     return sorted(file for file in found if ours not in file.parents)
 
 

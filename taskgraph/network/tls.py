@@ -22,12 +22,12 @@ from typing import cast
 
 import grpc
 
-from taskgraph.certificates import Span, spans, unfit_for_grpc
 from taskgraph.errors import TransportError
+from taskgraph.network.certificates import Span, spans, unfit_for_grpc
 
 __all__ = ["CA", "CERT", "KEY", "Tls", "advice", "channel_binding", "check_listener", "load_files", "read_pem"]
 
-log = logging.getLogger("taskgraph.tls")
+log = logging.getLogger("taskgraph.network.tls")
 
 #: What the files are called in a directory.
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"

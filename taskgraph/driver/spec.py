@@ -11,11 +11,11 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from taskgraph.driver.loading import DriverRef, check_not_importing, made_by, reference_of
+from taskgraph.driver.sources import fingerprint
 from taskgraph.errors import DecodeError, FingerprintMismatch, JobError
 from taskgraph.jobs import Job
-from taskgraph.loading import DriverRef, check_not_importing, made_by, reference_of
 from taskgraph.settings import Settings
-from taskgraph.sources import fingerprint
 from taskgraph.version import LOCAL_FINGERPRINT, PROTOCOL, VERSION
 
 __all__ = ["JobSpec"]

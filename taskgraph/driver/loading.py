@@ -19,13 +19,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from taskgraph.driver.sources import file_of, installed, module_of
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.jobs import Job, JobFunction
-from taskgraph.sources import file_of, installed, module_of
 
 __all__ = ["DriverRef", "check_no_loop", "check_not_importing", "load_driver", "made_by", "reference_of"]
 
-_NOT_THE_USERS = (Path(__file__).resolve().parent, Path(sysconfig.get_path("stdlib")).resolve())
+_NOT_THE_USERS = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")).resolve())
 _SHOWN = 10
 """Files of a directory that are named in a message."""
 _importing: ContextVar[str] = ContextVar("_importing", default="")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-from taskgraph import host
+from taskgraph.system import host
 
 __all__ = [
     "Adopted",

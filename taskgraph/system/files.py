@@ -28,7 +28,7 @@ __all__ = [
     "write_whole",
 ]
 
-log = logging.getLogger("taskgraph.files")
+log = logging.getLogger("taskgraph.system.files")
 
 _NO_ROOM, _NO_RIGHT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS), (errno.EACCES, errno.EPERM)
 OF_THE_HOST = (*_NO_ROOM, *_NO_RIGHT, errno.EMFILE, errno.ENFILE, errno.EIO)
