@@ -43,7 +43,7 @@ from taskgraph.protocol.messages import (
     stamp_of,
 )
 from taskgraph.protocol.records import name_of
-from taskgraph.transport.api import Coming, Counted
+from taskgraph.transport.api import Counted, PendingReply
 
 if TYPE_CHECKING:
     from taskgraph.node.primary.leader import LeaderRole
@@ -87,7 +87,7 @@ class Serving:
             "(give the job a larger Settings(max_parked=...))",
         )
 
-    def now(self, peer: str, message: Call) -> Reply | Coming | None:
+    def now(self, peer: str, message: Call) -> Reply | PendingReply | None:
         """The answer to what most calls are, where the view and the attempt are where the caller is.
 
         Everything else, and every doubt, is left to the call itself.
@@ -101,17 +101,17 @@ class Serving:
             return node.leader.report_now(message)  # type: ignore[arg-type]
         return self._offer_now(peer, message) if type(message) in _OFFERS else None  # type: ignore[arg-type]
 
-    def _item(self, pull: Pull) -> Reply | Coming | None:
+    def _item(self, pull: Pull) -> Reply | PendingReply | None:
         primary = self._asked(pull)
         if primary is None or (self._room(pull.stamp) < 1 and primary.attempts.lacks(pull)):
             return None
         reply = primary.attempts.item(pull)
-        if type(reply) is Coming:
+        if type(reply) is PendingReply:
             self._waiting.count += 1
             reply.among = self._waiting
         return reply
 
-    def all_now(self, peer: str, pull: Pull) -> list[Reply | Coming | None] | None:
+    def all_now(self, peer: str, pull: Pull) -> list[Reply | PendingReply | None] | None:
         """`now` for each of the epochs of a pull."""
         node, waiting = self._node, self._waiting
         room = self._room(Stamp(pull.stamp.attempt, pull.stamp.epoch + pull.count - 1))
@@ -124,7 +124,7 @@ class Serving:
             return None
         replies = primary.attempts.items(pull)
         for reply in replies:
-            if type(reply) is Coming:
+            if type(reply) is PendingReply:
                 waiting.count += 1
                 reply.among = waiting
         return replies
@@ -195,7 +195,7 @@ class Serving:
                 attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
                 await attempt.ready()
                 item = attempt.out.ask(message)
-                return await item if isinstance(item, Coming) else item
+                return await item if isinstance(item, PendingReply) else item
             case Flag():
                 attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
                 await attempt.ready()

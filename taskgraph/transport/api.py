@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Pull, Reply
 
-__all__ = ["Begun", "Coming", "Counted", "OnLost", "Peer", "Serve", "ServeAll", "ServeNow", "Transport"]
+__all__ = ["CallFuture", "Counted", "OnLost", "Peer", "PendingReply", "Serve", "ServeAll", "ServeNow", "Transport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Counted:
         self.count = 0
 
 
-class Coming:
+class PendingReply:
     """A reply that is still to be made. Who makes it settles it; who wants it listens, awaits it, or cancels it.
 
     In place of a future: its one listener is called where it is settled, without a turn of the event loop in between,
@@ -115,16 +115,16 @@ class Coming:
         return self.reply
 
 
-ServeNow = Callable[[str, Call], "Reply | Coming | None"]
+ServeNow = Callable[[str, Call], "Reply | PendingReply | None"]
 """(node of the caller, call) -> the reply, or one that is coming where that is all there is to wait for, or None:
 `Serve` has to be asked. It raises as `Serve` does. What is coming is cancelled where `Serve` would be."""
 
-ServeAll = Callable[[str, Pull], "list[Reply | Coming | None] | None"]
+ServeAll = Callable[[str, Pull], "list[Reply | PendingReply | None] | None"]
 """(node of the caller, a pull of several epochs) -> what `ServeNow` has for each of them, in order. None: it has to be
 asked about each."""
 
 
-class Begun(asyncio.Future[Reply]):
+class CallFuture(asyncio.Future[Reply]):
     """A call under way, as `Transport.call_now` may return it.
 
     Attributes:

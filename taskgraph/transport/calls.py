@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from taskgraph.errors import PeerLost, Refused, TransportError
 from taskgraph.protocol.messages import Accepted, Call, Pull, Reason, Refusal, Reply
-from taskgraph.transport.api import Begun, Coming, Serve, ServeAll, ServeNow
+from taskgraph.transport.api import CallFuture, PendingReply, Serve, ServeAll, ServeNow
 from taskgraph.transport.wire import REPLY_OF
 
 __all__ = [
-    "BegunCall",
+    "OpenCall",
     "OwnedTasks",
     "all_now",
     "answer",
@@ -39,7 +39,7 @@ def describe(call: Call) -> str:
     return f"{what} to task {call.task}{at}"
 
 
-class BegunCall(Begun):
+class OpenCall(CallFuture):
     """A call that waits for its reply: the future of it, for whoever brings the reply."""
 
     __slots__ = ("message",)
@@ -73,7 +73,7 @@ class BegunCall(Begun):
             self.get_loop().call_soon(listener, self)
 
 
-def answer_now(serve: Serve, caller: str, call: Call) -> Reply | Coming | None:
+def answer_now(serve: Serve, caller: str, call: Call) -> Reply | PendingReply | None:
     """What `serve.now` has for this call, where there is one; a refusal in place of what it raises."""
     now: ServeNow | None = getattr(serve, "now", None)
     if now is None:
@@ -84,10 +84,10 @@ def answer_now(serve: Serve, caller: str, call: Call) -> Reply | Coming | None:
         return _refusal(error, caller, call)
     if type(reply) is REPLY_OF[type(call)]:
         return reply  # as a rule
-    return reply if reply is None or isinstance(reply, Coming) else _checked(reply, caller, call)
+    return reply if reply is None or isinstance(reply, PendingReply) else _checked(reply, caller, call)
 
 
-def answer_all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | Coming | None]:
+def answer_all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | PendingReply | None]:
     """`answer_now` for each of the epochs of a pull."""
     replies = all_now(serve, caller, pull)
     if replies is None:
@@ -95,7 +95,7 @@ def answer_all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | Coming
     return replies
 
 
-def all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | Coming | None] | None:
+def all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | PendingReply | None] | None:
     """The same, where they can be answered together."""
     every: ServeAll | None = getattr(serve, "all_now", None)
     try:
@@ -115,9 +115,9 @@ async def answer_quietly(serve: Serve, caller: str, call: Call) -> Reply | None:
     return None if type(reply) is Accepted else await answer_later(serve, caller, call, reply)
 
 
-async def answer_later(serve: Serve, caller: str, call: Call, now: Reply | Coming | None = None) -> Reply:
+async def answer_later(serve: Serve, caller: str, call: Call, now: Reply | PendingReply | None = None) -> Reply:
     """The same where `answer_now` was asked already, and had `now`."""
-    if now is not None and not isinstance(now, Coming):
+    if now is not None and not isinstance(now, PendingReply):
         return now
     try:
         reply = await (serve(caller, call) if now is None else now)

@@ -141,7 +141,7 @@ class Session(asyncio.BufferedProtocol):
             self._lending.lend,
             partial(wake, self._loop),
             self._cut_short,
-            self._crowded,
+            self._on_backpressure,
         )
         self._reader = FrameReader(
             HELLO_LIMITS,
@@ -217,7 +217,7 @@ class Session(asyncio.BufferedProtocol):
         if not self._transport.is_closing():
             self._transport.write(data)
 
-    def _crowded(self, crowded: bool) -> None:
+    def _on_backpressure(self, crowded: bool) -> None:
         """So many messages wait for the peer to read, or no more."""
 
     def _cut_short(self, call: int, seen: bool, error: Exception) -> None:

@@ -16,8 +16,8 @@ from taskgraph.protocol.deviceloss import device_error
 from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Item, Pull, Reason, Refusal, Reply
 from taskgraph.protocol.records import name_of
 from taskgraph.transport import wire
-from taskgraph.transport.api import Coming
-from taskgraph.transport.calls import BegunCall, answer, answer_all_now, answer_later, answer_now, describe
+from taskgraph.transport.api import PendingReply
+from taskgraph.transport.calls import OpenCall, answer, answer_all_now, answer_later, answer_now, describe
 from taskgraph.transport.compact import PACK
 from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, Opened, Ticket
 from taskgraph.transport.frames import Head, Kind
@@ -45,7 +45,7 @@ _REPLY: Final = Kind.REPLY  # a global: to look up a member of an enum takes lon
 _pack_of: Final = PACK.get  # and so does what is looked up on an imported name
 
 
-class _Pending(BegunCall):
+class _Pending(OpenCall):
     """A call that waits for its reply: the future of it, which its caller may cancel."""
 
     __slots__ = ("first", "number", "session")
@@ -301,7 +301,7 @@ class AcceptedSession(Session):
     def __init__(self, owner: Owner, hello: Answering, *, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
         self._calls: dict[
-            int, asyncio.Future[Any] | Coming | None
+            int, asyncio.Future[Any] | PendingReply | None
         ] = {}  # who makes the reply; None: still being received
         self._devices = DeviceLending()
         self._unheard = False  # its replies wait to be read
@@ -310,7 +310,7 @@ class AcceptedSession(Session):
     def _same_host(self) -> None:
         self._devices.start()
 
-    def _crowded(self, crowded: bool) -> None:
+    def _on_backpressure(self, crowded: bool) -> None:
         """Who does not read its replies is not heard meanwhile: they would grow in number with its calls."""
         self._unheard = crowded
         self._listen()
@@ -372,7 +372,7 @@ class AcceptedSession(Session):
         reply = answer_now(self._owner.serve, self.peer, message)
         if reply is None:
             self._spawn(call, partial(answer_later, self._owner.serve, self.peer, message))
-        elif isinstance(reply, Coming):
+        elif isinstance(reply, PendingReply):
             self._calls[call] = reply
             reply.listen(self._reply, call)
         elif type(reply) is Accepted and kind is Kind.TELL:
@@ -397,7 +397,7 @@ class AcceptedSession(Session):
         serve, caller, answered = self._owner.serve, self.peer, self._reply
         for nth, reply in enumerate(answer_all_now(serve, caller, pull)):
             number = first + nth
-            if isinstance(reply, Coming):
+            if isinstance(reply, PendingReply):
                 self._calls[number] = reply
                 if reply.reply is None:
                     reply.listener, reply.number = answered, number

@@ -30,8 +30,8 @@ from taskgraph.system.files import remove_file
 from taskgraph.system.host import memory_bytes
 from taskgraph.transport import endpoints
 from taskgraph.transport.accepting import CLOSE_S, TlsListener
-from taskgraph.transport.api import Coming, OnLost, Peer, Serve
-from taskgraph.transport.calls import BegunCall, OwnedTasks, all_now, answer_now, call_self, describe
+from taskgraph.transport.api import OnLost, Peer, PendingReply, Serve
+from taskgraph.transport.calls import OpenCall, OwnedTasks, all_now, answer_now, call_self, describe
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Digesting
 from taskgraph.transport.mappings import Mappings
@@ -130,7 +130,7 @@ def _logged(work: Callable[[], None]) -> None:
         log.exception("memory of a device could not be let go of")
 
 
-class _OwnCall(BegunCall):
+class _OwnCall(OpenCall):
     """A node's call to itself, which its caller may cancel.
 
     Attributes:
@@ -138,7 +138,7 @@ class _OwnCall(BegunCall):
     """
 
     __slots__ = ("calls",)
-    calls: dict[_OwnCall, Coming]
+    calls: dict[_OwnCall, PendingReply]
 
     def answered(self, _: int, reply: Reply) -> None:
         if self.calls.pop(self, None) is not None:  # else it was cancelled
@@ -214,7 +214,7 @@ class StreamTransport:
         self._insecure = insecure
 
         self.tasks = OwnedTasks()
-        self._own_calls: dict[_OwnCall, Coming] = {}  # to this node itself
+        self._own_calls: dict[_OwnCall, PendingReply] = {}  # to this node itself
         self.serve: Serve = _not_started
         self.max_value_bytes = settings.max_value_bytes
         self._node = ""
@@ -393,14 +393,14 @@ class StreamTransport:
         if len(known) == len(replies):
             return [self._own_call(message, reply) for reply in known]
         for reply in known:
-            if isinstance(reply, Coming):
+            if isinstance(reply, PendingReply):
                 reply.cancel()
         return None
 
-    def _own_call(self, message: Call, reply: Reply | Coming) -> _OwnCall:
+    def _own_call(self, message: Call, reply: Reply | PendingReply) -> _OwnCall:
         call = _OwnCall(loop=asyncio.get_running_loop())
         call.calls, call.message, call.listener = self._own_calls, message, None
-        if isinstance(reply, Coming):
+        if isinstance(reply, PendingReply):
             self._own_calls[call] = reply
             reply.listen(call.answered)
         else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from taskgraph.errors import Refused
 from taskgraph.node.epochs.sharing import EPOCH_BYTES
 from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Reply, Stamp, stamp_of
-from taskgraph.transport.api import Coming
+from taskgraph.transport.api import PendingReply
 
 if TYPE_CHECKING:
     from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -31,7 +31,7 @@ class Attempts:
         self._term = term
         self._begun: dict[Stamp, Attempt] = {}
         self._waiting: list[asyncio.Future[None]] = []  # for an attempt to begin
-        self._parked: dict[Stamp, list[tuple[Pull, Coming]]] = {}  # for attempts yet to come; of a pull's epochs any
+        self._parked: dict[Stamp, list[tuple[Pull, PendingReply]]] = {}  # by the attempt that has to begin first
         self._ended = False
         self.latest: Stamp | None = None
         """Of the one that began last; it may be over."""
@@ -87,7 +87,7 @@ class Attempts:
                     if not coming.done:
                         self._refuse(coming)
 
-    def _refuse(self, coming: Coming) -> None:
+    def _refuse(self, coming: PendingReply) -> None:
         """It comes again, patiently, and hears what is the matter."""
         coming.settle(Refusal(Reason.STALE, f"task {self._task} is at {self.latest}"))
 
@@ -117,14 +117,14 @@ class Attempts:
 
     # -- asked by other tasks ---------------------------------------------------------------------
 
-    def item(self, pull: Pull) -> Item | Coming | Refusal | None:
+    def item(self, pull: Pull) -> Item | PendingReply | Refusal | None:
         """The item where it exists, a promise of it where it is still to be made, None where neither can be said."""
         attempt = self._begun.get(pull.stamp)
         if attempt is not None and attempt.graph is not None:
             return attempt.out.ask(pull)
         if self._ended or (attempt is None and self.latest is not None and self.latest >= pull.stamp):
             return None
-        coming = Coming()
+        coming = PendingReply()
         self._parked.setdefault(pull.stamp, []).append((pull, coming))
         return coming
 
@@ -133,16 +133,16 @@ class Attempts:
         attempt = self._begun.get(pull.stamp)
         return attempt is None or attempt.graph is None or attempt.out.lacks(pull.tag, pull.sender)
 
-    def items(self, pull: Pull) -> list[Reply | Coming | None]:
+    def items(self, pull: Pull) -> list[Reply | PendingReply | None]:
         """`item` for each of the epochs of a pull, most of which are yet to come."""
-        found: list[Reply | Coming | None] = []
+        found: list[Reply | PendingReply | None] = []
         (attempt, epoch), parked, latest = pull.stamp, self._parked, self.latest
         for nth in range(pull.count):
             stamp = stamp_of((attempt, epoch + nth))
             if self._ended or (latest is not None and latest >= stamp):
                 found.append(self.item(pull.each(nth)))
                 continue
-            coming = Coming()
+            coming = PendingReply()
             found.append(coming)
             if stamp in parked:
                 parked[stamp].append((pull, coming))

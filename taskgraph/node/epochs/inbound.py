@@ -13,7 +13,7 @@ from taskgraph.node.epochs.pulls import LARGE_BYTES
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.deviceloss import device_error
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Item, Pull, Reply, Stamp
-from taskgraph.transport.api import Begun
+from taskgraph.transport.api import CallFuture
 
 if TYPE_CHECKING:
     from taskgraph.graph.compose import Graph
@@ -98,7 +98,7 @@ class Inbound:
             else:
                 self._pulling[reply] = None
                 came = partial(self._pulled, tag, producer)
-                if isinstance(reply, Begun):
+                if isinstance(reply, CallFuture):
                     reply.listener = came
                 else:
                     reply.add_done_callback(came)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Refusal, Stamp
-from taskgraph.transport.api import Coming
+from taskgraph.transport.api import PendingReply
 
 __all__ = ["Items"]
 
@@ -32,7 +32,7 @@ class Items:
         self._term = term
         self._there: dict[Channel, Encoded] = {}
         # Every channel without an item, and who waits for that.
-        self._awaited: dict[Channel, list[Coming] | None] = dict.fromkeys(channels)
+        self._awaited: dict[Channel, list[PendingReply] | None] = dict.fromkeys(channels)
         self._dropped = False
 
     def put(self, tag: str, consumer: int, value: Encoded) -> bool:
@@ -50,16 +50,16 @@ class Items:
         """Whether that channel's item is still to be put."""
         return (tag, consumer) in self._awaited
 
-    def ask(self, pull: Pull) -> Item | Coming | Refusal:
+    def ask(self, pull: Pull) -> Item | PendingReply | Refusal:
         """The item, or a promise of it; a refusal where no such channel leads to who asks, or not any more."""
         value = self._there.get((pull.tag, pull.sender))
         if value is not None:
             return Item(self._stamp, self._term, pull.tag, value)
-        coming = Coming()
+        coming = PendingReply()
         refusal = self.promise(pull, coming)
         return coming if refusal is None else refusal
 
-    def promise(self, pull: Pull, coming: Coming) -> Refusal | None:
+    def promise(self, pull: Pull, coming: PendingReply) -> Refusal | None:
         """Settles `coming` as soon as there is the item; where there will not be, it says why."""
         channel, awaited = (pull.tag, pull.sender), self._awaited
         if channel in awaited:

@@ -23,7 +23,7 @@ from taskgraph.system import timeouts
 from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.loop import Process, later, own_time, plan
 from taskgraph.testing.simulate.pace import Links, Memory, Starving
-from taskgraph.transport.api import Coming, OnLost, Peer, Serve
+from taskgraph.transport.api import OnLost, Peer, PendingReply, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_all_now, answer_quietly, call_self, describe, unwrap
 
 __all__ = ["SimNetwork", "SimTransport"]
@@ -40,7 +40,7 @@ class _Connection:
     acceptor: str
     open: dict[str, bool]  # node -> whether its end is open
     pending: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)  # calls of the dialler
-    serving: dict[int, asyncio.Task[None] | Coming] = field(default_factory=dict)  # the same at the acceptor
+    serving: dict[int, asyncio.Task[None] | PendingReply] = field(default_factory=dict)  # the same at the acceptor
     last_at: dict[str, float] = field(default_factory=dict)  # to -> when the last message arrives there
     half_open: bool = False
     probe: bool = False
@@ -486,7 +486,7 @@ class SimTransport:
         assert self._serve is not None
         for nth, reply in enumerate(answer_all_now(self._serve, connection.dialler, pull)):
             number = first + nth
-            if isinstance(reply, Coming):
+            if isinstance(reply, PendingReply):
                 connection.serving[number] = reply
                 reply.listen(partial(self._came, connection), number)
             elif reply is None:

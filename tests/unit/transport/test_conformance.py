@@ -13,7 +13,7 @@ from transport_kit import EXCHANGES, Cluster, Node, encoded, item, pull
 from taskgraph.errors import PeerGone, PeerLost, Refused
 from taskgraph.protocol import messages as m
 from taskgraph.transport import wire
-from taskgraph.transport.api import Coming
+from taskgraph.transport.api import PendingReply
 
 
 class Gate:
@@ -179,10 +179,12 @@ async def test_what_is_still_coming_needs_no_handler(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     for target in (b, a):
         asked = asyncio.Event()
-        coming: list[Coming] = []
+        coming: list[PendingReply] = []
 
-        def later(caller: str, call: m.Call, coming: list[Coming] = coming, asked: asyncio.Event = asked) -> Coming:
-            coming.append(Coming())
+        def later(
+            caller: str, call: m.Call, coming: list[PendingReply] = coming, asked: asyncio.Event = asked
+        ) -> PendingReply:
+            coming.append(PendingReply())
             asked.set()
             return coming[-1]
 
@@ -211,7 +213,7 @@ async def test_what_is_still_coming_needs_no_handler(cluster: Cluster) -> None:
         assert target.served == []
 
 
-class Awaited(Coming):
+class Awaited(PendingReply):
     """Tells when nobody wants it any more."""
 
     def __init__(self, left: Callable[[], None]) -> None:
@@ -228,11 +230,11 @@ class Shelf:
     """Gives items when told to; says which epochs were asked for, and which are not wanted any more."""
 
     def __init__(self) -> None:
-        self.asked: dict[int, Coming] = {}
+        self.asked: dict[int, PendingReply] = {}
         self.gone: set[int] = set()
         self.changed = asyncio.Event()
 
-    def __call__(self, caller: str, call: m.Call) -> Coming | None:
+    def __call__(self, caller: str, call: m.Call) -> PendingReply | None:
         if not isinstance(call, m.Pull):
             return None
         assert call.count == 1, "each call is served by itself"
@@ -475,7 +477,7 @@ async def test_a_quiet_call_is_answered_where_there_is_more_to_say(cluster: Clus
         await (await begun(a, b, REPORT))
     b.at_once = lambda caller, call: None  # a task answers
     assert await (await begun(a, b, REPORT)) == m.Accepted(1)
-    later = Coming()
+    later = PendingReply()
     b.at_once = lambda caller, call: later if call == REPORT else None
     reply = await begun(a, b, REPORT)
     await time_passes(a, b)

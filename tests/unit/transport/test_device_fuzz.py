@@ -27,7 +27,7 @@ from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
 from taskgraph.transport import devicelending, segments
-from taskgraph.transport.api import Coming
+from taskgraph.transport.api import PendingReply
 from taskgraph.transport.mappings import CannotBorrow
 from taskgraph.transport.sides import AcceptedSession
 from taskgraph.transport.stream import StreamTransport
@@ -58,7 +58,7 @@ class Fuzz:
         transport = StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, digesting=digesting, unix_dir=unix)
         node = Node(name, transport)
 
-        def serve(caller: str, call: m.Call) -> m.Reply | Coming:
+        def serve(caller: str, call: m.Call) -> m.Reply | PendingReply:
             assert isinstance(call, m.Pull)
             found = self.stores[name].get(call.tag)
             if found is None:
@@ -66,7 +66,7 @@ class Fuzz:
             reply = m.Item(call.stamp, 1, call.tag, found)
             if self.rng.random() < 0.5:
                 return reply
-            coming = Coming()
+            coming = PendingReply()
             asyncio.get_running_loop().call_later(self.rng.random() / 300, coming.settle, reply)
             return coming
 

@@ -22,7 +22,7 @@ from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
 from taskgraph.transport import devicelending, stream, wire
-from taskgraph.transport.api import Coming
+from taskgraph.transport.api import PendingReply
 from taskgraph.transport.devicelending import TICKET_BYTES, DeviceBorrowing, DeviceLending, Ticket
 from taskgraph.transport.frames import Kind
 from taskgraph.transport.mappings import CannotBorrow
@@ -703,7 +703,7 @@ async def test_replies_with_tickets_that_have_none_end_the_session(
     """And whoever made the call hears of it."""
     producer, consumer, _ = nodes
     asked: list[m.Call] = []
-    producer.at_once = lambda caller, call: asked.append(call) or Coming()  # type: ignore[func-returns-value]
+    producer.at_once = lambda caller, call: asked.append(call) or PendingReply()  # type: ignore[func-returns-value]
     call = asyncio.ensure_future(pulled(consumer, producer))
     await turns_until(lambda: asked)
     (session,) = [s for s in stream_of(producer)._connections if isinstance(s, AcceptedSession)]

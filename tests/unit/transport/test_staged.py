@@ -19,7 +19,7 @@ from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.values import decode, encode, staying
 from taskgraph.protocol import messages as m
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
-from taskgraph.transport.api import Coming
+from taskgraph.transport.api import PendingReply
 
 HOST = np.arange(300_000.0)
 
@@ -50,8 +50,8 @@ def at_once(node: Node, value: m.Encoded) -> None:
 
 
 def coming(node: Node, value: m.Encoded) -> None:
-    def later(caller: str, call: m.Call) -> Coming:
-        promise = Coming()
+    def later(caller: str, call: m.Call) -> PendingReply:
+        promise = PendingReply()
         asyncio.get_running_loop().call_later(0.01, promise.settle, item(value, call))
         return promise
 

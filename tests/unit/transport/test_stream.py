@@ -46,7 +46,7 @@ from taskgraph.protocol.records import name_of
 from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, incoming, outbox, sides, stream, wire
 from taskgraph.transport._proto import frame_pb2
-from taskgraph.transport.api import Begun, Coming, Peer
+from taskgraph.transport.api import CallFuture, Peer, PendingReply
 from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, Head, Kind, pack_frame, seal
 from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES
 from taskgraph.transport.sides import DialledSession
@@ -528,7 +528,7 @@ async def test_a_call_that_is_made_twice_breaks_the_session(
     a, b = await streams.node(), await streams.node()
     await a.call(b, SEAL)
     (session,) = sessions_of(a.transport)
-    b.at_once = lambda caller, call: Coming()
+    b.at_once = lambda caller, call: PendingReply()
     with caplog.at_level("ERROR"):
         for number, pulls in ((9, 1), (first, count)):
             session._write(pack_whole(Kind.CALL, number, wire.to_header(m.Pull(*PULL, pulls))))
@@ -552,10 +552,10 @@ async def test_calls_beyond_the_last_number_break_the_session(
 
 async def test_a_node_hears_its_own_answer_without_a_turn_of_the_event_loop(streams: Cluster) -> None:
     a = await streams.node()
-    coming, told = Coming(), []
+    coming, told = PendingReply(), []
     a.at_once = lambda caller, call: coming
     reply = a.transport.call_now(a.peer, m.Pull(*PULL))
-    assert isinstance(reply, Begun)
+    assert isinstance(reply, CallFuture)
     reply.listener = told.append
     coming.settle(item(m.Pull(*PULL), encoded(b"x")))
     assert told == [reply] and reply.result() is coming.reply
@@ -564,10 +564,10 @@ async def test_a_node_hears_its_own_answer_without_a_turn_of_the_event_loop(stre
 @pytest.mark.parametrize("ends", ["refused", "cancelled", "closed"])
 async def test_a_node_hears_soon_that_its_own_call_is_in_vain(streams: Cluster, ends: str) -> None:
     a = await streams.node()
-    coming, told = Coming(), []
+    coming, told = PendingReply(), []
     a.at_once = lambda caller, call: coming
     reply = a.transport.call_now(a.peer, m.Pull(*PULL))
-    assert isinstance(reply, Begun)
+    assert isinstance(reply, CallFuture)
     reply.listener = told.append
     match ends:
         case "refused":
@@ -586,7 +586,11 @@ async def test_a_node_pulls_several_epochs_from_itself_at_once(streams: Cluster)
     a = await streams.node()
     several = m.Pull(*PULL, 3)
     assert a.transport.calls_now(a.peer, several) is None, "where they cannot be answered together"
-    answers: list[m.Reply | Coming | None] = [item(several.each(0), encoded(b"0")), Coming(), Coming()]
+    answers: list[m.Reply | PendingReply | None] = [
+        item(several.each(0), encoded(b"0")),
+        PendingReply(),
+        PendingReply(),
+    ]
     a.all_at_once = lambda caller, pull: answers
     begun = a.transport.calls_now(a.peer, several)
     assert begun is not None and [reply.done() for reply in begun] == [True, False, False]
@@ -599,7 +603,7 @@ async def test_a_node_pulls_several_epochs_from_itself_at_once(streams: Cluster)
 
 async def test_where_nothing_can_be_said_of_one_epoch_a_node_asks_itself_about_each(streams: Cluster) -> None:
     a = await streams.node()
-    coming = Coming()
+    coming = PendingReply()
     a.all_at_once = lambda caller, pull: [coming, None]
     assert a.transport.calls_now(a.peer, m.Pull(*PULL, 2)) is None
     assert coming.done, "nobody waits for it"
@@ -608,7 +612,7 @@ async def test_where_nothing_can_be_said_of_one_epoch_a_node_asks_itself_about_e
 async def test_what_a_node_pulls_from_itself_is_freed_when_nobody_has_it(streams: Cluster) -> None:
     """It waited for the garbage collector: with large items, for hundreds of MiB of them."""
     a = await streams.node()
-    answers, memory = [Coming()], np.zeros(1000)
+    answers, memory = [PendingReply()], np.zeros(1000)
     a.at_once = lambda caller, call: answers[0]
     reply = a.transport.call_now(a.peer, m.Pull(*PULL))
     assert reply is not None and not reply.done()
@@ -631,7 +635,7 @@ async def test_no_more_calls_are_served_at_a_time_than_a_session_may_have(
     a, b = await streams.node(), await streams.node()
     await a.call(b, SEAL)
     monkeypatch.setattr(sides, "MAX_CALLS", 3)
-    waiting = [Coming() for _ in range(3)]
+    waiting = [PendingReply() for _ in range(3)]
     b.at_once = lambda caller, call: waiting[0] if type(call) is m.Pull else None
     b.all_at_once = lambda caller, pull: waiting[: pull.count]
     refused = a.transport.calls_now(b.peer, m.Pull(*PULL, 4))
@@ -733,7 +737,7 @@ async def test_a_listener_that_raises_is_told_of_and_the_session_goes_on(streams
         raise LookupError("no such thing")
 
     reply = a.transport.call_now(b.peer, SEAL)
-    assert isinstance(reply, Begun)
+    assert isinstance(reply, CallFuture)
     reply.listener = raises
     assert await reply == m.Accepted(1)
     assert await a.call(b, SEAL) == m.Accepted(1)

@@ -22,7 +22,7 @@ from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
-from taskgraph.transport.api import Coming, Peer, ServeAll, ServeNow, Transport
+from taskgraph.transport.api import Peer, PendingReply, ServeAll, ServeNow, Transport
 from taskgraph.transport.frames import Head, Kind, pack_frame
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 from taskgraph.transport.stream import StreamTransport
@@ -130,10 +130,10 @@ class Node:
     async def _accept(self, caller: str, call: m.Call) -> m.Reply:
         return m.Accepted(1)
 
-    def now(self, caller: str, call: m.Call) -> m.Reply | Coming | None:
+    def now(self, caller: str, call: m.Call) -> m.Reply | PendingReply | None:
         return self.at_once(caller, call)
 
-    def all_now(self, caller: str, pull: m.Pull) -> list[m.Reply | Coming | None] | None:
+    def all_now(self, caller: str, pull: m.Pull) -> list[m.Reply | PendingReply | None] | None:
         return self.all_at_once(caller, pull)
 
     async def __call__(self, caller: str, call: m.Call) -> m.Reply:

@@ -21,7 +21,7 @@ from taskgraph.node.primary.reporter import Reporter
 from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Report, Stamp
 from taskgraph.protocol.records import Ran
-from taskgraph.transport.api import Coming
+from taskgraph.transport.api import PendingReply
 
 __all__ = ["early", "set_up_when_offered"]
 
@@ -177,7 +177,7 @@ async def test_what_is_asked_of_an_epoch_in_flight_waits_until_that_one_is_compo
     again = attempts.item(pull(5))
     later.graph = ()
     attempts.composed(later)
-    assert all(isinstance(coming, Coming) for coming in (over, one, other, yet, again))
+    assert all(isinstance(coming, PendingReply) for coming in (over, one, other, yet, again))
     assert isinstance(over.reply, Refusal) and over.reply.reason == Reason.STALE  # type: ignore[union-attr]
     assert isinstance(other.reply, Item)  # type: ignore[union-attr]
     assert not one.done and not again.done and not yet.done  # type: ignore[union-attr]
@@ -201,8 +201,8 @@ async def test_what_was_asked_of_an_epoch_in_flight_that_a_restart_ended_is_refu
     again = attempt(5, attempt=2)
     attempts.begin(again)
     attempts.composed(again)
-    assert isinstance(old, Coming) and isinstance(old.reply, Refusal)
-    assert isinstance(new, Coming) and not new.done
+    assert isinstance(old, PendingReply) and isinstance(old.reply, Refusal)
+    assert isinstance(new, PendingReply) and not new.done
 
 
 def test_a_graph_that_is_composed_late_is_waited_for(early: type[Early]) -> None:

@@ -13,7 +13,7 @@ from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.node.epochs.items import Items
 from taskgraph.node.serving import Serving
 from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Stamp
-from taskgraph.transport.api import Coming
+from taskgraph.transport.api import PendingReply
 
 VALUE = encode(7)
 
@@ -48,7 +48,7 @@ def pull(epoch: int, count: int, *, tag: str = "x", term: int = 1) -> Pull:
 
 
 def state(coming: object) -> object:
-    return coming.reply if isinstance(coming, Coming) else coming
+    return coming.reply if isinstance(coming, PendingReply) else coming
 
 
 async def test_each_epoch_of_a_pull_is_answered_by_its_own_attempt() -> None:

@@ -12,7 +12,7 @@ from taskgraph.graph.values import encode
 from taskgraph.node.epochs.items import Items
 from taskgraph.node.epochs.pulls import Pulls
 from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Reply, Stamp
-from taskgraph.transport.api import Coming, Counted
+from taskgraph.transport.api import Counted, PendingReply
 
 VALUE = encode(7)
 
@@ -201,7 +201,7 @@ async def test_an_item_is_given_to_all_who_wait_and_to_all_who_come_later() -> N
     heard: list[Any] = []
     early = [items.ask(pull()), items.ask(pull())]
     for number, coming in enumerate(early):
-        assert isinstance(coming, Coming)
+        assert isinstance(coming, PendingReply)
         coming.listen(lambda number, reply: heard.append((number, reply)), number)
     assert items.lacks("x", 1) and items.put("x", 1, VALUE) and not items.lacks("x", 1)
     item = Item(Stamp(2, 5), 3, "x", VALUE)
@@ -216,14 +216,14 @@ async def test_who_asks_for_what_is_not_offered_hears_what_is() -> None:
     refusal = items.ask(pull(tag="z"))
     assert isinstance(refusal, Refusal) and refusal.reason == Reason.NOT_OFFERED
     assert refusal.text == "to task 1 it offers: 'x'; to others: 'y'"
-    assert isinstance(items.promise(pull(sender=3), Coming()), Refusal)
+    assert isinstance(items.promise(pull(sender=3), PendingReply()), Refusal)
 
 
 async def test_items_that_are_dropped_are_promised_to_nobody() -> None:
     items = Items(Stamp(2, 5), 3, [("x", 1), ("x", 2)])
     items.put("x", 2, VALUE)
     waiting = items.ask(pull())
-    assert isinstance(waiting, Coming)
+    assert isinstance(waiting, PendingReply)
     items.drop()
     over = Refusal(Reason.ATTEMPT_GONE, "attempt 2 of epoch 5 is over")
     assert waiting.reply == over and items.ask(pull(sender=2)) == over and not items.put("x", 1, VALUE)
@@ -231,7 +231,7 @@ async def test_items_that_are_dropped_are_promised_to_nobody() -> None:
 
 async def test_what_is_coming_is_heard_of_once_and_not_by_who_left() -> None:
     heard: list[Any] = []
-    coming = Coming()
+    coming = PendingReply()
     coming.among = among = Counted()
     among.count = 1
     coming.listen(lambda number, reply: heard.append(number), 4)
@@ -241,7 +241,7 @@ async def test_what_is_coming_is_heard_of_once_and_not_by_who_left() -> None:
     assert heard == [4] and among.count == 0 and await coming == Refusal("no")
     coming.listen(lambda number, reply: heard.append(number), 5)
     assert heard == [4, 5], "there is one: told at once"
-    left = Coming()
+    left = PendingReply()
     waiting = asyncio.ensure_future(_await(left))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -249,5 +249,5 @@ async def test_what_is_coming_is_heard_of_once_and_not_by_who_left() -> None:
     assert left.done and left.reply is None
 
 
-async def _await(coming: Coming) -> Reply:
+async def _await(coming: PendingReply) -> Reply:
     return await coming
