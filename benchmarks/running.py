@@ -12,9 +12,9 @@ from contextlib import AsyncExitStack
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.driver.spec import JobSpec
+from taskgraph.launch.access import connect
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.local import LocalNodes
-from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.network.listening import Listening

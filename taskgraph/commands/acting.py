@@ -16,8 +16,8 @@ from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, PeerLost, TaskGraphError, TransportError, UnknownJob
 from taskgraph.jobs import NAME_RULE, is_name
 from taskgraph.launch import forget as forgetting
+from taskgraph.launch.access import connect
 from taskgraph.launch.follow import Follower, client_of
-from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import Runtime
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe.format import ids_text

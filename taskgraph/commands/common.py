@@ -14,12 +14,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, JobError, TransportError, UnknownJob
-from taskgraph.launch.access import configured, etcd_access, insecure_listen, node_access
-from taskgraph.launch.run import connect
+from taskgraph.launch.access import configured, connect, etcd_access, insecure_listen, node_access
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.network.listening import Listening
 from taskgraph.network.tls import Tls, check_listener
@@ -31,13 +30,14 @@ from taskgraph.system.files import remove_file
 from taskgraph.system.signals import Orders, obey_sigterm
 from taskgraph.transport.hello import mark
 
+if TYPE_CHECKING:
+    from taskgraph.coordination.etcd import EtcdCoordinator
+
 __all__ = [
     "NewToken",
     "Reached",
     "access_of",
     "access_words",
-    "add_etcd_options",
-    "add_listen_options",
     "as_before",
     "check_launcher",
     "ended_text",
@@ -65,43 +65,6 @@ _ENDED_NAMED = 5
 """Jobs that ended which a message names."""
 _NODE_ACCESS = ("tls", "tls_ca", "tls_cert", "tls_key")
 _ACCESS = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file")
-
-
-def add_etcd_options(parser: argparse.ArgumentParser) -> None:
-    """--etcd and its like. Each may also come from the environment or from taskgraph.toml."""
-    group = parser.add_argument_group("etcd (also TASKGRAPH_ETCD, TASKGRAPH_ETCD_USER etc., or taskgraph.toml)")
-    group.add_argument("--etcd", metavar="HOST:PORT,...", help="endpoints of your etcd")
-    group.add_argument("--etcd-ca", "--cacert", metavar="FILE", help="authority of etcd's certificates")
-    group.add_argument("--etcd-cert", "--cert", metavar="FILE", help="client certificate for etcd")
-    group.add_argument("--etcd-key", "--key", metavar="FILE", help="its key")
-    group.add_argument("--etcd-user", metavar="NAME", help="user, where etcd has authentication enabled")
-    group.add_argument("--etcd-password-file", metavar="FILE", help="the user's password (or TASKGRAPH_ETCD_PASSWORD)")
-    group.add_argument(
-        "--token-file", metavar="FILE", help="the job's token; `submit` and `run` write it where it is missing"
-    )
-    nodes = parser.add_argument_group(
-        "TLS between nodes (also TASKGRAPH_TLS, TASKGRAPH_TLS_CA etc., or taskgraph.toml)"
-    )
-    nodes.add_argument("--tls", metavar="DIR", help="a directory with ca.pem, cert.pem and key.pem (`taskgraph certs`)")
-    nodes.add_argument("--tls-ca", metavar="FILE", help="authority of all nodes' and clients' certificates")
-    nodes.add_argument("--tls-cert", metavar="FILE", help="our certificate")
-    nodes.add_argument("--tls-key", metavar="FILE", help="its key")
-
-
-def add_listen_options(parser: argparse.ArgumentParser, help_text: str) -> None:
-    """--listen and what belongs to it."""
-    parser.add_argument("--listen", metavar="HOST", help=help_text)
-    parser.add_argument(
-        "--ports", metavar="FIRST-LAST", help="listen on these ports only, for a firewall: a node takes two of them"
-    )
-    parser.add_argument(
-        "--advertise", metavar="NAME", help="the name or address by which others reach HOST, where that is another one"
-    )
-    parser.add_argument(
-        "--insecure-listen",
-        action="store_true",
-        help="listen without TLS, although HOST is not loopback: whoever is on that network can read along",
-    )
 
 
 def listening_of(options: argparse.Namespace, nodes: int) -> Listening:

@@ -36,13 +36,12 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError, UnknownJob
 from taskgraph.jobs import NAME_RULE, JobFunction, is_name
+from taskgraph.launch.access import connect
 from taskgraph.launch.begin import command, options
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import Follower, if_etcd_answers
-from taskgraph.launch.kept import job_failed, why_not_kept
+from taskgraph.launch.kept import job_failed, lost_text, why_not_kept
 from taskgraph.launch.local import LocalNodes
-from taskgraph.launch.resuming import lost_text
-from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import Shown
 from taskgraph.launch.supervise import launch_nodes

@@ -18,12 +18,11 @@ import uvloop
 from taskgraph.commands.common import Reached, check_launcher, etcd_of, known_at, launcher_gone, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, Unavailable, UnknownJob
-from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import follow_events, kept_events, node_statuses
 from taskgraph.launch.kept import KeptJob, kept_in_etcd
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import clock_text, fitted, kept_json, nobody_text, status_json, status_text, values_text
+from taskgraph.observe.format import clock_text, fitted, kept_json, nobody_text, status_json, status_text
 from taskgraph.observe.screen import one_line, printable, say, takes_codes
 from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol.records import State
@@ -219,6 +218,8 @@ def result(options: argparse.Namespace) -> int:
             uvloop.run(_let_go(options, only_there))
         return 0
     if found["values"]:
+        from taskgraph.observe.values_text import values_text
+
         print(values_text({int(task): value for task, value in found["values"].items()}))
     if left_out := found.get("left_out"):
         print(left_out, file=sys.stderr)
@@ -246,6 +247,8 @@ async def _let_go(options: argparse.Namespace, of: _OnlyThere) -> None:
     async with reach(options) as reached:
         if reached.spec.run != of.run:
             return
+        from taskgraph.launch.collector import Collector  # loads numpy, with the values of a job
+
         follower = Collector(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
         await follower.start()
         try:
@@ -280,6 +283,8 @@ async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str, _OnlyT
     Where they are gone, why there is none; and where it is kept nowhere else, what to say of that. One that somebody
     runs is that one's to collect.
     """
+    from taskgraph.launch.collector import Collector  # loads numpy, with the values of a job
+
     follower = Collector(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
     await follower.start()
     try:

@@ -28,20 +28,21 @@ from taskgraph.driver.loading import load_driver, made_by
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction
-from taskgraph.launch.access import Access
+from taskgraph.launch.access import Access, connect
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.kept import status_of
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import passing_on, printed
 from taskgraph.launch.resuming import begin, plan
-from taskgraph.launch.run import arun, connect
+from taskgraph.launch.run import arun
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.shown import Shown
 from taskgraph.launch.supervise import Hooks
 from taskgraph.network.listening import Listening
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import kept_json, values_text
+from taskgraph.observe.format import kept_json
 from taskgraph.observe.screen import say
+from taskgraph.observe.values_text import values_text
 from taskgraph.options import fields_of, parse
 from taskgraph.protocol.records import State
 from taskgraph.results import JobResult

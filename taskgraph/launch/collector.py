@@ -18,8 +18,7 @@ from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, JobFailed, OutcomeUnknown, TaskGraphError
 from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, size_bytes
 from taskgraph.launch.follow import Follower, client_of, if_etcd_answers
-from taskgraph.launch.kept import kept_record, why_given_up
-from taskgraph.launch.resuming import lost_text
+from taskgraph.launch.kept import kept_record, lost_text, why_given_up
 from taskgraph.launch.runtime import Runtime
 from taskgraph.network.tls import Tls
 from taskgraph.observe.control_client import StillAtWork, control_address

@@ -15,7 +15,7 @@ from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, OutcomeUnknown, TaskGraphError
-from taskgraph.launch.resuming import way_on
+from taskgraph.launch.kept import way_on
 from taskgraph.network.tls import Tls
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.events import Event, careful, in_order, readable_events

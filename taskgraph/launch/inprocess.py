@@ -19,8 +19,8 @@ from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.jobs import Job
 from taskgraph.launch.collect import assemble, complete
-from taskgraph.launch.kept import job_failed
-from taskgraph.launch.resuming import Resume, begin, plan, way_on
+from taskgraph.launch.kept import job_failed, way_on
+from taskgraph.launch.resuming import Resume, begin, plan
 from taskgraph.node.garbage import searching_garbage_less_often
 from taskgraph.node.node import Node, Point
 from taskgraph.node.usercode.errors import cancelled_by_users

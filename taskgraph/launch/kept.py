@@ -12,9 +12,20 @@ from taskgraph.errors import DecodeError, JobCancelled, JobFailed, UnknownJob
 from taskgraph.observe.events import Event, readable_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, State, StatusRecord
+from taskgraph.protocol.view import Versioned
 
-__all__ = ["KeptJob", "job_failed", "kept_in_etcd", "kept_record", "status_of", "why_given_up", "why_not_kept"]
+__all__ = [
+    "KeptJob",
+    "job_failed",
+    "kept_in_etcd",
+    "kept_record",
+    "lost_text",
+    "status_of",
+    "way_on",
+    "why_given_up",
+    "why_not_kept",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,3 +151,19 @@ def status_of(error: JobFailed) -> StatusRecord:
         where=error.where,
         traceback=error.traceback_text,
     )
+
+
+def way_on(checkpoint: CheckpointRecord) -> str:
+    """How a job that did not finish goes on from its checkpoint."""
+    return (
+        f"its checkpoint of epoch {checkpoint.epoch} is complete: go on from there with --resume (--resume-changed if "
+        f"you change the driver)"
+    )
+
+
+def lost_text(name: str, checkpoint: Versioned[CheckpointRecord] | None) -> str:
+    """Why the values of a finished job are lost, and how to compute them again from its checkpoint."""
+    why = "its last node left before anyone collected them"
+    if checkpoint is None:
+        return why
+    return f"{why}; {way_on(checkpoint.record)}, or with new nodes for this run (`taskgraph launch {name}`)"

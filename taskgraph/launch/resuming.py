@@ -28,10 +28,9 @@ from taskgraph.node.usercode.threads import PooledThreads
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord
-from taskgraph.protocol.view import Versioned
 from taskgraph.system import timeouts
 
-__all__ = ["Resume", "begin", "lost_text", "plan", "way_on"]
+__all__ = ["Resume", "begin", "plan"]
 
 log = logging.getLogger("taskgraph")
 
@@ -41,22 +40,6 @@ Resume = bool | Literal["changed"]
 _SLOW_S = 5.0
 """After which it is told that a place is slow: all files of a checkpoint are read before a job goes on from it."""
 _CHANGED = "(--resume-changed, resume='changed')"
-
-
-def way_on(checkpoint: CheckpointRecord) -> str:
-    """What to say to who has to do with a job that did not come to its end, and left a complete checkpoint."""
-    return (
-        f"its checkpoint of epoch {checkpoint.epoch} is complete: go on from there with --resume (--resume-changed if "
-        f"you change the driver)"
-    )
-
-
-def lost_text(name: str, checkpoint: Versioned[CheckpointRecord] | None) -> str:
-    """Why nobody has the values of a job that finished and has no nodes any more, and how they are computed again."""
-    why = "nobody had collected them when its last node was gone"
-    if checkpoint is None:
-        return why
-    return f"{why}; {way_on(checkpoint.record)}, or with new nodes for this run (`taskgraph launch {name}`)"
 
 
 async def plan(

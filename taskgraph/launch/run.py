@@ -21,7 +21,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from taskgraph.coordination.api import AccessRefused, Lost
 from taskgraph.coordination.embedded import EmbeddedEtcd
-from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver.loading import check_no_loop, check_not_importing
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import (
@@ -34,7 +33,7 @@ from taskgraph.errors import (
     no_thread,
 )
 from taskgraph.jobs import Job, check_job
-from taskgraph.launch.access import Access, etcd_access, node_access
+from taskgraph.launch.access import Access, connect, etcd_access, node_access
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.forkserver import ForkServer
@@ -50,7 +49,7 @@ from taskgraph.results import JobResult
 from taskgraph.system import timeouts
 from taskgraph.transport.hello import mark
 
-__all__ = ["arun", "connect", "result", "run"]
+__all__ = ["arun", "result", "run"]
 
 log = logging.getLogger("taskgraph")
 
@@ -330,11 +329,6 @@ def _running_here(runtime: Runtime, name: str) -> JobRunning:
         f"a job {name!r} is running on this host already{whose}: follow it with `taskgraph status {name} --watch`, end "
         f"it with `taskgraph shutdown {name}`, or give this one another name: --name, or name=... of tg.run"
     )
-
-
-async def connect(etcd: str, tls: dict[str, str]) -> EtcdCoordinator:
-    """Connects to an etcd; raises Unavailable with what was tried."""
-    return await EtcdCoordinator.connect(etcd, **tls)
 
 
 def result(name: str, etcd: str | None = None) -> JobResult:

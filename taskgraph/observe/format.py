@@ -9,15 +9,12 @@ from collections.abc import Mapping, Sequence
 from itertools import count, islice
 from typing import Any
 
-import numpy as np
-
 from taskgraph.errors import FingerprintMismatch, TaskGraphError, named
 from taskgraph.observe.screen import cut, one_line, padded, printable, width
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.records import NodeRecord, State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
-from taskgraph.results import plain_value
 from taskgraph.settings import Settings
 
 __all__ = [
@@ -32,13 +29,10 @@ __all__ = [
     "status_json",
     "status_text",
     "table",
-    "values_text",
 ]
 
 _LONG_S = 0.1
 """What runs for less is not worth a number."""
-_LONG = 200
-"""Elements of an array that is shown whole."""
 _ID = len("GPU-8932f937")
 """Of a device's UUID as many characters as CUDA, too, takes for a name."""
 _TASKS = 2
@@ -51,8 +45,6 @@ _SERIES = 5
 """So many numbers at equal distances are told as a series."""
 _STEPS = 16
 """Distances that are tried: where tasks are dealt, the next of a series is one of the next few numbers."""
-_LINES = 5000
-"""Lines of a list: one value per epoch is what many jobs return, and `--json` has them all."""
 
 
 def clock_text(at: float) -> str:
@@ -397,40 +389,3 @@ def _task_json(task: int, view: JobView, statuses: Mapping[str, NodeStatus | Tas
         "running_s": round(replica.running_s, 3) if replica else 0.0,
         "waits": list(replica.waits) if replica else [],
     }
-
-
-def values_text(values: dict[int, Any]) -> str:
-    """A job's values: the only one alone, several by task."""
-    if len(values) == 1:
-        return _value_text(next(iter(values.values())))
-    return "\n".join(_entry_text(f"task {task}", value) for task, value in values.items())
-
-
-def _value_text(value: Any) -> str:
-    try:
-        return _exact_text(value)
-    except Exception:  # an int of some thousand digits, a type of the user's: less exact, but something
-        return str(plain_value(value))
-
-
-def _exact_text(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return np.array2string(value, threshold=_LONG, separator=", ")
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(item, int | float | str) for item in value):
-        left_out = len(value) - _LINES
-        shown = value if left_out <= 0 else [*value[: _LINES // 2], f"... ({left_out} more)", *value[-_LINES // 2 :]]
-        return "\n".join(map(str, shown))
-    if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
-        return "\n".join(_entry_text(key, item) for key, item in value.items())
-    text = repr(value)
-    return text if len(text) < 20_000 else f"{text[:20_000]}... ({len(text)} characters)"
-
-
-def _entry_text(key: str, value: Any) -> str:
-    """One line, or for what takes several: below its key, indented."""
-    text = _value_text(value)
-    if "\n" in text or isinstance(value, dict):
-        return f"{key}:\n" + "\n".join(f"  {line}" for line in text.splitlines())
-    return f"{key}: {text}"

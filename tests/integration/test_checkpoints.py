@@ -462,7 +462,7 @@ async def test_results_that_went_with_all_nodes_are_computed_again_from_the_chec
     launch.process.kill()
     await launch.done()
     lost = await cli("result", "slow_result", *etcd, *token)
-    assert lost.code == 3 and "nobody had collected them when its last node was gone" in lost.err, lost.err
+    assert lost.code == 3 and "its last node left before anyone collected them" in lost.err, lost.err
     assert "or with new nodes for this run (`taskgraph launch slow_result`)" in lost.err
     cli.open()
     again = await cli("launch", "slow_result", "--nodes", "1", *etcd, *token)

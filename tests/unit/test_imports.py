@@ -51,7 +51,21 @@ def test_a_launcher_loads_no_node(code: str) -> None:
 
 def test_a_command_loads_its_own_module_only() -> None:
     found = loaded("from taskgraph.cli import _command; _command('certs')")
-    assert {name for name in found if name.startswith("taskgraph.commands.")} == {"taskgraph.commands.certifying"}
+    assert {name for name in found if name.startswith("taskgraph.commands.")} - {"taskgraph.commands.arguments"} == {
+        "taskgraph.commands.certifying"
+    }
+
+
+@pytest.mark.parametrize("code", ["parser().parse_args(['status'])", "main(['--version'])", "main(['run', '--help'])"])
+def test_parser_loads_neither_numpy_nor_grpc(code: str) -> None:
+    found = loaded(f"from taskgraph.cli import main, parser\ntry: {code}\nexcept SystemExit: pass")
+    assert "taskgraph.cli" in found
+    assert not found.intersection((*HEAVY, "numpy"))
+
+
+def test_status_does_not_load_numpy() -> None:
+    found = loaded("from taskgraph.cli import _command; _command('status')")
+    assert "grpc" in found and "numpy" not in found
 
 
 def test_every_command_of_the_parser_is_there() -> None:

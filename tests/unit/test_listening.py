@@ -12,7 +12,8 @@ import grpc
 import pytest
 
 from taskgraph.cli import main
-from taskgraph.commands.common import add_etcd_options, add_listen_options, listening_of
+from taskgraph.commands.arguments import add_etcd_options, add_listen_options
+from taskgraph.commands.common import listening_of
 from taskgraph.errors import JobError, TransportError
 from taskgraph.network.listening import ANY_PORT, NOWHERE, Listening
 from taskgraph.node.config import NodeConfig

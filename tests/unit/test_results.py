@@ -15,7 +15,7 @@ from google.protobuf.struct_pb2 import Struct
 from google.protobuf.timestamp_pb2 import Timestamp
 
 import taskgraph as tg
-from taskgraph.observe.format import values_text
+from taskgraph.observe.values_text import values_text
 from taskgraph.results import plain_value
 
 FULL = tg.JobResult(

@@ -25,7 +25,8 @@ import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands import common, running
 from taskgraph.commands.acting import signal_number
-from taskgraph.commands.common import access_of, add_etcd_options, etcd_of, find_entry, token_for, token_of
+from taskgraph.commands.arguments import add_etcd_options
+from taskgraph.commands.common import access_of, etcd_of, find_entry, token_for, token_of
 from taskgraph.commands.running import job_of, print_result
 from taskgraph.coordination.api import AccessRefused
 from taskgraph.errors import DecodeError, JobError, JobRunning, Unavailable, UnknownJob
@@ -103,7 +104,7 @@ def test_a_driver_of_its_own_needs_no_name() -> None:
 def test_without_a_command_there_is_the_list_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == cli.USAGE
     said = capsys.readouterr()
-    assert said.out == "" and "usage: taskgraph" in said.err and "\n    status " in said.err
+    assert said.out == "" and "usage: taskgraph" in said.err and "\n  status " in said.err
 
 
 @pytest.mark.parametrize("arguments", [["fly"], ["run"], ["run", "d.py", "--nodes", "x"], ["drain", "x"]])
@@ -570,7 +571,10 @@ def test_a_process_that_may_open_next_to_no_files_is_told_before_it_begins(
         (["events", "x", "--folow"], "unrecognized arguments: --folow (did you mean --follow?); see"),
         (["status", "x", "y"], "unrecognized arguments: y; see `taskgraph status --help`"),
         (["--taks", "run", "d.py"], "unrecognized arguments: --taks; see `taskgraph --help`"),
-        (["statsu"], "(did you mean status?); see `taskgraph --help`"),
+        (["stauts"], "taskgraph: no command 'stauts'; did you mean status?; see `taskgraph --help`"),
+        (["fit.py"], "no command 'fit.py'; a driver is run with `taskgraph run fit.py`; see"),
+        (["run", __file__ + ":fit", "--rate", "5"], "rate is an option of fit: -o rate=5; see `taskgraph run --help`"),
+        (["run", __file__ + ":fit", "--rate=5"], "rate is an option of fit: -o rate=5; see `taskgraph run --help`"),
         (["drain", "x"], "--node; see `taskgraph drain --help`"),
         (["run", "d.py", "--etcd", ""], "argument --etcd: it is empty: give a value, or leave it out; see"),
         (["submit", "d.py", "--name="], "argument --name: it is empty: give a value, or leave it out; see"),
@@ -596,7 +600,11 @@ def test_help_begins_with_what_the_command_itself_takes(capsys: pytest.CaptureFi
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         usage = capsys.readouterr().out
-        assert usage.index(own) < usage.index("--etcd") < usage.index("--tls"), usage
+        assert usage.index(own) < usage.index("--etcd") and "--tls" not in usage, usage
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help-all"])
+        usage = capsys.readouterr().out
+        assert usage.index(own) < usage.index("--etcd-user") < usage.index("--tls"), usage
 
 
 @pytest.mark.parametrize(
@@ -606,7 +614,7 @@ def test_help_says_where_the_job_may_be_left_out(command: str, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "; may be left out where only one job runs on this host, and no --etcd is given" in told
+    assert "; may be left out if only one job runs on this host and --etcd is not given" in told
 
 
 @pytest.mark.parametrize("option", ["--mtbf", "--for-s"])

@@ -124,7 +124,7 @@ async def test_values_that_nobody_took_of_the_nodes_that_alone_had_them_are_a_fa
     code = await launched(monkeypatch, StatusRecord(state=State.FINISHED))
     told = capsys.readouterr()
     assert told.out == "1.5\n" and code == (0 if how == "taken" else 1)
-    lost = "nobody came" if how == "given up" else "nobody had collected them when its last node was gone"
+    lost = "nobody came" if how == "given up" else "its last node left before anyone collected them"
     says = "they are too large; `taskgraph result --json` wrote them" if how == "taken" else f"values are lost: {lost}"
     assert says in told.err
 

@@ -308,7 +308,7 @@ async def test_of_values_that_went_with_the_nodes_it_is_said_how_they_are_comput
 ) -> None:
     coordinator = MemoryCoordinator(MemoryStore())
     await submit(coordinator, spec())
-    with pytest.raises(tg.UnknownJob, match=r"nobody had collected them when its last node was gone$"):
+    with pytest.raises(tg.UnknownJob, match=r"its last node left before anyone collected them$"):
         await shown(coordinator, monkeypatch)
     await coordinator.txn(Txn(success=(CHECKPOINT,)))
     way = "epoch 20 is complete: go on from there with --resume .*, or with new nodes .*`taskgraph launch again`"
@@ -323,7 +323,7 @@ async def test_who_collects_tells_nodes_that_are_gone_from_somebody_else_who_was
     await coordinator.txn(Txn(success=(FINISHED,)))
     async with asyncio.timeout(30), followed(coordinator, run) as follower:
         assert await follower.collect() is None
-        assert follower.not_kept == "nobody had collected them when its last node was gone"
+        assert follower.not_kept == "its last node left before anyone collected them"
     async with asyncio.timeout(30), followed(coordinator, run) as follower:
         here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         collecting = asyncio.ensure_future(follower.collect(here))

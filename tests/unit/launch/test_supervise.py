@@ -254,7 +254,7 @@ async def test_a_launcher_waits_for_its_nodes_to_compute_results_again_and_says_
         launched.nodes.kill_now()
         status, _ = await launched.ended()
         assert status is not None and status.state == State.FINISHED
-        assert follower.not_kept == "nobody had collected them when its last node was gone"
+        assert follower.not_kept == "its last node left before anyone collected them"
     finally:
         await follower.stop()
 

@@ -22,10 +22,10 @@ from taskgraph.observe.format import (
     status_json,
     status_text,
     table,
-    values_text,
 )
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
+from taskgraph.observe.values_text import values_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import (

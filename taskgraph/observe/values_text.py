@@ -1,0 +1,53 @@
+"""A job's values as text for people. The only text here that needs numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from taskgraph.results import plain_value
+
+__all__ = ["values_text"]
+
+_LONG = 200
+"""Elements of an array that is printed whole."""
+_LINES = 5000
+"""Lines of a list that are printed. Many jobs return one value per epoch; `--json` has all of them."""
+
+
+def values_text(values: dict[int, Any]) -> str:
+    """The only value, or all values by task."""
+    if len(values) == 1:
+        return _value_text(next(iter(values.values())))
+    return "\n".join(_entry_text(f"task {task}", value) for task, value in values.items())
+
+
+def _value_text(value: Any) -> str:
+    try:
+        return _exact_text(value)
+    except Exception:  # an int of some thousand digits, a type of the user's: less exact, but something
+        return str(plain_value(value))
+
+
+def _exact_text(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return np.array2string(value, threshold=_LONG, separator=", ")
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(item, int | float | str) for item in value):
+        left_out = len(value) - _LINES
+        shown = value if left_out <= 0 else [*value[: _LINES // 2], f"... ({left_out} more)", *value[-_LINES // 2 :]]
+        return "\n".join(map(str, shown))
+    if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
+        return "\n".join(_entry_text(key, item) for key, item in value.items())
+    text = repr(value)
+    return text if len(text) < 20_000 else f"{text[:20_000]}... ({len(text)} characters)"
+
+
+def _entry_text(key: str, value: Any) -> str:
+    """`key: value`; a value of several lines stands below its key, indented."""
+    text = _value_text(value)
+    if "\n" in text or isinstance(value, dict):
+        return f"{key}:\n" + "\n".join(f"  {line}" for line in text.splitlines())
+    return f"{key}: {text}"
