@@ -27,7 +27,6 @@ from taskgraph.observe.screen import one_line, printable, say, takes_codes
 from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
-from taskgraph.system import timeouts
 from taskgraph.system.alongside import alongside, any_done
 
 __all__ = ["events", "result", "status"]
@@ -290,7 +289,7 @@ async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str, _OnlyT
     try:
         if not follower.view.collected:  # else nobody is asked: it is told what became of them
             reached.check_token()
-        async with timeouts.timeout(_COLLECT_S):
+        async with asyncio.timeout(_COLLECT_S):
             collected = await follower.collect(let_go=not reached.spec.expected_nodes)
         if collected is None and follower.view.running:
             raise _still_running(reached.name)

@@ -26,7 +26,7 @@ from types import TracebackType
 
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import USED_UP, CoordinationError, Unavailable, no_process
-from taskgraph.system import host, timeouts
+from taskgraph.system import host
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.system.files import HeldFolder, may_hold_sockets
 from taskgraph.system.processes import signal_name, tell_child
@@ -165,7 +165,7 @@ class EmbeddedEtcd:
         assert guard.stdin is not None
         guard.stdin.close()
         try:
-            async with timeouts.timeout(_STOP_S):
+            async with asyncio.timeout(_STOP_S):
                 await guard.communicate()
         except TimeoutError:
             tell_child(guard, signal.SIGKILL)  # on Linux etcd dies with it
@@ -206,7 +206,7 @@ class EmbeddedEtcd:
         self._guard = guard
         try:
             assert guard.stdout is not None
-            async with timeouts.timeout(_START_S):
+            async with asyncio.timeout(_START_S):
                 self.pid = int(await guard.stdout.readline() or b"0")
             return await self._ready(guard, endpoint, name)
         except TimeoutError:
@@ -240,7 +240,7 @@ class EmbeddedEtcd:
 
     async def _ready(self, guard: asyncio.subprocess.Process, endpoint: str, name: str) -> str:
         """Waits for etcd's first answer or its end, whichever comes first."""
-        async with alongside(guard.wait(), _answers(endpoint, name)) as (ended, answered), timeouts.timeout(_START_S):
+        async with alongside(guard.wait(), _answers(endpoint, name)) as (ended, answered), asyncio.timeout(_START_S):
             await any_done(ended, answered)
         if ended.cancelled():
             answered.result()
@@ -353,7 +353,7 @@ async def version_of(binary: Path) -> str:
             raise
         raise CoordinationError(f"{binary} cannot be run: {_why_not_run(binary, error)}; {_OTHERS}") from error
     try:
-        async with timeouts.timeout(_START_S):
+        async with asyncio.timeout(_START_S):
             said, complained = await process.communicate()
     except BaseException as error:
         tell_child(process, signal.SIGKILL)

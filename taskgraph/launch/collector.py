@@ -28,7 +28,6 @@ from taskgraph.protocol.kv import Compare, Put, Txn
 from taskgraph.protocol.records import NodeRecord, State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
-from taskgraph.system import timeouts
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.transport.endpoints import host_key
 
@@ -188,7 +187,7 @@ class Collector(Follower):
 
         if self._spec.expected_nodes:  # whoever ran it wants its values: it goes first, unless it is gone
             with contextlib.suppress(TimeoutError):
-                async with timeouts.timeout(_OTHERS_FIRST_S):
+                async with asyncio.timeout(_OTHERS_FIRST_S):
                     await self.keeper.wait_until(over, structure=True)
         found = None if over(self.view) else await self._results_unless(over)
         if found is None:
@@ -306,7 +305,7 @@ class Collector(Follower):
         # Nothing of a run that was submitted under this name meanwhile.
         txn = Txn((Compare(keys.spec, self._run_at),), tuple(puts))
         try:
-            async with timeouts.timeout(_COLLECTED_S):
+            async with asyncio.timeout(_COLLECTED_S):
                 while True:
                     with contextlib.suppress(OutcomeUnknown):  # writing the same again changes nothing
                         await self._coordinator.txn(txn)

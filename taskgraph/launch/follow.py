@@ -25,7 +25,6 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put
 from taskgraph.protocol.records import NodeRecord, State, StatusRecord
 from taskgraph.protocol.view import JobView
-from taskgraph.system import timeouts
 from taskgraph.system.alongside import alongside, any_done, ended
 from taskgraph.transport.endpoints import host_key
 
@@ -54,7 +53,7 @@ def client_of(record: NodeRecord, token: bytes, tls: Tls | None = None) -> Contr
 async def if_etcd_answers(within_s: float) -> AsyncIterator[None]:
     """For what is only nice to have: where etcd refuses, or does not answer in time, the block ends there."""
     with contextlib.suppress(CoordinationError, TimeoutError):
-        async with timeouts.timeout(within_s):
+        async with asyncio.timeout(within_s):
             yield
 
 
@@ -185,7 +184,7 @@ class Follower:
         if self._on_event is None:
             return
         try:
-            async with timeouts.timeout(_REST_S):
+            async with asyncio.timeout(_REST_S):
                 found = await self.kept()
         except (CoordinationError, TimeoutError) as error:
             log.warning("the last events of job %r were not read: %s", self._spec.name, str(error) or "no answer")

@@ -23,7 +23,6 @@ from taskgraph.errors import TaskGraphError
 from taskgraph.launch.begin import command
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
-from taskgraph.system import timeouts
 from taskgraph.system.files import remove_file
 from taskgraph.system.processes import Adopted, Child, adopting, can_adopt, end_session, tell_child
 
@@ -211,7 +210,7 @@ def _log_file(path: Path) -> int:
 async def _ended(process: asyncio.subprocess.Process) -> None:
     """Waits for the end of one that was told to end, or kills it."""
     try:
-        async with timeouts.timeout(_END_S):
+        async with asyncio.timeout(_END_S):
             await process.wait()
     except TimeoutError:
         pass

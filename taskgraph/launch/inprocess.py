@@ -31,7 +31,6 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
 from taskgraph.results import JobResult
-from taskgraph.system import timeouts
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 
@@ -175,7 +174,7 @@ class InProcessCluster:
         """Waits for the job's end; returns its result or raises JobFailed."""
         began = time.monotonic()
         try:
-            async with timeouts.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s):
                 status = await self._ended()
                 if status.state != State.FINISHED:
                     raise job_failed(self.spec.name, status)

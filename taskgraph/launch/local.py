@@ -38,7 +38,7 @@ from taskgraph.observe.events import Event, put_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Get, Put, Txn
 from taskgraph.protocol.records import OUT_OF_MEMORY, GoneRecord, NodeRecord, Ran, State, StatusRecord
-from taskgraph.system import host, timeouts
+from taskgraph.system import host
 from taskgraph.system.alongside import ended
 from taskgraph.system.files import HeldFolder
 from taskgraph.system.processes import Child, end_group, reap_session, signal_name, tell_child
@@ -408,7 +408,7 @@ class LocalNodes:
             timeout_s: at most so long; None: for as long as it takes.
         """
         with contextlib.suppress(TimeoutError):
-            async with timeouts.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s):
                 while going := self._watches | self._replacing:
                     await asyncio.wait(going)
 

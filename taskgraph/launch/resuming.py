@@ -28,7 +28,6 @@ from taskgraph.node.usercode.threads import PooledThreads
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord
-from taskgraph.system import timeouts
 
 __all__ = ["Resume", "begin", "plan"]
 
@@ -194,7 +193,7 @@ async def begin(coordinator: Coordinator, spec: JobSpec, beginning: Beginning) -
     store = Store(spec.checkpoint, Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks))
     threads = PooledThreads("checkpoints", limit=1)
     try:
-        async with timeouts.timeout(_SLOW_S):
+        async with asyncio.timeout(_SLOW_S):
             await threads.run(lambda: store.begin(spec.checkpoint_series, spec.run))
     except OSError as error:  # of which TimeoutError is one
         log.warning(
@@ -229,7 +228,7 @@ async def _outside(store: Store, look: Callable[[], _Looked], job: str, timeout_
     threads = PooledThreads("checkpoints", limit=1)
     looking = threads.run(look)
     try:
-        async with timeouts.timeout(timeout_s) as limit:
+        async with asyncio.timeout(timeout_s) as limit:
             if not (await asyncio.wait([looking], timeout=_SLOW_S))[0]:
                 log.warning("%s is slow: what it holds is still being read after %g s", store, _SLOW_S)
             await asyncio.wait([looking])

@@ -46,7 +46,6 @@ from taskgraph.network import rpc
 from taskgraph.node.loggers import guard_loggers_here
 from taskgraph.protocol.keys import Keys
 from taskgraph.results import JobResult
-from taskgraph.system import timeouts
 from taskgraph.transport.hello import mark
 
 __all__ = ["arun", "result", "run"]
@@ -304,7 +303,7 @@ async def _cancel_unbegun(
     if error is None:
         return
     try:
-        async with timeouts.timeout(_CANCEL_S):
+        async with asyncio.timeout(_CANCEL_S):
             await follower.cancel_job(end_reason(error))
     except (CoordinationError, TimeoutError) as failed:
         if isinstance(error, Lost):  # with the job

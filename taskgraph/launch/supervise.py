@@ -28,7 +28,6 @@ from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
-from taskgraph.system import timeouts
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.system.processes import signal_name
 
@@ -123,7 +122,7 @@ class Supervisor:
         grace_s = others_s = _NODE_END_S
         try:
             try:
-                async with timeouts.timeout(timeout_s):  # an etcd that is away is waited for, from the first read on
+                async with asyncio.timeout(timeout_s):  # an etcd that is away is waited for, from the first read on
                     await self._follower.start(self._hooks.on_event)
                     await self._start(count)
                     if self._hooks.on_start is not None:
@@ -236,7 +235,7 @@ class Supervisor:
         )
         back = keeper.wait_until(lambda view: bool(view.live_nodes(run)) or not self._absent(view), structure=True)
         with contextlib.suppress(TimeoutError):
-            async with timeouts.timeout(self._lost_after_s):
+            async with asyncio.timeout(self._lost_after_s):
                 await back
 
     def _absent(self, view: JobView) -> list[str]:

@@ -34,7 +34,6 @@ from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
 from taskgraph.protocol.records import NodeRecord, Ran
 from taskgraph.protocol.view import JobView
-from taskgraph.system import timeouts
 from taskgraph.system.alongside import alongside, any_done
 
 __all__ = ["Node", "Point"]
@@ -224,7 +223,7 @@ class Node(NodeServices):
             if self._draining.over or self._other_run() or not view.finished:
                 return
             try:
-                async with timeouts.timeout(self._results_kept_s):
+                async with asyncio.timeout(self._results_kept_s):
                     await self._until_view(lambda v: v.collected or self._other_run() or not v.finished)
             except TimeoutError:
                 if await self._gave_results_up():
@@ -239,7 +238,7 @@ class Node(NodeServices):
         why = f"nobody collected them within {self.settings.results_kept_s:g} s (settings.results_kept_s)"
         txn = transactions.give_results_up(view, why, by=self.name, writer=writer)
         try:
-            async with timeouts.timeout(self.settings.call_s):
+            async with asyncio.timeout(self.settings.call_s):
                 if await self.transact(txn, key=view.keys.collected, writer=writer) is None:
                     await self.keeper.refresh()
                     return False

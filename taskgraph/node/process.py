@@ -62,7 +62,6 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Get, Txn
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.protocol.view import JobView
-from taskgraph.system import timeouts
 from taskgraph.system.alongside import alongside
 from taskgraph.system.processes import end_mine
 from taskgraph.system.signals import Orders
@@ -162,7 +161,7 @@ async def wait_for_job(coordinator: Coordinator, name: str) -> tuple[JobSpec, in
         except Unavailable as error:
             log.warning("waiting for etcd: %s", error)
         with contextlib.suppress(TimeoutError):
-            async with timeouts.timeout(_SAY_AGAIN_S):
+            async with asyncio.timeout(_SAY_AGAIN_S):
                 await _changed(coordinator, keys.status, revision)
 
 

@@ -16,7 +16,6 @@ from taskgraph.node.membership.suspicion import Suspicion
 from taskgraph.node.primary.takeovers import TakeOvers
 from taskgraph.node.roles import Roles
 from taskgraph.node.services import NodeServices
-from taskgraph.system import timeouts
 
 __all__ = ["Reconciler"]
 
@@ -67,7 +66,7 @@ class Reconciler:
             self.reconcile()
             looked = now()
             try:
-                async with timeouts.timeout(_LOOK_S):
+                async with asyncio.timeout(_LOOK_S):
                     await changed.wait()
             except TimeoutError:
                 pass

@@ -19,7 +19,6 @@ from taskgraph.node.backoff import Backoff
 from taskgraph.protocol.messages import Call, Pull, Reason, Reply
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.view import JobView
-from taskgraph.system import timeouts
 from taskgraph.transport.api import Peer, Transport
 
 __all__ = ["Router", "peer_of"]
@@ -237,7 +236,7 @@ class Router:
         reply = self._begin(peer, message, in_vain)
         if reply is not None:
             return await self._within(reply, timeout_s)
-        async with timeouts.timeout(None) as scope:
+        async with asyncio.timeout(None) as scope:
             self._in_flight[scope] = in_vain
             try:
                 return await self._transport.call(peer, message, timeout_s=timeout_s)
@@ -293,7 +292,7 @@ class Router:
     async def _next_try(self, task: int, known: int, pause_s: float) -> None:
         """Waits for another primary of the task, or a moment."""
         try:
-            async with timeouts.timeout(pause_s):
+            async with asyncio.timeout(pause_s):
                 await self._keeper.wait_until(lambda view: _revision(view, task) != known)
         except TimeoutError:
             pass

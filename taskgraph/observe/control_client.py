@@ -25,7 +25,6 @@ from taskgraph.observe.trace import clock
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.reach import host_of, unix_socket
-from taskgraph.system import timeouts
 
 __all__ = ["SERVICE", "TOKEN_KEY", "ControlClient", "StillAtWork", "TraceCall", "control_address", "credential"]
 
@@ -305,7 +304,7 @@ class ControlClient:
         )(request, metadata=self._metadata)
         try:
             while True:
-                async with timeouts.timeout(silent_s):
+                async with asyncio.timeout(silent_s):
                     message = await call.read()
                 if message is grpc.aio.EOF:
                     return

@@ -24,7 +24,6 @@ from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Delete, KeyValue, Put, Txn
 from taskgraph.protocol.numbers import Numbers
-from taskgraph.system import timeouts
 
 __all__ = ["Event", "EventLog", "careful", "in_order", "keep_events", "put_events", "readable_events"]
 
@@ -199,7 +198,7 @@ class EventLog:
         Who collects a job's results looks for its events next: a job may be over before a burst is gathered.
         """
         try:
-            async with timeouts.timeout(_LAST_S):
+            async with asyncio.timeout(_LAST_S):
                 for keeper in tuple(self._keepers):
                     await keeper.emptied()
         except TimeoutError:
@@ -245,7 +244,7 @@ class _Keeper:
         """Returns when there are events to write: the first of a burst takes the others along."""
         await self._some.wait()
         with contextlib.suppress(TimeoutError):
-            async with timeouts.timeout(_GATHER_S):
+            async with asyncio.timeout(_GATHER_S):
                 await self._hurry.wait()
 
     async def write_some(self, coordinator: Coordinator) -> int:
@@ -310,7 +309,7 @@ async def keep_events(
                     await _prune(coordinator, keys, kept)
         finally:
             try:
-                async with timeouts.timeout(_LAST_S):
+                async with asyncio.timeout(_LAST_S):
                     while keeper.waiting:
                         await keeper.write_some(coordinator)
             except TimeoutError:

@@ -1,4 +1,4 @@
-"""The operating system and asyncio, as the rest of the package uses them: processes, files, streams, signals, timeouts.
+"""The operating system and asyncio, as the rest of the package uses them: processes, files, streams, signals.
 
-Knows nothing of jobs, nodes or etcd.
+This package knows nothing of jobs, nodes or etcd.
 """

@@ -22,7 +22,6 @@ from taskgraph.node.usercode.actor import call_under_way
 from taskgraph.node.usercode.ended import passing_ended_threads_over
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
-from taskgraph.system import timeouts
 from taskgraph.testing.clock import SPEED, FastForwardLoop, Turn
 from taskgraph.testing.guard import WHOLE, Idle, Stuck, run_guarded
 from taskgraph.testing.threads import LockStepThreads
@@ -206,7 +205,7 @@ class _Run:
         await cluster.start(nodes)
         name = cluster.spec.name
         try:
-            async with timeouts.timeout(self._timeout_s * SPEED) as self._deadline:
+            async with asyncio.timeout(self._timeout_s * SPEED) as self._deadline:
                 result = await cluster.result()
         except TimeoutError:
             if self._endless:

@@ -25,7 +25,6 @@ import uvloop
 from taskgraph.errors import PeerGone, PeerLost, TransportError
 from taskgraph.protocol.reach import tcp_address, unix_socket
 from taskgraph.settings import Settings
-from taskgraph.system import timeouts
 
 __all__ = [
     "connect",
@@ -268,7 +267,7 @@ async def _connect_tcp(endpoint: str, settings: Settings) -> socket.socket:
             failures.append(error)
             continue
         # One that nothing answers from, be it a refusal, leaves the others their share of the time.
-        limit = timeouts.timeout(settings.connect_s / len(addresses) if number < len(addresses) else None)
+        limit = asyncio.timeout(settings.connect_s / len(addresses) if number < len(addresses) else None)
         try:
             sock.setblocking(False)
             tune_tcp(sock, settings)

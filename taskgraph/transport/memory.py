@@ -13,7 +13,6 @@ import random
 from taskgraph.errors import PeerGone, PeerLost, TransportError
 from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Pull, Reply
-from taskgraph.system import timeouts
 from taskgraph.transport.api import OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_quietly, describe, unwrap
 
@@ -153,7 +152,7 @@ class MemoryTransport:
 
     async def call(self, peer: Peer, message: Call, *, timeout_s: float | None = None) -> Reply:
         try:
-            async with timeouts.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await self._exchange(peer.node, message)
         except TimeoutError:
             raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None

@@ -25,7 +25,6 @@ from taskgraph.network.listening import ANY_PORT
 from taskgraph.network.tls import Tls, advice, check_listener
 from taskgraph.protocol.messages import Call, Encoded, EncodedOnDevice, Pull, Reply
 from taskgraph.settings import Settings
-from taskgraph.system import timeouts
 from taskgraph.system.files import remove_file
 from taskgraph.system.host import memory_bytes
 from taskgraph.transport import endpoints
@@ -360,7 +359,7 @@ class StreamTransport:
         if timeout_s is None:
             return await self._call(peer, message)
         try:
-            async with timeouts.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await self._call(peer, message)
         except TimeoutError:
             raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
@@ -426,7 +425,7 @@ class StreamTransport:
             return
         dialled = _Dialled()
         try:
-            async with timeouts.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s):
                 session = await self._dial(peer, dialled, probe=True)
         except TimeoutError:
             raise PeerLost(f"node {peer.node}: {dialled.late(timeout_s)}", connected=dialled.connected) from None
@@ -457,7 +456,7 @@ class StreamTransport:
                 continue
             dialled.tries(endpoint)
             try:
-                async with timeouts.timeout(self._settings.connect_s):
+                async with asyncio.timeout(self._settings.connect_s):
                     return await self._dial_patiently(peer, endpoint, dialled, probe=probe)
             except PeerGone as error:
                 gone.append(str(error))

@@ -30,7 +30,6 @@ from taskgraph.coordination.etcd.methods import STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.network import rpc
-from taskgraph.system import timeouts
 
 __all__ = ["Connection", "OtherCluster", "Stream", "TookLonger", "is_cancelled", "pause_s"]
 
@@ -397,7 +396,7 @@ class Connection:
             return None
         while (token := self.login.token) is None:
             try:
-                async with timeouts.timeout_at(deadline):
+                async with asyncio.timeout_at(deadline):
                     entered = await asyncio.wrap_future(self.login.begin(endpoint))
             except TimeoutError:
                 raise _LoginTakesLonger(self.login.told()) from None

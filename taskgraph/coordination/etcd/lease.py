@@ -34,7 +34,6 @@ from taskgraph.coordination.etcd.login import Entered, Login, LoginFailed, crede
 from taskgraph.coordination.etcd.methods import LEASE_KEEP_ALIVE
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread
-from taskgraph.system import timeouts
 
 __all__ = ["EtcdLease", "Rounds"]
 
@@ -174,7 +173,7 @@ class EtcdLease:
         self._closing = True
         self._wake.set()
         try:
-            async with timeouts.timeout(_JOIN_S):
+            async with asyncio.timeout(_JOIN_S):
                 await self._ended.wait()
             self._thread.join(_JOIN_S)  # it said that it ends as its last act
         except TimeoutError:

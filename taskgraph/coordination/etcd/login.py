@@ -30,7 +30,6 @@ from taskgraph.coordination.etcd.failures import Verdict, judge, why
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread
-from taskgraph.system import timeouts
 
 __all__ = ["Entered", "Login", "LoginFailed", "Pace", "Patience", "credentials", "jitter"]
 
@@ -218,7 +217,7 @@ class Login:
             channel.close()  # cancels the call
         if under_way is not None:
             with contextlib.suppress(LoginFailed, TimeoutError):
-                async with timeouts.timeout(_CLOSE_S):
+                async with asyncio.timeout(_CLOSE_S):
                     await asyncio.wrap_future(under_way)
 
     # The thread of one login.

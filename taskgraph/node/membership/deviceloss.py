@@ -6,6 +6,7 @@ which the next epoch computes. What computes meets it as well, a moment later, a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,6 @@ from taskgraph.node.usercode.errors import UserCodeError, met
 from taskgraph.protocol import transactions
 from taskgraph.protocol.deviceloss import Outcome, hint, outcome
 from taskgraph.protocol.records import GoneRecord
-from taskgraph.system import timeouts
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
@@ -113,7 +113,7 @@ class DeviceLoss:
             text = f"task {task} met an error of its device; its node {node.name} ends, and waits for {first.wait}"
             node.events.emit("waits", text, task=task, epoch=epoch)
         try:
-            async with timeouts.timeout(node.settings.drain_s):
+            async with asyncio.timeout(node.settings.drain_s):
                 await node.keeper.wait_until(lambda _: not self._outcome(task, epoch).wait)
         except TimeoutError:
             waited = self._outcome(task, epoch).wait
@@ -125,7 +125,7 @@ class DeviceLoss:
         node, keys = self._node, self._node.keeper.view.keys
         txn = transactions.declare_gone(node.keeper.view, node.id, record)
         try:
-            async with timeouts.timeout(node.settings.call_s):
+            async with asyncio.timeout(node.settings.call_s):
                 await node.transact(txn, key=keys.gone(node.id), writer=record.writer)
         except TimeoutError:
             node.log.warning("etcd was not told in time why this node ends")

@@ -20,7 +20,6 @@ from taskgraph.node.router import peer_of
 from taskgraph.protocol import transactions
 from taskgraph.protocol.reach import share_host, why_refused, why_unreached
 from taskgraph.protocol.records import NodeRecord
-from taskgraph.system import timeouts
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
@@ -423,7 +422,7 @@ class Registration:
             return
         node = self._node
         try:
-            async with timeouts.timeout(node.settings.call_s):
+            async with asyncio.timeout(node.settings.call_s):
                 try:
                     await self._say_gone()
                 except CoordinationError as error:  # the lease is the node's own: it may be able to end that

@@ -27,7 +27,6 @@ from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync, Place
 from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Reply, Stamp
 from taskgraph.protocol.records import name_of
-from taskgraph.system import timeouts
 from taskgraph.system.alongside import alongside, any_done
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ class Backups:
                     return
                 self._blocked[key] = partial(self._lacks, "the admission of", tuple(awaited))
                 with contextlib.suppress(TimeoutError):
-                    async with timeouts.timeout(max(awaited.values()) - self._node.now()):
+                    async with asyncio.timeout(max(awaited.values()) - self._node.now()):
                         await self._change()
         finally:
             self._blocked.pop(key, None)
@@ -458,7 +457,7 @@ class Backups:
             if refused.reason in (Reason.BAD_MESSAGE, Reason.NO_MEMORY):
                 tender.refused = str(refused)
                 with contextlib.suppress(TimeoutError):
-                    async with timeouts.timeout(_UNTAKEN_S):
+                    async with asyncio.timeout(_UNTAKEN_S):
                         await self._when(tender, moot)
             else:
                 await backoff.pause()

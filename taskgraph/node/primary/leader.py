@@ -34,7 +34,6 @@ from taskgraph.protocol.messages import (
 )
 from taskgraph.protocol.numbers import held
 from taskgraph.protocol.records import name_of
-from taskgraph.system import timeouts
 from taskgraph.system.alongside import alongside, any_done
 
 if TYPE_CHECKING:
@@ -557,7 +556,7 @@ class LeaderRole:
             if holder is None:
                 return
             try:
-                async with timeouts.timeout(limit_s):  # not the call's own: who is late can be reached
+                async with asyncio.timeout(limit_s):  # not the call's own: who is late can be reached
                     reply = await self._node.router.to_node(holder, Waits(stamp, task), timeout_s=None)
             except (TransportError, TimeoutError):  # named as one that does not answer
                 self._patience = (stamp, min(2 * limit_s, self._node.settings.call_s))

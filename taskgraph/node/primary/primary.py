@@ -37,7 +37,6 @@ from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State, name_o
 from taskgraph.protocol.shortage import heir_of
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView, Versioned, holds
-from taskgraph.system import timeouts
 from taskgraph.task import BecamePrimary
 
 if TYPE_CHECKING:
@@ -442,7 +441,7 @@ class Primary:
         self.stage = f"hand-over to {name_of(heir)}"
         settings = self.node.settings
         with contextlib.suppress(TransportError, TimeoutError):
-            async with timeouts.timeout(settings.hand_over_s):
+            async with asyncio.timeout(settings.hand_over_s):
                 await self.node.router.to_node(
                     heir, HandOver(stamp, self.task, self.term), timeout_s=settings.hand_over_s
                 )

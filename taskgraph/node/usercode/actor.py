@@ -32,7 +32,6 @@ from taskgraph.node.usercode.coroutines import CancelledItself, OnStream, Resume
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, from_users, would_block
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import Tracing
-from taskgraph.system import timeouts
 
 if TYPE_CHECKING:
     from taskgraph.device.api import Device, Stream
@@ -207,7 +206,7 @@ class Actor:
         """
         self._ends_at = self._loop.time() + self._cancel_s
         try:
-            async with timeouts.timeout_at(self._ends_at):
+            async with asyncio.timeout_at(self._ends_at):
                 await self.call(where, function)
         except TimeoutError:
             raise self.stuck(where) from None

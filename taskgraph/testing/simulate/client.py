@@ -9,7 +9,6 @@ from typing import TypeVar
 from taskgraph.coordination.api import Listing, WatchBatch, WatchCompacted
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn, TxnResult
-from taskgraph.system import timeouts
 from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.etcd import SimEtcd, Stream
 from taskgraph.testing.simulate.loop import Process
@@ -206,7 +205,7 @@ class SimCoordinator:
             else:
                 etcd.later(etcd.delay() + self.late_s("transactions" if writes else "reads"), arrive)
         try:
-            async with timeouts.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
             if writes:
@@ -335,7 +334,7 @@ class SimLease:
         self._coordinator.forget(self)
         if revoke and not self._coordinator.gone:
             try:
-                async with timeouts.timeout(_REVOKE_S):
+                async with asyncio.timeout(_REVOKE_S):
                     await self._coordinator.revoke(self._id)
             except (TimeoutError, Unavailable):
                 pass  # a courtesy: the lease expires by itself

@@ -19,7 +19,6 @@ from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Pull, Reason, Refusal, Reply, Report, Reports
 from taskgraph.protocol.records import name_of
 from taskgraph.settings import Settings
-from taskgraph.system import timeouts
 from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.loop import Process, later, own_time, plan
 from taskgraph.testing.simulate.pace import Links, Memory, Starving
@@ -315,7 +314,7 @@ class SimTransport:
         if self._down:
             raise PeerLost(self._down)
         try:
-            async with timeouts.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s):
                 if peer.node == self.node:
                     return await self._call_self(message)
                 return unwrap(await self._exchange(await self._connection(peer.node), message))
@@ -408,7 +407,7 @@ class SimTransport:
         """A connection whose two ends know each other."""
         network = self.network
         try:
-            async with timeouts.timeout(network.settings.connect_s):
+            async with asyncio.timeout(network.settings.connect_s):
                 await self._knock(node)
                 await asyncio.sleep(network.delay(self.node, node))
                 target = network.transports.get(node)
@@ -458,7 +457,7 @@ class SimTransport:
         if peer.node == self.node:
             return
         try:
-            async with timeouts.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self.network.hold_up_probe()
                 connection = await self._hello(peer.node, probe=True)
         except TimeoutError:

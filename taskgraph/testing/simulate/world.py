@@ -32,7 +32,6 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyEvent, Put, Txn
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
-from taskgraph.system import timeouts
 from taskgraph.testing.simulate.client import SimCoordinator
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.invariants import Invariants, kind_of
@@ -415,7 +414,7 @@ class World:
             found: list[TaskResult] = []
             for known in self.existing():
                 try:
-                    async with timeouts.timeout(0.2):  # one that starts or is frozen does not answer
+                    async with asyncio.timeout(0.2):  # one that starts or is frozen does not answer
                         found += await known.node.results()
                 except TimeoutError:
                     continue
