@@ -27,7 +27,7 @@ from taskgraph.errors import (
     no_process,
     no_thread,
 )
-from taskgraph.launch.threads_env import set_thread_env
+from taskgraph.system.environment import set_thread_env
 from taskgraph.system.signals import hear_of_children, obey_sigterm
 from taskgraph.system.streams import drop_unwritten, make_good
 

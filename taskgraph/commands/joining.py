@@ -45,13 +45,13 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import Shown
 from taskgraph.launch.supervise import launch_nodes
-from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
 from taskgraph.observe.screen import say
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done
+from taskgraph.system.environment import node_env
 from taskgraph.system.streams import never_wait
 from taskgraph.transport.hello import mark
 
@@ -292,7 +292,7 @@ def node(options: argparse.Namespace) -> int:
     process.end_on_sigterm()
     process.log_to_stderr()
     spec, token = uvloop.run(_submitted(etcd, tls, options, token, known))
-    _take_threads(spec)
+    _take_env(spec)
     process.main(
         NodeConfig(
             job=options.job,
@@ -353,9 +353,12 @@ async def _submitted(
             return await waiting
 
 
-def _take_threads(spec: JobSpec) -> None:
-    """BLAS reads how many threads it takes when it is loaded, which is before we know the job: so once again."""
-    wanted = thread_env(spec.setting("blas_threads"))
+def _take_env(spec: JobSpec) -> None:
+    """Starts this program again if its environment is not the one of a node of this job.
+
+    Python and BLAS read it when they are loaded, and the job was not known then.
+    """
+    wanted = node_env(spec.setting("blas_threads"))
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.environ.update(wanted)
         sys.stdout.flush()

@@ -21,8 +21,8 @@ from types import TracebackType
 
 from taskgraph.errors import TaskGraphError
 from taskgraph.launch.begin import command
-from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
+from taskgraph.system.environment import node_env
 from taskgraph.system.files import remove_file
 from taskgraph.system.processes import Adopted, Child, adopting, can_adopt, end_session, tell_child
 
@@ -106,7 +106,7 @@ class ForkServer:
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,  # a Ctrl-C on the terminal is for the launcher alone
                     # gRPC tells of every stranger otherwise, as often as one sends what it does not like.
-                    env={"GRPC_VERBOSITY": "NONE", **os.environ, **thread_env(self._blas_threads)},
+                    env={"GRPC_VERBOSITY": "NONE", **os.environ, **node_env(self._blas_threads)},
                 )
         except BaseException as error:
             ours.close()  # a process that was started nevertheless sees that, and ends

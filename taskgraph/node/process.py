@@ -190,14 +190,6 @@ async def _run(
     untaken: Untaken | None,
 ) -> None:
     """From the first socket to the last, with a node in between."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given != str(job.settings.blas_threads):
-        log.warning(
-            "OMP_NUM_THREADS is %r here and the job's blas_threads is %d: sums may differ in their last bits between "
-            "nodes that are told differently",
-            given,
-            job.settings.blas_threads,
-        )
     token = bytes.fromhex(config.token)
     listening = config.listening
     tls = Tls.of(config.node_tls)

@@ -1,49 +1,88 @@
-"""What decides the last bits of what a node computes, and whether nodes of one job differ in it.
+"""Describes what decides the results of a node, so that nodes of one job that differ in it can say so.
 
-A failure changes no result because whoever takes over computes the same from the same input. A node with another
-Python, numpy or processor need not: `sum` of floats is another algorithm since Python 3.12, numpy and its BLAS choose
-their loops by what the processor has, and `python -O` leaves out what an `assert` does. The job is right with either,
-so it is told and nothing more.
+A takeover changes no result because the new primary computes the same from the same input. A node with another
+Python, numpy or processor may not: `sum` of floats is another algorithm since Python 3.12, numpy and its BLAS choose
+their loops by the processor and the number of threads, and `python -O` drops each `assert`. The environment counts
+too: a seed of `hash()`, a time zone, an encoding. The locale does not: Python ignores it until code calls
+`locale.setlocale`.
+
+A difference is an event and nothing more, since the job may not depend on it.
 """
 
 from __future__ import annotations
 
+import codecs
+import locale
+import os
 import platform
 import sys
+import time
 from collections.abc import Mapping
 
 import numpy as np
 
 from taskgraph.protocol.records import NodeRecord
+from taskgraph.system.environment import THREADS
 
 __all__ = ["arithmetic", "why_unlike"]
 
+_LAST_BITS = "the last bits of their results may differ"
+_EFFECTS = (
+    _LAST_BITS,
+    _LAST_BITS,
+    _LAST_BITS,
+    _LAST_BITS,
+    'hash("text") differs, and with it the order of a set and the task that a key is dealt to by its hash',
+    "they have different local times",
+    "they read and write text files differently",
+)
+"""What follows from a difference, in the order of `arithmetic`."""
+
 
 def arithmetic() -> tuple[str, ...]:
-    """Python, numpy and the processor of this node, as a person reads them."""
+    """Returns Python, numpy, processor, threads, hash seed, time zone and encoding of this process, for people."""
     features = np.show_config(mode="dicts")["SIMD Extensions"]
     found = [*features.get("baseline", ()), *features.get("found", ())]
     processor = f"{platform.machine()} ({' '.join(found)})" if found else platform.machine()
     optimized = f" -{'O' * sys.flags.optimize}" if sys.flags.optimize else ""
-    return f"Python {sys.version_info[0]}.{sys.version_info[1]}{optimized}", f"numpy {np.__version__}", processor
+    seed = f"random ({hash('taskgraph') & 0xFFFF:04x})" if sys.flags.hash_randomization else "0"
+    return (
+        f"Python {sys.version_info[0]}.{sys.version_info[1]}{optimized}",
+        f"numpy {np.__version__}",
+        processor,
+        _threads(),
+        f"hash seed {seed}",
+        f"time zone {time.tzname[0]} (UTC{-time.timezone / 3600:+g})",
+        f"encoding {codecs.lookup(locale.getpreferredencoding(False)).name}",
+    )
+
+
+def _threads() -> str:
+    """Returns the numbers of threads that the environment sets, and numba's, if the driver imports numba."""
+    given = {name: os.environ.get(name, "any") for name in THREADS}
+    if (config := getattr(sys.modules.get("numba"), "config", None)) is not None:
+        given["NUMBA_NUM_THREADS"] = str(config.NUMBA_NUM_THREADS)
+    if len(numbers := set(given.values())) == 1:
+        return f"threads {numbers.pop()}"
+    return " ".join(f"{name}={number}" for name, number in given.items())
 
 
 def why_unlike(ours: NodeRecord, others: Mapping[str, NodeRecord]) -> str:
-    """In what a node differs from the first of the others that it differs from; "" where they are all alike."""
+    """Says how a node differs from the first of the others that differs from it; "" if all are alike."""
     for other in others.values():
         mine, its = ours.arithmetic, other.arithmetic
         if mine[1:2] != its[1:2]:  # each numpy has names of its own for what a processor has
             mine, its = _without_features(mine), _without_features(its)
-        pairs = [(a, b) for a, b in zip(mine, its, strict=False) if a != b]
-        if pairs:
-            here, there = (", ".join(side) for side in zip(*pairs, strict=True))
+        differing = [(a, b, effect) for a, b, effect in zip(mine, its, _EFFECTS, strict=False) if a != b]
+        if differing:
+            here, there = (", ".join(pair[side] for pair in differing) for side in (0, 1))
+            effects = "; ".join(dict.fromkeys(effect for _, _, effect in differing))
             return (
-                f"{ours.name} on {ours.host} computes with {here}, {other.name} on {other.host} with {there}: the last "
-                f"bits of their results may differ. Whatever fails, the job's result is that of one whole run, but it "
-                f"may depend on which node computed what"
+                f"{ours.name} on {ours.host} computes with {here}, {other.name} on {other.host} with {there}: "
+                f"{effects}. The job's result may depend on which node computed what"
             )
     return ""
 
 
 def _without_features(computes: tuple[str, ...]) -> tuple[str, ...]:
-    return (*computes[:2], *[processor.partition(" (")[0] for processor in computes[2:]])
+    return (*computes[:2], *[processor.partition(" (")[0] for processor in computes[2:3]], *computes[3:])

@@ -30,9 +30,8 @@ from taskgraph.commands.common import access_of, etcd_of, find_entry, token_for,
 from taskgraph.commands.running import job_of, print_result
 from taskgraph.coordination.api import AccessRefused
 from taskgraph.errors import DecodeError, JobError, JobRunning, Unavailable, UnknownJob
-from taskgraph.launch import threads_env
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.threads_env import NAMES, set_thread_env, thread_env
+from taskgraph.system.environment import THREADS
 from taskgraph.system.files import write_whole
 
 
@@ -47,7 +46,7 @@ def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name in list(os.environ):
         if name.startswith("TASKGRAPH_"):
             monkeypatch.delenv(name)
-    for name in NAMES:
+    for name in (*THREADS, "PYTHONHASHSEED"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))
     (tmp_path / "run").mkdir(mode=0o700)
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path / "run"))
@@ -802,16 +801,6 @@ def test_an_error_of_the_system_that_is_ours_is_no_message(monkeypatch: pytest.M
     monkeypatch.setattr(cli, "_command", lambda name: broken)
     with pytest.raises(OSError, match="Bad file descriptor"):
         cli.main(["status"])
-
-
-def test_threads_are_the_users_if_set_else_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads_env, "_set_by_us", set())
-    for name in NAMES[1:]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv(NAMES[0], "8")
-    set_thread_env(1)
-    assert os.environ[NAMES[0]] == "8" and os.environ[NAMES[1]] == "1"
-    assert thread_env(4) == dict.fromkeys(NAMES[1:], "4"), "what the command line set for itself binds no job"
 
 
 def test_unbuffered_output_is_written_whole() -> None:

@@ -16,9 +16,9 @@ import taskgraph
 from taskgraph.commands import joining
 from taskgraph.driver.spec import JobSpec
 from taskgraph.jobs import Job
-from taskgraph.launch import threads_env
 from taskgraph.launch.begin import command, options
 from taskgraph.settings import Settings
+from taskgraph.system import environment
 from taskgraph.task import Task
 
 TELLS = "import sys, queue, taskgraph\nprint(taskgraph.__file__, *sys.argv[1:], __name__)"
@@ -111,15 +111,15 @@ def spec(blas_threads: int) -> JobSpec:
 def test_a_node_by_hand_begins_again_as_it_was_begun(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was begun as the program `taskgraph` found a `queue.py` of the working directory then."""
     called: list[list[str]] = []
-    monkeypatch.setattr(threads_env, "_set_by_us", set(threads_env.NAMES))
-    for variable in threads_env.NAMES:
-        monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(environment, "_set_by_us", set(environment.THREADS))
+    for variable, value in environment.node_env(1).items():
+        monkeypatch.setenv(variable, value)
     main: Any = SimpleNamespace(__spec__=ModuleSpec(name, None) if name else None)
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "argv", ["taskgraph", "node", "--job", "fit"])
     monkeypatch.setattr(os, "execv", lambda program, words: called.append(words))
-    joining._take_threads(spec(1))
+    joining._take_env(spec(1))
     assert called == []
-    joining._take_threads(spec(2))
+    joining._take_env(spec(2))
     begun = [sys.executable, *options(), "-m", "taskgraph"] if name else command("taskgraph")
     assert called == [[*begun, "node", "--job", "fit"]]

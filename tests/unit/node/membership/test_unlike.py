@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import platform
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,20 +28,34 @@ def record(name: str, *computes: str) -> NodeRecord:
     )  # fmt: skip
 
 
-def test_what_a_node_computes_with_names_python_numpy_and_the_processor() -> None:
-    python, numpy, processor = arithmetic()
+def test_arithmetic_names_what_decides_results() -> None:
+    python, numpy, processor, threads, seed, zone, encoding = arithmetic()
     assert python == f"Python {sys.version_info.major}.{sys.version_info.minor}"
     assert numpy == f"numpy {np.__version__}"
     assert processor.startswith(platform.machine())
+    assert "threads" in threads.lower() and seed.startswith("hash seed")
+    assert zone.startswith("time zone") and encoding.startswith("encoding")
 
 
-def test_whether_it_leaves_assertions_out_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = arithmetic()
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "flags", SimpleNamespace(optimize=2))
-        optimized = arithmetic()
-    assert optimized == (f"{plain[0]} -OO", *plain[1:])
-    assert "Python 3." in why_unlike(record("n2", *optimized), {"n1": record("n1", *plain)})
+@pytest.mark.parametrize(
+    ("variables", "effect"),
+    [
+        ({"PYTHONHASHSEED": "7"}, "a key is dealt to by its hash"),
+        ({"TZ": "Asia/Tokyo"}, "local times"),
+        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "text files"),
+        ({"OMP_NUM_THREADS": "3"}, "the last bits"),
+        ({"PYTHONOPTIMIZE": "1"}, "the last bits"),
+    ],
+)
+def test_other_environment_is_unlike(variables: dict[str, str], effect: str) -> None:
+    code = "import json; from taskgraph.node.membership.arithmetic import arithmetic; print(json.dumps(arithmetic()))"
+    plain = os.environ | {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "TZ": "UTC", "OMP_NUM_THREADS": "1"}
+    one, other = (
+        json.loads(subprocess.check_output([sys.executable, "-c", code], env=env)) for env in (plain, plain | variables)
+    )
+    why = why_unlike(record("n2", *other), {"n1": record("n1", *one)})
+    assert effect in why
+    assert why.partition(":")[0].count(",") == 1, "nothing else differs"
 
 
 def test_a_feature_of_the_processor_that_numpy_does_not_use_counts() -> None:
@@ -85,7 +99,7 @@ def test_a_node_that_joins_with_another_numpy_says_so_once_and_takes_part(
         alike = cluster.node(cluster.add())
         while not alike.node_revision:  # noqa: ASYNC110 (no event tells)
             await asyncio.sleep(0.1)
-        monkeypatch.setattr(node_module, "arithmetic", lambda: (arithmetic()[0], "numpy 0.1", arithmetic()[2]))
+        monkeypatch.setattr(node_module, "arithmetic", lambda: (arithmetic()[0], "numpy 0.1", *arithmetic()[2:]))
         other = cluster.node(cluster.add())
         await cluster.nodes[0].keeper.wait_until(lambda view: other.id in view.nodes)
         while not any(event.kind == "unlike" for event in cluster.events):  # noqa: ASYNC110 (no event tells)
