@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 
@@ -49,10 +48,10 @@ async def turn(job: RunningJob, pids: list[int], seconds: float) -> tuple[float,
     return done / (time.monotonic() - began), (processor_s(pids) - used) / done * 1e6
 
 
-async def traced(job: RunningJob, pids: list[int], seconds: float, folder: Path, every: int) -> tuple[float, float]:
+async def traced(job: RunningJob, pids: list[int], seconds: float, every: int) -> tuple[float, float]:
     """The same while the job is traced, from here."""
     keeper, began = job.follower.keeper, asyncio.Event()
-    tracer = Tracer(keeper, job.run, job.token, None, folder, epochs=1_000_000, every=every, say=lambda _: began.set())
+    tracer = Tracer(keeper, job.run, job.token, None, epochs=1_000_000, every=every, say=lambda _: began.set())
     tracing = asyncio.ensure_future(tracer.run())
     try:
         await began.wait()
@@ -65,17 +64,16 @@ async def traced(job: RunningJob, pids: list[int], seconds: float, folder: Path,
 
 async def main(options: argparse.Namespace) -> None:
     job = tree(tasks=options.tasks, epochs=10_000_000, n=options.n, backups=options.backups)
-    with tempfile.TemporaryDirectory() as folder:
-        async with RunningJob(job, nodes=options.nodes) as running:
-            await running.follower.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch > 50)
-            pids = [node.record.pid for node in running.view.nodes.values()]
-            off, on = [], []
-            for number in range(2 * options.pairs):
-                if number % 4 in (0, 3):
-                    off.append(await turn(running, pids, options.seconds))
-                else:
-                    on.append(await traced(running, pids, options.seconds, Path(folder), options.every))
-                    await asyncio.sleep(_SETTLE_S)
+    async with RunningJob(job, nodes=options.nodes) as running:
+        await running.follower.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch > 50)
+        pids = [node.record.pid for node in running.view.nodes.values()]
+        off, on = [], []
+        for number in range(2 * options.pairs):
+            if number % 4 in (0, 3):
+                off.append(await turn(running, pids, options.seconds))
+            else:
+                on.append(await traced(running, pids, options.seconds, options.every))
+                await asyncio.sleep(_SETTLE_S)
     for at, what in enumerate(("epochs per second", "us of processor time per epoch")):
         a, b = [x[at] for x in off], [x[at] for x in on]
         low, ratio, high = statistics.quantiles([y / x for x, y in zip(a, b, strict=True)], n=4)

@@ -2,7 +2,7 @@
 
 VERSION = "0.1.0"
 
-PROTOCOL = 12
+PROTOCOL = 13
 """What nodes say to each other and to etcd; nodes of different protocols do not work on one job."""
 
 LOCAL_FINGERPRINT = "local"

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import signal as signals
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,6 @@ from taskgraph.errors import DecodeError, PeerGone, PeerLost, TaskGraphError
 from taskgraph.network import rpc
 from taskgraph.network.tls import Tls
 from taskgraph.observe._proto import control_pb2 as pb
-from taskgraph.observe.clocks import ClockReading
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.observe.trace import clock
@@ -26,7 +26,16 @@ from taskgraph.observe.usage import Usage
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.reach import host_of, unix_socket
 
-__all__ = ["SERVICE", "TOKEN_KEY", "ControlClient", "StillAtWork", "TraceCall", "control_address", "credential"]
+__all__ = [
+    "SERVICE",
+    "TOKEN_KEY",
+    "ClockReading",
+    "ControlClient",
+    "StillAtWork",
+    "TraceCall",
+    "control_address",
+    "credential",
+]
 
 SERVICE = "taskgraph.v1.Control"
 TOKEN_KEY = "taskgraph-token"
@@ -80,24 +89,31 @@ _KILL_TRIES = 10
 _KILL_AGAIN_S = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class ClockReading:
+    """A node's clock against ours, by one round trip.
+
+    Attributes:
+        ahead_ns: how far the node's clock is ahead of ours, if both ways took the same time.
+        within_ns: how far off that may be: half of the round trip.
+        host_key: of the node's host, whose processes share the clock.
+    """
+
+    ahead_ns: int
+    within_ns: int
+    host_key: str
+
+
 class TraceCall:
-    """A node's spans while they come. The first chunk has none: tracing is on."""
+    """The spans of a node as it sends them. The first chunk has none: the node traces from then on."""
 
     def __init__(self, call: Any, readable: Callable[[Any], Any]) -> None:
         self._call = call
         self._readable = readable
 
-    async def until(self, epoch: int) -> None:
-        """Asks the node to end when it has read this epoch."""
-        await self.ask(pb.TraceRequest(until_epoch=epoch))
-
-    async def ask(self, request: pb.TraceRequest) -> None:
-        with contextlib.suppress(asyncio.InvalidStateError):  # it ended already: `next` tells why
-            await self._call.write(request)
-
     async def enough(self) -> None:
-        """Asks the node to end now."""
-        with contextlib.suppress(asyncio.InvalidStateError):
+        """Asks the node to send what it has, and to stop."""
+        with contextlib.suppress(asyncio.InvalidStateError):  # the call is over: `next` says why
             await self._call.done_writing()
 
     async def next(self) -> pb.TraceChunk | None:
@@ -258,14 +274,14 @@ class ControlClient:
         reply = await self._call("Clock", pb.ClockRequest(), pb.ClockReply, timeout_s)
         after = clock()
         middle = (before + after) // 2
-        return ClockReading(middle, reply.at_ns - middle, (after - before) // 2, reply.host_key)
+        return ClockReading(reply.at_ns - middle, (after - before) // 2, reply.host_key)
 
     @contextlib.asynccontextmanager
     async def trace(self, every: int = 1) -> AsyncIterator[TraceCall]:
-        """Traces the node until `TraceCall.until`, or until the block ends.
+        """Traces the node until `TraceCall.enough`, or until the block ends.
 
         Args:
-            every: of the epochs, those that this divides.
+            every: traces the epochs that this number divides.
         """
         call: Any = self._channel.stream_stream(
             f"/{SERVICE}/Trace",
@@ -273,9 +289,9 @@ class ControlClient:
             response_deserializer=pb.TraceChunk.FromString,
         )(metadata=self._metadata)
         try:
-            begun = TraceCall(call, partial(self._readable, "Trace"))
-            await begun.ask(pb.TraceRequest(every=every))
-            yield begun
+            with contextlib.suppress(asyncio.InvalidStateError):  # the call is over: `next` says why
+                await call.write(pb.TraceRequest(every=every))
+            yield TraceCall(call, partial(self._readable, "Trace"))
         except grpc.aio.AioRpcError as error:
             raise self._error("Trace", error) from error
         finally:

@@ -24,7 +24,7 @@ from taskgraph.node.epochs.strict import WorkedEpoch
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.reports import plain
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, met
-from taskgraph.observe.trace import BEGINS, clock
+from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Report, Stamp, stamp_of
 from taskgraph.protocol.numbers import held
@@ -203,8 +203,6 @@ class Lanes:
                     self.began = self._loop.time()
                     traced = self._tracing.on and self._tracing.takes(stamp.epoch)
                     began = traced and clock()
-                    if began and several:  # or what comes first of it would be what ends first
-                        self._tracing.keep(BEGINS, "", "", began, began, self._task, stamp, self._term, -1)
                     following = stamp_of((stamp.attempt, stamp.epoch + 1))
                     try:
                         if stamp.epoch == self.settled:

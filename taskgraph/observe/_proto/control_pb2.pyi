@@ -167,23 +167,19 @@ class ClockReply(_message.Message):
     def __init__(self, at_ns: _Optional[int] = ..., host_key: _Optional[str] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
-    __slots__ = ("until_epoch", "every")
-    UNTIL_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("every",)
     EVERY_FIELD_NUMBER: _ClassVar[int]
-    until_epoch: int
     every: int
-    def __init__(self, until_epoch: _Optional[int] = ..., every: _Optional[int] = ...) -> None: ...
+    def __init__(self, every: _Optional[int] = ...) -> None: ...
 
 class TraceChunk(_message.Message):
-    __slots__ = ("epoch", "lost", "over", "names", "spans")
+    __slots__ = ("epoch", "lost", "over", "spans")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
-    NAMES_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     lost: int
     over: bool
-    names: _containers.RepeatedScalarFieldContainer[str]
     spans: bytes
-    def __init__(self, epoch: _Optional[int] = ..., lost: _Optional[int] = ..., over: bool = ..., names: _Optional[_Iterable[str]] = ..., spans: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., lost: _Optional[int] = ..., over: bool = ..., spans: _Optional[bytes] = ...) -> None: ...

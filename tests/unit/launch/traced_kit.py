@@ -21,16 +21,9 @@ class TracedNode:
     def __init__(self) -> None:
         self.tracing = Tracing(room=5_000)
         self.epoch = self.latest = 7
-        self._moved = asyncio.Event()
-
-    async def epoch_read(self, epoch: int) -> None:
-        while self.epoch < epoch:
-            self._moved.clear()
-            await self._moved.wait()
 
     def move(self, epoch: int) -> None:
         self.epoch = self.latest = epoch
-        self._moved.set()
 
 
 class Service:

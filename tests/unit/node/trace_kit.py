@@ -1,14 +1,14 @@
-"""What a node traced, as who reads its trace sees it."""
+"""The spans that a node kept."""
 
 from __future__ import annotations
 
 from taskgraph.observe.trace import Span, Tracing
-from taskgraph.observe.trace_chunks import Unpacker, chunks
 
 __all__ = ["spans_of"]
 
 
 def spans_of(tracing: Tracing) -> list[Span]:
-    """All that one trace has seen; ask once."""
-    unpacker = Unpacker()
-    return [span for chunk in chunks(tracing) for span in unpacker.unpack(chunk)]
+    """All spans since they were fetched last; a task that is the other side is named as in the trace's file."""
+    return [
+        (k, n, f"task {peer}" if isinstance(peer, int) else peer, *rest) for k, n, peer, *rest in tracing.fetch()[0]
+    ]

@@ -14,7 +14,6 @@ from trace_kit import spans_of
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
-from taskgraph.observe.clocks import ClockReading, NodeClock
 from taskgraph.observe.trace import Span
 from taskgraph.observe.trace_file import TraceFile
 
@@ -137,8 +136,8 @@ def test_a_trace_shows_each_epoch_on_a_row_of_its_own(later_s: float) -> None:
     job = tg.Job(tasks=1, epochs=30, builder=lambda _: Slow())
     spans = play(job, scenario, nodes=1, stages={("compose", 0, 0): traced})
     file = io.BytesIO()
-    out = TraceFile(file, (1, 30), base_ns=0)
-    out.node("n1", "", NodeClock([ClockReading(0, 0, 10, "here")], "here"), spans)
+    out = TraceFile(file, (1, 30), zero_ns=0)
+    out.node("n1", "", 0, spans)
     out.close({})
     events = json.loads(file.getvalue())["traceEvents"]
     tasks = {e["tid"] for e in events if e.get("name") == "thread_name" and e["args"]["name"].startswith("task 0")}
