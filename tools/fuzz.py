@@ -75,20 +75,18 @@ def _frames() -> tuple[Target, list[bytes]]:
         def on_open(head: Head, sizes: tuple[int, ...], header: bytes) -> Incoming | None:
             if stranger:
                 raise DecodeError("before the hello")
-            parsed = wire.parse_header(header)
-            if parsed.digest is None and (head.payload or sizes):
+            message = wire.from_header(header)
+            if wire.value_of(message) is None and (head.payload or sizes):
                 raise DecodeError("a payload")
-            return Incoming(head, sizes, parsed)
+            return Incoming(head, sizes, message)
 
         def on_complete(incoming: Incoming) -> None:
-            parsed = incoming.parsed
-            value = None if parsed.digest is None else m.Encoded(incoming.meta(), incoming.buffers(), parsed.digest)
-            parsed.message(value)
+            incoming.complete()
 
         def on_whole(kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes) -> None:
             if carried and sum(sizes) != len(carried):
                 raise Finding(f"buffers of {sizes} in {len(carried)} bytes")
-            wire.parse_whole(header, meta)
+            wire.from_header(header)
 
         reader = FrameReader(
             HELLO_LIMITS if stranger else open_limits,
@@ -152,7 +150,7 @@ def _hello() -> tuple[Target, list[bytes]]:
 
 
 def _headers() -> tuple[Target, list[bytes]]:
-    """The protobuf header of a call or a reply."""
+    """The header of a call or a reply."""
     from taskgraph.errors import DecodeError
     from taskgraph.protocol import messages as m
     from taskgraph.transport import wire
@@ -161,8 +159,7 @@ def _headers() -> tuple[Target, list[bytes]]:
 
     def run(data: bytes) -> None:
         with contextlib.suppress(DecodeError):
-            parsed = wire.parse_header(data)
-            parsed.message(None if parsed.digest is None else value)
+            wire.from_header(data)
 
     stamp = m.Stamp(2, 40)
     samples: list[m.Message] = [

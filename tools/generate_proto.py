@@ -27,7 +27,6 @@ COMPILER = ("grpcio-tools==1.64.3", "setuptools<81")  # the compiler imports pkg
 #: not here maps onto itself.
 DESTINATIONS = {
     "taskgraph/etcd": "taskgraph/coordination/etcd",
-    "taskgraph/v1/frame": "taskgraph/transport/_proto",
     "taskgraph/v1/control": "taskgraph/observe/_proto",
 }
 

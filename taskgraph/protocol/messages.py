@@ -1,21 +1,42 @@
-"""What replicas say to each other.
+"""The messages between nodes.
 
-Every message is one frozen dataclass. A *call* has exactly one reply: the type named in its docstring, or a
-`Refusal`, which `Transport.call` raises as `errors.Refused`. Of a *quiet* call, which `Report` and `Reports` are as a
-rule, an `Accepted` at once is not told. How a message travels is the transport's business; in one process it travels
-as the object it is.
+    call                          sender -> receiver             reply
+    Pull                          consumer -> producer           Item
+    Flag                          task -> task                   Accepted
+    Request                       task -> task                   Answer
+    Offer, Offers                 primary -> backup              Accepted: the boundary is stored
+    Release                       primary -> former backup       Accepted
+    Report, Reports               primary -> leader              Accepted
+    WrittenFiles                  primary -> leader              Accepted
+    RequestRestart                any node -> leader             Accepted
+    Seal                          leader -> primary              Accepted, or a Refusal with MOVED_ON
+    Audit                         leader -> primary              LedgerPage
+    Waits                         leader -> primary              WaitsPage
+    HandOver                      primary -> backup              Accepted
 
-`Stamp` orders everything: attempt first, then epoch. The term is compared per sending task.
+Rules:
+
+1. Every call gets exactly one reply: the one in the table, or a `Refusal`, which `Transport.call` raises as
+   `errors.Refused`. A *quiet* call, as most reports are, gets no reply if it is accepted at once.
+2. Receivers compare stamps and terms. A message with an older stamp, or with an older term of the same sending task, is
+   stale.
+3. A call may arrive twice. Receivers compare identities, so the second one changes nothing.
+4. Messages are immutable, and equal if their fields are.
+
+`transport/wire.py` turns messages into bytes. Within one process they travel as objects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar, Final, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, NamedTuple
 
-from taskgraph.errors import DecodeError
-from taskgraph.protocol.frozen import frozen
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
+
+from taskgraph.protocol.numbers import Numbers, held
 
 __all__ = [
     "Accepted",
@@ -57,7 +78,21 @@ class Stamp(NamedTuple):
 
 
 stamp_of: Final = partial(tuple.__new__, Stamp)
-"""The stamp of an (attempt, epoch). For what makes many: a named tuple's own constructor is a Python function."""
+"""(attempt, epoch) -> `Stamp`. Faster than the named tuple's own constructor, which is a Python function."""
+
+if TYPE_CHECKING:
+    Sum = int
+else:
+
+    class Sum(int):
+        """A sum mod 2**128. A type of its own, since the integers of MessagePack have 64 bits."""
+
+
+_AT_LEAST_ONE: Final = Meta(min_length=1)
+
+
+class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The base of all messages: an array of fields on the wire, with the class name first where a tag is needed."""
 
 
 class Encoded:
@@ -73,7 +108,7 @@ class Encoded:
     __slots__ = ("buffers", "digest", "meta", "size_bytes")
 
     def __init__(self, meta: bytes, buffers: tuple[memoryview, ...], digest: bytes) -> None:
-        self.meta: Final = meta
+        self.meta = meta
         self.buffers = buffers
         self.digest: Final = digest
         size = len(meta)
@@ -81,11 +116,10 @@ class Encoded:
             size += buffer.nbytes
         self.size_bytes = size
 
-    def complete(self, buffers: tuple[memoryview, ...]) -> None:
-        """These are the buffers of a value that was made without any, and that nobody has seen yet."""
-        self.buffers = buffers
-        for buffer in buffers:
-            self.size_bytes += buffer.nbytes
+    def complete(self, meta: bytes, buffers: tuple[memoryview, ...]) -> None:
+        """Sets meta and buffers of a value that was made with its digest only, before anything else uses it."""
+        self.meta, self.buffers = meta, buffers
+        self.size_bytes = len(meta) + sum([buffer.nbytes for buffer in buffers])
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -130,23 +164,20 @@ class Reason:
     CLOSING = "closing"  # the node is shutting down
 
 
-@frozen
-class Refusal:
+class Refusal(_Message, frozen=True, tag=True):
     """Reply to any call: no, and why."""
 
     reason: str
     text: str = ""
 
 
-@frozen
-class Accepted:
+class Accepted(_Message, frozen=True, tag=True):
     """Reply: done as asked. `term` is the answering task's term where one answers, else 0."""
 
     term: int = 0
 
 
-@frozen
-class Pull:
+class Pull(_Message, frozen=True, tag=True):
     """Consumer to producer: the item of `tag` for me. Waits at the producer until it exists. Reply: `Item`.
 
     With `count` it stands for as many calls (see `Transport.calls_now`): of this epoch and of those that follow it in
@@ -166,8 +197,7 @@ class Pull:
         return Pull(stamp, self.sender, self.sender_term, self.task, self.tag)
 
 
-@frozen
-class Item:
+class Item(_Message, frozen=True, tag=True):
     """Reply to `Pull`. `term` is the producer's."""
 
     stamp: Stamp
@@ -176,8 +206,7 @@ class Item:
     value: Encoded
 
 
-@frozen
-class Flag:
+class Flag(_Message, frozen=True, tag=True):
     """Task to task: a mark with a value. The same flag twice in an epoch is one. Reply: `Accepted`."""
 
     stamp: Stamp
@@ -187,8 +216,7 @@ class Flag:
     value: Encoded
 
 
-@frozen
-class Request:
+class Request(_Message, frozen=True, tag=True):
     """Task to task: call a handler. Identity: (stamp, sender, task, method, number). Reply: `Answer`."""
 
     stamp: Stamp
@@ -200,8 +228,7 @@ class Request:
     value: Encoded
 
 
-@frozen
-class Answer:
+class Answer(_Message, frozen=True, tag=True):
     """Reply to `Request`. `term` is the answering task's; `pure` says that the handler promised no effects."""
 
     stamp: Stamp
@@ -210,8 +237,7 @@ class Answer:
     value: Encoded
 
 
-@frozen
-class Offer:
+class Offer(_Message, frozen=True, tag=True):
     """Primary to member or candidate: hold this boundary. Reply: `Accepted` once it is held.
 
     `stamp.epoch` is the boundary's number; `committed` says whether the primary read it as committed;
@@ -229,8 +255,7 @@ class Offer:
     value: Encoded
 
 
-@frozen
-class Offers:
+class Offers(_Message, frozen=True, tag=True):
     """Primary to member: hold these boundaries, pending ones of one attempt. Reply: `Accepted` once all are held.
 
     Small ones that nobody waits for are gathered, and travel together.
@@ -247,20 +272,15 @@ class Offers:
     term: int
     task: int
     invitation: int
-    parts: tuple[tuple[int, int, bytes], ...]
+    parts: Annotated[tuple[tuple[int, int, bytes], ...], _AT_LEAST_ONE]
     value: Encoded
 
     # As every `Offer` of such a one has it.
     committed: ClassVar[bool] = False
     candidate: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        if not self.parts:
-            raise DecodeError("offers, and none of them")
 
-
-@frozen
-class Release:
+class Release(_Message, frozen=True, tag=True):
     """Primary to a former candidate or member: what you hold under this invitation is not needed. Reply: `Accepted`.
 
     `revision` is of the primary's view, which holds whatever was written about that node: the receiver's view must
@@ -273,8 +293,7 @@ class Release:
     revision: int
 
 
-@frozen
-class Report:
+class Report(_Message, frozen=True, tag=True):
     """Primary to leader: where my task is in the epoch. Reply: `Accepted`.
 
     Attributes:
@@ -292,27 +311,36 @@ class Report:
     term: int
     done: bool
     version: int
-    sent: int
-    received: int
+    sent: Sum
+    received: Sum
     finish: bool = False
     numbers: Mapping[str, float] | None = None
     previous: Mapping[str, float] | None = None
     ahead: bool = False
 
+    def __post_init__(self) -> None:
+        if type(self.sent) is not Sum or type(self.received) is not Sum:
+            force_setattr(self, "sent", Sum(self.sent))
+            force_setattr(self, "received", Sum(self.received))
+        if self.numbers:
+            force_setattr(self, "numbers", held(self.numbers))
+        if self.previous:
+            force_setattr(self, "previous", held(self.previous))
 
-@frozen
-class Reports:
+
+class Reports(_Message, frozen=True, tag=True):
     """Several reports of one task, which went on without the commit of their epochs. Reply: `Accepted`.
 
     Attributes:
         reports: at least one, in the order of their epochs.
     """
 
-    reports: tuple[Report, ...]
+    reports: Annotated[tuple[Report, ...], _AT_LEAST_ONE]
 
     def __post_init__(self) -> None:
-        if not self.reports:
-            raise DecodeError("reports, and none of them")
+        for before, report in pairwise(self.reports):
+            if isinstance(before.numbers, Numbers) and before.numbers.same(report.previous):
+                force_setattr(report, "previous", before.numbers)  # the leader stores them once
 
     @property
     def stamp(self) -> Stamp:
@@ -324,8 +352,7 @@ class Reports:
         return self.reports[-1].task
 
 
-@frozen
-class Seal:
+class Seal(_Message, frozen=True, tag=True):
     """Leader to primary: everything is quiet; if your version is still this one, run your sync points.
 
     Reply: `Accepted`, or `Refusal(MOVED_ON)`.
@@ -336,8 +363,7 @@ class Seal:
     version: int
 
 
-@frozen
-class RequestRestart:
+class RequestRestart(_Message, frozen=True, tag=True):
     """Anyone to the leader: the attempt at this stamp cannot be completed. Reply: `Accepted` (heard, or moot)."""
 
     stamp: Stamp
@@ -345,8 +371,7 @@ class RequestRestart:
     why: str
 
 
-@frozen
-class HandOver:
+class HandOver(_Message, frozen=True, tag=True):
     """Primary to an in-sync backup, right after a commit: take over now. Reply: `Accepted` once tried."""
 
     stamp: Stamp
@@ -354,8 +379,7 @@ class HandOver:
     term: int
 
 
-@frozen
-class Written:
+class Written(_Message, frozen=True):
     """A task's file of the checkpoint of a boundary.
 
     `stamp.epoch` is the boundary's number, `stamp.attempt` the attempt it was made in. A size of 0, which no file has,
@@ -368,35 +392,28 @@ class Written:
     digest: str
 
 
-@frozen
-class WrittenFiles:
+class WrittenFiles(_Message, frozen=True, tag=True):
     """Primary to leader: these files of mine are written. Reply: `Accepted`.
 
     Attributes:
         files: at least one, in the order in which they were written.
     """
 
-    files: tuple[Written, ...]
-
-    def __post_init__(self) -> None:
-        if not self.files:
-            raise DecodeError("files that were written, and none of them")
+    files: Annotated[tuple[Written, ...], _AT_LEAST_ONE]
 
     @property
     def task(self) -> int:
         return self.files[0].task
 
 
-@frozen
-class Audit:
+class Audit(_Message, frozen=True, tag=True):
     """Leader to primary, after unequal sums: show every entry of yours. Reply: `LedgerPage`."""
 
     stamp: Stamp
     task: int
 
 
-@frozen
-class LedgerEntry:
+class LedgerEntry(_Message, frozen=True):
     """One identity in a task's sums, e.g. kind "item", sender 3, receiver 1, name "grad"."""
 
     sent: bool
@@ -407,24 +424,21 @@ class LedgerEntry:
     digest: bytes
 
 
-@frozen
-class LedgerPage:
+class LedgerPage(_Message, frozen=True, tag=True):
     """Reply to `Audit`."""
 
     term: int
     entries: tuple[LedgerEntry, ...]
 
 
-@frozen
-class Waits:
+class Waits(_Message, frozen=True, tag=True):
     """Leader to primary, when an epoch stands still: what does each processor wait for? Reply: `WaitsPage`."""
 
     stamp: Stamp
     task: int
 
 
-@frozen
-class Wait:
+class Wait(_Message, frozen=True):
     """One thing an unfinished processor of a task waits for.
 
     Attributes:
@@ -444,8 +458,7 @@ class Wait:
     provides: tuple[tuple[str, int], ...] = ()
 
 
-@frozen
-class WaitsPage:
+class WaitsPage(_Message, frozen=True, tag=True):
     """Reply to `Waits`."""
 
     term: int

@@ -66,6 +66,10 @@ class Numbers(Mapping[str, float]):
         names = Names.of(tuple(numbers))
         return cls(names, names.doubles.pack(*numbers.values()))
 
+    def same(self, other: object) -> bool:
+        """True if the other object has the same bits under the same names."""
+        return type(other) is Numbers and self.names is other.names and self.packed == other.packed
+
     def plain(self) -> dict[str, float]:
         """As it is encoded, or shown."""
         return dict(zip(self.names.places, self.names.doubles.unpack(self.packed), strict=True))

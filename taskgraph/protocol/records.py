@@ -6,12 +6,13 @@ recognised when it is read again.
 
 from __future__ import annotations
 
-import json
-from dataclasses import fields
-from typing import Any, Final, NamedTuple, Self
+from functools import cache
+from typing import Final, NamedTuple, Self, cast
+
+import msgspec
+from msgspec import Struct
 
 from taskgraph.errors import DecodeError
-from taskgraph.protocol.frozen import frozen
 
 __all__ = [
     "OUT_OF_MEMORY",
@@ -30,52 +31,37 @@ __all__ = [
 ]
 
 
-# Not `json.dumps` and `json.loads`: these make an encoder each time, and guess encodings. Each node reads one an epoch.
-_encode = json.JSONEncoder(separators=(",", ":")).encode
-_decode = json.JSONDecoder().raw_decode
-
-
-@frozen(kw_only=True)
-class Record:
-    """A key's value."""
+class Record(Struct, frozen=True, kw_only=True):
+    """The value of a key."""
 
     writer: str = ""
 
     def to_bytes(self) -> bytes:
-        return _encode({name: getattr(self, name) for name in _names(type(self))}).encode()
+        try:
+            return msgspec.json.encode(self)
+        except UnicodeEncodeError:
+            # Texts of exceptions may hold half a surrogate pair, as some file names do.
+            texts = {name: text for name in self.__struct_fields__ if isinstance(text := getattr(self, name), str)}
+            escaped = {name: text.encode("utf-8", "backslashreplace").decode() for name, text in texts.items()}
+            return msgspec.json.encode(msgspec.structs.replace(self, **escaped))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Unknown fields are ignored, so that an older node reads a newer one's record; missing ones are an error."""
+        """Reads a record. Unknown fields are ignored, so that an older node reads the record of a newer one.
+
+        Raises:
+            DecodeError: a field is missing or has another type, or the data is not JSON.
+        """
         try:
-            raw: dict[str, Any]
-            raw, end = _decode(text := data.decode().strip())
-            if end != len(text):
-                raise ValueError("something follows it")
-            names = _NAMES.get(cls) or _names(cls)
-            if not raw.keys() <= names.keys():
-                raw = {name: raw[name] for name in raw.keys() & names.keys()}
-            for name, value in raw.items():
-                if type(value) is list:
-                    raw[name] = tuple(value)
-            return cls(**raw)
-        except (ValueError, TypeError, AttributeError) as error:
+            return cast(Self, _decoder(cls).decode(data))
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise DecodeError(f"not a {cls.__name__}: {data[:200]!r} ({error})") from error
 
 
-_NAMES: dict[type[Record], dict[str, None]] = {}
+_decoder = cache(msgspec.json.Decoder)
 
 
-def _names(cls: type[Record]) -> dict[str, None]:
-    """A record's fields, in order."""
-    found = _NAMES.get(cls)
-    if found is None:
-        found = _NAMES[cls] = dict.fromkeys(field.name for field in fields(cls))
-    return found
-
-
-@frozen(kw_only=True)
-class EpochRecord(Record):
+class EpochRecord(Record, frozen=True, kw_only=True):
     """`epoch`: the boundary that is committed, which is also the number of the epoch at work, and the attempt.
 
     Attributes:
@@ -90,8 +76,7 @@ class EpochRecord(Record):
     base: int = 0
 
 
-@frozen(kw_only=True)
-class CheckpointRecord(Record):
+class CheckpointRecord(Record, frozen=True, kw_only=True):
     """`checkpoint`: the newest complete checkpoint of the current lineage.
 
     Attributes:
@@ -117,8 +102,7 @@ class State:
     CANCELLED = "cancelled"
 
 
-@frozen(kw_only=True)
-class StatusRecord(Record):
+class StatusRecord(Record, frozen=True, kw_only=True):
     """`status`: what became of the job. The fields after `reason` say where a failure happened."""
 
     state: str
@@ -129,8 +113,7 @@ class StatusRecord(Record):
     traceback: str = ""
 
 
-@frozen(kw_only=True)
-class NodeRecord(Record):
+class NodeRecord(Record, frozen=True, kw_only=True):
     """`nodes/{node}`, the only leased key.
 
     Attributes:
@@ -191,8 +174,7 @@ OUT_OF_MEMORY: Final = "as memory was used up"
 """What a launcher says beside the signal where the kernel sent it for that."""
 
 
-@frozen(kw_only=True)
-class GoneRecord(Record):
+class GoneRecord(Record, frozen=True, kw_only=True):
     """`gone/{node}`: whoever started the node's process saw it end, or its absence was long enough.
 
     Attributes:
@@ -206,9 +188,6 @@ class GoneRecord(Record):
     meant: bool = False
     task: int | None = None
     epoch: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ran", tuple(Ran(*each) for each in self.ran))  # as lists, where they were read
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -238,8 +217,7 @@ class GoneRecord(Record):
         return verb + self.reason + ran + (" (it was told to end)" if self.meant else "")
 
 
-@frozen(kw_only=True)
-class ForgottenRecord(Record):
+class ForgottenRecord(Record, frozen=True, kw_only=True):
     """`forgotten`: `gone/{node}` of nodes that nobody needs to know any more was deleted, as there are ever more.
 
     Attributes:
@@ -249,8 +227,7 @@ class ForgottenRecord(Record):
     revision: int
 
 
-@frozen(kw_only=True)
-class PrimaryRecord(Record):
+class PrimaryRecord(Record, frozen=True, kw_only=True):
     """`tasks/{t}/primary`. Never leased: terms only grow. `failovers` counts the terms of backups that took over."""
 
     node: str
@@ -259,8 +236,7 @@ class PrimaryRecord(Record):
     failovers: int = 0
 
 
-@frozen(kw_only=True)
-class MemberRecord(Record):
+class MemberRecord(Record, frozen=True, kw_only=True):
     """`tasks/{t}/members/{node}`: that node is in sync.
 
     Attributes:

@@ -17,6 +17,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from taskgraph.protocol.kv import Compare, Delete, Get, Op, Put, Txn, TxnResult
 from taskgraph.protocol.records import (
     CheckpointRecord,
@@ -404,7 +406,7 @@ def commit(view: JobView, *, primary_revision: int, finished: bool, writer: str,
     if view.epoch is None or view.status is None:
         raise LookupError("the job was not submitted")
     at = view.epoch.record
-    puts: list[Op] = [Put(keys.epoch, replace(at, epoch=at.epoch + epochs, writer=writer).to_bytes())]
+    puts: list[Op] = [Put(keys.epoch, structs.replace(at, epoch=at.epoch + epochs, writer=writer).to_bytes())]
     compares = [
         Compare(keys.primary(0), primary_revision),
         Compare(keys.generation, view.generation_revision),
@@ -419,7 +421,7 @@ def commit(view: JobView, *, primary_revision: int, finished: bool, writer: str,
 def restart(view: JobView, *, primary_revision: int, writer: str) -> Txn:
     """The leader starts the epoch at work again, with the next attempt. The counter never goes back."""
     keys, epoch = view.keys, _epoch(view)
-    record = replace(epoch.record, attempt=epoch.record.attempt + 1, writer=writer)
+    record = structs.replace(epoch.record, attempt=epoch.record.attempt + 1, writer=writer)
     return Txn(
         compares=(Compare(keys.primary(0), primary_revision), Compare(keys.epoch, epoch.mod_revision)),
         success=(Put(keys.epoch, record.to_bytes()),),

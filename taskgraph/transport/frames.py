@@ -1,6 +1,6 @@
 """The frame: what one session writes after another, and the bounds of what it may say.
 
-    head (56 bytes, big endian) | sizes of the buffers (8 bytes each) | protobuf header | body
+    head (56 bytes, big endian) | sizes of the buffers (8 bytes each) | header | body
 
 A CALL, TELL or REPLY frame opens a message: its head tells the size of the whole payload (the value's meta, then its
 buffers, without padding). The body is the first part of that payload; what does not fit travels in CHUNK frames of the
@@ -51,7 +51,7 @@ __all__ = [
     "unpack_head",
 ]
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 #: A payload up to this size travels in the frame that opens the message, copied into one write.
 INLINE_BYTES = 136 << 10
@@ -59,7 +59,7 @@ INLINE_BYTES = 136 << 10
 CHUNK_BYTES = 1 << 20
 #: The largest body a reader accepts; leaves other versions room to cut differently.
 MAX_BODY_BYTES = 16 << 20
-#: The largest protobuf header. The longest in practice is a ledger page: some 60 bytes for each edge of an epoch.
+#: The largest header. The longest in practice is a ledger page: some 60 bytes for each edge of an epoch.
 MAX_HEADER_BYTES = 64 << 20
 #: Buffers of one value: one for each large array in it.
 MAX_BUFFERS = 1 << 20
@@ -117,7 +117,7 @@ class Head(NamedTuple):
     Attributes:
         kind: what the frame is.
         call: the call's id, chosen by the caller, unique in its session; 0 where none is meant.
-        header: size of the protobuf header, with the references to lent buffers in front of it.
+        header: size of the header, with the references to lent buffers in front of it.
         buffers: how many sizes of buffers stand before the header.
         body: how much of the payload this frame carries.
         payload: size of the whole payload of the message that this frame opens.

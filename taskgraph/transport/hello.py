@@ -18,16 +18,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from typing import Any
+from typing import Annotated, TypeVar
 
-from google.protobuf.message import DecodeError as ProtobufError
+import msgspec
 
 from taskgraph.errors import DecodeError
-from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.frames import PROTOCOL_VERSION, Kind, Limits
 from taskgraph.transport.refusals import printable
 
-__all__ = ["HELLO_LIMITS", "Answering", "Dialling", "HelloRefused", "mark"]
+__all__ = ["HELLO_LIMITS", "Answering", "Dialling", "HelloRefused", "mark", "refusal"]
 
 #: All a stranger can make this process read: ids and a nonce.
 HELLO_LIMITS = Limits(header=4096, buffers=0, payload=0)
@@ -56,17 +55,55 @@ def _proof(token: bytes, role: bytes, job: str, dialler: str, listener: str, *ra
     return mac.digest()
 
 
-def _parse(cls: Any, data: bytes) -> Any:
+Nonce = Annotated[bytes, msgspec.Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
+
+
+class _Step(msgspec.Struct, frozen=True, array_like=True):
+    """The base of the contents of HELLO frames. Readers skip fields that a later version adds."""
+
+
+class Open(_Step, frozen=True):
+    """Dialler to listener, the first frame of a session. A probe wants the hello only."""
+
+    job: str
+    node: Annotated[str, msgspec.Meta(min_length=1)]
+    nonce: Nonce
+    probe: bool
+
+
+class Challenge(_Step, frozen=True):
+    """Listener to dialler."""
+
+    node: str
+    nonce: Nonce
+
+
+class Proof(_Step, frozen=True):
+    """An HMAC-SHA256: the dialler's in HELLO_PROOF, the listener's in HELLO_WELCOME, after which calls may come."""
+
+    proof: bytes
+
+
+class Refuse(_Step, frozen=True):
+    """Either side, in place of any other frame; then the connection is closed."""
+
+    why: str
+
+
+def refusal(why: str) -> bytes:
+    """The content of a HELLO_REFUSE."""
+    return _pack(Refuse(why))
+
+
+S = TypeVar("S", bound=_Step)
+_pack = msgspec.msgpack.encode
+
+
+def _parse(cls: type[S], data: bytes) -> S:
     try:
-        return cls.FromString(data)
-    except ProtobufError as error:
-        raise DecodeError(f"a hello that is not one of ours: {error}") from None
-
-
-def _checked_nonce(nonce: bytes) -> bytes:
-    if len(nonce) != _NONCE_BYTES:
-        raise DecodeError(f"a nonce of {len(nonce)} bytes; it has {_NONCE_BYTES}")
-    return nonce
+        return msgspec.msgpack.decode(data, type=cls)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise DecodeError(f"a hello that cannot be read: {error}") from None
 
 
 class _Hello:
@@ -98,7 +135,7 @@ class _Hello:
 
     def _expect(self, kind: Kind, data: bytes) -> None:
         if kind is Kind.HELLO_REFUSE:
-            why = printable(_parse(frame_pb2.HelloRefuse, data).why)  # of somebody who has proven nothing
+            why = printable(_parse(Refuse, data).why)  # of somebody who has proven nothing
             raise HelloRefused(why, tell=False)
         if kind is not self._expected or self.done:
             raise DecodeError(f"{kind.name} where {self._expected.name} was expected")
@@ -113,8 +150,7 @@ class Dialling(_Hello):
         self._expected = Kind.HELLO_CHALLENGE
 
     def open(self) -> Frames:
-        message = frame_pb2.HelloOpen(job=self._job, node=self.node, nonce=self._mine, probe=self.probe)
-        return [(Kind.HELLO_OPEN, message.SerializeToString())]
+        return [(Kind.HELLO_OPEN, _pack(Open(self._job, self.node, self._mine, self.probe)))]
 
     def _proof_of(self, role: bytes) -> bytes:
         return _proof(self._token, role, self._job, self.node, self.peer, *self._random(self._mine, self._theirs))
@@ -128,12 +164,11 @@ class Dialling(_Hello):
         """
         self._expect(kind, data)
         if kind is Kind.HELLO_CHALLENGE:
-            challenge = _parse(frame_pb2.HelloChallenge, data)
-            self.peer = challenge.node
-            self._theirs = _checked_nonce(challenge.nonce)
+            challenge = _parse(Challenge, data)
+            self.peer, self._theirs = challenge.node, challenge.nonce
             self._expected = Kind.HELLO_WELCOME
-            return [(Kind.HELLO_PROOF, frame_pb2.HelloProof(proof=self._proof_of(b"dialler")).SerializeToString())]
-        proof = _parse(frame_pb2.HelloWelcome, data).proof
+            return [(Kind.HELLO_PROOF, _pack(Proof(self._proof_of(b"dialler"))))]
+        proof = _parse(Proof, data).proof
         if not hmac.compare_digest(proof, self._proof_of(b"listener")):
             raise HelloRefused("it does not know this job's token", tell=True)
         self.done = True
@@ -155,19 +190,14 @@ class Answering(_Hello):
         """
         self._expect(kind, data)
         if kind is Kind.HELLO_OPEN:
-            opened = _parse(frame_pb2.HelloOpen, data)
+            opened = _parse(Open, data)
             if opened.job != self._job:
                 raise HelloRefused("another job's nodes listen here", tell=True)
-            if not opened.node:
-                raise DecodeError("a hello without a node")
-            self.peer = opened.node
-            self.probe = opened.probe
-            self._theirs = _checked_nonce(opened.nonce)
+            self.peer, self.probe, self._theirs = opened.node, opened.probe, opened.nonce
             self._expected = Kind.HELLO_PROOF
-            challenge = frame_pb2.HelloChallenge(node=self.node, nonce=self._mine)
-            return [(Kind.HELLO_CHALLENGE, challenge.SerializeToString())]
-        proof = _parse(frame_pb2.HelloProof, data).proof
+            return [(Kind.HELLO_CHALLENGE, _pack(Challenge(self.node, self._mine)))]
+        proof = _parse(Proof, data).proof
         if not hmac.compare_digest(proof, self._proof_of(b"dialler")):
             raise HelloRefused("wrong token", tell=True)
         self.done = True
-        return [(Kind.HELLO_WELCOME, frame_pb2.HelloWelcome(proof=self._proof_of(b"listener")).SerializeToString())]
+        return [(Kind.HELLO_WELCOME, _pack(Proof(self._proof_of(b"listener"))))]

@@ -9,9 +9,9 @@ import numpy as np
 
 from taskgraph.errors import DecodeError
 from taskgraph.graph.blocks import Allocate
-from taskgraph.protocol.messages import Encoded
+from taskgraph.protocol.messages import Encoded, Message
 from taskgraph.transport.frames import LENT, Head
-from taskgraph.transport.wire import ParsedHeader
+from taskgraph.transport.wire import value_of
 
 __all__ = ["Digesting", "Incoming"]
 
@@ -47,17 +47,17 @@ class Incoming:
 
     Attributes:
         head: of the frame that opened it.
-        parsed: its protobuf header.
+        message: the message; its value has a digest only until `complete`.
         missing: bytes still to come.
     """
 
-    __slots__ = ("_at", "_digesting", "_hasher", "_lent", "_offset", "_sizes", "_targets", "head", "missing", "parsed")
+    __slots__ = ("_at", "_digesting", "_hasher", "_lent", "_offset", "_sizes", "_targets", "head", "message", "missing")
 
     def __init__(
         self,
         head: Head,
         sizes: Sequence[int],
-        parsed: ParsedHeader,
+        message: Message,
         *,
         lent: Sequence[memoryview] = (),
         allocate: Allocate = _no_pool,
@@ -71,7 +71,7 @@ class Incoming:
             digesting: takes the digest of large values while what came is still in the cache.
         """
         self.head = head
-        self.parsed = parsed
+        self.message = message
         self.missing = head.payload
         if [buffer.nbytes | LENT for buffer in lent] != [size for size in sizes if size & LENT]:
             raise DecodeError("a value with memory that was not lent")
@@ -126,13 +126,15 @@ class Incoming:
         """The digest of what came, where it was taken meanwhile."""
         return None if self._hasher is None else self._hasher.digest()
 
-    def value(self) -> Encoded | None:
-        """What came, in a message that carries a value."""
-        digest = self.parsed.digest
-        return None if digest is None else Encoded(self.meta(), self.buffers(), digest)
+    def complete(self) -> Encoded | None:
+        """Adds what was received to the value of the message, and returns the value; None: the message has none."""
+        value = value_of(self.message)
+        if value is not None:
+            value.complete(self.meta(), self.buffers())
+        return value
 
     def is_whole(self, value: Encoded) -> bool | None:
-        """Whether what came has its digest; None where that is still to be looked at."""
+        """Compares the digest that was taken on the way; None: none was taken."""
         if any(lent is not None for lent in self._lent):
             return True  # what never left the host's memory is what its producer digested
         digest = self.digest()

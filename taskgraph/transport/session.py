@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, cast
@@ -22,10 +21,9 @@ from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.graph.blocks import Block
 from taskgraph.network.tls import channel_binding
-from taskgraph.protocol.messages import Encoded, EncodedOnDevice
+from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Message
 from taskgraph.settings import Settings
-from taskgraph.transport import compact, wire
-from taskgraph.transport._proto import frame_pb2
+from taskgraph.transport import wire
 from taskgraph.transport.api import Serve
 from taskgraph.transport.calls import OwnedTasks
 from taskgraph.transport.endpoints import process_behind, tune_tcp
@@ -38,7 +36,7 @@ from taskgraph.transport.frames import (
     Limits,
     OtherVersion,
 )
-from taskgraph.transport.hello import HELLO_LIMITS, Answering, Dialling, HelloRefused
+from taskgraph.transport.hello import HELLO_LIMITS, Answering, Dialling, HelloRefused, refusal
 from taskgraph.transport.incoming import Digesting, Incoming
 from taskgraph.transport.lending import Borrowing, Lending
 from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
@@ -235,7 +233,7 @@ class Session(asyncio.BufferedProtocol):
 
     def _refused(self, refused: HelloRefused) -> None:
         if refused.tell:
-            self._send_hello([(Kind.HELLO_REFUSE, frame_pb2.HelloRefuse(why=str(refused)).SerializeToString())])
+            self._send_hello([(Kind.HELLO_REFUSE, refusal(str(refused)))])
         self.end(f"the hello failed: {refused}", flush=True)
 
     def _on_control(self, head: Head, header: bytes) -> None:
@@ -305,16 +303,16 @@ class Session(asyncio.BufferedProtocol):
         references, header = self._borrowing.read(header, lengths) if lengths else ((), header)
         if (whole := head.payload + sum(lengths)) > self._largest:
             raise DecodeError(f"a value of {whole} bytes; the limit is {self._largest}")
-        parsed = wire.parse_header(header)
-        if parsed.digest is None and (head.payload or sizes):
-            raise DecodeError(f"a {parsed.cls.__name__} with a payload")
-        if not self._admits(head.call, parsed.cls):
+        message = wire.from_header(header)
+        if wire.value_of(message) is None and (head.payload or sizes):
+            raise DecodeError(f"a {type(message).__name__} with a payload")
+        if not self._admits(head.call, type(message)):
             self._borrowing.refuse(references)
             return None
         try:
             lent = self._borrowing.take(references) if references else ()
             return Incoming(
-                head, sizes, parsed, lent=lent, allocate=self._owner.allocate, digesting=self._owner.digesting
+                head, sizes, message, lent=lent, allocate=self._owner.allocate, digesting=self._owner.digesting
             )
         except CannotBorrow as error:
             self._decline(head.call, error)
@@ -346,10 +344,8 @@ class Session(asyncio.BufferedProtocol):
             references, header = self._borrowing.read(header, lengths)
             if (whole := len(meta) + sum(lengths)) > self._largest:
                 raise DecodeError(f"a value of {whole} bytes; the limit is {self._largest}")
-        try:
-            message, value = compact.UNPACK.get(header[:2], wire.parse_whole)(header, meta)
-        except (struct.error, UnicodeDecodeError) as error:
-            raise DecodeError(f"a header that cannot be read: {error}") from None
+        message = wire.from_header(header)
+        value = wire.value_of(message)
         if value is None:
             if meta or sizes:
                 raise DecodeError(f"a {type(message).__name__} with a payload")
@@ -362,12 +358,11 @@ class Session(asyncio.BufferedProtocol):
             except CannotBorrow as error:
                 self._decline(call, error)
                 return
-            value.complete(buffers)  # what never left the host's memory is what its producer digested
+            value.complete(meta, buffers)  # what never left the host's memory is what its producer digested
             self._take(kind, call, message)
             return
         else:
-            if sizes:
-                value.complete(cut(carried, sizes))
+            value.complete(meta, cut(carried, sizes) if sizes else ())
             verified = self._owner.verified_now
             if not verified(value):
                 raise _corrupted(type(message), value)
@@ -410,31 +405,29 @@ class Session(asyncio.BufferedProtocol):
 
     async def _received(self, incoming: Incoming) -> Any:
         """The message that came. Ends the session and raises PeerLost where it is damaged."""
-        value = incoming.value()
+        value = incoming.complete()
         if value is None:
-            return self._message(incoming, None)
+            return incoming.message
         whole = incoming.is_whole(value)
-        return self._message(incoming, value, whole=await self._owner.verified(value) if whole is None else whole)
+        return self._checked(incoming.message, value, await self._owner.verified(value) if whole is None else whole)
 
     def _received_now(self, incoming: Incoming) -> Any:
         """The same for what is small, or has no value."""
-        value = incoming.value()
+        value = incoming.complete()
         if value is None:
-            return self._message(incoming, None)
+            return incoming.message
         whole = incoming.is_whole(value)
-        return self._message(incoming, value, whole=self._owner.verified_now(value) if whole is None else whole)
+        return self._checked(incoming.message, value, self._owner.verified_now(value) if whole is None else whole)
 
-    def _message(self, incoming: Incoming, value: Encoded | None, *, whole: bool = True) -> Any:
-        parsed = incoming.parsed
-        try:
-            if value is not None and not whole:
-                raise _corrupted(parsed.cls, value)
-            return parsed.message(value)
-        except DecodeError as error:
-            if not self.why:
-                log.error("session with node %s: %s; closing it", self.peer, error)
-                self.end(f"it sent {error}")
-            raise PeerLost(f"node {self.peer} sent {error}") from error
+    def _checked(self, message: Message, value: Encoded, whole: bool) -> Message:
+        """The message. Ends the session if its value is damaged."""
+        if whole:
+            return message
+        error = _corrupted(type(message), value)
+        if not self.why:
+            log.error("session with node %s: %s; closing it", self.peer, error)
+            self.end(f"it sent {error}")
+        raise PeerLost(f"node {self.peer} sent {error}") from error
 
     # The end.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import struct
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, cast
@@ -13,12 +12,11 @@ from taskgraph.device.staging import PIECE_BYTES
 from taskgraph.errors import DecodeError, PeerLost, Refused
 from taskgraph.graph.values import staying
 from taskgraph.protocol.deviceloss import device_error
-from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Item, Pull, Reason, Refusal, Reply
+from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Pull, Reason, Refusal, Reply
 from taskgraph.protocol.records import name_of
 from taskgraph.transport import wire
 from taskgraph.transport.api import PendingReply
 from taskgraph.transport.calls import OpenCall, answer, answer_all_now, answer_later, answer_now, describe
-from taskgraph.transport.compact import PACK
 from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, Opened, Ticket
 from taskgraph.transport.frames import Head, Kind
 from taskgraph.transport.hello import Answering, Dialling
@@ -42,7 +40,6 @@ _AT_ONCE: Final = 1 << 10
 #: How often a call is made that carries, or brings, memory that cannot be opened: as bytes from the second time on.
 _TRIES = 4
 _REPLY: Final = Kind.REPLY  # a global: to look up a member of an enum takes longer
-_pack_of: Final = PACK.get  # and so does what is looked up on an imported name
 
 
 class _Pending(OpenCall):
@@ -94,8 +91,7 @@ class DialledSession(Session):
         """
         if not self.open:
             raise PeerLost(f"node {self.peer}: {self.why or 'no hello yet'}")
-        field = wire.VALUE_FIELD[type(message)]
-        value: Encoded | None = None if field is None else getattr(message, field)
+        value = wire.value_of(message)
         if value is not None and value.size_bytes > self._owner.max_value_bytes:
             raise Refused(
                 Reason.BAD_MESSAGE,
@@ -126,10 +122,7 @@ class DialledSession(Session):
 
     def _send_call(self, pending: _Pending, value: Encoded | None) -> None:
         message = pending.message
-        try:
-            header = PACK.get(type(message), wire.to_header)(message)
-        except struct.error:
-            header = wire.to_header(message)  # raises ValueError or TypeError: the caller's mistake
+        header = wire.to_header(message)
         self._last_call = pending.number = pending.first = self._last_call + 1
         self._pending[pending.number] = pending
         self._outbox.send(Kind.TELL if pending.quiet else Kind.CALL, pending.number, header, value)
@@ -189,7 +182,7 @@ class DialledSession(Session):
         pending = self._pending.pop(incoming.head.call, None)
         if pending is None:
             return
-        if incoming.parsed.digest is None or incoming.head.payload < VERIFY_AT_ONCE_BYTES:
+        if wire.value_of(incoming.message) is None or incoming.head.payload < VERIFY_AT_ONCE_BYTES:
             try:
                 pending.settle(self._received_now(incoming))
             except PeerLost as error:
@@ -208,9 +201,9 @@ class DialledSession(Session):
             raise
 
     def _on_tickets(self, incoming: Incoming) -> None:
-        value = incoming.value()
+        value = incoming.complete()
         if value is None:
-            raise DecodeError(f"a {incoming.parsed.cls.__name__} with tickets, of which there are none")
+            raise DecodeError(f"a {type(incoming.message).__name__} with tickets, of which there are none")
         tickets = self._devices.tickets(value, self._owner.max_value_bytes)
         pending = self._pending.pop(incoming.head.call, None)
         if pending is None:
@@ -243,10 +236,7 @@ class DialledSession(Session):
         except Exception as error:
             self._decline_device(pending, tickets, error)
             return
-        try:
-            pending.settle(self._message(incoming, there))
-        except PeerLost as error:
-            pending.fail(error)
+        pending.settle(cast(Reply, wire.with_value(incoming.message, there)))
 
     def _decline_device(self, pending: _Pending, tickets: Sequence[Ticket], error: Exception) -> None:
         """Asked for in the same way it would fail again, maybe; by the host's memory it comes."""
@@ -360,8 +350,8 @@ class AcceptedSession(Session):
 
     def _on_complete(self, incoming: Incoming) -> None:
         call = incoming.head.call
-        if incoming.parsed.digest is None:
-            self._take(incoming.head.kind, call, cast(Call, incoming.parsed.message(None)))
+        if wire.value_of(incoming.message) is None:
+            self._take(incoming.head.kind, call, cast(Call, incoming.message))
         else:
             self._spawn(call, partial(self._receive_and_answer, incoming))
 
@@ -436,23 +426,19 @@ class AcceptedSession(Session):
     def _reply(self, number: int, reply: Reply) -> None:
         """This is the reply to that call, which is over now but for what has to be copied first."""
         self._calls.pop(number, None)
-        kind, cls, limit = _REPLY, type(reply), self._owner.max_value_bytes
-        value = reply.value if type(reply) is Item else wire.value_of(reply)
+        kind, limit, value = _REPLY, self._owner.max_value_bytes, wire.value_of(reply)
         if value is not None and value.size_bytes > limit:
             log.error("a reply of %d bytes; max_value_bytes is %d", value.size_bytes, limit)
             text = f"the reply has {value.size_bytes} bytes; max_value_bytes is {limit}"
-            reply, cls, value = Refusal(Reason.BAD_MESSAGE, text), Refusal, None
+            reply, value = Refusal(Reason.BAD_MESSAGE, text), None
         if type(value) is EncodedOnDevice:
             value, kind = self._devices.lend(number, value), Kind.REPLY_ON_DEVICE
             if value is None:
                 self._spawn(number, partial(self._staged, reply))
                 return
         try:
-            try:
-                header = _pack_of(cls, wire.to_header)(reply)
-            except struct.error:
-                header = wire.to_header(reply)
-        except (TypeError, ValueError) as error:
+            header = wire.to_header(reply)
+        except (TypeError, ValueError, OverflowError) as error:
             log.exception("a %s cannot travel", type(reply).__name__)
             text = f"the reply cannot travel: {error}"
             header, value = wire.to_header(Refusal(Reason.BAD_MESSAGE, text)), None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from protocol_kit import RUN, World, node_record
 
@@ -154,7 +153,7 @@ def test_it_ends_no_more_than_so_many_nodes_in_one_epoch(world: World) -> None:
 
 def test_others_must_be_there_that_may_hold_it(world: World) -> None:
     assert "no other node may hold task 0" in follows(world, needs_device=lambda task: task == 0).fail
-    record = dataclasses.replace(node_record("g"), devices=1)
+    record = msgspec.structs.replace(node_record("g"), devices=1)
     world.revisions["g"] = world.run(transactions.register(world.view(), "g", record)).revision
     assert follows(world, needs_device=lambda task: task == 0) == Outcome()
     alone = World("a")
@@ -164,7 +163,7 @@ def test_others_must_be_there_that_may_hold_it(world: World) -> None:
 
 def test_a_node_that_leaves_takes_nothing(world: World) -> None:
     world.die("b")
-    record = dataclasses.replace(node_record("c"), draining=True)
+    record = msgspec.structs.replace(node_record("c"), draining=True)
     world.put(world.keys.node("c"), record.to_bytes())
     assert follows(world).fail == "no other node is there to go on"
 

@@ -10,6 +10,7 @@ import model_states
 import pytest
 from model_kit import Budget, Model, Plants, Violation, explore
 from model_states import Etcd
+from msgspec import structs
 from protocol_kit import JOB
 
 from taskgraph.protocol import insync, transactions
@@ -181,7 +182,7 @@ def epoch_of_the_view(original: Callable[..., TakenOver], result: TxnResult, vie
 def first_attempt(original: Callable[..., Txn], view: JobView, **kwargs: Any) -> Txn:
     """The attempts of each epoch are counted from 1."""
     txn = original(view, **kwargs)
-    puts = (replace(EpochRecord.from_bytes(op.value), attempt=1) for op in txn.success if isinstance(op, Put))
+    puts = (structs.replace(EpochRecord.from_bytes(op.value), attempt=1) for op in txn.success if isinstance(op, Put))
     return replace(txn, success=tuple(Put(KEYS.epoch, record.to_bytes()) for record in puts))
 
 

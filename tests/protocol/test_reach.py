@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from protocol_kit import node_record
 
@@ -12,7 +11,7 @@ from taskgraph.protocol.records import NodeRecord
 
 
 def at(host: str, *endpoints: str, token: str = "t") -> NodeRecord:
-    return dataclasses.replace(node_record(f"on-{host}"), host=host, endpoints=endpoints, token_mark=token)
+    return msgspec.structs.replace(node_record(f"on-{host}"), host=host, endpoints=endpoints, token_mark=token)
 
 
 HERE, HERE_TOO, LISTENS_HERE = at("a", "unix:A:/x"), at("a", "unix:A:/y"), at("a", "unix:A:/x", "tcp:a:1")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from taskgraph.checkpoint.store import Store
@@ -148,7 +149,7 @@ def digests_are_reported_only_for_producers_whose_term_changed(patch: pytest.Mon
             puts = {key: digest for page in pages.values() if page for key, digest in page[0].items()}
             taken = [e for page in pages.values() if page for e in page[1]]
             if all(puts.get((e.kind, e.sender, e.receiver, e.name)) == e.digest for e in taken):
-                agreed = {t: dataclasses.replace(r, sent=0, received=0) for t, r in reports.items()}
+                agreed = {t: msgspec.structs.replace(r, sent=0, received=0) for t, r in reports.items()}
                 if self.stamp is not None and self.stamp.epoch in every:
                     told = copy.copy(every[self.stamp.epoch])
                     told.reports = agreed
@@ -716,7 +717,7 @@ def an_item_is_given_at_once_whatever_epoch_is_asked_for(patch: pytest.MonkeyPat
         if attempt is None or attempt.cancelled or attempt.graph is None:
             return None
         reply = attempt.out.ask(pull)
-        return dataclasses.replace(reply, stamp=pull.stamp) if isinstance(reply, Item) else reply
+        return msgspec.structs.replace(reply, stamp=pull.stamp) if isinstance(reply, Item) else reply
 
     patch.setattr(Serving, "_item", item)
     patch.setattr(Serving, "all_now", lambda self, peer, pull: None)  # each is asked for

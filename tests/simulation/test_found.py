@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import taskgraph as tg
@@ -148,7 +148,7 @@ async def test_a_link_that_is_slow_when_ledgers_are_asked_for(monkeypatch: pytes
             return await dispatch(self, peer, message)
         if not refused:  # an earlier report arrived
             assert isinstance(message, Report)
-            await dispatch(self, peer, dataclasses.replace(message, version=0, received=0, done=False))
+            await dispatch(self, peer, msgspec.structs.replace(message, version=0, received=0, done=False))
         if refused.count("Audit") < 2:
             refused.append(type(message).__name__)
             raise Refused(Reason.PAUSED, "as if it could not be reached")
@@ -182,7 +182,9 @@ async def test_a_take_over_while_ledgers_are_asked_for(monkeypatch: pytest.Monke
         return await fail(self, *args, **kwargs)
 
     def lie(self: Leader, *reports: Report) -> bool:
-        return take(self, *[dataclasses.replace(one, sent=one.sent + 1) if one.task == 1 else one for one in reports])
+        return take(
+            self, *[msgspec.structs.replace(one, sent=one.sent + 1) if one.task == 1 else one for one in reports]
+        )
 
     async def while_asked(self: Serving, peer: str, message: Any) -> Any:
         reply = await dispatch(self, peer, message)

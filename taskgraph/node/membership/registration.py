@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from taskgraph.coordination.api import Lease
 from taskgraph.errors import CoordinationError, JobError, LeaseGone, PeerLost, TransportError
@@ -62,7 +63,7 @@ class Registration:
     def _current(self) -> NodeRecord:
         """What the key is to say, for one write: made anew for each, since several may be under way."""
         assert self._lease is not None
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             self._record,
             lease=self._lease.id,
             draining=self._node.draining,

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from signal import Signals
 
+import msgspec
 import pytest
 
 from taskgraph.cli import parser
@@ -140,7 +141,7 @@ def drain_all(made: JobView, names: Iterable[str]) -> None:
     for name in names:
         versioned = made.nodes[f"{name}-7f"]
         made.nodes[f"{name}-7f"] = dataclasses.replace(
-            versioned, record=dataclasses.replace(versioned.record, draining=True)
+            versioned, record=msgspec.structs.replace(versioned.record, draining=True)
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -139,7 +140,7 @@ async def test_who_told_its_results_is_not_asked_again_for_others(
             control = await server.start(unix_path=tmp_path / "d", tcp_host=None)
             server.attach(second)
             known = follower.view.nodes["n1-1"]
-            record = dataclasses.replace(known.record, name="n2", control=control)
+            record = msgspec.structs.replace(known.record, name="n2", control=control)
             primary = PrimaryRecord(node="n2-1", term=1, stateful=True)
             keys = Keys("fit")
             puts = (Put(keys.node("n2-1"), record.to_bytes()), Put(keys.primary(1), primary.to_bytes()))

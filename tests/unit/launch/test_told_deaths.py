@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import taskgraph as tg
@@ -157,7 +158,7 @@ async def test_a_run_that_was_submitted_anew_is_told_nothing_of_nodes_of_the_one
     await coordinator.txn(Txn(success=(Put(KEYS.status, ended.to_bytes()),)))
     await submit(coordinator, JobSpec.local(tg.Job(tasks=1, epochs=1, builder=lambda task: tg.Task(), name="dead")))
     for number in range(1, 4):
-        await nodes._tell_gone(f"n{number}-1", dataclasses.replace(RECORD, ran=(Ran("fit", 0, 0),)))
+        await nodes._tell_gone(f"n{number}-1", msgspec.structs.replace(RECORD, ran=(Ran("fit", 0, 0),)))
     listing, view = await coordinator.list(KEYS.root), JobView("dead")
     view.reset(listing.revision, listing.items)
     assert fatal(view, 3) is None

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from random import Random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -98,7 +99,7 @@ def test_a_status_says_who_does_what_and_what_is_waited_for(view: JobView) -> No
 def test_of_a_node_that_left_a_task_for_want_of_memory_that_is_said(view: JobView) -> None:
     """It is given no task any more that another can lead, and nothing said why."""
     known = view.nodes["n1-aa"]
-    view.nodes["n1-aa"] = dataclasses.replace(known, record=dataclasses.replace(known.record, left=(1,)))
+    view.nodes["n1-aa"] = dataclasses.replace(known, record=msgspec.structs.replace(known.record, left=(1,)))
     lines = status_text("fit", 2, 40, view, {"n1-aa": status(), "n2-bb": status()}).splitlines()
     rows = {line.split()[0]: line for line in lines if line}
     assert "  leader, short of memory  " in rows["n1"] and "memory" not in rows["n2"]

@@ -17,7 +17,6 @@ from taskgraph.graph import values
 from taskgraph.protocol import messages as m
 from taskgraph.transport import incoming as receiving
 from taskgraph.transport import reader, wire
-from taskgraph.transport.compact import PACK
 from taskgraph.transport.frames import (
     HEAD_BYTES,
     LENT,
@@ -53,24 +52,24 @@ class Reading:
         self.reader.whole = (Kind.CALL, Kind.REPLY)
 
     def _open(self, head: Head, sizes: tuple[int, ...], header: bytes) -> Incoming | None:
-        parsed = wire.parse_header(header)
-        if parsed.digest is None and (head.payload or sizes):
+        message = wire.from_header(header)
+        if wire.value_of(message) is None and (head.payload or sizes):
             raise DecodeError("a payload where none belongs")
-        return None if head.call in self.skip else Incoming(head, sizes, parsed)
+        return None if head.call in self.skip else Incoming(head, sizes, message)
 
     def _complete(self, incoming: Incoming) -> None:
-        digest = incoming.parsed.digest
-        value = None if digest is None else m.Encoded(incoming.meta(), incoming.buffers(), digest)
-        self.messages.append((incoming.head.call, incoming.parsed.message(value)))
+        incoming.complete()
+        self.messages.append((incoming.head.call, incoming.message))
 
     def _whole(self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes) -> None:
         if sizes and sizes[0] >= LENT:
             raise DecodeError("nothing is lent here")
-        message, value = wire.parse_whole(header, meta)
-        if sizes:
-            if value is None:
-                raise DecodeError("a payload where none belongs")
-            value.complete(cut(carried, sizes))
+        message = wire.from_header(header)
+        value = wire.value_of(message)
+        if value is not None:
+            value.complete(meta, cut(carried, sizes))
+        elif meta or sizes:
+            raise DecodeError("a payload where none belongs")
         if call not in self.skip:
             self.messages.append((call, message))
 
@@ -269,7 +268,7 @@ def sealed(kind: Kind, message: m.Message) -> bytes:
     out: list[bytes] = []
     outbox = outbox_to(out, lambda callback: callback())
     outbox.sealed = True
-    outbox.send(kind, 7, PACK.get(type(message), wire.to_header)(message), wire.value_of(message))
+    outbox.send(kind, 7, wire.to_header(message), wire.value_of(message))
     return b"".join(out)
 
 
@@ -436,12 +435,12 @@ def test_the_digest_taken_on_the_way_is_that_of_the_whole(cuts: list[int], small
     sizes = [buffer.nbytes for buffer in value.buffers]
     payload = b"".join((value.meta, *value.buffers))
     head = Head(Kind.CALL, 1, 0, len(sizes), 0, len(payload), len(value.meta))
-    parsed = wire.parse_header(wire.to_header(m.Flag(m.Stamp(1, 1), 1, 1, 1, value)))
-    incoming = Incoming(head, sizes, parsed, digesting=values.digesting)
+    flag = m.Flag(m.Stamp(1, 1), 1, 1, 1, value)
+    incoming = Incoming(head, sizes, flag, digesting=values.digesting)
     at = 0
     for count in (*cuts, len(payload)):
         incoming.take(memoryview(payload)[at : at + count])
         at += count
     assert incoming.missing == 0
     assert incoming.digest() == value.digest == values.digest_of(incoming.meta(), incoming.buffers())
-    assert Incoming(head, sizes, parsed).digest() is None
+    assert Incoming(head, sizes, flag).digest() is None

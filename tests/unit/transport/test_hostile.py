@@ -8,6 +8,7 @@ import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +17,8 @@ from test_frames import SMALL, Reading
 from taskgraph.errors import DecodeError
 from taskgraph.protocol import messages as m
 from taskgraph.transport import wire
-from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.frames import MAX_BUFFERS, MAX_HEADER_BYTES, PROTOCOL_VERSION, Head, Kind, Limits, pack_frame
-from taskgraph.transport.hello import HELLO_LIMITS, Answering, Dialling, HelloRefused
+from taskgraph.transport.hello import HELLO_LIMITS, Answering, Challenge, Dialling, HelloRefused, Open, Proof, refusal
 from taskgraph.transport.refusals import Refusals
 
 TOKEN = b"0123456789abcdef"
@@ -98,7 +98,7 @@ frames = st.tuples(st.sampled_from(HELLO_KINDS), st.binary(max_size=120))
 opens = st.builds(
     lambda job, node, nonce, probe: (
         Kind.HELLO_OPEN,
-        frame_pb2.HelloOpen(job=job, node=node, nonce=nonce, probe=probe).SerializeToString(),
+        msgspec.msgpack.encode(Open(job, node, nonce, probe)),
     ),
     st.sampled_from(["job", "other"]),
     st.sampled_from(["", "peer"]),
@@ -106,12 +106,11 @@ opens = st.builds(
     st.booleans(),
 )
 challenges = st.builds(
-    lambda nonce: (Kind.HELLO_CHALLENGE, frame_pb2.HelloChallenge(node="n", nonce=nonce).SerializeToString()),
+    lambda nonce: (Kind.HELLO_CHALLENGE, msgspec.msgpack.encode(Challenge("n", nonce))),
     st.sampled_from([bytes(32), bytes(31)]),
 )
 proofs = st.builds(
-    lambda cls, kind, proof: (kind, cls(proof=proof).SerializeToString()),
-    st.sampled_from([frame_pb2.HelloProof, frame_pb2.HelloWelcome]),
+    lambda kind, proof: (kind, msgspec.msgpack.encode(Proof(proof))),
     st.sampled_from([Kind.HELLO_PROOF, Kind.HELLO_WELCOME]),
     st.sampled_from([b"", bytes(32), b"\xff" * 32]),
 )
@@ -156,7 +155,7 @@ def test_each_step_of_a_hello_is_taken_in_its_turn_and_once() -> None:
 def test_what_a_listener_refuses_with_is_one_short_line_of_text() -> None:
     """It may be a stranger, on the port of a node that is gone: nodes log why they do not reach it."""
     why = "no\n2026-01-01 root INFO all is well \x1b[31m\N{SNOWMAN}" + "z" * 3000
-    refused = frame_pb2.HelloRefuse(why=why).SerializeToString()
+    refused = refusal(why)
     with pytest.raises(HelloRefused) as caught:
         Dialling(TOKEN, "job", "a", probe=False).on_frame(Kind.HELLO_REFUSE, refused)
     said = str(caught.value)

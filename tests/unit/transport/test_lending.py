@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import gc
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 from transport_kit import (
@@ -404,7 +404,7 @@ async def test_of_pulls_in_one_frame_each_is_made_again_by_itself_where_its_item
     await pulled(b, a)  # a session is open now
     value = pooled(a, MIB, fill=8)
     Holder(a, value)
-    several = dataclasses.replace(pull(), count=3)
+    several = msgspec.structs.replace(pull(), count=3)
     begun = b.transport.calls_now(a.peer, several)
     assert begun is not None
     a.served.clear()

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from transport_kit import (
@@ -45,16 +46,15 @@ from taskgraph.protocol.reach import host_of
 from taskgraph.protocol.records import name_of
 from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, incoming, outbox, sides, stream, wire
-from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import CallFuture, Peer, PendingReply
-from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, Head, Kind, pack_frame, seal
+from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, PROTOCOL_VERSION, Head, Kind, pack_frame, seal
 from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES
 from taskgraph.transport.sides import DialledSession
 from taskgraph.transport.stream import StreamTransport
 
 SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
 PULL = (m.Stamp(1, 7), 3, 1, 5, "grad")
-NO_STAMP = frame_pb2.Header(seal=frame_pb2.Seal(task=1)).SerializeToString()
+NO_STAMP = msgspec.msgpack.encode(["Seal", 1])
 
 
 def sessions_of(transport: object) -> list[stream.Session]:
@@ -211,8 +211,7 @@ async def test_a_listener_that_does_not_know_the_token_is_found_out(
     def gullible(self: hello.Answering, kind: Kind, data: bytes) -> hello.Frames:
         if kind is Kind.HELLO_PROOF:
             self.done = True
-            proof = hello.frame_pb2.HelloWelcome(proof=self._proof_of(b"listener"))
-            return [(Kind.HELLO_WELCOME, proof.SerializeToString())]
+            return [(Kind.HELLO_WELCOME, msgspec.msgpack.encode(hello.Proof(self._proof_of(b"listener"))))]
         return original(self, kind, data)
 
     original = hello.Answering.on_frame
@@ -236,8 +235,8 @@ async def test_another_version_is_refused_and_both_are_named(streams: Cluster) -
         data[2] = 9
         writer.write(data)
         answer = await reader.read()
-    assert answer[:4] == b"TG\x06\x05"
-    assert b"version 9" in answer and b"speaks 6" in answer  # what a dialler of version 9 can read
+    assert answer[:4] == b"TG" + bytes((PROTOCOL_VERSION, Kind.HELLO_REFUSE))
+    assert b"version 9" in answer and b"speaks %d" % PROTOCOL_VERSION in answer  # what a dialler of version 9 can read
 
     async def of_version_9(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with hung_up(writer):
@@ -248,7 +247,7 @@ async def test_another_version_is_refused_and_both_are_named(streams: Cluster) -
     server = await asyncio.start_server(of_version_9, "127.0.0.1", 0)
     async with server:
         peer = Peer("x", (endpoints.tcp_endpoint("127.0.0.1", server.sockets[0].getsockname()[1]),))
-        with pytest.raises(PeerLost, match="version 9; this node speaks 6"):
+        with pytest.raises(PeerLost, match=f"version 9; this node speaks {PROTOCOL_VERSION}"):
             await a.call(peer, SEAL)
 
 
@@ -1186,11 +1185,11 @@ async def test_a_frame_that_comes_slowly_is_waited_for(tmp_path: Path) -> None:
                 session.look(5)
             assert session.open
         assert isinstance(session, sides.AcceptedSession)
-        session._crowded(True)
+        session._on_backpressure(True)
         for _ in range(20):
             session.look(5)
         assert session.open
-        session._crowded(False)
+        session._on_backpressure(False)
         for _ in range(6):
             session.look(5)
         assert session.why.startswith("nothing more of a frame came")

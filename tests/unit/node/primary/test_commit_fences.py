@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 from cluster_kit import Counting, blindable, eyes, holder, job, play
 
@@ -103,7 +103,7 @@ def test_what_the_leader_fails_the_job_for_is_looked_for_anew_where_something_ch
         return await fail_job(self, error, *args, **options)
 
     def disagrees(self: Leader, *reports: Report) -> bool:
-        return take(self, *[dataclasses.replace(one, sent=one.sent + one.task) for one in reports])
+        return take(self, *[msgspec.structs.replace(one, sent=one.sent + one.task) for one in reports])
 
     async def scenario(cluster: InProcessCluster) -> None:
         with pytest.raises(tg.JobFailed, match=r"a cycle of waits|do not agree on what was exchanged"):

@@ -30,7 +30,7 @@ def done(task: int, epoch: int) -> Report:
 
 
 def arrived(message: Message) -> Message:
-    return wire.parse_header(wire.to_header(message)).message(None)
+    return wire.from_header(wire.to_header(message))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from cluster_kit import Counting, Gated, Joining, blindable, eyes, gated, holder, job, joining, paused, play
+from msgspec import structs
 
 import taskgraph as tg
 from taskgraph.errors import Refused
@@ -180,7 +181,7 @@ def test_a_committed_boundary_that_was_undone_is_not_acknowledged(gated: type[Ga
         backup = next(node for node in cluster.nodes if node is not primary)
         held, view = primary.roles.replicas[0].boundaries.committed, backup.keeper.view
         assert held is not None and view.epoch is not None
-        back = replace(view.epoch.record, epoch=0, attempt=2, lineage=2)
+        back = structs.replace(view.epoch.record, epoch=0, attempt=2, lineage=2)
         view.epoch, view.stamp = replace(view.epoch, record=back), Stamp(2, 0)
         offer = Offer(held.stamp, view.term(0), 0, True, False, 99, held.value)
         with pytest.raises(Refused, match="boundary 1 of attempt 1 was undone") as caught:

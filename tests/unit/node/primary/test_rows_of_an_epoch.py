@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cluster_kit import Counting, crashes, holder, job, play, told
+from msgspec import structs
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
@@ -117,7 +118,7 @@ def test_what_was_undone_before_its_commit_was_known_is_not_in_the_log(monkeypat
         assert known is not None
 
         async def committed_and_undone(txn: Txn, *, key: str, writer: str) -> int:
-            view.epoch = replace(known, record=replace(known.record, attempt=2, lineage=2))
+            view.epoch = replace(known, record=structs.replace(known.record, attempt=2, lineage=2))
             return view.revision
 
         role.report_now(Reports((report(0), report(1))))
