@@ -1,8 +1,7 @@
-"""What Python's `ssl` does not tell of our certificates: of what kind their keys are, and until when they are valid.
+"""The kind of a certificate's key, and when a certificate is valid: Python's `ssl` tells neither of our own files.
 
-Nodes talk over OpenSSL (`ssl`), and their control service over gRPC, which has BoringSSL: it takes fewer kinds of keys,
-and only says of another that the handshake failed. Hence the few lines of DER here. They read certificates that
-OpenSSL has read before, and are made for no others.
+Nodes talk over OpenSSL (`ssl`), and their control service over gRPC with BoringSSL, which takes fewer kinds of keys and
+says of others only that the handshake failed. Hence this reader of DER, for certificates that OpenSSL accepted.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Span", "spans", "unfit_for_grpc"]
+__all__ = ["Validity", "unfit_for_grpc", "validities"]
 
 _PEM = re.compile(rb"^-----BEGIN (?:TRUSTED |X509 )?CERTIFICATE-----(.+?)^-----END ", re.DOTALL | re.MULTILINE)
-"""Elsewhere than at the beginning of a line it is a comment."""
-_VERSION = 0xA0
-"""The tag of the one field that may be missing before those read here."""
-_UTC_TIME = 0x17
+_VERSION, _UTC_TIME = 0xA0, 0x17
+"""Tags: of the one optional field before those read here, and of a time whose year has two digits."""
 _ELLIPTIC = "2a8648ce3d0201"
-"""Such a key's kind is that of its curve, its algorithm's parameter."""
-
+"""The algorithm of keys whose kind is their curve, which is the algorithm's parameter."""
 _KINDS = {
     "2a864886f70d010101": "RSA",
     "2a8648ce3d030107": "P-256",
@@ -31,16 +27,14 @@ _KINDS = {
     "2b8104000a": "secp256k1",
     "2b6570": "Ed25519",
     "2b6571": "Ed448",
-    "2a864886f70d01010a": "RSA-PSS",
-    "2a8648ce380401": "DSA",
 }
-"""By object identifier. Measured with grpcio 1.85: who shakes hands may have one of `_SHAKES_HANDS`, and an authority
-one of `_SIGNS`."""
-_SHAKES_HANDS = ("RSA", "P-256", "P-384")
-_SIGNS = (*_SHAKES_HANDS, "P-521", "Ed25519")
+"""By object identifier."""
+_NODE_KINDS = ("RSA", "P-256", "P-384")
+_AUTHORITY_KINDS = (*_NODE_KINDS, "P-521", "Ed25519")
+"""The kinds that gRPC takes; measured with grpcio 1.85."""
 
 
-class Span(NamedTuple):
+class Validity(NamedTuple):
     """When a certificate is valid, in unix time."""
 
     begins: float
@@ -51,65 +45,43 @@ class _Certificate(NamedTuple):
     issuer: bytes
     subject: bytes
     kind: str
-    valid: bytes
+    validity: Validity
 
 
 def unfit_for_grpc(ca: bytes, cert: bytes) -> str:
-    """Why gRPC would refuse our certificate for its key, or an authority's that it depends on; "" where it would not.
+    """Why gRPC would refuse the key of our certificate or of its authority; "" if it would not, or it is not known.
 
     Args:
-        ca: what is in the PEM file of the authority.
-        cert: what is in that of our certificate and its intermediates.
+        ca: the PEM file of authorities.
+        cert: the PEM file of our certificate and its intermediates.
     """
-    try:
-        chain, known = list(_certificates(cert)), list(_certificates(ca))
-    except (ValueError, IndexError):  # what we cannot read gRPC may: it decides
-        return ""
-    if not chain:
-        return ""
-    ours, *more = chain
-    if ours.kind not in _SHAKES_HANDS:
-        return f"its key is {ours.kind}, and gRPC takes {_listed(_SHAKES_HANDS)}: make one with such a key"
-    issuers = {each.issuer for each in chain}
-    for each in (*more, *known):  # others in a bundle do no harm
-        if each.subject in issuers and each.kind not in _SIGNS:
-            return f"an authority's key is {each.kind}, and gRPC takes {_listed(_SIGNS)}: use one with such a key"
+    ours, authorities = _read(ca, cert)
+    for kind in [each.kind for each in ours[:1] if each.kind not in _NODE_KINDS]:
+        return f"its key is {kind}, and gRPC takes {', '.join(_NODE_KINDS)} only: make one with such a key"
+    for kind in [each.kind for each in (*ours[1:], *authorities) if each.kind not in _AUTHORITY_KINDS]:
+        kinds = ", ".join(_AUTHORITY_KINDS)
+        return f"an authority's key is {kind}, and gRPC takes {kinds} only: use one with such a key"
     return ""
 
 
-def spans(ca: bytes, cert: bytes) -> tuple[Span | None, Span | None]:
-    """When what is in these files is valid: the authority that we depend on, and what ends first of our chain.
+def validities(ca: bytes, cert: bytes) -> tuple[Validity | None, Validity | None]:
+    """When our authority is valid, and when the first of our chain to end is; None for what cannot be read."""
+    ours, authorities = _read(ca, cert)
+    return (
+        # A renewed authority is there twice by the same name: the one that ends later counts.
+        max((each.validity for each in authorities), key=lambda found: found.ends, default=None),
+        min((each.validity for each in ours), key=lambda found: found.ends, default=None),
+    )
 
-    None where there is nothing, or what cannot be read.
-    """
+
+def _read(ca: bytes, cert: bytes) -> tuple[list[_Certificate], list[_Certificate]]:
+    """Our chain, and the authorities in `ca` that it depends on."""
     try:
-        chain, known = list(_certificates(cert)), list(_certificates(ca))
-        issuers = {each.issuer for each in chain}
-        # Of one name there are two where an authority was renewed: the one that ends later will do.
-        authorities = [_span(each.valid) for each in known if each.subject in issuers]
-        ours = [_span(each.valid) for each in chain]
-    except (ValueError, IndexError):
-        return None, None
-    return max(authorities, key=_end, default=None), min(ours, key=_end, default=None)
-
-
-def _end(span: Span) -> float:
-    return span.ends
-
-
-def _span(valid: bytes) -> Span:
-    return Span(*(_time(tag, content.decode()) for tag, content in _parts(valid)))
-
-
-def _time(tag: int, text: str) -> float:
-    """A UTCTime has two digits for its year, of 1950 on; a GeneralizedTime has all four."""
-    if tag == _UTC_TIME:
-        text = f"{20 if text < '5' else 19}{text}"
-    return datetime.datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=datetime.UTC).timestamp()
-
-
-def _listed(kinds: tuple[str, ...]) -> str:
-    return f"{', '.join(kinds[:-1])} and {kinds[-1]} only"
+        ours = list(_certificates(cert))
+        issuers = {each.issuer for each in ours}
+        return ours, [each for each in _certificates(ca) if each.subject in issuers]
+    except (ValueError, IndexError):  # gRPC and OpenSSL may read it all the same
+        return [], []
 
 
 def _certificates(pem: bytes) -> Iterator[_Certificate]:
@@ -121,11 +93,18 @@ def _certificates(pem: bytes) -> Iterator[_Certificate]:
         _, _, issuer, valid, subject, key = (content for _, content in fields[:6])
         algorithm = [content.hex() for _, content in _parts(_parts(key)[0][1])]
         kind = algorithm[1] if algorithm[0] == _ELLIPTIC else algorithm[0]
-        yield _Certificate(issuer, subject, _KINDS.get(kind, "of another kind"), valid)
+        validity = Validity(*(_time(tag, content.decode()) for tag, content in _parts(valid)))
+        yield _Certificate(issuer, subject, _KINDS.get(kind, "of another kind"), validity)
+
+
+def _time(tag: int, text: str) -> float:
+    if tag == _UTC_TIME:
+        text = f"{20 if text < '5' else 19}{text}"
+    return datetime.datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=datetime.UTC).timestamp()
 
 
 def _parts(der: bytes) -> list[tuple[int, bytes]]:
-    """Tag and content of each value, one after another."""
+    """Tag and content of each value of a sequence."""
     found, at = [], 0
     while at < len(der):
         tag, size, at = der[at], der[at + 1], at + 2

@@ -23,7 +23,7 @@ from typing import cast
 import grpc
 
 from taskgraph.errors import TransportError
-from taskgraph.network.certificates import Span, spans, unfit_for_grpc
+from taskgraph.network.certificates import Validity, unfit_for_grpc, validities
 
 __all__ = ["CA", "CERT", "KEY", "Tls", "advice", "channel_binding", "check_listener", "load_files", "read_pem"]
 
@@ -142,7 +142,7 @@ class Tls:
     def _in_error(self, error: ssl.SSLError) -> Path:
         """The file that has what was refused: of an authority that has ended OpenSSL says what it says of ours."""
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _OF_ANOTHER_TIME:
-            authority, _ = spans(read_pem(self.ca), read_pem(self.cert))
+            authority, _ = validities(read_pem(self.ca), read_pem(self.cert))
             if authority is not None and not authority.begins <= time.time() < authority.ends:
                 return self.ca
         return self.cert
@@ -178,12 +178,12 @@ class Tls:
         ca, cert, key = self._read
         return grpc.ssl_channel_credentials(ca, key, cert)
 
-    def validity(self) -> dict[Path, Span]:
+    def validity(self) -> dict[Path, Validity]:
         """When the certificates that are used now are valid, by the file they are in: ours, and its authority's."""
         self.context(server=True)
         ca, cert, _ = self._read
-        found = zip((self.ca, self.cert), spans(ca, cert), strict=True)
-        return {path: span for path, span in found if span is not None}
+        found = zip((self.ca, self.cert), validities(ca, cert), strict=True)
+        return {path: validity for path, validity in found if validity is not None}
 
 
 def load_files(context: ssl.SSLContext, ca: Path | None, cert: Path | None, key: Path | None) -> None:

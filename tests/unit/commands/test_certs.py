@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from taskgraph.cli import main
-from taskgraph.commands import certifying
 from taskgraph.commands.certifying import CA_KEY, make_certs
 from taskgraph.errors import JobError, TransportError
 from taskgraph.launch.access import insecure_listen, node_access
@@ -33,7 +33,7 @@ def tls_in(folder: Path) -> Tls:
     return Tls(folder / CA, folder / CERT, folder / KEY)
 
 
-def test_a_set_can_be_used_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_set_can_be_used_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "made" / "here"
     assert main(["certs", str(folder), "--host", "10.1.2.3", "--host", "node7.example"]) == 0
     said = capsys.readouterr().out
@@ -53,7 +53,7 @@ def test_a_set_can_be_used_at_once(tmp_path: Path, capsys: pytest.CaptureFixture
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_nothing_is_overwritten_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_overwritten_with_force_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_certs(tmp_path / "c", force=False)
     before = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
     assert main(["certs", str(tmp_path / "c")]) == 2
@@ -64,7 +64,7 @@ def test_nothing_is_overwritten_unless_told(tmp_path: Path, capsys: pytest.Captu
     tls_in(tmp_path / "c").check("localhost")
 
 
-def test_another_set_of_the_same_authority(tmp_path: Path) -> None:
+def test_second_set_of_the_same_authority(tmp_path: Path) -> None:
     make_certs(tmp_path / "a", force=False)
     make_certs(tmp_path / "b", ["far.example"], authority=tmp_path / "a", force=False)
     make_certs(tmp_path / "c", force=False)
@@ -85,60 +85,75 @@ def validity(path: Path) -> tuple[datetime.datetime, datetime.timedelta]:
     return end, end - datetime.datetime.now(datetime.UTC)
 
 
-def test_an_authority_outlives_its_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It ended with the first of them: one that was renewed was valid until then at most."""
+def test_authority_outlives_its_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder, *more in (("a",), ("b", "--ca", "a", "--days", "400")):
         assert main(["certs", folder, *more]) == 0
         end, left = validity(tmp_path / folder / CERT)
         assert round(left / datetime.timedelta(days=1)) == (400 if more else 90)
         said = capsys.readouterr().out
         assert f"valid until {end:%Y-%m-%d}, for" in said and "authority ends" not in said
-    assert round(validity(tmp_path / "a" / CA)[1] / datetime.timedelta(days=1)) == 3650
+    assert validity(tmp_path / "a" / CA)[0].year == 3000
 
 
-def test_no_certificate_outlives_its_authority(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(certifying, "_AUTHORITY_DAYS", 30)
-        make_certs(tmp_path / "a", days=1, force=False)
+def authority_that_ends(folder: Path, days: float) -> datetime.datetime:
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "authority")])
+    built = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=5000))
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    folder.mkdir()
+    (folder / CA).write_bytes(built.public_bytes(serialization.Encoding.PEM))
+    plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (folder / CA_KEY).write_bytes(key.private_bytes(serialization.Encoding.PEM, *plain))
+    return built.not_valid_after_utc
+
+
+def test_certificate_ends_with_its_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end = authority_that_ends(tmp_path / "a", 30)
     assert main(["certs", "b", "--ca", "a"]) == 0
-    end, _ = validity(tmp_path / "a" / CA)
     assert validity(tmp_path / "b" / CERT)[0] == end
     said = capsys.readouterr().out
     assert f"valid until {end:%Y-%m-%d}" in said and "when the authority ends, before --days 90" in said
-    ca, key = certifying._new_authority(datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=3651))
-    (tmp_path / "a" / CA).write_bytes(ca.public_bytes(serialization.Encoding.PEM))
-    (tmp_path / "a" / CA_KEY).write_bytes(certifying._pem(key))
-    assert main(["certs", "c", "--ca", "a"]) == 2
+    authority_that_ends(tmp_path / "old", -1)
+    assert main(["certs", "c", "--ca", "old"]) == 2
     assert "that authority ended on " in capsys.readouterr().err
     assert not (tmp_path / "c" / CERT).exists()
 
 
-@pytest.mark.parametrize("host", ["", "a b", "http://x", "x:80"])
-def test_what_is_no_host_is_refused(tmp_path: Path, host: str) -> None:
+def test_host_name_with_an_underscore_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "my_host")
+    assert make_certs(tmp_path / "c", force=False).hosts == ["localhost", "127.0.0.1", "::1"]
+
+
+@pytest.mark.parametrize("host", ["", "a b", "http://x", "x:80", "a..b", "x_y"])
+def test_no_host_name_is_refused(tmp_path: Path, host: str) -> None:
     with pytest.raises(JobError, match="neither a name nor an address"):
         make_certs(tmp_path / "c", [host], force=False)
     assert not (tmp_path / "c").exists()
 
 
-def test_without_cryptography_it_says_what_to_install(
+def test_missing_trustme_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.setitem(sys.modules, "trustme", None)
     monkeypatch.delitem(sys.modules, "taskgraph.commands.certifying")
     assert main(["certs", str(tmp_path / "c")]) == 2
     assert "pip install 'taskgraph-aio[tls]'" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
 
 
-def test_a_directory_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directory_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["certs", str(tmp_path / "file" / "c")]) == 2
     assert "Not a directory" in capsys.readouterr().err
 
 
-def test_they_are_no_older_than_tls_1_3(tmp_path: Path) -> None:
+def test_tls_1_3_is_the_oldest(tmp_path: Path) -> None:
     make_certs(tmp_path, force=False)
     for server in (True, False):
         context = tls_in(tmp_path).context(server=server)
@@ -146,14 +161,11 @@ def test_they_are_no_older_than_tls_1_3(tmp_path: Path) -> None:
         assert context.verify_mode is ssl.CERT_REQUIRED
 
 
-# How they are found.
-
-
 def paths(folder: Path) -> dict[str, str]:
     return {"ca": str(folder / CA), "cert": str(folder / CERT), "key": str(folder / KEY)}
 
 
-def test_from_options_environment_and_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_from_options_environment_and_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "abc":
         make_certs(tmp_path / name, force=False)
     assert node_access() == {}
@@ -168,7 +180,7 @@ def test_from_options_environment_and_toml(tmp_path: Path, monkeypatch: pytest.M
     assert node_access()["ca"] == str(tmp_path / "a" / CA)
 
 
-def test_a_part_of_a_set_is_refused(tmp_path: Path) -> None:
+def test_part_of_a_set_is_refused(tmp_path: Path) -> None:
     make_certs(tmp_path / "a", force=False)
     with pytest.raises(JobError, match="give --tls-cert and --tls-key"):
         node_access({"tls_ca": "a/ca.pem"})
@@ -176,7 +188,7 @@ def test_a_part_of_a_set_is_refused(tmp_path: Path) -> None:
         node_access({"tls": "nowhere"})
 
 
-def test_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insecure_listen_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not insecure_listen(False) and insecure_listen(True)
     (tmp_path / "taskgraph.toml").write_text("insecure_listen = true\n")
     assert insecure_listen()
@@ -190,9 +202,7 @@ def test_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", [["run", "d.py"], ["launch", "d.py"], ["node", "--job", "j", "--etcd", "h:1"]])
-def test_beyond_loopback_nothing_begins_without_tls(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_hosts_need_tls(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "d.py").write_text(DRIVER)
     (tmp_path / "token").write_text("ab" * 32)
     assert main([*command, "--listen", "0.0.0.0", "--token-file", "token"]) == 2
@@ -201,7 +211,7 @@ def test_beyond_loopback_nothing_begins_without_tls(
 
 
 @pytest.mark.parametrize("command", [["run", "d.py"], ["launch", "d.py"], ["node", "--job", "j", "--etcd", "h:1"]])
-def test_nothing_begins_with_files_that_cannot_be_used(
+def test_unusable_files_are_refused_at_start(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "d.py").write_text(DRIVER)
