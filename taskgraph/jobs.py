@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import inspect
 import operator
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, Self, cast
@@ -22,17 +21,20 @@ __all__ = ["NAME_RULE", "Job", "JobFunction", "check_job", "check_job_function",
 
 P = ParamSpec("P")
 
-NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' or '-', no '.' first"
+NAME_RULE = "a name has 1 to 100 letters (of any language), digits, '.', '_' or '-', 200 bytes at most, no '.' first"
+_NAME_LETTERS, _NAME_BYTES = 100, 200
+"""A file system allows 255 bytes, and the names of our files are longer than those of their jobs."""
 _MOST_TASKS = 1_000_000
 """Every process has a few entries for each: a number mistyped used up its memory before anything was said."""
 _MOST_BACKUPS = 1_000
 """Every node plans for each that a task lacks, and does nothing else meanwhile: of a number mistyped it never ended."""
-_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,100}")
 
 
 def is_name(text: object) -> bool:
-    """Whether a job may be called so: see `NAME_RULE`."""
-    return isinstance(text, str) and _NAME.fullmatch(text) is not None
+    """Says whether a job may have this name, by `NAME_RULE`."""
+    if not isinstance(text, str) or not 0 < len(text) <= _NAME_LETTERS or text.startswith("."):
+        return False
+    return all(c in ".-" or f"_{c}".isidentifier() for c in text) and len(text.encode()) <= _NAME_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class Job:
         topology: named links, see `tg.tree` and the others.
         epochs: how many epochs; None: until some processor calls `epoch.finish()`.
         seed: of `epoch.rng`.
-        name: 1 to 100 of letters, digits, `.`, `_` and `-`; default: the job function's name.
+        name: 1 to 100 of letters (of any language), digits, `.`, `_` and `-`; default: the job function's name.
         backups: replicas of each task beside its primary, a thousand at most; fewer where there are fewer nodes.
         min_nodes: the job does not begin with fewer.
         requires_gpu: whether tasks need a CUDA device; a bool, or a function of the task id.

@@ -138,6 +138,13 @@ class Runtime:
     def _folder(self, name: str) -> Path:
         if not is_name(name):
             raise JobError(f"{name!r} is no job's name: {NAME_RULE}")
+        try:
+            os.fsencode(name)
+        except UnicodeEncodeError as error:
+            raise JobError(
+                f"job {name!r}: the locale's encoding, {error.encoding}, has no such letters for the names of files: "
+                f"set LC_ALL=C.UTF-8, or give the job another name (Job(name=...), --name)"
+            ) from None
         return self.root / "jobs" / name
 
     def sockets(self, name: str) -> HeldFolder:

@@ -191,7 +191,7 @@ async def test_a_failed_job_shows_the_users_traceback_and_none_of_ours(cli: Cli)
         (("--set", "gather_s=soon"), 2, ["setting gather_s='soon': expected float"]),
         (("--set", "lease_ttl_s=-1"), 2, ["Settings(lease_ttl_s=-1.0)", "above 0"]),
         (("--resume",), 2, ["keeps no checkpoints", "Job(checkpoint="]),
-        (("--name", "../x"), 2, ["'../x'", "letters, digits"]),
+        (("--name", "../x"), 2, ["'../x'", "letters (of any language), digits"]),
         (("--nodes", "-1"), 2, ["nodes=-1", "at least 1"]),
         (("--etcd", "127.0.0.1:1"), 3, ["127.0.0.1:1", "etcd"]),
     ],

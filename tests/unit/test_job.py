@@ -54,6 +54,11 @@ def test_a_plain_dict_is_a_topology_and_numpys_ints_are_ints() -> None:
     assert (type(job.tasks), type(job.epochs)) == (int, int)
 
 
+@pytest.mark.parametrize("name", ["größe", "日本", "हिन्दी", "fit-1.2_a"])
+def test_name_may_have_letters_of_any_language(name: str) -> None:
+    assert tg.Job(tasks=1, builder=Fit, name=name).name == name
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -68,9 +73,11 @@ def test_a_plain_dict_is_a_topology_and_numpys_ints_are_ints() -> None:
         ({"min_nodes": 0}, r"Job\(min_nodes=0\)"),
         ({"checkpoint_every": 0}, r"Job\(checkpoint_every=0\)"),
         ({"seed": None}, r"Job\(seed=None\): must be an int$"),
-        ({"name": "two words"}, "1 to 100 letters, digits"),
+        ({"name": "two words"}, r"1 to 100 letters \(of any language\), digits"),
         ({"name": ".hidden"}, "no '.' first"),
         ({"name": "x" * 101}, "1 to 100"),
+        ({"name": "日" * 67}, "200 bytes at most"),
+        ({"name": "größe\udce4"}, "letters"),
         ({"name": "a/b"}, "1 to 100"),
         ({"name": 5}, "1 to 100"),
         ({"builder": None}, r"must be a function \(task_id\) -> tg.Task, not None"),
