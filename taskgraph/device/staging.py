@@ -1,8 +1,8 @@
-"""Copies from a device to the host, piece by piece: what is there already can be sent while the rest is copied.
+"""Copies from a device to the host, piece by piece.
 
 All pieces are queued at once where the device copies by itself, into page-locked memory; else each takes the time of
-the call that queues it, and the next one is queued when it is there. Nobody is in charge of a copy: whoever needs it
-waits for the pieces in their order, in a thread, and tells those who listen how far it is.
+the call that queues it, and the next one is queued when the piece before is there. Every thread that needs a copy waits
+for its pieces, in their order.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from taskgraph.device.afterwards import Aside
 from taskgraph.device.api import Array, Device, Event, Stream
 from taskgraph.device.memory import givers
-from taskgraph.protocol.messages import Encoded
 
-__all__ = ["LARGE_PIECE_BYTES", "PIECE_BYTES", "EncodedInPart", "HostCopy", "sweep"]
+__all__ = ["LARGE_PIECE_BYTES", "PIECE_BYTES", "HostCopy", "sweep"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -91,7 +90,6 @@ class HostCopy:
         "_at_once",
         "_device",
         "_events",
-        "_listening",
         "_lock",
         "_piece_bytes",
         "_queued",
@@ -137,7 +135,6 @@ class HostCopy:
         self._aside = Aside([self._events])  # they go in a thread
         self._queueing = threading.Lock()
         self._lock = threading.Lock()
-        self._listening: list[Callable[[], object]] = []
         self.data = self._target.data.toreadonly()
         self.ready = 0
 
@@ -177,14 +174,6 @@ class HostCopy:
         if self.error is not None:
             raise self.error
 
-    def more(self, than: int, call: Callable[[], object]) -> bool:
-        """Whether more than that is there, or never will be. If not, `call` is called once it is so: in any thread."""
-        with self._lock:
-            if self.ready > than or self.error is not None:
-                return True
-            self._listening.append(call)
-            return False
-
     def _end(self, nbytes: int) -> int:
         """How many pieces so many bytes take."""
         return -(-nbytes // self._piece_bytes)
@@ -218,7 +207,6 @@ class HostCopy:
                 _queued.discard(queued)
                 past = [queued.source, queued.keep]
                 queued.source = queued.keep = None
-        self._tell()
         past.clear()  # behind the lock: it may stop
 
     def _fail(self, error: Exception) -> None:
@@ -226,36 +214,3 @@ class HostCopy:
             if self.error is not None or self.ready == self._target.nbytes:
                 return
             self.error = error
-        self._tell()
-
-    def _tell(self) -> None:
-        with self._lock:
-            listening, self._listening = self._listening, []
-        for call in listening:
-            call()
-
-
-class EncodedInPart(Encoded):
-    """A value some of whose buffers are still being copied to the host. It is there to be sent, and for nothing else.
-
-    Attributes:
-        copies: for each buffer the copy that fills it; None where it is filled.
-    """
-
-    __slots__ = ("copies",)
-
-    def __init__(
-        self, meta: bytes, buffers: tuple[memoryview, ...], digest: bytes, copies: tuple[HostCopy | None, ...]
-    ) -> None:
-        super().__init__(meta, buffers, digest)
-        self.copies: Final = copies
-
-    def begin(self) -> None:
-        """Waits until something of the first buffer that is on its way is there. Raises what ended that."""
-        next(copy for copy in self.copies if copy is not None).finish(1)
-
-    def finish(self) -> None:
-        """Waits until all is there. Raises what ended that."""
-        for copy in self.copies:
-            if copy is not None:
-                copy.finish()

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from taskgraph.device.api import Device
 from taskgraph.device.buffers import DeviceBuffer, Digested
-from taskgraph.device.staging import EncodedInPart
 from taskgraph.errors import DecodeError
 from taskgraph.graph import arrays, digests, dtypes
 from taskgraph.graph.arrays import INLINE_BYTES
@@ -44,7 +43,6 @@ __all__ = [
     "digesting",
     "encode",
     "hosted",
-    "in_part",
     "joined",
     "message",
     "parted",
@@ -226,14 +224,6 @@ def begin_hosted(value: Encoded, *, allocate: Allocate) -> None:
     """Queues the copies that `hosted` waits for, as far as there is page-locked memory for them, without any wait."""
     for buffer in staying(value):
         buffer.copy_early(allocate)
-
-
-def in_part(value: EncodedOnDevice, *, allocate: Allocate | None = None) -> EncodedInPart:
-    """The same as `hosted`, but that its bulk is still being copied when this returns."""
-    buffers = cast(Sequence[Any], value.buffers)
-    copies = tuple([b.copying(allocate) if isinstance(b, DeviceBuffer) else None for b in buffers])
-    there = tuple([b if copy is None else copy.data for b, copy in zip(buffers, copies, strict=True)])
-    return EncodedInPart(value.meta, there, value.digest, copies)
 
 
 def joined(values: Sequence[Encoded]) -> Encoded:

@@ -67,11 +67,6 @@ class Lending:
     def __len__(self) -> int:
         return len(self._lent)
 
-    @property
-    def off(self) -> bool:
-        """Whether nothing will be lent to the other side."""
-        return self._until is None
-
     def start(self) -> None:
         """The other side is a process of this host."""
         self._until = 0.0

@@ -14,14 +14,13 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.graph.blocks import Block
 from taskgraph.network.tls import channel_binding
-from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Message
+from taskgraph.protocol.messages import Encoded, Message
 from taskgraph.settings import Settings
 from taskgraph.transport import wire
 from taskgraph.transport.api import Serve
@@ -81,9 +80,6 @@ class Owner(Protocol):
     def in_thread_soon(self, work: Callable[[], None]) -> None:
         """The same of something that nobody waits for; nothing where no threads are there any more."""
 
-    async def in_part(self, value: EncodedOnDevice) -> Encoded:
-        """The same value, its bulk on its way to the host, for who sends it as it comes."""
-
     def connected(self, session: Session) -> None:
         """The connection exists; nothing is proven."""
 
@@ -137,8 +133,6 @@ class Session(asyncio.BufferedProtocol):
             self._write,
             self._loop.call_soon,
             self._lending.lend,
-            partial(wake, self._loop),
-            self._cut_short,
             self._on_backpressure,
         )
         self._reader = FrameReader(
@@ -217,10 +211,6 @@ class Session(asyncio.BufferedProtocol):
 
     def _on_backpressure(self, crowded: bool) -> None:
         """So many messages wait for the peer to read, or no more."""
-
-    def _cut_short(self, call: int, seen: bool, error: Exception) -> None:
-        """What was to be sent with that call cannot be read to its end. `seen`: the peer has some of it."""
-        raise NotImplementedError
 
     # Hello.
 

@@ -8,9 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, cast
 
-from taskgraph.device.staging import PIECE_BYTES
 from taskgraph.errors import DecodeError, PeerLost, Refused
-from taskgraph.graph.values import staying
 from taskgraph.protocol.deviceloss import device_error
 from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Pull, Reason, Refusal, Reply
 from taskgraph.protocol.records import name_of
@@ -453,23 +451,12 @@ class AcceptedSession(Session):
         value = wire.value_of(reply)
         assert value is not None
         try:
-            large = value.size_bytes > PIECE_BYTES
-            if large and self._lending.off and not any(map(self._devices.lendable, staying(value))):
-                hosted: Encoded = await self._owner.in_part(cast(EncodedOnDevice, value))
-            else:
-                hosted = await self._owner.hosted(value, but=self._devices.lendable)
+            hosted = await self._owner.hosted(value, but=self._devices.lendable)
         except Exception as error:
             # What is wrong with the device its task will find out itself, when the epoch restarts for this.
             log.exception("a %s cannot be copied to the host", type(reply).__name__)
             return _not_copied(error)
         return cast(Reply, wire.with_value(reply, hosted))
-
-    def _cut_short(self, call: int, seen: bool, error: Exception) -> None:
-        log.error("a reply to node %s cannot be copied to the host: %s: %s", self.peer, type(error).__name__, error)
-        if seen:  # nothing else of this call would be understood
-            self.end(f"a reply cannot be copied to the host to its end: {type(error).__name__}: {error}")
-        else:
-            self._reply(call, _not_copied(error))
 
     def _on_cancel(self, call: int) -> None:
         self._reader.drop(call)

@@ -18,12 +18,11 @@ from typing import Any, Protocol, TypeVar
 
 from taskgraph.device import shared
 from taskgraph.device.buffers import DeviceBuffer
-from taskgraph.device.staging import EncodedInPart
 from taskgraph.errors import PeerGone, PeerLost, TransportError
-from taskgraph.graph.values import hosted, in_part
+from taskgraph.graph.values import hosted
 from taskgraph.network.listening import ANY_PORT
 from taskgraph.network.tls import Tls, advice, check_listener
-from taskgraph.protocol.messages import Call, Encoded, EncodedOnDevice, Pull, Reply
+from taskgraph.protocol.messages import Call, Encoded, Pull, Reply
 from taskgraph.settings import Settings
 from taskgraph.system.files import remove_file
 from taskgraph.system.host import memory_bytes
@@ -36,7 +35,7 @@ from taskgraph.transport.incoming import Digesting
 from taskgraph.transport.mappings import Mappings
 from taskgraph.transport.refusals import Refusals
 from taskgraph.transport.segments import Pool
-from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Session, wake
+from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Session
 from taskgraph.transport.sides import AcceptedSession, DialledSession
 
 __all__ = ["StreamTransport"]
@@ -150,12 +149,6 @@ class _OwnCall(OpenCall):
             coming.cancel()
         self._tell_soon()
         return True
-
-
-def _seen(work: asyncio.Future[None]) -> None:
-    """What went wrong after the first part was told by the copies themselves."""
-    if not work.cancelled():
-        work.exception()
 
 
 async def _not_started(caller: str, call: Call) -> Reply:
@@ -597,27 +590,6 @@ class StreamTransport:
 
     async def hosted(self, value: Encoded, *, but: Callable[[DeviceBuffer], bool]) -> Encoded:
         return await self.in_thread(partial(hosted, value, allocate=self.allocate, but=but))
-
-    async def in_part(self, value: EncodedOnDevice) -> Encoded:
-        loop = asyncio.get_running_loop()
-        begun: asyncio.Future[EncodedInPart] = loop.create_future()
-
-        def tell(found: EncodedInPart) -> None:
-            if not begun.done():
-                begun.set_result(found)
-
-        def stage() -> None:
-            found = in_part(value, allocate=self.allocate)
-            found.begin()
-            wake(loop, partial(tell, found))
-            found.finish()
-
-        work = loop.run_in_executor(self._stagers(), stage)
-        work.add_done_callback(_seen)
-        await asyncio.wait((begun, work), return_when=asyncio.FIRST_COMPLETED)
-        if not begun.done():
-            work.result()  # raises
-        return await begun
 
     def _stagers(self) -> ThreadPoolExecutor:
         if self._staging is None:

@@ -13,24 +13,14 @@ import taskgraph as tg
 from taskgraph.node import roles
 from taskgraph.testing.softdevice import SoftDevice
 from taskgraph.transport import endpoints
-from taskgraph.transport.stream import StreamTransport
 
 SoftDevice.memory_bytes = 4 << 30  # as much as lets the memory of an epoch's items wait for the next one's
 identity = os.environ.get("SOFT_DEVICE_SHARED", "").encode()
 device = SoftDevice(seed=5, races=True, identity=identity.ljust(16) if identity else None)
 roles.array_module = lambda devices: (device.xp, device)
 
-sent_in_part = []
-
 if "SOFT_DEVICE_REMOTE" in os.environ:
     endpoints.usable = lambda endpoint: endpoint.startswith("tcp:")
-    in_part = StreamTransport.in_part
-
-    def counted(transport, value):
-        sent_in_part.append(value.size_bytes)
-        return in_part(transport, value)
-
-    StreamTransport.in_part = counted
 
 SIZE = int(os.environ.get("SOFT_DEVICE_SIZE", "50000"))
 
@@ -55,7 +45,6 @@ class Rows(tg.Task, state=["row"]):
         epoch.report(
             waited_on_loops=len(device.waits_on_loops),
             opened=device.times_opened,
-            in_part=len(sent_in_part),
             registered=device.registrations,
             misuses=len(device.misuses),
         )

@@ -25,7 +25,7 @@ from taskgraph.device.lookup import device_of
 from taskgraph.device.staging import PIECE_BYTES
 from taskgraph.errors import JobError
 from taskgraph.graph.blocks import block_behind
-from taskgraph.graph.values import decode, encode, in_part, verify
+from taskgraph.graph.values import decode, encode, hosted, verify
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 from taskgraph.testing.softdevice import SoftDevice
 from taskgraph.transport.segments import Pool
@@ -169,15 +169,13 @@ def test_values_travel_by_way_of_page_locked_memory_that_is_used_again(
     for number in range(5):
         value = encode({"a": xp.asarray(host + number)}, stays=True)
         assert isinstance(value, EncodedOnDevice)
-        part = in_part(value, allocate=pool.allocate)
-        part.finish()
-        away = Encoded(part.meta, part.buffers, part.digest)
+        away = hosted(value, allocate=pool.allocate)
         assert verify(away) and np.array_equal(decode(away)["a"], host + number)
         block = block_behind(away.buffers[0])
         assert block is not None and block.origin is not None
         assert block.origin.pinned(device) is not None, "the log says why it cannot be locked"
         back = decode(away, device=device)["a"]
-        del part, away, value, block
+        del away, value, block
         other = pool.allocate(host.nbytes)
         assert other is not None
         other.fill(7)  # where the copy to the device may not be under way any more

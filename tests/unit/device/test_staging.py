@@ -14,8 +14,7 @@ from taskgraph.device import pinning, staging
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.device.staging import HostCopy
 from taskgraph.graph.blocks import Block
-from taskgraph.graph.values import begin_hosted, decode, encode, hosted, in_part, staying, verify
-from taskgraph.protocol.messages import Encoded
+from taskgraph.graph.values import begin_hosted, decode, encode, hosted, staying, verify
 from taskgraph.testing.softdevice import SoftDevice
 from taskgraph.transport.segments import Pool
 
@@ -86,21 +85,6 @@ def test_all_is_queued_at_once_where_the_device_copies_by_itself(soft: SoftDevic
     assert queued == [(begin, end - begin) for begin, end in zip([0, *ENDS], ENDS, strict=False)]
 
 
-def test_who_listens_hears_of_each_piece(soft: SoftDevice) -> None:
-    copy, heard = buffer(soft).copying(), []
-
-    def listen() -> None:
-        heard.append(copy.ready)
-        if copy.ready < HOST.nbytes:
-            assert not copy.more(copy.ready, listen)
-
-    assert not copy.more(0, listen)
-    copy.finish()
-    assert heard == ENDS
-    assert copy.more(0, listen) and copy.more(HOST.nbytes - 1, listen), "it is there already"
-    assert len(heard) == 4
-
-
 def test_it_is_copied_once_for_all_who_ask_at_the_same_time(soft: SoftDevice, pool: Pool) -> None:
     value = encode({"a": soft.xp.asarray(HOST), "b": [HOST[::-1].copy(), soft.xp.asarray(HOST + 1)]}, stays=True)
     together, found = threading.Barrier(6), []
@@ -109,14 +93,7 @@ def test_it_is_copied_once_for_all_who_ask_at_the_same_time(soft: SoftDevice, po
         together.wait()
         found.append(hosted(value, allocate=pool.allocate))
 
-    def parts() -> None:
-        together.wait()
-        part = in_part(value, allocate=pool.allocate)  # type: ignore[arg-type]
-        part.begin()
-        part.finish()
-        found.append(Encoded(part.meta, part.buffers, part.digest))
-
-    threads = [threading.Thread(target=(whole, parts)[number % 2]) for number in range(6)]
+    threads = [threading.Thread(target=whole) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -154,22 +131,15 @@ class Fails:
 def test_a_failure_is_told_and_nothing_wrong_is_said_to_be_there(
     soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch, name: str, at: int, pinned: bool
 ) -> None:
-    found, heard = buffer(soft), []
+    found = buffer(soft)
     with monkeypatch.context() as patch:
         Fails(patch, soft, name, at)
         copy = found.copying(pool.allocate if pinned else None)
-
-        def listen() -> None:
-            heard.append(copy.error)
-            assert copy.more(copy.ready, listen) == (copy.error is not None)
-
-        listens = not copy.more(0, listen)
         for _ in range(2):
             with pytest.raises(ArithmeticError, match=f"{name} fails"):
                 copy.finish()
     assert copy.ready < HOST.nbytes and is_there(copy, copy.ready)
-    assert copy.more(copy.ready, list), "nothing more will come"
-    assert isinstance(heard[-1] if listens else copy.error, ArithmeticError)
+    assert isinstance(copy.error, ArithmeticError)
     assert np.array_equal(decode_array(found.host()), HOST), "who asks again has it copied again"
     assert found.host_copies == 2
 

@@ -94,12 +94,7 @@ def nothing_lent(call: int, buffer: memoryview) -> bytes:
 
 
 def outbox_to(out: list[bytes], soon: Callable[[Callable[[], None]], object]) -> Outbox:
-    """One that sends only what is there already."""
-
-    def never(*_: object) -> None:
-        raise AssertionError("there is nothing to wait for")
-
-    return Outbox(lambda data: out.append(bytes(data)), soon, nothing_lent, wake=never, failed=never, crowded=bool)
+    return Outbox(lambda data: out.append(bytes(data)), soon, nothing_lent, on_backpressure=bool)
 
 
 def written(*messages: tuple[int, Kind, m.Message]) -> bytes:

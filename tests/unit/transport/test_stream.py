@@ -398,7 +398,7 @@ async def test_who_does_not_read_its_replies_is_not_heard(
     folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They grew in number for as long as it made calls."""
-    monkeypatch.setattr(outbox, "_CROWDED", 100)
+    monkeypatch.setattr(outbox, "_FULL", 100)
     async with cluster_of(kind, folder) as cluster:
         a, b = await cluster.node(), await cluster.node()
         request, value = m.Request(m.Stamp(1, 7), 1, 2, 3, "push", 4, encoded(b"x")), encoded(bytes(5_000))
@@ -409,7 +409,7 @@ async def test_who_does_not_read_its_replies_is_not_heard(
         assert calling._transport is not None
         calling._transport.pause_reading()
         replies = [a.transport.call_now(b.peer, request) for _ in range(10_000)]
-        await turns_until(lambda: serving._outbox._is_crowded)
+        await turns_until(lambda: serving._outbox._is_full)
         await asyncio.sleep(0.1)
         assert len(heard) < 10_000
         at_a_time = (192 << 10) // HEAD_BYTES  # calls, at most, that were received with the last one that was heard
@@ -419,7 +419,7 @@ async def test_who_does_not_read_its_replies_is_not_heard(
             assert reply is not None
             assert (await reply).value == value
         assert len(heard) == 10_001
-        assert not serving._outbox._is_crowded
+        assert not serving._outbox._is_full
 
 
 # Damage.
