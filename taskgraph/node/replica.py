@@ -35,7 +35,6 @@ from taskgraph.topology import Topology, as_topology
 
 if TYPE_CHECKING:
     from taskgraph.device.api import Device
-    from taskgraph.node.epochs.given import Given
     from taskgraph.node.router import Router
     from taskgraph.task import Event
 
@@ -132,7 +131,6 @@ class Replica:
         self._built = False
         self._building = asyncio.Lock()
         self._set_up: asyncio.Task[None] | None = None
-        self.given: list[Given] = []  # views on a device's memory that its code may have, in strict mode
         self.ready = False
         self._is_twin = False
         self._promise = (0, 0)

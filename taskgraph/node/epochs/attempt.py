@@ -19,11 +19,12 @@ from taskgraph.channels import Inputs, Outputs
 from taskgraph.epoch import AttemptEnded, ComposeEpoch, Epoch, Scratch, in_words
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Graph, Processor
+from taskgraph.node.epochs.differing import look
 from taskgraph.node.epochs.inbound import Inbound, raised
 from taskgraph.node.epochs.items import Items
 from taskgraph.node.epochs.mailbox import Mailbox
 from taskgraph.node.epochs.quiet import Quiet
-from taskgraph.node.epochs.recording import Left, Recording, left_by, seen
+from taskgraph.node.epochs.recording import HandedOn, Recording, Step, handed_on_by
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.usercode.errors import cancelled_by_users
 from taskgraph.observe.trace import clock
@@ -228,7 +229,7 @@ class Attempt:
                 replica.standing = graph
         if self.recording is not None:
             self.recording.composed = graph.processors
-            await self.recording.check("compose")
+            await self.recording.check_state("compose")
         return graph
 
     def _has_composed(self, graph: Graph) -> None:
@@ -264,21 +265,20 @@ class Attempt:
     async def _process_recorded(self, recording: Recording, processor: Processor, epoch: Epoch) -> None:
         """Calls a processor in strict mode: what it is given, and what it leaves, is looked at."""
         name, replica, alone = processor.name, self.replica, not processor.parallel
-        items = self.inbound.items if self.device is None else await recording.given(processor)
+        items = self.inbound.items if self.device is None else await recording.items_for(processor)
         inputs = Inputs(self, processor, items)
         outputs = Outputs(self, processor, inputs)
-        step = recording.started(name, processor)
-        compute = recording.marked(step, processor.compute)
+        compute = recording.records(Step(processor, name), processor.compute)
         close = partial(recording.closes, name, outputs)
-        after = recording.watched(processor, close)
-        since = len(recording.moments)
-        before = await seen(replica, partial(left_by, self)) if replica.shape.in_flight else {}
+        after = recording.watches(processor, close)
+        switches = recording.switches
+        before = await look(replica, partial(handed_on_by, self)) if replica.shape.in_flight else {}
         replica.actor.stamp = self.stamp
         await replica.actor.call(name, compute, epoch, inputs, outputs, alone=alone, after=after, attempt=self)
         if replica.shape.in_flight:
-            left = await seen(replica, partial(left_by, self))
-            recording.left[name] = Left(before, left, beside=recording.others_ran(step, since))
-        await recording.finished(name, sync=processor.sync, looked=after is not close)
+            handed_on, alone_ran = await look(replica, partial(handed_on_by, self)), recording.switches - switches == 2
+            recording.handed_on[name] = HandedOn(before, handed_on, alone_ran)
+        await recording.returned(name, sync=processor.sync, looked=after is not close)
 
     async def turn(self, where: str) -> None:
         """Returns when all earlier epochs are snapshotted: `where` rests on the state, or changes it."""

@@ -1,110 +1,146 @@
-"""Why values of a task came out differently, as far as the values tell: for what strict mode says.
+"""Strict mode: compares values, and the attributes of two objects of one task.
 
-What is looked at may be anything that an object of users has, and its `__class__` be code: its type is asked instead.
+An attribute may hold an object of any class, and even its `__class__` may run user code: `type(value)` is used instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
-from collections.abc import Container, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeVar
 
 import numpy as np
 
 from taskgraph.errors import class_name
-from taskgraph.graph import dtypes
 from taskgraph.graph.values import encode
+from taskgraph.node.replica import Replica, encode_fields
 from taskgraph.protocol.deviceloss import device_error
+from taskgraph.shape import GIVEN
 
-__all__ = ["digest", "equal_unlike", "made_of_state", "padding_of", "pickled", "shared_state"]
+__all__ = [
+    "Digests",
+    "attributes_of",
+    "changed",
+    "differing_attributes",
+    "digest",
+    "digests",
+    "incomparable",
+    "look",
+    "pickled",
+    "shared",
+    "state_of",
+]
 
-_UNCHANGING = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, np.generic)
-"""Values that nobody writes to: to have one of them twice is no mistake."""
-_DEEP = 5
-"""Containers within one another that are looked into for a hint: users' may contain themselves."""
+R = TypeVar("R")
+
+Digests = dict[str, bytes]
+"""Name -> digest of the value under that name."""
+
+_CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+"""Types of attributes that cannot travel and are no state."""
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, np.generic)
 
 
 def digest(value: object) -> bytes | None:
-    """What tells whether a value is what it was; None where it cannot travel."""
+    """Returns the digest of a value's encoding; None if the value cannot travel."""
     try:
         return encode(value, what="").digest
-    except Exception as error:  # a codec, or a metaclass, raises what it likes where a value cannot travel
+    except Exception as error:  # a codec or a metaclass may raise anything
         if isinstance(error, MemoryError) or device_error(error) is not None:
             raise
         return None
 
 
-def shared_state(
-    attributes: Mapping[str, object], state: Container[str], differing: Iterable[str]
-) -> tuple[str, str, str] | None:
-    """An attribute of state that came out differently, one that is in the same memory, and what they are."""
-    held = {name: value for name, value in attributes.items() if name in state}
-    for one in differing:
-        for other, value in held.items():
-            if one in held and one != other and _are_one(value, held[one]):
-                return one, other, "array" if issubclass(type(value), np.ndarray) else class_name(type(value))
-    return None
+def digests(values: Mapping[str, object]) -> Digests:
+    """Returns the digests of those values that can travel."""
+    return {name: found for name, value in values.items() if (found := digest(value)) is not None}
 
 
-def made_of_state(attributes: Mapping[str, object], state: Iterable[str]) -> list[str]:
-    """Attributes that are one with another attribute, which is state, as far as that can be seen."""
-    held = [name for name in state if name in attributes]
-    return [
-        f"self.{name} and self.{other}"
-        for other in held
-        for name, value in attributes.items()
-        if (name not in held or name > other) and _are_one(value, attributes[other])
-    ]
+def changed(before: Digests, after: Digests) -> list[str]:
+    """Returns the names whose digests differ, sorted."""
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
-def _are_one(value: Any, other: Any) -> bool:
-    """Whether who writes to one writes to the other."""
-    if issubclass(type(value), _UNCHANGING):
+async def look(replica: Replica, function: Callable[[], R]) -> R:
+    """Calls a function of ours that reads user values; in a thread if that may wait for a device."""
+    return function() if replica.device is None else await replica.actor.call("strict mode", function, alone=False)
+
+
+async def state_of(replica: Replica) -> Digests:
+    """Returns digests of what `snapshot()` returns: by name if it is a dict."""
+    if not replica.stateful:
+        return {}
+    task = replica.user_task
+
+    def take() -> Digests:
+        return {name: value.digest for name, value in encode_fields(task.snapshot(), replica.task).items()}
+
+    return await replica.actor.call("snapshot", take)
+
+
+async def attributes_of(replica: Replica) -> Digests:
+    """Returns digests of the task object's own attributes, as far as they can travel."""
+    found = {name: value for name, value in vars(replica.user_task).items() if name not in GIVEN}
+    return await look(replica, partial(digests, found))
+
+
+async def differing_attributes(one: Replica, other: Replica, state: Digests) -> list[str]:
+    """Returns the attributes outside of `state` that differ between the objects of two replicas."""
+    mine, others = await attributes_of(one), await attributes_of(other)
+    found = set(changed(mine, others))
+    values, other_values = vars(one.user_task), vars(other.user_task)
+    for name in values.keys() & other_values.keys() - mine.keys() - others.keys() - set(GIVEN):  # they cannot travel
+        with contextlib.suppress(Exception):  # comparing or pickling user objects may raise anything
+            if _differ(values[name], other_values[name]):
+                found.add(name)
+    return sorted(found - state.keys())
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Compares two values that cannot travel; raises if they cannot be compared either."""
+    if issubclass(type(one), _CODE):
         return False
-    if issubclass(type(value), np.ndarray) and issubclass(type(other), np.ndarray):
-        return np.may_share_memory(value, other)  # by their ends alone, which is quick: it is a hint
-    return value is other
-
-
-def padding_of(attributes: Mapping[str, object]) -> str:
-    """What to say where attributes are, or hold, arrays with padding; else nothing.
-
-    It may be why something came out differently: digests are without it, and restored arrays have zeros there.
-    """
-    found = [f"self.{name}" for name, value in attributes.items() if _has_padding(value, _DEEP)]
-    if not found:
-        return ""
-    return (
-        f"; if the task reads the padding of {', '.join(found[:5])}, as tobytes() and views of bytes do: that is no "
-        f"part of a value, and zeros once restored; read the fields, or give it a dtype without padding "
-        f"(numpy.lib.recfunctions.repack_fields)"
-    )
-
-
-def _has_padding(value: Any, deep: int) -> bool:
-    kind = type(value)
-    if issubclass(kind, np.ndarray | np.generic):
-        return dtypes.padding(value.dtype) is not None
-    inner = value.values() if issubclass(kind, dict) else value if issubclass(kind, list | tuple) else ()
-    return deep > 0 and any(_has_padding(part, deep - 1) for part in inner)
-
-
-def equal_unlike(one: object, other: object) -> bool:
-    """Whether two values are equal, as far as pickle can tell, and are encoded otherwise.
-
-    It writes whatever is there twice as often. How arrays lie in memory makes no difference to either.
-    """
-    try:
-        return encode(one, what="").digest != encode(other, what="").digest and pickled(one) == pickled(other)
-    except Exception:  # user classes raise what they like where they cannot be pickled
-        return False
+    if issubclass(type(one), set | frozenset) and issubclass(type(other), set | frozenset):
+        return bool(one != other)
+    return pickled(one) != pickled(other)
 
 
 def pickled(value: object) -> bytes:
-    """A value in bytes that do not tell which of its parts are one object; raises what its class raises."""
-    pickled = io.BytesIO()
-    pickler = pickle.Pickler(pickled, protocol=5)
+    """Pickles a value without saying which of its parts are one object."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=5)
     pickler.fast = True
     pickler.dump(value)
-    return pickled.getvalue()
+    return file.getvalue()
+
+
+def incomparable(replica: Replica, known: Iterable[str]) -> list[str]:
+    """Names attributes that hold no code and are not in `known`, with their types."""
+    return [
+        f"{name} (of type {class_name(type(value))})"
+        for name, value in sorted(vars(replica.user_task).items())
+        if name not in {*known, *GIVEN} and not issubclass(type(value), _CODE)
+    ]
+
+
+def shared(attributes: Mapping[str, object], state: Iterable[str]) -> list[tuple[str, str]]:
+    """Names pairs of attributes that share memory, or are one object, where one of the two is in `state`."""
+    kept = [name for name in state if name in attributes]
+    return [
+        (name, other)
+        for other in kept
+        for name, value in attributes.items()
+        if (name not in kept or name > other) and _shares(value, attributes[other])
+    ]
+
+
+def _shares(value: Any, other: Any) -> bool:
+    if issubclass(type(value), _IMMUTABLE):
+        return False
+    if issubclass(type(value), np.ndarray) and issubclass(type(other), np.ndarray):
+        return np.may_share_memory(value, other)  # compares bounds alone, which is fast: the result is a hint
+    return value is other

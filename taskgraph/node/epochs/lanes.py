@@ -18,9 +18,7 @@ from taskgraph.errors import TaskGraphError
 from taskgraph.node.epochs import sharing
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.epochs.dones import Dones, Worked
-from taskgraph.node.epochs.recording import Recording
 from taskgraph.node.epochs.sharing import EPOCH_BYTES, Share
-from taskgraph.node.epochs.strict import WorkedEpoch
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.reports import plain
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, met
@@ -208,7 +206,7 @@ class Lanes:
                         if stamp.epoch == self.settled:
                             await self._after_commit(stamp)
                         replica.actor.term = self._term
-                        recording = Recording(replica, stamp) if strict else None
+                        recording = primary.strict.recording(stamp) if strict else None
                         attempt = Attempt(primary, stamp, group=group, recording=recording, turns=turns, traced=traced)
                         primary.attempts.begin(attempt)
                         self._next = following.epoch
@@ -514,23 +512,9 @@ class Lanes:
         """In strict mode an epoch is replayed; else the first ones are looked at."""
         if attempt.recording is not None:
             attempt.recording.numbers, attempt.recording.finishing = attempt.numbers, attempt.finishing
-            await self._replay(attempt.recording, attempt.stamp)
+            await self._primary.strict.check(attempt.recording)
         else:
             self._looks = self._primary.unheld.look(attempt.number)
-
-    async def _replay(self, recording: Recording, stamp: Stamp) -> None:
-        """Strict mode: the epoch again, on a fresh object restored from the boundary."""
-        replica, boundary = self._replica, self._replica.boundaries.committed
-        if recording.interleaved and not replica.threads.in_step:
-            return  # on a busy node coroutines would run into each other otherwise
-        assert boundary is not None
-        twins, error = self._primary.twins, None
-        epoch = WorkedEpoch(replica, boundary.value, recording, stamp, twins.fresh)
-        if replica.stateful:
-            error = await twins.check_as_left(stamp.epoch, epoch.check_as_left)
-        await twins.check(epoch.check_replay)
-        if error is not None:  # of what does not come out the same twice, that is said
-            raise error
 
 
 def _lanes_of(primary: Primary) -> int:

@@ -19,6 +19,7 @@ from taskgraph.errors import GraphError, Refused, ValueNotEncodable
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import encode
 from taskgraph.node.epochs.pure import PureWatch
+from taskgraph.node.epochs.recording import Step
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.node.usercode.errors import defined_at
 from taskgraph.protocol.messages import Accepted, Answer, Encoded, Flag, Reason, Request
@@ -65,7 +66,7 @@ class Mailbox:
         attempt = self._attempt
         attempt.ledger.sent("flag", attempt.task, to, value.digest.hex(), value.digest)
         if attempt.recording is not None:
-            attempt.recording.flagged.add((to, value.digest))
+            attempt.recording.flags.add((to, value.digest))
         reply = await self._call(
             to, lambda: Flag(attempt.stamp, attempt.task, attempt.term, to, value), "a flag", where
         )
@@ -85,8 +86,9 @@ class Mailbox:
         self, where: str, to: int, method: str, count: int, value: Encoded, future: concurrent.futures.Future[Encoded]
     ) -> None:
         attempt = self._attempt
+        replied = None
         if attempt.recording is not None:
-            attempt.recording.asks((where, to, method, count), value)
+            replied = attempt.recording.request_sent((where, to, method), value)
         number = xxhash.xxh3_64_intdigest(f"{where}#{count}".encode()) >> 1  # of its place in the code that sends it
         try:
             reply = await self._call(
@@ -101,8 +103,8 @@ class Mailbox:
                 attempt.ledger.sent("request", attempt.task, to, name, value.digest)
                 attempt.ledger.received("answer", to, attempt.task, name, reply.value.digest)
                 self.terms[to] = max(self.terms.get(to, 0), reply.term)
-            if attempt.recording is not None:
-                attempt.recording.has_answer((where, to, method, count), reply.value)
+            if replied is not None:
+                replied(reply.value)
             if not future.done():
                 future.set_result(reply.value)
         finally:
@@ -144,11 +146,10 @@ class Mailbox:
         epoch, actor, recording = Epoch(attempt, where), attempt.replica.actor, attempt.recording
         on_flag: Callable[..., Any] = task.on_flag
         if recording is not None:
-            step = recording.started(where, method="on_flag", sender=message.sender, payload=message.value)
-            on_flag = recording.marked(step, on_flag)
+            on_flag = recording.records(Step(None, where, "on_flag", message.sender, message.value), on_flag)
         await actor.call("on_flag", on_flag, epoch, message.sender, meta, attempt=attempt)
         if recording is not None:
-            await recording.finished("on_flag")
+            await recording.returned("on_flag")
 
     async def take_request(self, message: Request) -> Answer:
         """Runs the handler, once; returns its answer as often as it is asked for."""
@@ -197,16 +198,12 @@ class Mailbox:
         what = f"task {attempt.task}, epoch {attempt.number}, handler {message.method!r}"
         name, call = f"handler {message.method}", _call_and_encode(handler, f"{what}: its answer", attempt.allocate)
         watch = None
-        if pure and recording is not None and recording.claim_look(message.method):
+        if pure and recording is not None and recording.checks_pure_call(message.method):
             quiet, actor = attempt.quiet, replica.actor
-            # Of a coroutine each step is looked at by itself: on the event loop nothing runs beside that.
-            alone = is_async(handler)
-            watch = PureWatch(vars(attempt.scratch), lambda: bool(quiet.held) or (actor.waiting > 0 and not alone))
-        if watch is not None:
+            watch = PureWatch(attempt.scratch, recording, lambda: bool(quiet.held) or actor.waiting > 0)
             call = watch.around(call)
         if recording is not None:
-            step = recording.started(where, method=method_name, sender=message.sender, payload=message.value)
-            call = recording.marked(step, call)
+            call = recording.records(Step(None, where, method_name, message.sender, message.value), call)
         value = await replica.actor.call(
             name,
             call,
@@ -217,7 +214,7 @@ class Mailbox:
         )
         if recording is not None:
             recording.answered[where] = value.digest
-            await recording.finished(message.method)
+            await recording.returned(message.method)
         if watch is not None:
             watch.check(what)
         if not pure:

@@ -1,4 +1,4 @@
-"""What a task did in an epoch, kept in strict mode: to look at while it runs, and to be done again afterwards."""
+"""Strict mode: records what a task does in one attempt, and checks its state while it runs."""
 
 from __future__ import annotations
 
@@ -9,47 +9,29 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol
 
 from taskgraph.channels import Outputs
 from taskgraph.epoch import Scratch
 from taskgraph.errors import StateError
 from taskgraph.graph.compose import Processor
-from taskgraph.graph.values import separate, untouched, verify
-from taskgraph.node.epochs.differing import digest
-from taskgraph.node.epochs.given import Given
-from taskgraph.node.replica import Replica, encode_fields
+from taskgraph.graph.values import separate, staying, untouched, verify
+from taskgraph.node.epochs.differing import Digests, changed, digests, look, state_of
+from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
 
-__all__ = [
-    "Fields",
-    "Left",
-    "Moment",
-    "Recording",
-    "RequestKey",
-    "Step",
-    "changed",
-    "digests",
-    "fields_of",
-    "left_by",
-    "seen",
-]
+__all__ = ["HandedOn", "RecordedReply", "Recording", "RequestKind", "SharedItem", "Step", "handed_on_by"]
 
-R = TypeVar("R")
-
-Fields = dict[str, bytes]
-RequestKey = tuple[str, int, str, int]
-"""Of a request: where it was sent, to which task, its method, and which of these it is."""
-Moment = tuple[Literal["began", "ended"], int, float] | tuple[Literal["answered"], RequestKey, float]
-"""A step began or ended, by its index, or a request was answered; and when, by the event loop's clock."""
+RequestKind = tuple[str, int, str]
+"""Which code sent a request, to which task, and the method."""
 _PURE_CALLS = 4
-"""So many calls of a pure handler are looked at in an epoch: all of `epoch.scratch` is, before and after each."""
+"""Calls of each pure handler that are checked in an epoch: before and after a call all of `epoch.scratch` is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One piece of user code that ran: a processor, or a handler with what it was given."""
+    """One call of user code: of a processor, or of a handler with the message that it took."""
 
     processor: Processor | None
     where: str
@@ -58,8 +40,8 @@ class Step:
     payload: Encoded | None = None
 
     @property
-    def called(self) -> str:
-        """What it is called in errors: `where` names the message, too, and that by a digest."""
+    def name(self) -> str:
+        """The name in errors: `where` of a handler also has the message's digest."""
         if self.processor is not None:
             return self.where
         called = self.where.rsplit("/", 2)[0]
@@ -67,61 +49,89 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """What there was, but items, before and after a processor.
+class RecordedReply:
+    """The reply to a request with that digest, and how long after the request it came."""
+
+    asked: bytes
+    value: Encoded
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharedItem:
+    """An item on a device whose memory user code reads: other tasks read the same memory."""
+
+    value: EncodedOnDevice
+    tag: str
+    producer: int
+    processor: str
+    epoch: int
+
+    @property
+    def viewed(self) -> bool:
+        return any(buffer.viewed for buffer in staying(self.value))
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOn:
+    """What an epoch's processors had handed on, besides items, before and after one of them.
 
     Attributes:
-        beside: other code of the task ran between the two looks: what it did is among that.
+        alone: no other code of the task ran between `before` and `after`.
     """
 
-    before: Fields
-    then: Fields
-    beside: bool
+    before: Digests
+    after: Digests
+    alone: bool
 
 
 class Recording:
-    """What one task did in one attempt, and whether its state stayed as it was until the sync points."""
+    """What one task does in one attempt.
 
-    def __init__(self, replica: Replica, stamp: Stamp) -> None:
-        self._replica = replica
-        self._stamp = stamp
-        self.before: Fields = {}
+    Args:
+        shared_items: of earlier epochs, too: user code may keep views of them.
+
+    Attributes:
+        before: the state when the epoch began.
+        steps: all calls of user code, in the order in which they began.
+        interleaved: a step began while another one, which waited, had not ended.
+        answered: handler, sender and number of each request -> digest of the reply.
+        switches: how often code of the task has begun or ended.
+    """
+
+    def __init__(self, replica: Replica, stamp: Stamp, shared_items: list[SharedItem]) -> None:
+        self.replica = replica
+        self.stamp = stamp
+        self.before: Digests = {}
         self.composed: tuple[Processor, ...] = ()
         self.steps: list[Step] = []
-        self.moments: list[Moment] = []
-        self.answers: dict[RequestKey, Encoded] = {}
-        self.asked: dict[tuple[str, int, str, bytes], list[int]] = {}  # by payload, which of its kind each request was
-        self.answered: dict[str, bytes] = {}  # handler, sender and number -> digest of what it answered
-        self.flagged: set[tuple[int, bytes]] = set()  # task, digest of the meta
-        self.numbers: Mapping[str, float] = {}  # that it reported
+        self.interleaved = False
+        self.switches = 0
+        self.replies: dict[RequestKind, list[RecordedReply]] = {}
+        self.requests: Counter[tuple[RequestKind, bytes]] = Counter()
+        self.answered: dict[str, bytes] = {}
+        self.flags: set[tuple[int, bytes]] = set()  # task, digest of the meta
+        self.numbers: Mapping[str, float] = {}  # that the task reported
         self.finishing = False
         self.items: dict[tuple[str, int], Encoded] = {}
         self.puts: dict[tuple[str, int], Encoded] = {}
-        self.filled: dict[tuple[str, int], str] = {}  # by whom: what was computed into the memory that is sent
-        self.left: dict[str, Left] = {}
+        self.handed_on: dict[str, HandedOn] = {}
+        self._shared_items = shared_items
+        self._filled: dict[tuple[str, int], str] = {}  # channel -> processor that computed into the memory it sends
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()  # of what threads note, where computes are parallel
+        self._lock = threading.Lock()  # parallel computes begin and end in threads
         self._open = 0
-        self.interleaved = False
-        self._written: Given | None = None
-        self._looked: Counter[str] = Counter()
+        self._written: SharedItem | None = None
+        self._pure_calls: Counter[str] = Counter()
 
-    def claim_look(self, method: str) -> bool:
-        """Counts a call of this pure handler. Whether it is looked at: the first ones are, which tell what it does."""
-        self._looked[method] += 1
-        return self._looked[method] <= _PURE_CALLS
+    # -- what the task does -----------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """The epoch begins: the state is the boundary's."""
-        self.before = await fields_of(self._replica)
+        """Takes digests of the state: the epoch begins."""
+        self.before = await state_of(self.replica)
 
-    def started(self, where: str, processor: Processor | None = None, **given: Any) -> int:
-        """User code is about to be called. Returns which step it is."""
-        self.steps.append(Step(processor, where, **given))
-        return len(self.steps) - 1
-
-    def marked(self, step: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, so that it is noted when it begins and ends: it may have to wait for its turn before."""
+    def records(self, step: Step, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps user code so that `step` is noted when it begins, which may be after a wait for the task's turn."""
         if is_async(function):
 
             @functools.wraps(function)
@@ -130,7 +140,7 @@ class Recording:
                 try:
                     return await function(*args)
                 finally:
-                    self._ends(step)
+                    self._ends()
 
             return run_async
 
@@ -140,157 +150,132 @@ class Recording:
             try:
                 return function(*args)
             finally:
-                self._ends(step)
+                self._ends()
 
         return run
 
-    def _begins(self, step: int) -> None:
+    def _begins(self, step: Step) -> None:
         with self._lock:
             self.interleaved |= self._open > 0
             self._open += 1
-            self.moments.append(("began", step, self._loop.time()))
+            self.switches += 1
+            self.steps.append(step)
 
-    def _ends(self, step: int) -> None:
+    def _ends(self) -> None:
         with self._lock:
             self._open -= 1
-            self.moments.append(("ended", step, self._loop.time()))
+            self.switches += 1
 
-    def others_ran(self, step: int, since: int) -> bool:
-        """Whether other code than this step's began or ended since there were so many moments."""
-        return any(moment[0] != "answered" and moment[1] != step for moment in self.moments[since:])
+    def request_sent(self, kind: RequestKind, value: Encoded) -> Callable[[Encoded], None]:
+        """Notes a request; returns what to call with the reply."""
+        sent = self._loop.time()
+        self.requests[(kind, value.digest)] += 1
 
-    def asks(self, key: RequestKey, value: Encoded) -> None:
-        """A request is sent."""
-        where, to, method, count = key
-        self.asked.setdefault((where, to, method, value.digest), []).append(count)
+        def replied(reply: Encoded) -> None:
+            found = RecordedReply(value.digest, reply, self._loop.time() - sent)
+            self.replies.setdefault(kind, []).append(found)
 
-    def has_answer(self, key: RequestKey, value: Encoded) -> None:
-        """User code is about to be given the answer of a request."""
-        self.answers[key] = value
-        with self._lock:
-            self.moments.append(("answered", key, self._loop.time()))
+        return replied
 
-    async def finished(self, where: str, *, sync: bool = False, looked: bool = False) -> None:
-        """User code returned; only a sync point may have changed the state.
+    def checks_pure_call(self, method: str) -> bool:
+        """Counts a call of a pure handler; True for the first few, which are checked."""
+        self._pure_calls[method] += 1
+        return self._pure_calls[method] <= _PURE_CALLS
+
+    async def returned(self, where: str, *, sync: bool = False, looked: bool = False) -> None:
+        """Checks the state after a step: only a sync point may change it.
 
         Args:
-            looked: what `watched` gave was called.
+            looked: the function of `watches` was called.
 
         Raises:
-            StateError: something else did, or what others read, too, was written to.
+            StateError: another step changed it, or wrote to memory that other tasks read.
         """
-        await self._check_given(where, looked)
-        await seen(self._replica, partial(self._check_filled, where))
+        await self._check_shared(where, looked)
+        await look(self.replica, partial(self._check_filled, where))
         if not sync:
-            await self.check(where)
+            await self.check_state(where)
 
-    async def given(self, processor: Processor) -> Mapping[tuple[str, int], Encoded]:
-        """The items as they are given to a processor.
+    async def check_state(self, where: str) -> None:
+        """Raises StateError if the state is not what it was when the epoch began."""
+        if self.before and (written := changed(self.before, await state_of(self.replica))):
+            raise self._error(
+                f"{where!r} changed state ({', '.join(written)}) outside a sync point; change state only in a "
+                f"processor without outbound channels, and hand values there through epoch.scratch"
+            )
 
-        Others may read, and look at, the same memory before it is looked at what a coroutine did: one is given a copy.
+    def _error(self, text: str) -> StateError:
+        return StateError(f"task {self.replica.task}, epoch {self.stamp.epoch}: {text}")
+
+    # -- memory that other tasks read -------------------------------------------------------------
+
+    async def items_for(self, processor: Processor) -> Mapping[tuple[str, int], Encoded]:
+        """Returns the items that a processor gets; items on a device are watched from now on.
+
+        A coroutine gets copies of these: its writes would be noticed too late to tell them from those of other tasks.
         """
         items = self.items
         for tag, producers in processor.inbound.items():
             for producer in producers:
                 value = self.items[(tag, producer)]
                 if type(value) is EncodedOnDevice:
-                    own = value
+                    item = value
                     if is_async(processor.compute):
-                        own = await seen(self._replica, partial(separate, value))
-                        items = {**items, (tag, producer): own}
-                    self._replica.given.append(Given(own, tag, producer, processor.name, self._stamp.epoch))
+                        item = await look(self.replica, partial(separate, value))
+                        items = {**items, (tag, producer): item}
+                    shared = SharedItem(item, tag, producer, processor.name, self.stamp.epoch)
+                    self._shared_items.append(shared)
         return items
 
     def closes(self, name: str, outputs: Outputs) -> None:
-        """Where a processor ran, right after it: what it filled in place is sent, and nobody may write to it then."""
-        self.filled |= dict.fromkeys(outputs.filled, name)
+        """Closes the outputs of a processor that has returned. What it filled in place must not change from now on."""
+        self._filled |= dict.fromkeys(outputs.filled, name)
         outputs.close()
 
-    def watched(self, processor: Processor, close: Callable[[], None]) -> Callable[[], None]:
-        """What to do where a processor ran, right after it: `close`, and a look at what the task was given.
+    def watches(self, processor: Processor, close: Callable[[], None]) -> Callable[[], None]:
+        """Returns what to call when a processor has returned: `close`, and a check of the shared items.
 
-        The first who looks after a write is who wrote, then.
+        The first check after a write names the processor that wrote.
         """
-        if not self._replica.given or is_async(processor.compute):
-            return close  # what a coroutine did is looked at later: here it would stop the event loop
+        if not self._shared_items or is_async(processor.compute):
+            return close  # after a coroutine the check would stop the event loop; `returned` does it
 
-        def look() -> None:
+        def run() -> None:
             close()
-            self._look_at_given()
+            self._find_written()
 
-        return look
+        return run
 
-    def _look_at_given(self) -> None:
-        """In a thread, on the task's stream."""
-        for given in self._replica.given:
-            if self._written is None and not untouched(given.value):
-                self._written = given
+    def _find_written(self) -> None:
+        for item in self._shared_items:
+            if self._written is None and not untouched(item.value):
+                self._written = item
 
-    async def _check_given(self, where: str, looked: bool) -> None:
-        """Raises StateError where user code wrote to what others read, too."""
-        replica = self._replica
-        if replica.given:
+    async def _check_shared(self, where: str, looked: bool) -> None:
+        if self._shared_items:
             if not looked:
-                await seen(replica, self._look_at_given)
-            replica.given = [given for given in replica.given if given.viewed]
-        if (given := self._written) is not None:
-            raise StateError(
-                f"task {replica.task}, epoch {self._stamp.epoch}: {where!r} wrote to what {given.tag!r} of task "
-                f"{given.producer} brought to {given.processor!r} in epoch {given.epoch}: an array on a device is the "
-                f"memory that was put, and others read it, too; write to a copy of it"
+                await look(self.replica, self._find_written)
+            self._shared_items[:] = [item for item in self._shared_items if item.viewed]
+        if (item := self._written) is not None:
+            raise self._error(
+                f"{where!r} wrote to what {item.tag!r} of task {item.producer} brought to {item.processor!r} in epoch "
+                f"{item.epoch}: an array on a device is the memory that was put, and others read it, too; write to a "
+                f"copy of it"
             )
 
     def _check_filled(self, where: str) -> None:
-        """Raises StateError where what was sent was written to: a view that user code kept of it is still writable."""
-        for channel, processor in self.filled.items():
+        for channel, processor in self._filled.items():
             value = self.puts.get(channel)
             if value is not None and value.buffers and not verify(value):
-                raise StateError(
-                    f"task {self._replica.task}, epoch {self._stamp.epoch}: what {processor!r} sent as {channel[0]!r} "
-                    f"was written to after that, when {where!r} had run at the latest: the array of outs.empty, and "
-                    f"every view of it, is the memory that others read; do not keep it, write to a copy"
+                raise self._error(
+                    f"what {processor!r} sent as {channel[0]!r} was written to after that, when {where!r} had run at "
+                    f"the latest: the array of outs.empty, and every view of it, is the memory that others read; do "
+                    f"not keep it, write to a copy"
                 )
 
-    async def check(self, where: str) -> None:
-        """Raises StateError where the state is not what it was when the epoch began."""
-        if not self.before:
-            return
-        if written := changed(self.before, await fields_of(self._replica)):
-            raise StateError(
-                f"task {self._replica.task}, epoch {self._stamp.epoch}: {where!r} changed state "
-                f"({', '.join(written)}) outside a sync point; change state only in a processor without outbound "
-                f"channels, and hand values there through epoch.scratch"
-            )
 
-
-async def fields_of(replica: Replica) -> Fields:
-    """Digests of what `snapshot()` returns, by name where it is a dict."""
-    if not replica.stateful:
-        return {}
-    task = replica.user_task
-
-    def take() -> Fields:
-        return {name: value.digest for name, value in encode_fields(task.snapshot(), replica.task).items()}
-
-    return await replica.actor.call("snapshot", take)
-
-
-def changed(before: Fields, after: Fields) -> list[str]:
-    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-
-
-async def seen(replica: Replica, look: Callable[[], R]) -> R:
-    """What a look at values of user code finds. It waits for a device, if there is one: in a thread, then."""
-    return look() if replica.device is None else await replica.actor.call("strict mode", look, alone=False)
-
-
-def digests(values: Mapping[str, object]) -> Fields:
-    """Of those that can travel."""
-    return {name: found for name, value in values.items() if (found := digest(value)) is not None}
-
-
-class _Leaves(Protocol):
-    """What an epoch's processors hand on, besides what they put: of an attempt, or of its replay."""
+class _Work(Protocol):
+    """An attempt, or the replay of one."""
 
     @property
     def scratch(self) -> Scratch: ...
@@ -300,10 +285,10 @@ class _Leaves(Protocol):
     def finishing(self) -> bool: ...
 
 
-def left_by(work: _Leaves) -> Fields:
-    """Digests of what an epoch's processors hand on so far, besides what they put."""
-    left: dict[str, object] = {f"epoch.scratch.{name}": value for name, value in vars(work.scratch).items()}
-    left |= {f"reported {name!r}": number for name, number in work.numbers.items()}
+def handed_on_by(work: _Work) -> Digests:
+    """Returns digests of what an epoch's processors have handed on so far, besides items."""
+    found: dict[str, object] = {f"epoch.scratch.{name}": value for name, value in vars(work.scratch).items()}
+    found |= {f"reported {name!r}": number for name, number in work.numbers.items()}
     if work.finishing:
-        left["epoch.finish()"] = True
-    return digests(left)
+        found["epoch.finish()"] = True
+    return digests(found)

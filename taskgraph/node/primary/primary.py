@@ -22,8 +22,7 @@ from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.node.epochs.lanes import Lanes
 from taskgraph.node.epochs.pulls import Pulls
-from taskgraph.node.epochs.strict import check_result
-from taskgraph.node.epochs.twins import Twins
+from taskgraph.node.epochs.strict import StrictMode
 from taskgraph.node.epochs.unheld import Unheld
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.checkpoint_writer import CheckpointWriter
@@ -76,7 +75,7 @@ class Primary:
         self.backups = Backups(
             node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=insync
         )
-        self.twins = Twins(replica)
+        self.strict = StrictMode(replica, node.log)
         self.unheld = Unheld(node, replica, taken.term)
         self.attempts = Attempts(node.keeper, replica.task, taken.term)
         settings = node.settings
@@ -400,7 +399,7 @@ class Primary:
                     await self.replica.restore(committed.value)
                 value = await self.replica.result()
                 if self.node.settings.strict:
-                    await self.twins.check(lambda twin: check_result(self.replica, twin, committed.value, value))
+                    await self.strict.check_result(committed.value, value)
             except (UserCodeError, TaskGraphError) as error:
                 await self.node.fail_job(error, self.task, None, (), finished=True)  # of no epoch: after the last
             else:

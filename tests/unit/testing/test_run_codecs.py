@@ -69,7 +69,7 @@ def test_a_codec_that_gives_other_bytes_for_equal_values_is_named(task: type[Tra
     """It was taken for state that snapshot() forgets."""
     error = fails(job(task, tasks=1, epochs=3))
     assert error.epoch == epoch
-    says(error, "(state 'model')", "equal, and encoded otherwise: a codec, that of ", "Model", "Pickler.fast = True")
+    says(error, "(state 'model')", "it is equal, and a codec, of ", "Model", "Pickler.fast = True")
     assert "forgets" not in str(error) and "restore()" not in str(error)
 
 

@@ -212,44 +212,6 @@ def test_a_result_that_can_be_asked_for_once_is_no_mistake() -> None:
 # -- coroutines that run into each other -------------------------------------------------------------------------------
 
 
-class Beside(tg.Task, state=["total"]):
-    """Two computes that wait, beside each other; what they put is `x` and `y`."""
-
-    def setup(self) -> None:
-        self.total = 0.0
-        self.seen = 0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.one, outbound={"x": self.task_id}, parallel=True)
-        epoch.processor(self.other, outbound={"y": self.task_id}, parallel=True)
-        epoch.processor(self.add, inbound={"x": self.task_id, "y": self.task_id})
-
-    async def one(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        await asyncio.sleep(0.01)
-        outs.put("x", 1.0)
-
-    async def other(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        await asyncio.sleep(0.01)
-        outs.put("y", 1.0)
-
-    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.total += ins["x"] + ins["y"]
-        self.seen += 1
-
-    def result(self) -> float:
-        return self.total
-
-
-def test_coroutines_that_ran_beside_each_other_are_replayed() -> None:
-    class Forgets(Beside):
-        async def one(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            await asyncio.sleep(0.01)
-            outs.put("x", self.seen)
-
-    says(fails(job(Forgets)), REPLAYED, "('x' to task ", NAMED)
-    assert run(job(Beside)).values == {0: 4.0, 1: 4.0}
-
-
 class Ring(tg.Task, state=["total"]):
     """Each task asks the next one while it is asked itself."""
 
@@ -276,109 +238,17 @@ class Ring(tg.Task, state=["total"]):
         return self.total
 
 
-def test_handlers_that_run_while_a_coroutine_waits_for_an_answer_are_replayed() -> None:
+def test_interleaved_epochs_are_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    """Each task is asked while it waits for a reply."""
+
     class Forgets(Ring):
         def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
             super().add(epoch, ins, outs)
             self.total += self.seen
 
-    says(fails(job(Forgets, tasks=3)), REPLAYED, "(state 'total')", NAMED)
-    assert run(job(Ring, tasks=3)).values == {0: 4.0, 1: 6.0, 2: 2.0}
-
-
-def test_threads_that_wait_for_an_answer_while_handlers_run_are_replayed() -> None:
-    class Waits(Ring):
-        def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:  # type: ignore[override]
-            epoch.scratch.got = epoch.request((self.task_id + 1) % self.tasks, "get").wait()
-
-    class Forgets(Waits):
-        @tg.handles("get")
-        def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
-            return self.seen
-
-    says(fails(job(Forgets, tasks=3)), REPLAYED, "(the answer of 'get' to task ", NAMED)
-    assert run(job(Waits, tasks=3)).values == {0: 4.0, 1: 6.0, 2: 2.0}
-
-
-def test_what_waits_for_a_handler_of_its_own_task_is_replayed() -> None:
-    class Meets(Ring):
-        def compose(self, epoch: tg.Epoch) -> None:
-            epoch.scratch.asked = asyncio.Event()
-            super().compose(epoch)
-
-        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
-            await super().on_flag(epoch, sender, meta)
-            await epoch.scratch.asked.wait()
-            epoch.scratch.got *= 2
-
-        @tg.handles("get")
-        async def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
-            epoch.scratch.asked.set()
-            return self.task_id + 1.0
-
-    class Forgets(Meets):
-        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            super().add(epoch, ins, outs)
-            self.total += self.seen
-
-    says(fails(job(Forgets, tasks=3)), REPLAYED, "(state 'total')", NAMED)
-    assert run(job(Meets, tasks=3)).values == {0: 8.0, 1: 12.0, 2: 4.0}
-
-
-def test_work_that_goes_to_whoever_is_free_is_no_mistake() -> None:
-    """In which order answers come is as it was: the first that is there gets the next piece of work."""
-
-    class Farm(tg.Task, state=["total"]):
-        def setup(self) -> None:
-            self.total = 0.0
-            self.seen = 0
-
-        def compose(self, epoch: tg.Epoch) -> None:
-            if self.task_id == 0:
-                epoch.flag(0)
-                epoch.processor(self.add)
-
-        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
-            pieces, done = iter(range(9)), {}
-
-            async def feed(worker: int) -> None:
-                for piece in pieces:
-                    done[piece] = await epoch.request(worker, "work", piece)
-
-            await asyncio.gather(*(feed(worker) for worker in range(1, self.tasks)))
-            epoch.scratch.done = [done[piece] for piece in sorted(done)]
-
-        @tg.handles("work")
-        async def work(self, epoch: tg.Epoch, sender: int, payload: int) -> int:
-            await asyncio.sleep(0.01 * self.task_id * (1 + payload % 3))
-            return payload * payload
-
-        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.total += sum(epoch.scratch.done)
-            self.seen += 1
-
-        def result(self) -> float | None:
-            return self.total if self.task_id == 0 else None
-
-    assert run(job(Farm, tasks=4)).value == 2 * 204.0
-
-
-def test_a_difference_of_coroutines_that_ran_into_each_other_needs_an_attribute_that_may_be_why() -> None:
-    class Unlike(Ring):
-        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.total = time.perf_counter()
-
-    class WithoutAttributes(Unlike):
-        def setup(self) -> None:
-            self.total = 0.0
-
-    class WithOne(Unlike):
-        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            super().add(epoch, ins, outs)
-            self.seen += 1
-
-    assert run(job(WithoutAttributes, tasks=3)).status == "finished"
-    says(fails(job(WithOne, tasks=3)), "(state 'total')", "or the task is not deterministic", ": seen;")
+    run(job(Forgets, tasks=3))
+    skipped = [record.message for record in caplog.records if "strict mode skips this epoch" in record.message]
+    assert len(skipped) == len({text.split(",")[0] for text in skipped}) > 0
 
 
 def test_an_object_that_was_made_for_a_replay_is_a_primarys() -> None:
@@ -413,31 +283,6 @@ def test_what_the_first_try_of_an_epoch_leaves_and_restore_does_not_take_back() 
             self.pending.clear()
 
     assert run(job(TakesBack)).status == "finished"
-
-
-@pytest.mark.parametrize("order", range(3))
-def test_what_the_first_try_leaves_is_found_where_code_ran_while_other_code_waited(order: int) -> None:
-    class Keeps(Ring):
-        def setup(self) -> None:
-            super().setup()
-            self.pending: list[float] = []
-
-        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
-            self.pending.append(1.0)
-            await super().on_flag(epoch, sender, meta)
-
-        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.total += sum(self.pending)
-            self.pending.clear()
-
-    class TakesBack(Keeps):
-        def restore(self, state: Any) -> None:
-            super().restore(state)
-            self.pending.clear()
-
-    error = fails(job(Keeps, tasks=3), order=order)
-    says(error, "epoch 0: begun, restored and run again, as where an epoch starts again", "(state 'total')", "scratch")
-    assert run(job(TakesBack, tasks=3), order=order).values == dict.fromkeys(range(3), 2.0)
 
 
 def test_an_attempt_that_a_value_rests_on() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
@@ -254,63 +253,6 @@ def test_what_runs_beside_it_and_is_not_marked_is_not_taken_for_its_doing(way: s
     given = job(Beside, epochs=4)
     for order in range(4):
         assert run(given, order=order).values == run(given, strict=False).values
-
-
-class Parallel(Sum):
-    """Two computes at the same time, of which the first waits; what it puts, the sync point adds up."""
-
-    def declare(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.aside, outbound={"own": self.task_id}, parallel=True)
-        epoch.processor(self.early, outbound={"x": "all"})
-        epoch.processor(self.late, inbound={"x": "all", "own": self.task_id})
-
-    @tg.stateless
-    async def aside(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        await asyncio.sleep(0.01)
-        outs.put("own", self.made(epoch))
-
-    def made(self, epoch: tg.Epoch) -> Any:
-        return epoch.number
-
-    @tg.stateless
-    async def early(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        epoch.scratch.number = epoch.number
-        await asyncio.sleep(0.001)
-        outs.put("x", self.base)
-
-    def late(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.total += ins["own"] + epoch.scratch.number + sum(ins.all("x").values())
-
-
-class ParallelAfter(Parallel):
-    """What is not marked does not keep what is parallel from being early."""
-
-    def declare(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.unmarked, outbound={"y": self.task_id})
-        super().declare(epoch)
-        epoch.processor(self.ignore, inbound={"y": self.task_id})
-
-    def ignore(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        """A sync point that changes nothing."""
-
-    def unmarked(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("y", self.total)
-
-
-@pytest.mark.parametrize("kind", [Parallel, ParallelAfter])
-@pytest.mark.parametrize("order", range(3))
-def test_a_compute_that_runs_while_another_one_waits(kind: type[Parallel], order: int) -> None:
-    class Reading(kind):  # type: ignore[misc, valid-type]
-        def made(self, epoch: tg.Epoch) -> Any:
-            return self.total
-
-    error = fails(job(Reading, epochs=4), order=order)
-    assert str(error).startswith(
-        f"task {error.task}, epoch 1: 'aside' is marked @tg.stateless, but on the object as setup() makes it, it puts "
-        f"another 'own' to task {error.task}: {READS}"
-    )
-    given = job(kind, epochs=4)
-    assert run(given, order=order).values == run(given, strict=False).values
 
 
 @pytest.mark.parametrize("order", range(3))

@@ -1,0 +1,94 @@
+"""Strict mode: whether `@tg.stateless` holds for `compose` and for what may run before earlier epochs have ended.
+
+What is marked runs on an object as `setup` left it. There it must do what it did, and leave the object as it is: epochs
+in flight depend on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+from taskgraph.errors import StateError
+from taskgraph.graph.compose import Processor
+from taskgraph.node.epochs.differing import attributes_of, changed, look
+from taskgraph.node.epochs.recording import Recording, Step, handed_on_by
+from taskgraph.node.epochs.replaying import Replay
+from taskgraph.node.replica import Replica
+from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.shape import is_stateless
+
+__all__ = ["check_stateless"]
+
+_NAMES = 5
+
+
+async def check_stateless(recording: Recording, fresh: Replica) -> None:
+    """Runs what is marked on `fresh`, as `setup` left it.
+
+    Raises:
+        StateError: it came out differently, failed, or changed the object.
+    """
+    work = Replay(fresh, recording)
+    processors: dict[str, Processor] = {}
+
+    async def compose() -> None:
+        processors.update(await work.compose())
+
+    await _leaves_object(recording, fresh, "compose", compose())
+    if [_graph_of(p) for p in processors.values()] != [_graph_of(p) for p in recording.composed]:
+        raise await _mark_fails(recording, fresh, "compose", "declares another graph")
+    waited_for = False
+    for step in recording.steps:
+        if step.processor is None:
+            return  # what follows a message is not run early
+        parallel = step.processor.parallel
+        if not is_stateless(step.processor.compute):
+            waited_for |= not parallel
+        elif parallel or not waited_for:
+            await _check_step(recording, fresh, work, step, processors)
+
+
+async def _check_step(
+    recording: Recording, fresh: Replica, work: Replay, step: Step, processors: dict[str, Processor]
+) -> None:
+    before = await look(fresh, partial(handed_on_by, work))
+    await _leaves_object(recording, fresh, step.where, work.run(step, processors))
+    for (tag, to), digest in work.digests.items():
+        if recording.puts[(tag, to)].digest != digest:
+            raise await _mark_fails(recording, fresh, step.where, f"puts another {tag!r} to task {to}")
+    after, recorded = await look(fresh, partial(handed_on_by, work)), recording.handed_on[step.where]
+    names = set(changed(before, after))
+    if recorded.alone:  # otherwise what other code handed on is among the recorded changes
+        names.update(changed(recorded.before, recorded.after))
+    if differing := sorted(name for name in names if after.get(name) != recorded.after.get(name)):
+        raise await _mark_fails(recording, fresh, step.where, f"leaves another {differing[0]}")
+
+
+async def _leaves_object(recording: Recording, fresh: Replica, where: str, call: Coroutine[Any, Any, None]) -> None:
+    before = await attributes_of(fresh)
+    try:
+        await call
+    except UserCodeError as error:
+        raise await _mark_fails(recording, fresh, where, f"fails ({error})") from error
+    if written := changed(before, await attributes_of(fresh)):
+        raise StateError(
+            f"task {fresh.task}, epoch {recording.stamp.epoch}: {where!r} is marked @tg.stateless, and changed "
+            f"{', '.join(f'self.{name}' for name in written)}: another epoch may run between this and who reads it; "
+            f"hand values on through epoch.scratch, make what stays in setup(), or leave the mark out"
+        )
+
+
+async def _mark_fails(recording: Recording, fresh: Replica, where: str, what: str) -> StateError:
+    differing = changed(await attributes_of(fresh), await attributes_of(recording.replica))
+    names = ", ".join(f"self.{name}" for name in differing[:_NAMES])
+    hint = f"; since setup() changed: {names}" if differing else ""
+    return StateError(
+        f"task {fresh.task}, epoch {recording.stamp.epoch}: {where!r} is marked @tg.stateless, but on the object as "
+        f"setup() makes it, it {what}: it reads what other methods change{hint}; leave the mark out"
+    )
+
+
+def _graph_of(processor: Processor) -> tuple[object, ...]:
+    return (processor.name, processor.inbound, processor.outbound, processor.parallel)
