@@ -40,7 +40,7 @@ from taskgraph.launch.shown import Shown
 from taskgraph.launch.supervise import Hooks
 from taskgraph.network.listening import Listening
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import kept_json
+from taskgraph.observe.format import counted, kept_json
 from taskgraph.observe.screen import say
 from taskgraph.observe.values_text import values_text
 from taskgraph.options import fields_of, parse
@@ -192,16 +192,17 @@ class _Run:
 
     def _show(self, result: JobResult) -> None:
         self._new_line()
-        print_result(result, as_json=self._options.json, kept=self._nodes is not None)
+        print_result(result, as_json=self._options.json, kept=self._nodes is not None, failures=self._shown.failures)
         if self._nodes is not None and not self._options.logs and printed(self._logs):
             print(f"what its tasks printed is in {self._logs}; --logs shows it at once", file=sys.stderr)
 
 
-def print_result(result: JobResult, *, as_json: bool, kept: bool) -> None:
-    """Values on standard output, how it went on standard error.
+def print_result(result: JobResult, *, as_json: bool, kept: bool, failures: int = 0) -> None:
+    """Prints the values on standard output, and a summary on standard error.
 
     Args:
-        kept: they may be asked for again.
+        kept: `taskgraph result` can print the values again.
+        failures: how many nodes failed, if the command has followed the job.
     """
     settle()  # on a terminal they come after what happened
     try:
@@ -215,9 +216,13 @@ def print_result(result: JobResult, *, as_json: bool, kept: bool) -> None:
         raise
     if as_json:
         return
-    extra = [f"{n} {word}" for n, word in ((result.failovers, "failovers"), (result.restarts, "restarts")) if n]
-    tail = f" ({', '.join(extra)})" if extra else ""
-    print(f"job {result.name}: {result.epochs} epochs in {result.wall_s:.2f} s{tail}", file=sys.stderr)
+    words = [f"{counted(result.epochs, 'epoch')} in {result.wall_s:.2f} s"]
+    if result.failovers:
+        moved = counted(result.failovers, "task")
+        words.append(f"{counted(failures, 'failover')} ({moved})" if failures else f"{moved} failed over")
+    if result.restarts:
+        words.append(counted(result.restarts, "restart"))
+    print(f"job {result.name}: {', '.join(words)}", file=sys.stderr)
 
 
 def submit_command(options: argparse.Namespace, function: JobFunction[...] | None = None) -> int:

@@ -18,7 +18,8 @@ from taskgraph.errors import CoordinationError, OutcomeUnknown, TaskGraphError
 from taskgraph.launch.kept import way_on
 from taskgraph.network.tls import Tls
 from taskgraph.observe.control_client import ControlClient, control_address
-from taskgraph.observe.events import Event, careful, in_order, readable_events
+from taskgraph.observe.events import GATHERED, Event, careful, in_order, put_events, readable_events
+from taskgraph.observe.incidents import FAILOVER, Incidents
 from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol import transactions
 from taskgraph.protocol.keys import Keys
@@ -42,6 +43,8 @@ _CANCEL_TRIES = 5
 _TOLD = 8192
 """Events that are remembered, to be told once: twice as many as a leader remembers to tell again."""
 _REST_S = 1.0
+_LOOK_S = 0.1
+"""How often open incidents are looked at."""
 
 
 def client_of(record: NodeRecord, token: bytes, tls: Tls | None = None) -> ControlClient:
@@ -91,6 +94,7 @@ class Follower:
         self._run_at = 0  # the revision of the spec of the run that is followed
         self._on_event: Callable[[Event], None] | None = None
         self._told: OrderedDict[tuple[float, str, str], None] = OrderedDict()
+        self._incidents = Incidents(spec.tasks, spec.backups, time.monotonic)
 
     @property
     def view(self) -> JobView:
@@ -149,6 +153,7 @@ class Follower:
             self._on_event = on_event = careful(on_event)
             self._services.append(loop.create_task(self._follow_kept(), name="events"))
             self._services.append(loop.create_task(self._follow_leader(on_event), name="commits"))
+            self._services.append(loop.create_task(self._report_incidents(), name="incidents"))
 
     async def broken(self) -> None:
         """Waits until following fails, and raises why."""
@@ -171,7 +176,26 @@ class Follower:
         self._told[known] = None
         if len(self._told) > _TOLD:
             self._told.popitem(last=False)
+        self._incidents.take(event)
         self._on_event(event)
+
+    async def _report_incidents(self) -> None:
+        """Reports what each failure cost, and keeps the report in etcd."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if not self._incidents.any_open:
+                continue
+            for event in self._incidents.look(self.view):
+                self._tell(event)
+                if event.kind == FAILOVER:
+                    await self._keep(event)
+
+    async def _keep(self, event: Event) -> None:
+        key = self.view.keys.event(f"{event.at:017.6f}-{event.kind}-{event.fields['node']}")
+        try:
+            await self._coordinator.txn(put_events(self.view.keys, self._run_at, [(key, event)]))
+        except CoordinationError as error:
+            log.warning("the report of a failover is not kept: %s", error)
 
     def _say(self, kind: str, text: str) -> None:
         """Tells something that whoever follows sees alone: as an event, or in the log where nobody takes events."""
@@ -190,6 +214,8 @@ class Follower:
             log.warning("the last events of job %r were not read: %s", self._spec.name, str(error) or "no answer")
             return
         for event in found:
+            self._tell(event)
+        for event in self._incidents.look(self.view, over=True):
             self._tell(event)
 
     async def _follow_leader(self, on_event: Callable[[Event], None]) -> None:
@@ -214,10 +240,11 @@ class Follower:
             async with client_of(record, self._token, self._tls) as client:
                 async for event, _ in client.events(follow=True):
                     if event.kind != "commit":
-                        if not event.transient:
+                        if not event.transient and event.kind not in GATHERED:  # etcd has these, gathered
                             self._tell(event)
                     elif (event.epoch or 0) > last:
                         last = event.epoch or 0
+                        self._incidents.committed(event.at)
                         on_event(event)
         except TaskGraphError as error:
             log.debug("the leader's events: %s", error)

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import logging
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,12 +19,24 @@ from operator import attrgetter
 
 from taskgraph.coordination.api import Coordinator, Listing
 from taskgraph.errors import CoordinationError, DecodeError
+from taskgraph.observe.format import ids_text
 from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Delete, KeyValue, Put, Txn
 from taskgraph.protocol.numbers import Numbers
 
-__all__ = ["Event", "EventLog", "careful", "in_order", "keep_events", "put_events", "readable_events"]
+__all__ = [
+    "GATHERED",
+    "Event",
+    "EventLog",
+    "careful",
+    "gathered",
+    "in_order",
+    "keep_events",
+    "many",
+    "put_events",
+    "readable_events",
+]
 
 log = logging.getLogger("taskgraph.events")
 
@@ -37,6 +48,11 @@ _BATCH = 32
 """Durable events written in one transaction: below etcd's 128 operations."""
 _GATHER_S = 0.1
 """Events come in bursts, around a failure or a drain, when all nodes are busy; each write wakes every node's watch."""
+GATHERED = {"takeover": "from", "hand-over": "from", "evicted": "of", "admitted": "of"}
+"""Kinds of which a failure causes one event per task, and the field with the other node: etcd keeps one event per kind,
+node and burst."""
+_GATHER_TASKS_S = 0.5
+"""How long these wait for more of their kind."""
 _RETRY_S = 0.5
 _SAY_AGAIN_S = 10.0
 _MAX_TEXT = 4000
@@ -96,8 +112,6 @@ _values = attrgetter(*_FIELDS)
 # Not `json.dumps` and `json.loads`: these make an encoder each time, and guess encodings. Each commit is one.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().decode
-_TASK = re.compile(rb'"task": ?(null)?')
-_LOST = re.compile(rb'"kind": ?"lost",.*"fields": ?\{[^{}]*"lost": ?("[^"]*")')
 
 
 def readable_events(kept: Iterable[bytes]) -> Iterator[Event]:
@@ -107,6 +121,34 @@ def readable_events(kept: Iterable[bytes]) -> Iterator[Event]:
             yield Event.from_bytes(value)
         except DecodeError as error:
             log.warning("%s", error)
+
+
+def many(event: Event) -> int:
+    """How many tasks an event of a `GATHERED` kind is about."""
+    return int(event.fields.get("count", 1))
+
+
+def gathered(events: Iterable[tuple[str, Event]]) -> list[tuple[str, Event]]:
+    """Events with their keys; those that differ only in the task become one event, in the place of the first."""
+    groups: dict[object, list[tuple[str, Event]]] = {}
+    for key, event in events:
+        alike = event.task is not None and event.kind in GATHERED
+        group = (event.kind, event.node, event.fields.get(GATHERED[event.kind])) if alike else key
+        groups.setdefault(group, []).append((key, event))
+    return [(group[0][0], _as_one([event for _, event in group])) for group in groups.values()]
+
+
+def _as_one(events: list[Event]) -> Event:
+    first, last = events[0], events[-1]
+    if len(events) == 1:
+        return first
+    texts = {event.text.removeprefix(f"task {event.task}: ") for event in events}
+    text = texts.pop() if len(texts) == 1 else texts.pop().rpartition(" (")[0]  # without what differs
+    tasks = ids_text(sorted(event.task for event in events if event.task is not None))
+    fields = {**first.fields, "count": len(events), "tasks": tasks, "until": max(event.at for event in events)}
+    whole = f"tasks {tasks}: {text}"
+    whole = whole if len(whole) <= _MAX_TEXT else f"{len(events)} tasks: {text}"
+    return Event(first.at, first.node, first.kind, whole, epoch=last.epoch, attempt=last.attempt, fields=fields)
 
 
 def careful(listener: Callable[[Event], None]) -> Callable[[Event], None]:
@@ -243,8 +285,14 @@ class _Keeper:
     async def burst(self) -> None:
         """Returns when there are events to write: the first of a burst takes the others along."""
         await self._some.wait()
+        await self._more(_GATHER_S)
+        if any(event.kind in GATHERED for _, event in self.waiting):
+            await self._more(_GATHER_TASKS_S - _GATHER_S)
+        self.waiting = deque(gathered(self.waiting))
+
+    async def _more(self, within_s: float) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GATHER_S):
+            async with asyncio.timeout(within_s):
                 await self._hurry.wait()
 
     async def write_some(self, coordinator: Coordinator) -> int:
@@ -324,42 +372,10 @@ def in_order(listing: Listing) -> list[KeyValue]:
 async def _prune(coordinator: Coordinator, keys: Keys, kept: int) -> None:
     try:
         listing = await coordinator.list(keys.events)
-        old = _to_prune(in_order(listing), kept)
+        there = in_order(listing)
+        old = there[: max(0, len(there) - kept)]
         for start in range(0, len(old), _BATCH):
             part = old[start : start + _BATCH]
             await coordinator.txn(Txn(success=tuple(Delete(kv.key) for kv in part)))
     except CoordinationError as error:
         log.warning("old events were not pruned: %s", error)
-
-
-def _to_prune(there: list[KeyValue], kept: int) -> list[KeyValue]:
-    """The oldest ones; first of those of single tasks, and of those that say once more that a node is lost, while
-    these are more than half of what is kept.
-
-    A node that is lost with hundreds of tasks is one event. That all of them have other primaries and backups then is
-    a thousand, and that it is lost is told by each of the others.
-    """
-    surplus = len(there) - kept
-    if surplus <= 0:
-        return []
-    lost = set[bytes]()
-    many = [kv for kv in there if _of_task(kv) or _lost_again(kv, lost)]
-    first = many[: min(surplus, max(0, len(many) - kept // 2))]
-    left_out = {kv.key for kv in first}
-    others = (kv for kv in there if kv.key not in left_out)
-    return [*first, *itertools.islice(others, surplus - len(first))]
-
-
-def _of_task(kv: KeyValue) -> bool:
-    """Whether it is of one task. It is not decoded: there may be 100,000. In texts quotes are escaped."""
-    found = _TASK.search(kv.value)
-    return found is not None and found[1] is None
-
-
-def _lost_again(kv: KeyValue, lost: set[bytes]) -> bool:
-    """Whether it says that a node is lost of which that was said before; `lost`: of which it was."""
-    if (found := _LOST.search(kv.value)) is None:
-        return False
-    known = found[1] in lost
-    lost.add(found[1])
-    return known

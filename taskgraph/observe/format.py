@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import count, islice
 from typing import Any
 
 from taskgraph.errors import FingerprintMismatch, TaskGraphError, named
@@ -19,6 +17,8 @@ from taskgraph.settings import Settings
 
 __all__ = [
     "clock_text",
+    "counted",
+    "few_nodes_text",
     "fitted",
     "holders",
     "ids_text",
@@ -50,6 +50,11 @@ _STEPS = 16
 def clock_text(at: float) -> str:
     """The time of day here, to the millisecond."""
     return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at * 1000) % 1000:03d}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 task`, `1,000 tasks`."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -215,6 +220,13 @@ def _after_loss(view: JobView, name: str) -> str:
     return f"the job {what}. If all are dead: `taskgraph launch {name}`"
 
 
+def few_nodes_text(name: str, nodes: int, backups: int) -> str:
+    """The warning that too few nodes are left for the backups that the job asks for."""
+    what = "no task has a backup" if nodes <= 1 else f"tasks have fewer than {backups} backups"
+    then = "another failure ends the job" if nodes <= 1 else f"{backups + 1} nodes are needed, and {nodes} are left"
+    return f"! {what}: {then}. Start a node: taskgraph launch {name}"
+
+
 def lacking_text(view: JobView, name: str, tasks: int, backups: int) -> str:
     """Which tasks have fewer backups than the job asks for, and whether that will pass; "" where none lacks any."""
     have = {task: len(holders(view, task)) - (view.primary_node(task) in holders(view, task)) for task in range(tasks)}
@@ -274,43 +286,14 @@ def _doing(replica: ReplicaStatus | None) -> str:
 
 
 def ids_text(ids: Sequence[int]) -> str:
-    """1 2 3 7 as `1-3 7`; and every fourth from 1 to 997 as `1,5,9..997`, where such series make it half as long."""
-    in_order = sorted(set(ids))
-    runs, series = _runs_text(in_order), _series_text(in_order)
-    return (series if 2 * len(series) <= len(runs) else runs) or "-"
-
-
-def _runs_text(ids: Sequence[int]) -> str:
+    """1 2 3 7 as `1-3 7`."""
     runs: list[list[int]] = []
-    for i in ids:
+    for i in sorted(set(ids)):
         if runs and runs[-1][1] == i - 1:
             runs[-1][1] = i
         else:
             runs.append([i, i])
-    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def _series_text(ids: Sequence[int]) -> str:
-    """The longest series that the first is in, then that of the first of those that are left, and so on."""
-    words, left, known = [], deque(ids), set(ids)
-    while left:
-        first = left.popleft()
-        longest = range(first, first + 1)
-        for second in islice(left, _STEPS):
-            step = second - first
-            end = next(i for i in count(second, step) if i not in known)
-            found = range(first, end, step)
-            if len(found) > len(longest) and (step == 1 or len(found) >= _SERIES):
-                longest = found
-        known.difference_update(longest)
-        if longest.step > 1:
-            words.append(f"{first},{longest[1]},{longest[2]}..{longest[-1]}")
-            left = deque(i for i in left if i in known)
-        else:
-            words.append(f"{first}-{longest[-1]}" if len(longest) > 1 else str(first))
-            for _ in longest[1:]:
-                left.popleft()
-    return " ".join(words)
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
 
 
 def status_json(

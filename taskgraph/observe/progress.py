@@ -3,21 +3,23 @@
 Piped, every durable event is a line; commits are lines too: all of them in a job of up to `_FEW` epochs, or while
 they are fewer than `_FEW_PER_S` a second, else one a second, and always the last; that the job ended comes after it.
 
-When a node dies, each of its tasks is taken over, loses a member and gets another: what is the same of several tasks
-within a moment is told once.
+When a node fails, its tasks are taken over and get new backups. All this is one line, the event `failover`, with what
+the failure cost (`observe/incidents.py`). Other events that differ only in the task are merged within a moment.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import clock_text, holders, ids_text, last_text
+from taskgraph.observe.format import clock_text, counted, few_nodes_text, holders, ids_text, last_text
+from taskgraph.observe.incidents import FAILOVER
 from taskgraph.observe.screen import cut, one_line, printable, takes_codes
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
@@ -30,22 +32,28 @@ _FEW = 100
 _REFRESH_S = 0.1
 _WINDOW = 200
 _MERGE_S = 0.3
-_LOST_S = 5.0
-"""Each node that misses another one tells it for itself."""
+_SETTLED_S = 1.0
+"""For so long after a failure is reported, tasks may still move between nodes because of it."""
+_WARN_S = 1.0
+"""How long tasks must lack a backup, for want of nodes, before a warning."""
 _ENDING_S = 2.0
-"""That a job ended comes from etcd, its last commits from its leader: the end waits this long to be told last."""
-_MERGED = ("lost", "takeover", "hand-over", "evicted", "admitted", "slow", "teardown failed")
+"""How long the end of the job, which comes from etcd, waits for the last commits, which come from the leader."""
+_MERGED = ("hand-over", "admitted", "slow", "teardown failed")
+_MOVES = ("hand-over", "admitted")
+"""Not printed while a failure is not reported yet: they are part of its line."""
+_HIDDEN = ("lost", "takeover", "evicted")
+"""Only `taskgraph events` shows them: the line of a failure sums them up."""
 _ONCE = ("unheld", "sockets")
-"""What nodes tell each for itself, and of one task of many: the first one tells what is the matter."""
+"""Printed for the first task only: the other tasks of the same class report the same."""
 _OF_A_NODE = ("paused", "resumed", "raised")
-"""What a node tells of itself, without its name: `taskgraph events` has a column for that."""
+"""Events whose text does not name the node."""
 _ENDS = (State.FINISHED, State.FAILED, State.CANCELLED)
-_DEPARTURES = ("lost", "gone", "evicted", "drain")
-"""No news once the job ended: its nodes leave then, one after the other, and each is missed by those that stay."""
+_DEPARTURES = ("gone", "drain")
+"""Not printed after the end of the job, when its nodes leave."""
 
 
 class Progress:
-    """Shows one job. `event` takes every event, `tick` is called now and then."""
+    """Shows one job. The caller passes every event to `event`, and calls `tick` several times a second."""
 
     def __init__(
         self,
@@ -69,7 +77,12 @@ class Progress:
         self._epoch = -1
         self._first = 0
         self._numbers: Mapping[str, str | int | float] = {}
-        self._lost: dict[str, float] = {}
+        self._failed = set[str]()  # nodes whose failure is not reported yet
+        self._settled_at = float("-inf")
+        self.failures = 0
+        self._most_nodes = 0
+        self._few_since: float | None = None
+        self._warned = False
         self._shown_at = float("-inf")
         self._held: Event | None = None
         self._view: JobView | None = None
@@ -106,6 +119,14 @@ class Progress:
         if event.transient or (self._over and event.kind in _DEPARTURES):
             return
         self._over = self._over or event.kind in _ENDS
+        if event.kind == "lost":
+            self._failed.add(str(event.fields.get("lost")))
+        if event.kind in _HIDDEN or (event.kind in _MOVES and self._is_moving):
+            return
+        if event.kind == FAILOVER:
+            self._failed.discard(str(event.fields.get("node")))
+            self._settled_at = self._clock() + _SETTLED_S
+            self.failures += 1
         if event.kind in _ONCE:
             if (what := _of_its_task(event)) in self._once:
                 return
@@ -129,26 +150,44 @@ class Progress:
             self._tell(ending.at, ending.text)
 
     def _tell(self, at: float, text: str) -> None:
-        self._line(f"{clock_text(at)} {one_line(text)}")
+        when = clock_text(at).partition(".")[0]
+        lines = [one_line(text)]
+        if self._live:
+            columns = max(40, shutil.get_terminal_size().columns - len(when) - 2)
+            lines = textwrap.wrap(lines[0], columns, break_long_words=False, break_on_hyphens=False) or lines
+        self._line(f"{when} " + f"\n{' ' * len(when)} ".join(lines))
 
     def _flush_merged(self, *, now: bool = False) -> None:
         if not self._merging or (not now and self._clock() - self._merging_since < _MERGE_S):
             return
         merged, self._merging = self._merging, {}
-        # By when they happened: nodes tell what they see each for itself, and one of them is read after the other.
-        for (kind, text), events in sorted(merged.items(), key=lambda item: min(event.at for event in item[1])):
-            if kind == "lost" and self._told_lost(text):
-                continue
+        # In the order of what happened: events of different nodes arrive in any order.
+        for (_, text), events in sorted(merged.items(), key=lambda item: min(event.at for event in item[1])):
             tasks = sorted({event.task for event in events if event.task is not None})
             whose = f"task {tasks[0]}: " if len(tasks) == 1 else f"tasks {ids_text(tasks)}: " if tasks else ""
             self._tell(min(event.at for event in events), whose + text)
 
-    def _told_lost(self, text: str) -> bool:
-        """Whether another node told just now that it misses this one, from whatever it knows that."""
-        what, now = text.partition(":")[0], self._clock()
-        self._lost = {told: at for told, at in self._lost.items() if now - at < _LOST_S}  # in a long job there are many
-        before, self._lost[what] = what in self._lost, now
-        return before
+    @property
+    def _is_moving(self) -> bool:
+        """Tasks move because a node failed."""
+        return bool(self._failed) or self._clock() < self._settled_at
+
+    def _warn(self) -> None:
+        """Warns once when too few nodes are left for backups; not of a job that was started with so few."""
+        view = self._view
+        if view is None or not view.running or not self._backups or self._epoch < 0 or self._failed:
+            return
+        nodes = len(view.nodes.keys() - view.gone.keys())
+        self._most_nodes = max(self._most_nodes, nodes)
+        if nodes > self._backups or self._most_nodes <= self._backups:
+            self._few_since = None
+            self._warned = False
+            return
+        now = self._clock()
+        self._few_since = now if self._few_since is None else self._few_since
+        if not self._warned and now - self._few_since >= _WARN_S:
+            self._warned = True
+            self._tell(time.time(), few_nodes_text(self._name, nodes, self._backups))
 
     def line(self, text: str) -> None:
         """Something to be read among what happens, such as a line that a task printed."""
@@ -193,6 +232,7 @@ class Progress:
     def tick(self) -> None:
         """Refreshes the live line; tells what waited for more of its kind."""
         self._flush_merged()
+        self._warn()
         if self._clock() - self._ending_since >= _ENDING_S:
             self._flush_ending()
         if self._live and not self._ended:
@@ -230,17 +270,20 @@ class Progress:
     def text(self) -> str:
         """The live line."""
         parts = [self._name]
-        if self._epoch >= 0:
-            parts.append(f"epoch {self._epoch}{last_text(self._epochs)}")
-            parts.append(f"{self._rate():.1f}/s")
-        else:
-            parts.append("starting")
         view = self._view
-        if view is not None and view.epoch is not None and not self._over:  # its nodes leave then
-            parts.append(f"nodes {len(view.nodes.keys() - view.gone.keys())}")
-            wanted = self._backups + 1
-            in_sync = sum(min(len(holders(view, task)), wanted) for task in range(self._tasks))
-            parts.append(f"in sync {in_sync}/{self._tasks * wanted}")
+        if self._epoch >= 0:
+            parts += [f"epoch {self._epoch}{last_text(self._epochs)}", f"{self._rate():.1f}/s"]
+        elif view is None or not view.primaries:
+            parts.append("starting")
+        if view is not None and view.epoch is not None and not self._over:  # nodes leave when the job is over
+            nodes = len(view.nodes.keys() - view.gone.keys())
+            ready = sum(1 for task in range(self._tasks) if len(holders(view, task)) > self._backups)
+            if self._epoch >= 0:
+                parts.append(counted(nodes, "node"))
+                if self._backups:
+                    parts.append(f"{ready}/{self._tasks} backed up")
+            elif view.primaries:
+                parts.append(f"setting up: {ready} of {self._tasks} tasks on {counted(nodes, 'node')}")
         numbers = one_line(numbers_text(self._numbers).strip())
         if numbers:
             parts.append(numbers)

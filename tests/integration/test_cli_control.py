@@ -79,7 +79,7 @@ async def test_kill_of_the_roots_primary_changes_no_number(cli: Cli) -> None:
     assert done.code == 0, done.err
     assert f"sent SIGKILL to {before['primary']} (process " in done.out and "the primary of task 0" in done.out
     pid = int(done.out.split("(process ")[1].split()[0])
-    await run.until("is primary after")
+    await run.until(" moved to ")
     await gone(pid)
     cli.open()
     done = await run.done()
@@ -403,7 +403,7 @@ async def test_nodes_of_launch_that_alone_are_left_of_a_run_leave_before_its_etc
     run = await cli.start("run", str(DRIVER.with_name("steady.py")), "--nodes", "1", "-o", "epochs=1000000")
     await run.until("epoch ")
     launch = await cli.start("launch", "steady", "--nodes", "1")
-    await run.until("holds its state now")
+    await run.until("has a backup now")
     assert (await cli("drain", "steady", "--node", "n1")).code == 0
     while [node["name"] for node in (await status(cli, "steady"))["nodes"]] != ["n2"]:  # noqa: ASYNC110 (another process)
         await asyncio.sleep(0.1)

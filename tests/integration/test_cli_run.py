@@ -278,7 +278,7 @@ async def test_a_launch_beside_a_run_leaves_it_the_results(cli: Cli) -> None:
     """It was a race: where the launch let the nodes go first, a job that had finished failed as `nobody is left`."""
     run = await cli.paused("--nodes", "1", "--json")
     launch = await cli.start("launch", "sums", "--nodes", "1")
-    await run.until("holds its state now")
+    await run.until("has a backup now")
     run.process.send_signal(signal.SIGSTOP)
     cli.open()
     await launch.until("the job finished")

@@ -129,7 +129,7 @@ async def test_a_node_that_is_killed_and_one_that_joins_are_named(cli: Cli) -> N
     tracing = await cli.start("trace", "--epochs", "90000", "--every", "1", "-o", "t.json")
     await tracing.until("tracing epochs")
     assert (await cli("kill", "--node", "n2")).code == 0
-    await run.until("is primary after")
+    await run.until(" moved to ")
     launched = await cli.start("launch", "steady", "--nodes", "1")
     joined_node = await joins(cli)
     tracing.interrupt()

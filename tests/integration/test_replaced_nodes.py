@@ -145,7 +145,7 @@ async def test_a_launched_node_is_replaced_too(embedded_etcd: EmbeddedEtcd, cli:
     await launch.until("epoch 1/")
     nodes = json.loads((await cli("status", "replaced", "--json", *etcd)).out)["nodes"]
     os.kill(next(node["pid"] for node in nodes if node["name"] == "n1"), signal.SIGKILL)
-    await launch.until("n3 holds its state now")
+    await launch.until("all tasks backed up again")
     cli.open()
     done = await launch.done()
     assert (done.code, done.out) == (0, printed()), done.err

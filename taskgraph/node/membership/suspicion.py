@@ -93,7 +93,7 @@ class Suspicion:
                 self._missed.add(node)
                 self._node.events.emit(
                     "lost",
-                    f"{name_of(node)} is gone: its port refuses",
+                    f"{name_of(node)} died: its port refuses connections",
                     fields={"lost": node},
                     transient=not view.running,  # its job ended, and so it left: no news
                 )
@@ -107,7 +107,7 @@ class Suspicion:
     def _lease_changed(self, node: str, lease: int, ended: bool) -> None:
         """It ended; or it lives again: another leader of etcd gives every lease its TTL anew."""
         if ended:
-            text = f"{name_of(node)} is frozen or cut off: its lease ended"
+            text = f"{name_of(node)} does not answer: its lease ended (the node is frozen or cut off)"
             self._node.events.emit("lost", text, fields={"lost": node, "lease": lease})
         self.update()
         self._changed()
@@ -244,10 +244,10 @@ class Suspicion:
             if not (view.running and self._node.speaks()):
                 continue
             name = name_of(node)
-            if record.running or record.task is not None or record.ended_itself:
+            if (record.running and not record.meant) or record.task is not None or record.ended_itself:
                 self._node.events.emit("gone", f"{name} {record.told}", fields={"lost": node})
             elif record.died and node not in self._missed:  # its launcher was faster than whoever missed it
-                self._node.events.emit("lost", f"{name} is gone: {record.reason}", fields={"lost": node})
+                self._node.events.emit("lost", f"{name} died: {record.reason}", fields={"lost": node})
 
     def _look_at_refused(self) -> None:
         """Asks again whoever refused and is still registered. After long enough it has renewed its lease, and lives."""

@@ -497,8 +497,8 @@ class Backups:
         self._insync.admitted(node, revision is not None)
         self._poke()
         begins = self._committed_epoch == 0  # that is one event, not two for every task
-        what = f"{name_of(node)} holds its state now"
-        await self._after_write(revision, backoff, "admitted", what, transient=begins)
+        what = f"{name_of(node)} has a backup now"
+        await self._after_write(revision, backoff, "admitted", node, what, transient=begins)
 
     async def _evict(self, tender: Tender, backoff: Backoff) -> None:
         """Writes the member out of the in-sync set, effective from the next boundary."""
@@ -526,8 +526,8 @@ class Backups:
         revision = await self._node.transact(txn, key=key, writer=writer)
         self._evicted(tender, revision is not None)
         ended = not self._node.keeper.view.running  # and so nodes leave: no news
-        what = f"{name_of(node)} is out of its in-sync set"
-        await self._after_write(revision, backoff, "evicted", what, transient=ended or told)
+        what = f"{name_of(node)} is no longer in sync"
+        await self._after_write(revision, backoff, "evicted", node, what, transient=ended or told)
 
     def _evicted(self, tender: Tender, written: bool) -> None:
         """It is known whether the evicting write happened: who is invited again acknowledges everything anew."""
@@ -537,7 +537,7 @@ class Backups:
         self._poke()
 
     async def _after_write(
-        self, revision: int | None, backoff: Backoff, kind: str, what: str, *, transient: bool
+        self, revision: int | None, backoff: Backoff, kind: str, node: str, what: str, *, transient: bool
     ) -> None:
         """A change of the set is written, and told; or it was refused, and the view is read again."""
         keeper = self._node.keeper
@@ -553,6 +553,7 @@ class Backups:
             term=self._term,
             epoch=self._committed_epoch,
             transient=transient,
+            fields={"of": node},
         )
         await keeper.caught_up(revision)
 

@@ -61,6 +61,8 @@ news, and after `_RAREST_S` at most: all tasks answer, and handlers may be at wo
 _UNUSUAL = 3
 """So many times as long as between commits of late: before, what an epoch waits for is shown to who asks, and not told.
 Else each epoch of a job whose epochs are long would be an event."""
+_SETUP_S = 10.0
+"""Epoch 0 includes `setup()`, which often takes seconds: a longer wait is reported."""
 _SHOWN = 3
 """Waits, or edges that do not agree, in one line."""
 _REFUSALS = 20
@@ -520,14 +522,13 @@ class LeaderRole:
             )
         self.waits = tuple(lines)
         lines = [*self._node.keeper.waits, *lines, *self._node.writes.waits]  # `status` shows these of every node
-        unusual = self._node.now() - self._last_news > _UNUSUAL * self._usual_s
+        usual_s = _SETUP_S if stamp.epoch == 0 else _UNUSUAL * self._usual_s
+        unusual = self._node.now() - self._last_news > usual_s
         if self._waits_told != stamp and lines and unusual:
             self._waits_told = stamp
             text = f"epoch {stamp.epoch} waits: {'; '.join(first_of(lines, _SHOWN))}"
-            if (
-                len(lines) > _SHOWN and self._node.spec.driver is not None
-            ):  # of one in a single process it knows nothing
-                text += f"; `taskgraph status {self._node.spec.name}` tells of all"
+            if len(lines) > _SHOWN and self._node.spec.driver is not None:  # else it runs in one process
+                text += f"; `taskgraph status {self._node.spec.name} --tasks` shows all"
             self._node.events.emit("waits", text, epoch=stamp.epoch)
 
     def _unreachable(self, gathered: dict[int, tuple[Wait, ...]]) -> list[str]:

@@ -318,6 +318,7 @@ class TakeOvers:
             epoch=taken.epoch,
             attempt=taken.attempt,
             transient=kind == "primary",
+            fields={"from": old} if whose and old else None,
         )
         if anew:  # not sooner: whoever became primary instead may have been told that this node holds its boundaries
             replica.boundaries.clear()

@@ -684,6 +684,19 @@ def test_where_values_cannot_be_written_it_is_said_who_has_them(
     assert capsys.readouterr().err == f"taskgraph: standard output: No space left on device\n{told}"
 
 
+@pytest.mark.parametrize(
+    ("failures", "says"),
+    [
+        (1, "job fit: 1,000 epochs in 2.00 s, 1 failover (7 tasks), 1 restart\n"),
+        (0, ", 7 tasks failed over, 1 restart\n"),
+    ],
+)
+def test_summary_counts_failures_and_tasks(failures: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tg.JobResult(name="fit", epochs=1000, failovers=7, restarts=1, wall_s=2.0)
+    print_result(result, as_json=False, kept=True, failures=failures)
+    assert capsys.readouterr().err.endswith(says)
+
+
 def test_a_host_without_room_for_temporary_files_is_told_what_to_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

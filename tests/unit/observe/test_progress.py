@@ -12,7 +12,7 @@ from taskgraph.observe.format import holders
 from taskgraph.observe.progress import Progress, numbers_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
-from taskgraph.protocol.records import EpochRecord, MemberRecord, NodeRecord
+from taskgraph.protocol.records import EpochRecord, MemberRecord, NodeRecord, PrimaryRecord, StatusRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.results import EpochReport
 
@@ -124,76 +124,42 @@ def test_what_each_node_tells_of_one_task_of_a_class_is_one_line() -> None:
     ]
 
 
-def test_nodes_that_were_lost_long_ago_are_not_remembered() -> None:
-    """A job that runs for months loses thousands of them."""
-    clock = Clock()
-    progress = Progress("fit", 9, 1000, out=Screen(terminal=False), clock=clock)
-    for number in range(50):
-        progress.event(event("lost", f"n{number} is gone: its port refuses"))
-        clock.now += 1.0
-        progress.tick()
-    assert len(progress._lost) < 10
+def failure(kind: str, text: str, **fields: str | int) -> Event:
+    return Event(1.0, "n2", kind, text, fields=fields)
 
 
-def test_what_is_the_same_of_several_tasks_within_a_moment_is_one_line() -> None:
+def test_failure_is_one_line() -> None:
     out, clock = Screen(terminal=False), Clock()
     progress = Progress("fit", 9, 1000, out=out, clock=clock)
-    for _ in range(3):
-        progress.event(event("lost", "n1 is gone: its port refuses"))
-    progress.event(event("lost", "n1 is gone: killed by SIGKILL"))  # by one whom its launcher told first
-    for task in (0, 1, 2, 7):
-        progress.event(of_task(task, "takeover", f"n{2 + task // 2 % 2} is primary after n1 (term 2)"))
-    progress.event(of_task(4, "evicted", "n1 is out of its in-sync set (in sync: 1)"))
-    assert out.lines == []
-    progress.tick()
-    assert out.lines == []
+    progress.event(failure("lost", "n1 died: its port refuses connections", lost="n1-7"))
+    progress.event(failure("takeover", "tasks 0-1 7: n2 is primary after n1", count=3, **{"from": "n1-7"}))
+    progress.event(failure("evicted", "tasks 0-1: n1 is no longer in sync", of="n1-7"))
+    progress.event(failure("admitted", "tasks 0-1: n3 has a backup now", of="n3-7"))
+    progress.event(failure("failover", "n1 died (SIGKILL): 3 tasks moved to n2", node="n1-7"))
     clock.now += 0.5
+    progress.event(failure("hand-over", "task 7: n4 is primary after n2", **{"from": "n2-7"}))
     progress.tick()
-    assert [line.partition(" ")[2] for line in out.lines] == [
-        "n1 is gone: its port refuses",
-        "tasks 0-1: n2 is primary after n1 (term 2)",
-        "tasks 2 7: n3 is primary after n1 (term 2)",
-        "task 4: n1 is out of its in-sync set (in sync: 1)",
-    ]
-    progress.event(of_task(5, "evicted", "n1 is out of its in-sync set (in sync: 1)"))
-    progress.event(event("restart", "epoch 3 starts again"))  # the order of what happened stays
-    progress.event(of_task(6, "evicted", "n1 is out of its in-sync set (in sync: 1)"))
+    clock.now += 2
+    progress.event(failure("admitted", "tasks 0-1: n5 has a backup now", of="n5-7"))
     progress.end()
-    assert [line.split()[2][0] for line in out.lines[4:]] == ["5", "3", "6"]
+    assert [line.partition(" ")[2] for line in out.lines] == [
+        "n1 died (SIGKILL): 3 tasks moved to n2",
+        "tasks 0-1: n5 has a backup now",
+    ]
+    assert progress.failures == 1
+
+
+def test_long_event_wraps_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    out = Screen(terminal=True)
+    text = "n1 died (SIGKILL): 4 tasks moved to n2 n3 n4; next commit after 0.07 s"
+    Progress("fit", 3, 5, out=out).event(failure("failover", text, node="n1-7"))
+    lines = out.getvalue().replace("\x1b[2K", "").replace("\r", "").split("\n")
+    assert lines[0].endswith("moved to n2 n3 n4; next") and lines[1] == " " * 9 + "commit after 0.07 s"
 
 
 def told_at(at: float, node: str, kind: str, task: int | None, text: str) -> Event:
     return Event(at, node, kind, text if task is None else f"task {task}: {text}", task=task)
-
-
-def test_what_several_nodes_tell_is_in_the_order_in_which_it_happened() -> None:
-    out, clock = Screen(terminal=False), Clock()
-    progress = Progress("fit", 9, 1000, out=out, clock=clock)
-    progress.event(told_at(3.0, "n3", "evicted", 2, "n1 is out"))
-    progress.event(told_at(2.0, "n2", "takeover", 0, "n2 is primary"))
-    progress.event(told_at(1.5, "n2", "evicted", 4, "n1 is out"))
-    progress.event(told_at(1.0, "n2", "lost", None, "n1 is gone"))
-    clock.now += 0.5
-    progress.tick()
-    expected = ["n1 is gone", "tasks 2 4: n1 is out", "task 0: n2 is primary"]
-    assert [line.partition(" ")[2] for line in out.lines] == expected
-
-
-def test_a_node_that_several_miss_one_after_the_other_is_told_once() -> None:
-    out, clock = Screen(terminal=False), Clock()
-    progress = Progress("fit", 9, 1000, out=out, clock=clock)
-    for node, moment in (("n2", 0.0), ("n3", 1.0), ("n4", 20.0)):
-        clock.now = moment
-        progress.event(told_at(moment, node, "lost", None, "n1 is gone"))
-        progress.event(told_at(moment, node, "restart", None, f"epoch {moment:.0f} starts again"))
-    told = [line.partition(" ")[2] for line in out.lines]
-    assert told == [
-        "n1 is gone",
-        "epoch 0 starts again",
-        "epoch 1 starts again",
-        "n1 is gone",  # long after: it had come back
-        "epoch 20 starts again",
-    ]
 
 
 def test_code_of_many_tasks_that_takes_long_is_one_line_and_who_pauses_has_a_name() -> None:
@@ -207,17 +173,16 @@ def test_code_of_many_tasks_that_takes_long_is_one_line_and_who_pauses_has_a_nam
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_who_leaves_after_the_end_is_no_news(terminal: bool) -> None:
+def test_nodes_that_leave_after_the_end_are_not_shown(terminal: bool) -> None:
     out = Screen(terminal=terminal)
     progress = Progress("fit", 3, 5, out=out)
-    progress.event(event("lost", "n1 is gone: its port refuses"))
+    progress.event(event("gone", "n1 was killed"))
     progress.event(event("finished", "the job finished after epoch 4"))
-    progress.event(event("lost", "n2 is gone: its port refuses"))
-    progress.event(event("evicted", "task 0: n2 is out of its in-sync set"))
+    progress.event(event("gone", "n2 was killed"))
     progress.event(event("failed", "task 1: result() raised"))
     progress.end()
-    assert "n1 is gone" in out.getvalue() and "n2" not in out.getvalue()
-    assert "result() raised" not in out.getvalue(), "whoever runs the job says it, with the traceback"
+    assert "n1 was killed" in out.getvalue() and "n2" not in out.getvalue()
+    assert "result() raised" not in out.getvalue(), "the command prints it, with the traceback"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -273,11 +238,11 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
         progress.event(commit(epoch, loss=0.5))
     assert "\n" not in out.getvalue()
     assert out.getvalue().endswith("\r\x1b[2Kfit  epoch 99/399  8.0/s  loss=0.5")
-    progress.event(event("takeover", "task 0: n2 took over"))
+    progress.event(event("restart", "epoch 3 starts again"))
     clock.now += 0.5
     progress.tick()
     last = out.getvalue().split("\n")
-    assert last[-2].endswith("task 0: n2 took over"), "an event stays, above the line"
+    assert last[-2].endswith("epoch 3 starts again"), "an event stays, above the line"
     assert last[-1].split("\r\x1b[2K")[-1] == "fit  epoch 99/399  8.0/s  loss=0.5", "and is not said again in it"
     progress.end()
     progress.tick()
@@ -325,9 +290,48 @@ def test_nodes_and_replicas_come_from_the_view() -> None:
     assert progress.text() == "fit  starting"
     progress.follow(view)
     progress.event(commit(2))
-    assert progress.text() == "fit  epoch 2  0.0/s  nodes 2  in sync 3/4"
+    assert progress.text() == "fit  epoch 2  0.0/s  2 nodes  1/2 backed up"
     progress.event(event("cancelled", "the job was ended: interrupted"))
     assert progress.text() == "fit  epoch 2  0.0/s", "its nodes leave, and that is no news"
+
+
+def running(*nodes: str) -> JobView:
+    """Task 0 on these nodes, in epoch 0."""
+    keys = Keys("fit")
+    values = {
+        keys.status: StatusRecord(state="running").to_bytes(),
+        keys.epoch: EpochRecord(epoch=0, attempt=1, writer="w").to_bytes(),
+        keys.primary(0): PrimaryRecord(node=nodes[0], term=1, stateful=True, writer="w").to_bytes(),
+    }
+    for node in nodes:
+        record = NodeRecord(
+            name=node, run="r", host="h", pid=1, endpoints=(), control="", fingerprint="f", lease=1, writer="w"
+        )
+        values |= {keys.node(node): record.to_bytes(), keys.member(0, node): MemberRecord(writer="w").to_bytes()}
+    view = JobView("fit")
+    view.reset(9, [KeyValue(key, value, 1, 1, 0) for key, value in values.items()])
+    return view
+
+
+def test_setting_up_counts_tasks() -> None:
+    progress = Progress("fit", 3, None, 1, out=Screen(terminal=True))
+    progress.follow(running("n1", "n2"))
+    assert progress.text() == "fit  setting up: 1 of 3 tasks on 2 nodes"
+
+
+def test_last_node_is_warned_of_once() -> None:
+    out, clock = Screen(terminal=False), Clock()
+    progress = Progress("fit", 1, None, 1, out=out, clock=clock)
+    progress.event(commit(0))
+    for view in (running("n1"), running("n1", "n2"), running("n1")):
+        progress.follow(view)
+        for _ in range(3):
+            clock.now += 1
+            progress.tick()
+    warnings = [line for line in out.lines if "!" in line]
+    assert len(warnings) == 1 and warnings[0].endswith(
+        "! no task has a backup: another failure ends the job. Start a node: taskgraph launch fit"
+    )
 
 
 def test_nobody_reading_is_no_reason_to_fail() -> None:
@@ -337,7 +341,7 @@ def test_nobody_reading_is_no_reason_to_fail() -> None:
 
     progress = Progress("fit", 3, 5, out=Closed(terminal=False))
     progress.event(commit(0))
-    progress.event(event("takeover", "task 0: n2 took over"))
+    progress.event(event("restart", "epoch 3 starts again"))
     progress.end()
 
 

@@ -106,7 +106,7 @@ def test_who_cannot_be_called_is_taken_for_dead_though_its_own_connections_stand
         gated.gate.set()
         assert (await ended).values == {0: 3, 1: 3}
         assert other.suspects == {alone.id} and not alone.suspects
-        assert told(cluster, "lost") == [f"{alone.name} is gone: its port refuses"]
+        assert told(cluster, "lost") == [f"{alone.name} died: its port refuses connections"]
 
     play(job(gated, settings=SETTINGS), scenario, nodes=2)
 

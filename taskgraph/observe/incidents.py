@@ -1,0 +1,205 @@
+"""What a failure cost: the many events of one failed node become one event, `failover`.
+
+Each node reports what it sees and does: that it lost a node, took tasks over, admitted backups. An incident collects
+these events for one failed node:
+
+    open        a node was reported lost, or tasks were taken over from it
+    moved       no task has it as its primary
+    committed   an epoch committed after the last takeover
+    backed up   every task has as many replicas as the job asks for, or as the nodes that are left allow
+    finished    all of these, and no event for `_QUIET_S`, since events of other nodes come late
+
+After `_SLOW_S` an incident is finished without a commit, too: epochs may take minutes. After `_LONG_S` it is finished
+in any case.
+
+The caller passes every event to `take`, every commit to `committed`, and calls `look` several times a second.
+Times are those of the events, by the clocks of the nodes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from taskgraph.observe.events import Event, many
+from taskgraph.observe.format import counted, holders
+from taskgraph.protocol.records import name_of
+from taskgraph.protocol.view import JobView
+
+__all__ = ["FAILOVER", "Incidents"]
+
+FAILOVER = "failover"
+_QUIET_S = 1.0
+"""Longer than nodes gather events of one kind before they write them to etcd."""
+_SLOW_S = 2.5
+_LONG_S = 15.0
+_COMMITS = 8192
+"""Commits remembered. A failure is known after a second or two, in which a fast job commits some thousands."""
+_NAMED = 8
+"""Nodes named in a line."""
+
+
+@dataclass(slots=True)
+class _Incident:
+    """What is known of one failed node.
+
+    Attributes:
+        noticed: when the first node reported it.
+        seen: when this process heard of it, by its own clock; `heard`: when it last did.
+        moved: tasks that other nodes took over; `takers`: the names of these nodes.
+        taken, backed_up: when the last takeover, and the last admission of a backup, happened.
+        redone: epochs that started again.
+    """
+
+    node: str
+    noticed: float
+    seen: float
+    heard: float
+    cause: str = ""
+    moved: int = 0
+    takers: set[str] = field(default_factory=set)
+    taken: float = 0.0
+    backed_up: float = 0.0
+    redone: set[int] = field(default_factory=set)
+    reported: bool = False
+
+
+class Incidents:
+    """Collects the events of failed nodes.
+
+    Args:
+        tasks, backups: of the job.
+        clock: this process's clock, in seconds.
+    """
+
+    def __init__(self, tasks: int, backups: int, clock: Callable[[], float]) -> None:
+        self._tasks = tasks
+        self._backups = backups
+        self._clock = clock
+        self._open: dict[str, _Incident] = {}
+        self._commits: deque[float] = deque(maxlen=_COMMITS)
+
+    @property
+    def any_open(self) -> bool:
+        return bool(self._open)
+
+    def take(self, event: Event) -> None:
+        """An event, in whatever order they come."""
+        if event.kind == FAILOVER:
+            self._open.pop(str(event.fields.get("node")), None)  # another follower of the job has reported it
+        elif event.kind == "lost":
+            incident = self._of(event, "lost")
+            if "lease" in event.fields:
+                incident.cause = "its lease ended"
+            elif not incident.cause:
+                incident.cause = event.text.partition(": ")[2]
+        elif event.kind == "takeover" and event.fields.get("from"):
+            incident = self._of(event, "from")
+            incident.moved += many(event)
+            incident.takers.add(event.node)
+            incident.taken = max(incident.taken, float(event.fields.get("until", event.at)))
+        elif event.kind == "admitted":
+            for incident in self._open.values():
+                incident.backed_up = max(incident.backed_up, float(event.fields.get("until", event.at)))
+                incident.heard = self._clock()
+        elif event.kind in ("restart", "rolled back") and event.epoch is not None:
+            for incident in self._open.values():
+                incident.redone.add(event.epoch)
+
+    def _of(self, event: Event, field_name: str) -> _Incident:
+        node, now = str(event.fields[field_name]), self._clock()
+        incident = self._open.setdefault(node, _Incident(node, event.at, now, now))
+        incident.noticed, incident.heard = min(incident.noticed, event.at), now
+        return incident
+
+    def committed(self, at: float) -> None:
+        """An epoch committed."""
+        self._commits.append(at)
+
+    def look(self, view: JobView, *, over: bool = False) -> list[Event]:
+        """Events of incidents that are finished.
+
+        Args:
+            over: the job has ended, so that nothing more will come.
+        """
+        now, found = self._clock(), []
+        for node, incident in list(self._open.items()):
+            lasted = now - incident.seen
+            late = self._commit_after(incident) is None and lasted < _SLOW_S
+            quiet = now - incident.heard >= _QUIET_S
+            if over or lasted >= _LONG_S or (quiet and not late and self._is_whole(incident, view)):
+                del self._open[node]
+                if incident.moved or not over:  # nodes leave when a job ends
+                    found.append(self._event(incident, view, over=over))
+            elif lasted >= _SLOW_S and not incident.reported:
+                incident.reported = True
+                if any(primary.record.node == node for primary in view.primaries.values()):
+                    text = f"{_what(incident, view)}: some of its tasks have not moved yet"
+                    found.append(Event(incident.noticed, "launcher", "waits", text))
+        return found
+
+    def _is_whole(self, incident: _Incident, view: JobView) -> bool:
+        if any(primary.record.node == incident.node for primary in view.primaries.values()):
+            return False
+        wanted = min(self._backups + 1, len(view.nodes.keys() - view.gone.keys()))
+        return all(len(holders(view, task)) >= wanted for task in range(self._tasks))
+
+    def _commit_after(self, incident: _Incident) -> float | None:
+        since = max(incident.noticed, incident.taken)
+        at = bisect_right(self._commits, since)
+        return self._commits[at] if at < len(self._commits) else None
+
+    def _event(self, incident: _Incident, view: JobView, *, over: bool) -> Event:
+        began, commit = incident.noticed, self._commit_after(incident)
+        fields: dict[str, str | int | float] = {
+            "node": incident.node,
+            "cause": incident.cause,
+            "tasks": incident.moved,
+            "epochs_redone": len(incident.redone),
+        }
+        parts = []
+        if incident.taken:
+            fields["takeover_ms"] = _ms(incident.taken - began)
+        if commit is not None:
+            fields["next_commit_ms"] = _ms(commit - began)
+            redone = f", {counted(len(incident.redone), 'epoch')} redone" if incident.redone else ""
+            parts.append(f"next commit after {commit - began:.2f} s{redone}")
+        elif view.running and not over:
+            parts.append("no commit yet")
+        lacking = self._lacking(view)
+        if not lacking and incident.backed_up >= began:
+            fields["backed_up_ms"] = _ms(incident.backed_up - began)
+            parts.append(f"all tasks backed up again after {incident.backed_up - began:.2f} s")
+        elif lacking:
+            parts.append(f"{counted(lacking, 'task')} without a backup")
+        what = _what(incident, view)
+        if incident.moved:
+            takers = sorted(incident.takers)
+            more = f" and {len(takers) - _NAMED} more" if len(takers) > _NAMED else ""
+            what += f": {counted(incident.moved, 'task')} moved to {' '.join(takers[:_NAMED])}{more}"
+        else:
+            what += ": no task was computed there" if not parts else ""
+        return Event(began, "launcher", FAILOVER, "; ".join([what, *parts]), fields=fields)
+
+    def _lacking(self, view: JobView) -> int:
+        """How many tasks have no backup, of a job that asks for backups."""
+        if not self._backups or not view.running:
+            return 0
+        return sum(1 for task in range(self._tasks) if len(holders(view, task)) < 2)
+
+
+def _what(incident: _Incident, view: JobView) -> str:
+    """`n1 died (SIGKILL)`."""
+    name, gone = name_of(incident.node), view.gone.get(incident.node)
+    cause = incident.cause
+    if gone is not None and gone.record.died:
+        cause = gone.record.reason.removeprefix("killed by ").replace("exited with code", "exit code")
+        return f"{name} died ({cause})"
+    verb = "does not answer" if cause == "its lease ended" else "died"
+    return f"{name} {verb}" + (f" ({cause})" if cause else "")
+
+
+def _ms(seconds: float) -> int:
+    return round(1000 * max(0.0, seconds))

@@ -1,0 +1,150 @@
+"""What a failure cost, put together from the events of all nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from taskgraph.observe.events import Event
+from taskgraph.observe.incidents import Incidents
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import KeyValue
+from taskgraph.protocol.records import EpochRecord, GoneRecord, MemberRecord, NodeRecord, PrimaryRecord, StatusRecord
+from taskgraph.protocol.view import JobView
+
+TASKS = 3
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def view_of(nodes: tuple[str, ...], members: dict[int, tuple[str, ...]], **gone: str) -> JobView:
+    """A running job. The first member of each task is its primary."""
+    keys = Keys("fit")
+    values = {
+        keys.status: StatusRecord(state="running").to_bytes(),
+        keys.epoch: EpochRecord(epoch=5, attempt=1, writer="w").to_bytes(),
+    }
+    for node in nodes:
+        record = NodeRecord(
+            name=node, run="r", host="h", pid=1, endpoints=(), control="", fingerprint="f", lease=1, writer="w"
+        )
+        values[keys.node(node)] = record.to_bytes()
+    for task, holders in members.items():
+        values[keys.primary(task)] = PrimaryRecord(node=holders[0], term=2, stateful=True, writer="w").to_bytes()
+        values |= {keys.member(task, node): MemberRecord(writer="w").to_bytes() for node in holders}
+    for node, reason in gone.items():
+        values[keys.gone(node)] = GoneRecord(reason=reason, writer="w").to_bytes()
+    view = JobView("fit")
+    view.reset(9, [KeyValue(key, value, 1, 1, 0) for key, value in values.items()])
+    return view
+
+
+BEFORE = view_of(("n1", "n2", "n3"), {0: ("n1", "n2"), 1: ("n1", "n3"), 2: ("n2", "n1")})
+AFTER = view_of(
+    ("n2", "n3"), {0: ("n2", "n3"), 1: ("n3", "n2"), 2: ("n2", "n3")}, n1="killed by SIGKILL", n4="exited with code 3"
+)
+ALONE = view_of(("n3",), {0: ("n3",), 1: ("n3",), 2: ("n3",)}, n2="killed by SIGKILL")
+
+
+def lost(node: str, at: float, **fields: int) -> Event:
+    return Event(at, "n3", "lost", f"{node} died: its port refuses connections", fields={"lost": node, **fields})
+
+
+def takeover(by: str, of: str, at: float, count: int = 1) -> Event:
+    return Event(at, by, "takeover", "...", fields={"from": of, "count": count, "until": at})
+
+
+def admitted(at: float) -> Event:
+    return Event(at, "n2", "admitted", "...", fields={"of": "n3", "count": 2, "until": at})
+
+
+def finished(incidents: Incidents, clock: Clock, view: JobView) -> list[str]:
+    """The texts of the next 20 s."""
+    found = []
+    for _ in range(200):
+        clock.now += 0.1
+        found += [event.text for event in incidents.look(view)]
+    return found
+
+
+def test_failure_is_one_event_with_its_cost() -> None:
+    clock = Clock()
+    incidents = Incidents(TASKS, 1, clock)
+    incidents.committed(9.9)
+    for event in (lost("n1", 10.02), takeover("n2", "n1", 10.04), lost("n1", 10.0), takeover("n3", "n1", 10.05)):
+        incidents.take(event)
+    incidents.take(Event(10.06, "n2", "restart", "epoch 5 starts again", epoch=5))
+    incidents.committed(10.07)
+    incidents.committed(10.20)
+    incidents.take(admitted(10.32))
+    assert incidents.look(AFTER) == [], "events of other nodes may still come"
+    clock.now += 2
+    (event,) = incidents.look(AFTER)
+    assert event.text == (
+        "n1 died (SIGKILL): 2 tasks moved to n2 n3; next commit after 0.07 s, 1 epoch redone; "
+        "all tasks backed up again after 0.32 s"
+    )
+    assert event.kind == "failover" and event.at == 10.0
+    assert event.fields == {
+        "node": "n1",
+        "cause": "its port refuses connections",
+        "tasks": 2,
+        "epochs_redone": 1,
+        "takeover_ms": 50,
+        "next_commit_ms": 70,
+        "backed_up_ms": 320,
+    }
+    assert not incidents.any_open
+
+
+def test_failure_is_not_over_before_its_tasks_go_on() -> None:
+    clock = Clock()
+    incidents = Incidents(TASKS, 1, clock)
+    incidents.take(lost("n1", 10.0, lease=7))
+    slow, last = finished(incidents, clock, BEFORE)
+    assert slow == "n1 does not answer (its lease ended): some of its tasks have not moved yet"
+    assert last == "n1 does not answer (its lease ended); no commit yet"
+
+
+def test_failure_between_slow_commits_is_reported_without_one() -> None:
+    clock = Clock()
+    incidents = Incidents(TASKS, 1, clock)
+    for event in (lost("n1", 10.0), takeover("n2", "n1", 10.1, count=2), admitted(10.3)):
+        incidents.take(event)
+    assert finished(incidents, clock, AFTER) == [
+        "n1 died (SIGKILL): 2 tasks moved to n2; no commit yet; all tasks backed up again after 0.30 s"
+    ]
+
+
+def test_failure_that_leaves_one_node_counts_tasks_without_backup() -> None:
+    clock = Clock()
+    incidents = Incidents(TASKS, 1, clock)
+    incidents.take(lost("n2", 10.0))
+    incidents.take(takeover("n3", "n2", 10.1, count=3))
+    incidents.committed(10.17)
+    assert finished(incidents, clock, ALONE) == [
+        "n2 died (SIGKILL): 3 tasks moved to n3; next commit after 0.17 s; 3 tasks without a backup"
+    ]
+
+
+@pytest.mark.parametrize("moved", [0, 2])
+def test_node_that_leaves_at_the_end_is_no_failure(moved: int) -> None:
+    incidents = Incidents(TASKS, 1, Clock())
+    incidents.take(lost("n4", 10.0))
+    if moved:
+        incidents.take(takeover("n2", "n4", 10.1, count=moved))
+    assert [event.text for event in incidents.look(AFTER, over=True)] == ["n4 died (exit code 3): 2 tasks moved to n2"][
+        :moved
+    ]
+
+
+def test_failure_reported_by_another_follower_is_closed() -> None:
+    clock = Clock()
+    incidents = Incidents(TASKS, 1, clock)
+    incidents.take(lost("n1", 10.0))
+    incidents.take(Event(10.0, "launcher", "failover", "n1 died (SIGKILL)", fields={"node": "n1"}))
+    assert finished(incidents, clock, AFTER) == []
