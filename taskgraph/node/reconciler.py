@@ -114,10 +114,16 @@ class Reconciler:
                 self._roles.set_up(task)
 
     def _drop_replicas(self) -> None:
-        """Replicas that are neither primary, nor member, nor wished for."""
+        """Drops replicas that are neither primary, nor member, nor wished for.
+
+        A paused node drops nothing: without its key in etcd, placement wishes for none of its replicas. A set-up that
+        runs may have read gigabytes and cannot be interrupted, so its replica stays until the set-up ends.
+        """
         node, roles, view = self._node, self._roles, self._node.keeper.view
+        if node.paused:
+            return
         for task, replica in list(roles.replicas.items()):
-            if self._takeovers.busy(task):
+            if self._takeovers.busy(task) or replica.setting_up is not None:
                 continue
             wish = node.wish(task)
             wished = wish is None or node.id == wish.primary or node.id in wish.backups

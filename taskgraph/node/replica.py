@@ -347,17 +347,12 @@ class Replica:
         return await self.actor.call("result", take)
 
     async def tear_down(self) -> None:
-        """Runs `teardown()` of a replica that was set up; ends a set-up that is still running.
+        """Runs `teardown()` of a replica that was set up. No set-up may be running.
 
         Raises:
             UserCodeError: `teardown()` raised, or that of a twin, whose node goes on, did not return within `cancel_s`.
-            StuckError: one of them did not return within `cancel_s`.
+            StuckError: `teardown()` did not return within `cancel_s`.
         """
-        if (setting_up := self.setting_up) is not None:
-            setting_up.cancel()
-            await asyncio.wait([setting_up])
-            if not setting_up.cancelled() and isinstance(stuck := setting_up.exception(), StuckError):
-                raise stuck
         try:
             if self.ready and "teardown" in self.shape.overrides and not self.actor.abandoned:
                 await self.actor.last_call("teardown", self.user_task.teardown)
