@@ -10,6 +10,8 @@ else (`structure`) is not asked at each of them.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -23,9 +25,14 @@ log = logging.getLogger("taskgraph.view")
 _LONG_S = 2.0
 """A listing that takes longer is told to who asks what is waited for."""
 
-_REST_S = 0.2
-"""No change is told later than this after it was read. Telling the last one may have taken as long as a pause of the
-whole process."""
+_RESTS = 3
+"""A notification that took 1 ms is followed by a pause of 3 ms: each of thousands of tasks that begin changes the view,
+and each notification examines all waits."""
+_REST_S = 1.0
+"""No pause is longer, even if the process was frozen during a notification."""
+_READ_RESTS = 10
+"""A re-read that took 1 s is followed by 10 s without one, likewise. The watch brings the same meanwhile."""
+_READ_REST_S = 5.0
 
 _Waiters = dict["asyncio.Future[None]", Callable[[JobView], bool]]  # in the order they began to wait
 
@@ -43,6 +50,8 @@ class ViewKeeper:
         self._refresh_s = refresh_s
         self._waiters: _Waiters = {}
         self._structure_waiters: _Waiters = {}
+        self._revision_waiters: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap: revision, number, waiter
+        self._numbers = itertools.count()
         self._listeners: list[Callable[[], None]] = []
         self._structure_listeners: list[Callable[[], None]] = []
         self._notifying = False
@@ -50,7 +59,8 @@ class ViewKeeper:
         self._reads = 0  # that `refresh` has begun
         self._listings: list[float] = []  # when those that are under way began
         self._later: asyncio.TimerHandle | None = None  # calls `notify`, for changes of the structure
-        self._rested_at = 0.0  # when `notify` has rested for as long as it took
+        self._rested_at = 0.0  # when the pause after the last `notify` ends
+        self._read_rest_s = 0.0  # the pause before the next re-read
         self._running: asyncio.Task[None] | None = None  # `run`
         self._broken: Exception | None = None  # what a `notify` that nobody awaits raised meanwhile
 
@@ -83,6 +93,7 @@ class ViewKeeper:
             except WentBack as why:
                 raise Lost(str(why)) from None
             self.notify()
+        self._read_rest_s = min(_READ_RESTS * (self._coordinator.now() - since), _READ_REST_S)
 
     @property
     def waits(self) -> tuple[str, ...]:
@@ -117,22 +128,18 @@ class ViewKeeper:
         async for batch in self._coordinator.watch(view.keys.root, start):
             structure, epoch = view.structure_revision, view.epoch
             view.apply(batch.revision, batch.events)
+            self._notify_revision()
             if view.structure_revision != structure and view.epoch is epoch:
                 self._notify_in_time()
             elif view.structure_revision != structure or (view.epoch is not epoch and self._later is not None):
                 self.notify()
-            elif batch.events:
-                if self._later is None:  # else what the job's events are told with comes soon
-                    self._notify(self._waiters, self._listeners)
-            elif batch.reopened:
+            elif view.epoch is not epoch:
+                self._notify(self._waiters, self._listeners)
+            elif batch.reopened and not batch.events:
                 await self.load_persistently()
 
     def _notify_in_time(self) -> None:
-        """`notify`, at once; or, if it took long just now, after as long again, with all that comes until then.
-
-        It looks at all tasks of a node. Where hundreds of them begin or are taken over, each is a revision of its own:
-        nodes would look through all of them for each, and with thousands be busy with that for minutes.
-        """
+        """Calls `notify` at once, or when the pause after the last one ends."""
         wait_s = self._rested_at - self._coordinator.now()
         if wait_s <= 0:
             self.notify()
@@ -187,21 +194,31 @@ class ViewKeeper:
             await self.when(predicate, structure=structure)
 
     async def wait_until_read(self, predicate: Callable[[JobView], bool]) -> None:
-        """The same, for something that already happened: after `refresh_s` it re-reads etcd instead of waiting on."""
+        """Waits for something that already happened: after `refresh_s` it re-reads etcd instead of waiting on."""
         while not predicate(self.view):
-            waiting = self.when(predicate)
-            timer = asyncio.get_running_loop().call_later(self._refresh_s, _give_up, waiting)
-            try:
-                await waiting
-            finally:
-                timer.cancel()
-                waiting.cancel()
-            if not predicate(self.view):
-                await self.refresh()
+            await self._read_until(predicate, self.when(predicate))
 
     async def caught_up(self, revision: int) -> None:
-        """Waits until the view contains a write that was acknowledged at `revision`."""
-        await self.wait_until_read(lambda view: view.revision >= revision)
+        """Waits until the view contains all that etcd knew at `revision`, as `wait_until_read` does.
+
+        These waits are kept apart: of a thousand tasks that begin, each waits for its own write, and no change of the
+        view asks all of them.
+        """
+        while self.view.revision < revision:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._revision_waiters, (revision, next(self._numbers), future))
+            await self._read_until(lambda view: view.revision >= revision, future)
+
+    async def _read_until(self, predicate: Callable[[JobView], bool], waiting: asyncio.Future[None]) -> None:
+        """Waits for `waiting`, which `predicate` is for; re-reads etcd where that takes longer than `refresh_s`."""
+        timer = asyncio.get_running_loop().call_later(max(self._refresh_s, self._read_rest_s), _give_up, waiting)
+        try:
+            await waiting
+        finally:
+            timer.cancel()
+            waiting.cancel()
+        if not predicate(self.view):
+            await self.refresh()
 
     async def refresh(self) -> None:
         """A linearizable re-read; concurrent callers share one. Where etcd is away, the caller's wait goes on."""
@@ -220,14 +237,18 @@ class ViewKeeper:
                 raise
 
     def notify_later(self) -> None:
-        """`notify`, once, after the caller is through."""
-        if not self._notifying:
+        """`notify`, once, after the caller is through, or when the pause after the last one ends."""
+        if self._later is None and not self._notifying:
             self._notifying = True
             asyncio.get_running_loop().call_soon(self._notify_now)
 
     def _notify_now(self) -> None:
         self._notifying = False
-        self._notify_by_itself()
+        wait_s = self._rested_at - self._coordinator.now()
+        if wait_s <= 0:
+            self._notify_by_itself()
+        elif self._later is None:
+            self._later = asyncio.get_running_loop().call_later(wait_s, self._notify_by_itself)
 
     def _notify_by_itself(self) -> None:
         """`notify`, out of nobody's code: what it raises ends `run`, as it does where the watch tells of a change.
@@ -259,10 +280,18 @@ class ViewKeeper:
         """The view changed, or something that waits look at beside it: every wait is examined again."""
         self._notify_no_more()
         since = self._coordinator.now()
+        self._notify_revision()
         self._notify(self._structure_waiters, self._structure_listeners)
         self._notify(self._waiters, self._listeners)
         until = self._coordinator.now()
         self._rested_at = until + rest_s(until - since)
+
+    def _notify_revision(self) -> None:
+        waiters = self._revision_waiters
+        while waiters and waiters[0][0] <= self.view.revision:
+            future = heapq.heappop(waiters)[2]
+            if not future.done():
+                future.set_result(None)
 
     def _notify(self, waiters: _Waiters, listeners: list[Callable[[], None]]) -> None:
         view = self.view
@@ -276,8 +305,8 @@ class ViewKeeper:
 
 
 def rest_s(took_s: float) -> float:
-    """How long `notify` rests that took so long."""
-    return min(took_s, _REST_S)
+    """The pause after a `notify` that took `took_s`."""
+    return min(_RESTS * took_s, _REST_S)
 
 
 def _give_up(waiting: asyncio.Future[None]) -> None:

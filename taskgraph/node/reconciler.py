@@ -24,8 +24,8 @@ _LOOK_S = 1.0
 _RESTS = 3
 """So many times what a look took is the pause after it: it looks at all tasks of the job. Where hundreds of them begin
 or are taken over each is a change of its own, and nodes would look through all of them for each."""
-_REST_S = 0.2
-"""No pause is longer. A look may have taken as long as one of the whole process."""
+_REST_S = 1.0
+"""No pause is longer, even if the process was frozen during a look."""
 
 
 class Reconciler:
@@ -47,11 +47,13 @@ class Reconciler:
         self._fatal_code = fatal_code
         self._takeovers = takeovers
         self._noticing = noticing
+        self._followed = 0  # the last revision of `epoch` that the replicas here followed
 
     def follow(self) -> None:
-        """Every change of the view, synchronously: backups free what etcd says is history."""
+        """Follows a change of the view, synchronously: after a commit, backups free the boundaries before it."""
         view = self._node.keeper.view
-        if view.epoch is not None:
+        if view.epoch is not None and view.epoch.mod_revision != self._followed:
+            self._followed = view.epoch.mod_revision
             for replica in self._roles.replicas.values():
                 replica.follow(view.epoch.record)
         if view.structure_revision != self._node.wishes.revision:
@@ -91,6 +93,7 @@ class Reconciler:
                 roles.step_down(task)
             else:
                 primary.check_terms()
+        roles.share()
         if not node.wishes.may_start():
             return
         node.wishes.update()

@@ -41,6 +41,7 @@ class Roles:
         self.runs: dict[int, asyncio.Task[None]] = {}
         """Of primaries: there until they have returned."""
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
+        self._shared_by = 0  # primaries, when memory was shared among them last
         self._leading: asyncio.Task[None] | None = None
         self.leaving: list[Replica] = []
         """Replicas whose code is brought to its end: others may be here of the same tasks."""
@@ -57,19 +58,23 @@ class Roles:
         """A takeover succeeded: the primary works until the view shows another."""
         task = primary.task
         self.primaries[task] = primary
-        self._share()
+        self._node.sharing.primaries = len(self.primaries)
         if task == 0:  # before its first boundary, which is to have what all tasks reported
             self._lead(primary)
         run = self.runs[task] = self._node.own(self._run_primary(primary), f"primary of task {task}")
         run.add_done_callback(lambda _: self.runs.pop(task, None))
         self.reconsider()
 
-    def _share(self) -> None:
-        """What uncommitted epochs may hold is shared by all primaries here, and so is the search for garbage."""
-        self._node.sharing.primaries = len(self.primaries)
-        search_garbage_for(len(self.primaries))
-        for primary in self.primaries.values():
-            primary.share()
+    def share(self) -> None:
+        """Shares the memory for uncommitted epochs, and the searches for garbage, among the primaries here.
+
+        The reconciler asks for that: of thousands of tasks that begin each would go through all others.
+        """
+        if self._shared_by != len(self.primaries):
+            self._shared_by = len(self.primaries)
+            search_garbage_for(len(self.primaries))
+            for primary in self.primaries.values():
+                primary.share()
 
     async def _run_primary(self, primary: Primary) -> None:
         """A primary's term; what it cannot handle ends the node, so that others take over."""
@@ -86,7 +91,7 @@ class Roles:
     def step_down(self, task: int) -> None:
         """The view shows another primary: this one's term is over."""
         primary = self.primaries.pop(task)
-        self._share()
+        self._node.sharing.primaries = len(self.primaries)
         if task == 0:
             self._stop_leading()
         run = self.runs.get(task)

@@ -207,7 +207,7 @@ class Serving:
             case Offer() | Offers():
                 return await self._offer(peer, message)
             case Release():
-                await self._node.keeper.wait_until_read(lambda view: view.revision >= message.revision)
+                await self._node.keeper.caught_up(message.revision)
                 self._roles.release(message)
                 return Accepted()
             case Report() | Reports():

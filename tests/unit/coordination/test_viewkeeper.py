@@ -444,3 +444,23 @@ async def test_a_watch_that_is_cancelled_as_somebody_raises_was_cancelled() -> N
     with pytest.raises(asyncio.CancelledError):
         await watching
     await node.close()
+
+
+async def test_waits_cost_nothing_per_event_key(job: Job, node: Coordinator) -> None:
+    """A node with a thousand tasks has as many waits, and a job that begins writes as many events."""
+    asked = 0
+
+    def never(view: JobView) -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    waiting = job.keeper.when(never)
+    changes = job.changes
+    revisions = [
+        (await node.txn(Txn(success=(Put(job.keeper.view.keys.event(str(number)), b"{}"),)))).revision
+        for number in range(20)
+    ]
+    await asyncio.gather(*(job.keeper.caught_up(revision) for revision in reversed(revisions)))
+    assert asked == 1 and job.changes == changes
+    waiting.cancel()
