@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
+import random
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
@@ -25,13 +25,13 @@ from google.protobuf.message import Message
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal, space_used_up, way_out
-from taskgraph.coordination.etcd.login import Login, LoginFailed, credentials, jitter
+from taskgraph.coordination.etcd.login import Login, LoginFailed, credentials
 from taskgraph.coordination.etcd.methods import STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.network import rpc
 
-__all__ = ["Connection", "OtherCluster", "Stream", "TookLonger", "is_cancelled", "pause_s"]
+__all__ = ["Connection", "OtherCluster", "Stream", "is_cancelled", "pause_s"]
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +47,12 @@ _LAST_PAUSE_S = 1.0
 _CONNECT_S = 1.0
 
 
+_random = random.SystemRandom()  # the program that runs a job may have seeded `random` itself
+
+
 def pause_s(tries: int) -> float:
     """How long to wait after the `tries`-th failure in a row, counted from 1."""
-    return float(min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10))) * jitter()
+    return float(min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10))) * _random.uniform(0.5, 1.0)
 
 
 def is_cancelled() -> bool:
@@ -60,10 +63,6 @@ def is_cancelled() -> bool:
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-class TookLonger(Unavailable):
-    """The last try was given up without an answer: with more time there might have been one."""
 
 
 class OtherCluster(Exception):
@@ -79,17 +78,14 @@ class Stream(Generic[Response]):
 
     Attributes:
         endpoint: where.
-        channel: over which.
         token: what it was opened with, if etcd has users.
         left: calls to its endpoint failed, and it was cancelled for that; whoever reads it opens another.
-        over: it was cancelled.
     """
 
     def __init__(
         self,
         call: grpc.aio.StreamStreamCall[Message, Response],
         endpoint: Endpoint,
-        channel: grpc.aio.Channel,
         token: str | None,
         connect_s: float | None,
     ) -> None:
@@ -97,10 +93,8 @@ class Stream(Generic[Response]):
         self._connect_s = connect_s
         self._writing: asyncio.Future[None] | None = None
         self.endpoint = endpoint
-        self.channel = channel
         self.token = token
         self.left = False
-        self.over = False
 
     async def write(self, message: Message) -> None:
         """Sends it, as soon as the endpoint is connected.
@@ -125,7 +119,6 @@ class Stream(Generic[Response]):
         return cast("AsyncGenerator[Response, None]", self._call.__aiter__())
 
     def cancel(self) -> None:
-        self.over = True
         self._call.cancel()
         # Before it was connected gRPC itself would wait for ever. It is not asked to tell of the call's end: some of
         # its versions keep whom they told, and with it the call, and its channel.
@@ -138,7 +131,6 @@ class _Tries:
     """What was tried within one call, for its error message."""
 
     count: int = 0
-    timed_out: bool = False
     last: dict[str, str] = field(default_factory=dict)
 
     def add(self, endpoint: Endpoint, details: str) -> None:
@@ -164,8 +156,9 @@ class Connection:
         self.options = options
         self._made_of = dict.fromkeys(options.endpoints, options.tls_files())  # before they are read
         self._channels = {endpoint: options.aio_channel(endpoint) for endpoint in options.endpoints}
-        self._former: list[grpc.aio.Channel] = []  # closed once the calls that are under way there have ended
-        self._under_way: Counter[grpc.aio.Channel] = Counter()  # calls, without streams
+        self._former: list[
+            grpc.aio.Channel
+        ] = []  # those of before the TLS files were renewed; calls may use them still
         self._calls: dict[tuple[Endpoint, str], Any] = {}  # what gRPC makes of a channel and a method's path
         self._current = 0
         self.cluster = 0
@@ -210,16 +203,6 @@ class Connection:
         self._former.append(self._channels[endpoint])
         self._channels[endpoint], self._made_of[endpoint] = channel, files
         self._calls = {key: call for key, call in self._calls.items() if key[0] != endpoint}
-
-    async def _close_former(self) -> None:
-        """Closes those of before the TLS files were renewed: each would keep memory, and perhaps a connection."""
-        if not self._former:
-            return
-        used = {stream.channel for stream in self._streams if not stream.over}.union(self._under_way)
-        unused = [channel for channel in self._former if channel not in used]
-        self._former = [channel for channel in self._former if channel in used]
-        for channel in unused:
-            await rpc.close(channel)
 
     async def call(
         self,
@@ -273,9 +256,6 @@ class Connection:
             except grpc.aio.AioRpcError as error:
                 details = _details(error)
                 tries.add(endpoint, details)
-                tries.timed_out = sent and (
-                    error.code() is grpc.StatusCode.DEADLINE_EXCEEDED or "ping timeout" in details
-                )
                 verdict = judge(error.code(), details)
                 if verdict is Verdict.REFUSED:
                     raise refusal(str(what), error.code(), details) from error
@@ -285,7 +265,6 @@ class Connection:
                     continue
                 if not space_used_up(details):
                     self.leave(endpoint)  # or whoever asks what became of it asks the same silent member
-                await self._close_former()
                 if verdict is Verdict.UNKNOWN and sent and not again:
                     raise OutcomeUnknown(
                         f"{what}: it was sent to etcd at {endpoint.target}, without a usable answer ({details}). "
@@ -296,8 +275,7 @@ class Connection:
                 await asyncio.sleep(min(left, pause_s(tries.count)))
         if self._closed:
             raise Unavailable(f"{what}: the connection to etcd was closed")
-        kind = TookLonger if tries.timed_out else Unavailable
-        raise kind(f"{what}: no usable answer from etcd within {limit_s:g} s ({tries})")
+        raise Unavailable(f"{what}: no usable answer from etcd within {limit_s:g} s ({tries})")
 
     async def stream(self, method: Method[Request, Response]) -> Stream[Response]:
         """Opens a stream on the endpoint in use. Its messages, and its errors, come when it is read.
@@ -309,16 +287,14 @@ class Connection:
         endpoint = self.endpoint
         if self._closed:
             raise Unavailable(f"{method.name}: the connection to etcd was closed")
-        await self._close_former()
         token = await self._enter(endpoint)
-        channel = self._channel(endpoint)
-        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = channel.stream_stream(
+        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = self._channel(endpoint).stream_stream(
             method.path, method.request.SerializeToString, method.response.FromString
         )
         # `hasleader`: a member cut off from the majority ends the stream instead of staying silent.
         metadata = [("hasleader", "true"), *credentials(token)]
         connect_s = _CONNECT_S if self._several else None
-        stream = Stream(open_stream(None, metadata=metadata), endpoint, channel, token, connect_s)
+        stream = Stream(open_stream(None, metadata=metadata), endpoint, token, connect_s)
         self._streams.add(stream)
         return stream
 
@@ -354,7 +330,6 @@ class Connection:
         channels = [*self._channels.values(), *self._former]
         self._channels.clear()  # a frame of an exception that a caller keeps may hold us for long
         self._calls.clear()
-        self._under_way.clear()
         self._former.clear()
         for channel in channels:
             await rpc.close(channel)
@@ -399,7 +374,7 @@ class Connection:
                 async with asyncio.timeout_at(deadline):
                     entered = await asyncio.wrap_future(self.login.begin(endpoint))
             except TimeoutError:
-                raise _LoginTakesLonger(self.login.told()) from None
+                raise _LoginTakesLonger(self.login.waits()) from None
             except LoginFailed as failed:
                 if failed.endpoint != endpoint:  # where a lease had begun it
                     continue
@@ -429,14 +404,7 @@ class Connection:
             send = self._calls[endpoint, method.path] = self._channel(endpoint).unary_unary(
                 method.path, method.request.SerializeToString, method.response.FromString
             )
-        channel = self._channel(endpoint)
-        self._under_way[channel] += 1
-        try:
-            answer = await rpc.answered(send(request, metadata=credentials(token)), timeout_s)
-        finally:
-            self._under_way[channel] -= 1
-            if self._under_way[channel] <= 0:
-                del self._under_way[channel]
+        answer = await rpc.answered(send(request, metadata=credentials(token)), timeout_s)
         if answer is None:  # what gRPC makes of bytes that are no message
             nothing = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "its answer cannot be read")

@@ -14,7 +14,7 @@ from typing import Any
 from taskgraph.coordination.api import AccessRefused, Listing, WatchBatch
 from taskgraph.coordination.etcd import convert
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.connection import Connection, TookLonger
+from taskgraph.coordination.etcd.connection import Connection
 from taskgraph.coordination.etcd.failures import PermissionRefused
 from taskgraph.coordination.etcd.lease import EtcdLease
 from taskgraph.coordination.etcd.methods import (
@@ -40,17 +40,12 @@ log = logging.getLogger(__name__)
 _FIRST_CONTACT_S = 5.0
 #: An etcd that answers may be busy with the logins of all nodes: more than one login may take.
 _FIRST_LOGIN_S = 150.0
-#: Keys that are listed at a time: all of most jobs, some hundred kB.
-_PAGE_KEYS = 1000
-#: The fewest, where that takes longer than a call may.
-_LEAST_PAGE_KEYS = 50
+#: Keys that are listed at a time: all of most jobs, some 100 kB, which a link of 20 kB/s takes within a call's limit.
+_PAGE_KEYS = 300
 #: What etcd says of a revision that was compacted away, and of one that it does not have since it has lost some.
 _PAGES_GONE = "required revision"
 #: A revoke at the end is a courtesy: the lease expires by itself.
 _REVOKE_S = 2.0
-
-#: A page that takes no longer may be larger the next time.
-_QUICK_S = 1.0
 _Found = list[v3.KeyValue]  # `list` is a method there
 
 _HOW_TO_GET_ONE = (
@@ -72,8 +67,6 @@ class EtcdCoordinator:
         self._connection = connection
         self._leases: set[EtcdLease] = set()
         self._known = 0  # the last revision that a listing or a transaction told
-        self._page_keys = _PAGE_KEYS
-        self._contact_s = min(connection.options.timeout_s, _FIRST_CONTACT_S)
         self.version = version
 
     @classmethod
@@ -133,8 +126,7 @@ class EtcdCoordinator:
     async def list(self, prefix: str) -> Listing:
         """A linearizable read of all keys under `prefix`, at one revision.
 
-        Of a large job, behind a slow link, it takes longer than a call may, and the pings that tell whether etcd lives
-        come after all that was sent before. So it is read in pages: smaller ones where etcd answers short reads only.
+        It is read in pages: behind a slow link, all keys of a large job would take longer than a call may.
 
         Raises:
             Unavailable: etcd does not answer.
@@ -149,36 +141,19 @@ class EtcdCoordinator:
         return Listing(revision, tuple(convert.key_value(kv) for kv in found))
 
     async def _list(self, prefix: str) -> tuple[int, _Found]:
-        """All under `prefix`, page by page, as it was when the first of them was read."""
-        call, what = self._connection.call, f"list {prefix!r}"
+        """All keys under `prefix` at the revision of the first page."""
         request, found = convert.range_request(prefix, prefix=True), _Found()
-        longest_s = 0.0
+        request.limit = _PAGE_KEYS
         while True:
-            request.limit, asked_at = self._page_keys, time.monotonic()
             try:
-                answer = await call(RANGE, request, what=what, again=True)
-            except TookLonger as error:
-                smaller = max(_LEAST_PAGE_KEYS, self._page_keys // 4)
-                if smaller == self._page_keys:
-                    raise
-                try:
-                    short = convert.range_request(prefix, prefix=False)
-                    await call(RANGE, short, what=what, again=True, timeout_s=self._contact_s)
-                except Unavailable:
-                    raise error from None
-                self._page_keys = smaller
-                log.warning("%s; it answers what is short: read in pages of %d keys", error, smaller)
-                continue
+                answer = await self._connection.call(RANGE, request, what=f"list {prefix!r}", again=True)
             except CoordinationError as error:
                 if _PAGES_GONE not in str(error):
                     raise
-                raise Unavailable(f"{error}: while it was listed its history was dropped") from error
+                raise Unavailable(f"{error}: its history was dropped during the listing") from error
             request.revision = request.revision or answer.header.revision
             found += answer.kvs
-            longest_s = max(longest_s, time.monotonic() - asked_at)
             if not answer.more:
-                if longest_s < _QUICK_S:
-                    self._page_keys = min(_PAGE_KEYS, 2 * self._page_keys)
                 return request.revision, found
             request.key = answer.kvs[-1].key + b"\0"
 
@@ -278,7 +253,7 @@ def _telling(connection: Connection, after_s: float) -> Iterator[None]:
     """Whoever waits for a login for longer than that is told."""
 
     def tell() -> None:
-        if told := connection.login.told():
+        if told := connection.login.waits():
             log.warning("%s: it answers, and may have many logins to do, a hash for each", told)
 
     telling = asyncio.get_running_loop().call_later(after_s, tell)

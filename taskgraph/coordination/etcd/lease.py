@@ -1,15 +1,18 @@
 """A lease, renewed by a thread of its own over one stream.
 
 Why a thread: decoding a large value or a garbage collection may keep the main loop busy for seconds, and a healthy
-node must not lose its lease for that. Why only while the main loop ticks: a node whose loop is stuck for good
-must lose it. Why gRPC's synchronous side: its asynchronous side shares one poller between the loops of a process.
+node must not lose its lease for that. Why only while the main loop ticks: a node whose loop is stuck for good must lose
+it. Why gRPC's synchronous side: its asynchronous side shares one poller between the loops of a process.
 
     renewer thread   every ttl/5: notes the time, hands a request to the stream; opens the stream, and opens it again
-                     on the next endpoint when it broke or an answer is overdue
+                     on the next endpoint if it broke or an answer is overdue
     reader thread    one per open stream: matches answers, which come in order, with the times noted
-    login thread     where etcd has users and takes our token no more: see `login`, which calls share
+    login thread     if etcd has users and refused our token: see `login`, which calls share
 
-What the main loop reads (`valid_until`, `lost`) are single attributes, replaced whole.
+The rule: the lease is valid for its TTL from the *sending* of the last renewal that etcd answered. etcd counts from
+the renewal's arrival, which is later; a slow answer must not make us count longer than etcd.
+
+The main loop reads single attributes (`valid_until`, `lost`), which are replaced whole.
 """
 
 from __future__ import annotations
@@ -39,26 +42,29 @@ __all__ = ["EtcdLease", "Rounds"]
 
 log = logging.getLogger(__name__)
 
-#: Renewals per TTL: with TTL 5 s one a second; four in a row may fail before anything is noticed.
+#: Renewals per TTL: with TTL 5 s one a second; four in a row may fail before the lease is in danger.
 _RENEWALS_PER_TTL = 5
-#: An endpoint that fails and fails is told of as often: an etcd may be away for days, and is asked four times a second.
+#: Parts of a TTL that a stream waits for its first answer, connecting included, and for each later one. A silent member
+#: may come before one that answers: a round (1/5), 1/3, a pause (1/20) and 1/5 are below 1.
+_FIRST_ANSWER, _LATER_ANSWER = 1 / 5, 1 / 3
+#: The first wait doubles with each stream that broke, up to this: behind a slow link, connecting takes seconds.
+_MOST_FIRST_S = 8.0
+#: How often the log names an endpoint that fails: an etcd may be away for days, and is asked four times a second.
 _SAY_AGAIN_S = 60.0
-#: How long `close` waits for the threads to end. They only wait for each other and for gRPC to cancel a call.
+#: How long `close` waits for the threads, which wait only for each other and for gRPC to cancel a call.
 _JOIN_S = 2.0
 
-#: Channels whose call could not begin since gRPC could not start its thread: closing one, or forgetting it, waits for
-#: that thread for ever. Hardly ever one: no call is begun where no thread can be started (`_Stream._read`), so somebody
-#: else took the last one in between.
+#: Channels for whose call gRPC could not start a thread: to close one, or to forget it, waits for that thread for ever.
 _UNCLOSABLE: list[grpc.Channel] = []
 
 
 class Rounds:
-    """When a lease is renewed next, and at which of so many endpoints: decisions, without a clock.
+    """When a lease is renewed next, and at which endpoint: decisions, without a clock.
 
     Args:
         ttl_s: of the lease.
         endpoints: how many there are.
-        endpoint: the first that is asked.
+        endpoint: the first to ask.
         now: when the lease was granted.
     """
 
@@ -69,19 +75,19 @@ class Rounds:
         self._endpoints = endpoints
 
     def due(self, now: float) -> bool:
-        """Whether it is time; then the next time is an interval later."""
+        """Whether to renew now; the next renewal is then an interval later."""
         if now < self.next_at:
             return False
         self.next_at = now + self._interval_s
         return True
 
     def broke(self, now: float) -> None:
-        """The stream did: the next endpoint is asked, soon."""
+        """The stream broke: ask the next endpoint, soon."""
         self._move_on()
         self.next_at = min(self.next_at, now + self._interval_s / 4)
 
     def entered(self, now: float, *, failed: bool) -> None:
-        """A login has ended that the renewal waited for: it goes at once, or, where it `failed`, soon and elsewhere."""
+        """The login that the renewal waited for ended: renew at once; if it `failed`, soon and at another endpoint."""
         self.next_at = now
         if failed:
             self._move_on()
@@ -96,15 +102,15 @@ class EtcdLease:
 
     Args:
         options: where etcd is; the lease has connections of its own.
-        lease_id: what etcd granted.
+        lease_id: the id that etcd granted.
         ttl_s: the TTL granted.
         stall_limit_s: renewal stops this long after the last `tick`.
-        sent_at: monotonic time at which the grant was asked for.
+        sent_at: monotonic time at which the grant was sent.
         revoke: revokes a lease, bounded.
-        forget: told when the lease is closed.
-        endpoint: the one that granted it, where its renewal begins.
+        forget: called when the lease is closed.
+        endpoint: the one that granted the lease, where renewal begins.
         login: the token to renew it with.
-        cluster: the id of the cluster that it is in, as far as that is known; else 0.
+        cluster: the id of the lease's cluster; 0: not known.
     """
 
     def __init__(
@@ -131,12 +137,13 @@ class EtcdLease:
         self._cluster = cluster
         self._login = login
         self._entering: Future[Entered] | None = None  # the login that the next stream waits for
-        self._refused: str | None = None  # the token that a stream of ours was refused for
+        self._refused: str | None = None  # the token that etcd refused to a stream of ours
         self._valid_until = sent_at + ttl_s
         self._lost = False
         self._trouble = ""
-        self._why_none = ""  # why no stream could be opened, last
-        self._told_at: dict[Endpoint, float] = {}  # when it was told that it fails, unless a renewal was answered since
+        self._why_none = ""  # why the last stream could not be opened
+        self._said_at: dict[Endpoint, float] = {}  # when the log named it last, unless a renewal succeeded since
+        self._failures = 0  # streams that broke since the last answer
         self._ticked_at = time.monotonic()
         self._closing = False
         self._wake = threading.Event()  # the renewer has a reason to look before its time
@@ -153,8 +160,8 @@ class EtcdLease:
         return self._lost
 
     def trouble(self) -> str:
-        """Why the last renewal failed; "" where one was answered since."""
-        return (self._login.told() if self._entering is not None else "") or self._trouble
+        """Why the last renewal failed; "" if it succeeded."""
+        return (self._login.waits() if self._entering is not None else "") or self._trouble
 
     def tick(self) -> None:
         """Says that the main loop is alive."""
@@ -175,7 +182,7 @@ class EtcdLease:
         try:
             async with asyncio.timeout(_JOIN_S):
                 await self._ended.wait()
-            self._thread.join(_JOIN_S)  # it said that it ends as its last act
+            self._thread.join(_JOIN_S)  # setting `_ended` is its last act
         except TimeoutError:
             log.warning("the thread that renews lease %x did not end within %g s", self.id, _JOIN_S)
         self._forget(self)
@@ -197,14 +204,16 @@ class EtcdLease:
                 self._wake.clear()
                 now = time.monotonic()
                 if stream is not None and (why := stream.ended or stream.silence(now)):
-                    self._give_up(stream, why)
+                    self._failures += 1
+                    self._say_failed(stream.endpoint, why)
+                    stream.close()
                     stream = None
                     rounds.broke(now)
                 if self._entering is not None and self._entering.done():
                     failed, self._entering = self._entering.exception(), None
                     if stream is None:
                         if isinstance(failed, LoginFailed):
-                            self._tell_failed(failed.endpoint, str(failed))
+                            self._say_failed(failed.endpoint, str(failed))
                         rounds.entered(now, failed=isinstance(failed, LoginFailed))
                 if self._closing or self._lost or not rounds.due(now):
                     continue
@@ -219,42 +228,36 @@ class EtcdLease:
         finally:
             if stream is not None:
                 stream.close()
-            with contextlib.suppress(RuntimeError):  # the loop was closed before the lease: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop was closed before the lease
                 self._loop.call_soon_threadsafe(self._ended.set)
 
-    def _give_up(self, stream: _Stream, why: str) -> None:
-        if not stream.ended and not stream.answered:
-            self._login.patience.silent()
-        self._tell_failed(stream.endpoint, why)
-        stream.close()
-
-    def _tell_failed(self, endpoint: Endpoint, why: str) -> None:
+    def _say_failed(self, endpoint: Endpoint, why: str) -> None:
         self._trouble = f"etcd {endpoint.target}: {why}"
         now = time.monotonic()
-        if now >= self._told_at.get(endpoint, -math.inf) + _SAY_AGAIN_S:
-            self._told_at[endpoint] = now
+        if now >= self._said_at.get(endpoint, -math.inf) + _SAY_AGAIN_S:
+            self._said_at[endpoint] = now
             log.warning("renewal of lease %x at %s; trying the next endpoint", self.id, self._trouble)
 
     def _opened(self, endpoint: Endpoint) -> _Stream | None:
-        """A stream to it; None: there is none yet, since a login comes first, or for a reason that passes."""
+        """A stream to `endpoint`; None if a login comes first, or for a reason that passes."""
         token = self._login.token
         if token is None and self._login.last != self._refused:
-            token = self._login.last  # many versions of etcd look at no token here
+            token = self._login.last  # many versions of etcd check no token of a renewal
         if token is None and self._login.needed:
             if self._entering is None:
                 self._entering = self._login.begin(endpoint)
                 self._entering.add_done_callback(lambda _: self._wake.set())
             return None
         try:
-            stream = _Stream(self._options, endpoint, self, token, (self._login.patience.limit_s, self.ttl_s / 3))
+            first_s = min(_MOST_FIRST_S, self.ttl_s * _FIRST_ANSWER * 2 ** min(self._failures, 10))
+            stream = _Stream(self._options, endpoint, self, token, (first_s, self.ttl_s * _LATER_ANSWER))
         except (CoordinationError, OSError, RuntimeError) as error:
-            # A TLS file is being replaced, no thread can be started or no file opened: tried again each time, since
-            # that passes.
+            # A TLS file is being replaced, no thread can be started, or no file opened: the next round tries again.
             self._trouble = no_thread(error) or str(error)
             if self._trouble != self._why_none:
                 log.warning("renewal of lease %x: %s; trying again", self.id, self._trouble)
             self._why_none = self._trouble
-            self._told_at.clear()
+            self._said_at.clear()
             return None
         self._why_none = ""
         return stream
@@ -262,26 +265,27 @@ class EtcdLease:
     # Called by the reader thread.
 
     def knows(self, header: v3.ResponseHeader) -> bool:
-        """Whether it is of the lease's cluster: another one knows no such lease."""
+        """Whether an answer is of the lease's cluster: another cluster knows no such lease."""
         return self._cluster() in (0, header.cluster_id)
 
-    def begun(self, took_s: float) -> None:
-        self._login.patience.answered(took_s)
-
     def answered(self, sent_at: float, ttl_s: int) -> None:
+        """etcd answered the renewal that was sent at `sent_at`."""
         if ttl_s <= 0:
             self._lost = True
             self._wake.set()
         else:
             self._valid_until = max(self._valid_until, sent_at + ttl_s)
             self._trouble = ""
-            self._told_at.clear()
+            self._failures = 0
+            self._said_at.clear()
 
     def refused(self, token: str) -> None:
+        """etcd refused the token of a stream."""
         self._refused = token
         self._login.refused(token)
 
     def broke(self) -> None:
+        """A stream ended."""
         self._wake.set()
 
 
@@ -289,7 +293,7 @@ class _Stream:
     """One LeaseKeepAlive stream to one endpoint, with the thread that reads it.
 
     Args:
-        limits_s: how long the first answer may take, connecting included, and how long each later one.
+        limits_s: how long the first answer may take, connecting included, and each later one.
     """
 
     def __init__(
@@ -302,7 +306,7 @@ class _Stream:
     ) -> None:
         self.endpoint = endpoint
         self.ended = ""  # why, once it did
-        self.answered = False
+        self._answered = False
         self._limits_s = limits_s
         self._lease = lease
         self._token = token
@@ -320,21 +324,20 @@ class _Stream:
             raise
 
     def send(self, lease_id: int, now: float) -> None:
-        # Noted before it is handed over: validity must never be counted from later than the sending.
+        """Sends a renewal. `now` is noted first: validity must never count from later than the sending."""
         self._unanswered.append(now)
         self._requests.put(v3.LeaseKeepAliveRequest(id=lease_id))
 
     def silent_at(self) -> float:
-        """When it is to be given up, if no answer comes before that."""
-        return self._waits_since() + self._limits_s[self.answered]
+        """When the stream is given up, if no answer comes before."""
+        return self._waits_since() + self._limits_s[self._answered]
 
     def silence(self, now: float) -> str:
-        """Why it is to be given up now; "": it is not."""
-        since = self._waits_since()
-        return f"no answer for {now - since:.1f} s" if now >= since + self._limits_s[self.answered] else ""
+        """Why to give the stream up now; "": there is no reason."""
+        return f"no answer for {now - self._waits_since():.1f} s" if now >= self.silent_at() else ""
 
     def _waits_since(self) -> float:
-        """When the oldest renewal without an answer was sent; infinity: all were answered."""
+        """When the oldest unanswered renewal was sent; infinity if there is none."""
         try:
             return self._unanswered[0]
         except IndexError:
@@ -348,13 +351,7 @@ class _Stream:
         self._reader.join(_JOIN_S)
 
     def _read(self) -> None:
-        begun = False
         try:
-            # gRPC starts a thread for the call. Where there is none, that is found out without it.
-            probe = threading.Thread(target=int, name="taskgraph-lease-probe", daemon=True)
-            probe.start()
-            probe.join()
-            begun = True
             call = self._channel.stream_stream(
                 LEASE_KEEP_ALIVE.path,
                 LEASE_KEEP_ALIVE.request.SerializeToString,
@@ -365,20 +362,17 @@ class _Stream:
                 if not self._lease.knows(answer.header):
                     self.ended = "it belongs to another cluster"
                     return
-                if not self.answered:
-                    self.answered = True
-                    self._lease.begun(time.monotonic() - self._unanswered[0])
+                self._answered = True
                 self._lease.answered(self._unanswered.popleft(), answer.ttl)
             self.ended = "etcd ended the stream"
         except grpc.RpcError as error:
             _, self.ended = why(error)
             if self._token is not None and isinstance(error, grpc.Call) and _not_let_in(error.code(), self.ended):
                 self._lease.refused(self._token)
-        except ValueError as error:  # what gRPC raises for a call on a channel that was closed
+        except ValueError as error:  # gRPC raises it for a call on a closed channel
             self.ended = str(error)
-        except RuntimeError as error:  # gRPC has threads of its own for a call, and cannot start one
-            if begun:
-                _UNCLOSABLE.append(self._channel)
+        except RuntimeError as error:  # gRPC has threads of its own for a call, and could not start one
+            _UNCLOSABLE.append(self._channel)
             self.ended = str(error)
         finally:
             self.ended = self.ended or "the reader failed"
@@ -392,5 +386,5 @@ class _Stream:
 
 
 def _not_let_in(code: grpc.StatusCode, details: str) -> bool:
-    """Whether another token may help: of one that it forgot etcd may say no more than that this is not permitted."""
+    """Whether another token may help: for a token that it forgot, etcd may say only that this is not permitted."""
     return judge(code, details) is Verdict.LOGIN or code is grpc.StatusCode.PERMISSION_DENIED

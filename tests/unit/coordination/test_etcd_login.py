@@ -17,7 +17,7 @@ from lease_kit import lease_of
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.lease import EtcdLease
-from taskgraph.coordination.etcd.login import Login, LoginFailed, Pace
+from taskgraph.coordination.etcd.login import Login, LoginFailed
 from taskgraph.coordination.etcd.options import EtcdOptions
 from taskgraph.errors import CoordinationError, Unavailable
 
@@ -88,7 +88,6 @@ class FakeEtcd:
 
 @pytest.fixture
 def etcd(monkeypatch: pytest.MonkeyPatch) -> FakeEtcd:
-    monkeypatch.setattr("taskgraph.coordination.etcd.login._FIRST_PAUSE_S", 0.001)
     return FakeEtcd(monkeypatch)
 
 
@@ -98,68 +97,32 @@ async def entered(login: Login) -> str | None:
     return login.token
 
 
-def test_what_a_login_may_take_is_doubled_whenever_it_was_too_short() -> None:
-    pace, limits = Pace(), []
-    for now in range(6):
-        limits.append(pace.limit_s)
-        pace.ended(float(now), Code.DEADLINE_EXCEEDED)
-    assert limits == [60.0, 120.0, 240.0, 480.0, 480.0, 480.0]
-    pace.ended(9.0, Code.UNAVAILABLE)  # this says nothing of how long a login takes
-    assert pace.limit_s == 480.0
-    pace.ended(10.0, Code.OK)
-    assert pace.limit_s == 60.0
-
-
-@pytest.mark.parametrize("code", [Code.OK, Code.DEADLINE_EXCEEDED, Code.INVALID_ARGUMENT])
-def test_logins_that_follow_one_another_closely_have_pauses_that_grow(code: grpc.StatusCode) -> None:
-    pace = Pace()
-    assert pace.wait_s(0.0) == 0.0
-    for number in range(2000):
-        pace.ended(100.0, code)
-        expected = min(5.0, 0.1 * 2.0 ** min(number, 10))
-        assert expected / 2 <= pace.wait_s(100.0) <= expected
-        assert pace.wait_s(106.0) == 0.0, "it has passed meanwhile"
-    assert len({pace.wait_s(100.0) for _ in range(10)}) > 1, "nodes come at different times"
-    assert pace.wait_s(161.0) == 0.0
-    pace.ended(161.0, code)
-    assert pace.wait_s(161.0) <= 0.1, "the first one after a calm time"
-
-
-def test_an_etcd_that_is_away_is_asked_as_often_as_before() -> None:
-    pace = Pace()
-    for _ in range(10):
-        pace.ended(100.0, Code.UNAVAILABLE)
-    assert pace.wait_s(100.0) == 0.0
-
-
-async def test_a_login_outlasts_those_who_wait_for_it_and_there_is_one_at_a_time(etcd: FakeEtcd) -> None:
+async def test_callers_share_one_login_that_outlasts_them(etcd: FakeEtcd) -> None:
     login, etcd.slow = Login(OPTIONS), threading.Event()
-    assert login.told() == ""
+    assert login.waits() == ""
     for _ in range(3):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await entered(login)
-        assert login.token is None and TOLD.fullmatch(login.told())
+        assert login.token is None and TOLD.fullmatch(login.waits())
     etcd.slow.set()
     assert await entered(login) == "worker.0" and len(etcd.limits) == 1
     assert await entered(login) == "worker.0" and len(etcd.limits) == 1, "it had ended since they looked"
-    assert login.told() == ""
+    assert login.waits() == ""
     await login.close()
 
 
-async def test_limits_grow_and_the_time_that_is_told_goes_on(
-    etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_login_that_times_out_says_how_long_it_takes(etcd: FakeEtcd, caplog: pytest.LogCaptureFixture) -> None:
     login, etcd.outcomes = Login(OPTIONS), iter([Failed(Code.DEADLINE_EXCEEDED)] * 2)
     for _ in range(2):
         with pytest.raises(LoginFailed, match=TOLD) as caught:
             await entered(login)
-        assert caught.value.code is Code.DEADLINE_EXCEEDED and login.told()
+        assert caught.value.code is Code.DEADLINE_EXCEEDED and login.waits()
     assert "did not answer a login within 120 s" in caplog.text and "--bcrypt-cost" in caplog.text
-    assert await entered(login) == "worker.0" and etcd.limits == [60.0, 120.0, 240.0]
+    assert await entered(login) == "worker.0" and login.waits() == ""
 
 
-async def test_a_token_is_replaced_once_however_many_say_that_it_was_refused(etcd: FakeEtcd) -> None:
+async def test_refused_token_is_replaced_once(etcd: FakeEtcd) -> None:
     login = Login(OPTIONS)
     first = await entered(login)
     login.refused(first)
@@ -169,11 +132,11 @@ async def test_a_token_is_replaced_once_however_many_say_that_it_was_refused(etc
     assert login.token == second != first
 
 
-async def test_a_login_that_is_refused_says_so_at_once(etcd: FakeEtcd) -> None:
+async def test_wrong_password_fails_at_once(etcd: FakeEtcd) -> None:
     login, etcd.outcomes = Login(OPTIONS), iter([Failed(Code.INVALID_ARGUMENT, "etcdserver: authentication failed")])
     with pytest.raises(LoginFailed, match="authentication failed"):
         await entered(login)
-    assert login.told() == ""
+    assert login.waits() == ""
 
 
 @pytest.mark.parametrize(
@@ -185,10 +148,7 @@ async def test_a_login_that_is_refused_says_so_at_once(etcd: FakeEtcd) -> None:
         (Failed(Code.UNAVAILABLE, "failed to connect to all addresses"), False),
     ],
 )
-async def test_a_silent_member_is_left_before_it_is_asked_for_a_hash(
-    etcd: FakeEtcd, found: Exception | None, gone_on: bool
-) -> None:
-    """What a login takes says nothing of that: it may be one of many."""
+async def test_silent_member_is_left_before_the_login(etcd: FakeEtcd, found: Exception | None, gone_on: bool) -> None:
     login = Login(EtcdOptions.make("127.0.0.1:1,127.0.0.1:2", username="worker", password="word"))
     etcd.probes = iter([found])
     if gone_on:
@@ -199,7 +159,7 @@ async def test_a_silent_member_is_left_before_it_is_asked_for_a_hash(
     assert caught.value.code is Code.UNAVAILABLE and not etcd.limits
 
 
-async def test_closing_ends_the_login_that_is_under_way(etcd: FakeEtcd) -> None:
+async def test_closing_ends_the_login(etcd: FakeEtcd) -> None:
     login, etcd.slow = Login(OPTIONS), threading.Event()
     waiting = asyncio.wrap_future(login.begin(OPTIONS.endpoints[0]))
     await asyncio.to_thread(etcd.asked.wait)
@@ -210,7 +170,7 @@ async def test_closing_ends_the_login_that_is_under_way(etcd: FakeEtcd) -> None:
         await waiting
 
 
-async def test_no_thread_for_a_login_is_told_and_tried_again(etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_login_without_a_thread_is_tried_again(etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
     login = Login(OPTIONS)
     with monkeypatch.context() as patch:
 
@@ -223,7 +183,7 @@ async def test_no_thread_for_a_login_is_told_and_tried_again(etcd: FakeEtcd, mon
     assert await entered(login) == "worker.0"
 
 
-async def test_a_lease_takes_the_token_that_is_there_and_logs_in_where_it_is_refused_while_the_loop_is_blocked(
+async def test_lease_logs_in_while_the_loop_is_blocked(
     etcd: FakeEtcd,
 ) -> None:
     login = Login(OPTIONS)
@@ -245,8 +205,7 @@ async def test_a_lease_takes_the_token_that_is_there_and_logs_in_where_it_is_ref
         await lease.close(revoke=False)
 
 
-async def test_a_lease_needs_no_login_where_etcd_looks_at_no_token_of_it(etcd: FakeEtcd) -> None:
-    """It waited for one, as calls do, among those of all other nodes, and lost its time."""
+async def test_lease_needs_no_login_if_etcd_checks_no_token(etcd: FakeEtcd) -> None:
     login, etcd.looks = Login(OPTIONS), False
     login.refused(await entered(login))
     etcd.slow = threading.Event()
@@ -258,14 +217,13 @@ async def test_a_lease_needs_no_login_where_etcd_looks_at_no_token_of_it(etcd: F
         async with asyncio.timeout(30):
             while lease.valid_until() < began + 60:  # noqa: ASYNC110 - a thread of its own changes it
                 await asyncio.sleep(0.001)
-        assert login.token is None and login.told()
+        assert login.token is None and login.waits()
     finally:
         await lease.close(revoke=False)
         await login.close()
 
 
-async def test_a_lease_waits_for_a_login_without_beginning_others_and_says_so(etcd: FakeEtcd) -> None:
-    """After a third of its TTL it gave the login up, which etcd went on with, and began another one."""
+async def test_lease_waits_for_the_one_login(etcd: FakeEtcd) -> None:
     login, etcd.slow = Login(OPTIONS), threading.Event()
     lease = lease_of(OPTIONS, login)
     began = lease.valid_until()
@@ -345,7 +303,6 @@ async def renewed(lease: EtcdLease) -> None:
 
 
 async def test_calls_and_leases_share_one_token(users: tuple[Users, str]) -> None:
-    """A lease logged in by itself, at every stream that it opened."""
     etcd, address = users
     async with await EtcdCoordinator.connect(address, username="worker", password="word") as node:
         await asyncio.gather(*(node.get("/a") for _ in range(5)))
@@ -357,9 +314,7 @@ async def test_calls_and_leases_share_one_token(users: tuple[Users, str]) -> Non
         assert etcd.calls.count("Authenticate") == 2
 
 
-async def test_who_connects_waits_for_a_login_longer_than_for_an_answer(
-    users: tuple[Users, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_connecting_waits_long_for_a_login(users: tuple[Users, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taskgraph.coordination.etcd.coordinator._FIRST_CONTACT_S", 2.0)
     etcd, address = users
     etcd.hashed.clear()
@@ -378,13 +333,13 @@ async def test_who_connects_waits_for_a_login_longer_than_for_an_answer(
     await node.close()
 
 
-async def test_a_wrong_password_is_told_at_once(users: tuple[Users, str]) -> None:
+async def test_wrong_password_ends_connecting(users: tuple[Users, str]) -> None:
     _, address = users
     with pytest.raises(CoordinationError, match=r"^etcd refused first contact: etcdserver: authentication failed"):
         await EtcdCoordinator.connect(address, username="worker", password="wrong")
 
 
-async def test_who_closes_does_not_wait_for_a_login(users: tuple[Users, str]) -> None:
+async def test_closing_does_not_wait_for_a_login(users: tuple[Users, str]) -> None:
     etcd, address = users
     node = await EtcdCoordinator.connect(address, username="worker", password="word")
     etcd.tokens.append("etcd was restarted")

@@ -19,13 +19,13 @@ from taskgraph.coordination import embedded
 from taskgraph.coordination.api import AccessRefused, TooLarge
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.connection import Connection, OtherCluster, TookLonger, pause_s
+from taskgraph.coordination.etcd.connection import Connection, OtherCluster, pause_s
 from taskgraph.coordination.etcd.convert import event, key_value, range_of, txn_request, writes
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.lease import EtcdLease, Rounds
-from taskgraph.coordination.etcd.login import Login, Pace, Patience
+from taskgraph.coordination.etcd.login import Login
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
-from taskgraph.errors import CoordinationError, LeaseGone, Unavailable
+from taskgraph.errors import CoordinationError, LeaseGone
 from taskgraph.protocol.kv import Delete, Get, Put, Txn
 
 Code = grpc.StatusCode
@@ -156,7 +156,7 @@ async def test_an_etcd_that_is_away_for_long_is_told_of_now_and_then(
                 while tries < after or not said(caplog)[said_times - 1 :]:  # noqa: ASYNC110 - a thread tells it
                     await asyncio.sleep(0.01)
             assert len(said(caplog)) == said_times and "127.0.0.1:1" in lease.trouble()
-            lease._told_at.update(dict.fromkeys(options.endpoints, time.monotonic() - 61))
+            lease._said_at.update(dict.fromkeys(options.endpoints, time.monotonic() - 61))
     finally:
         await lease.close(revoke=False)
 
@@ -185,7 +185,7 @@ async def test_a_lease_outlives_a_want_of_threads_and_files_and_says_why(
     """The thread that renews it ended for good."""
     no_thread, no_file = "can't start new thread", "Too many open files"
     real_start = threading.Thread.start
-    left = ["lease-reader", "lease-probe"]
+    left = ["lease-reader"]
 
     def start(self: threading.Thread) -> None:
         if left and left[0] in self.name:
@@ -193,8 +193,8 @@ async def test_a_lease_outlives_a_want_of_threads_and_files_and_says_why(
             raise RuntimeError(no_thread)
         real_start(self)
 
-    ours, probed, grpcs, good = Answering(), Answering(no_thread), Answering(no_thread), Answering()
-    channels: list[Answering | None] = [ours, probed, None, grpcs, good]
+    ours, grpcs, good = Answering(), Answering(no_thread), Answering()
+    channels: list[Answering | None] = [ours, None, grpcs, good]
 
     def sync_channel(*_: object) -> Answering:
         if (channel := channels.pop(0)) is None:
@@ -214,56 +214,42 @@ async def test_a_lease_outlives_a_want_of_threads_and_files_and_says_why(
         first, *others = said(caplog)
         assert first.startswith(f"renewal of lease 7: {no_thread}") and "`ulimit -u`" in first
         of_grpc = f"renewal of lease 7 at etcd 127.0.0.1:1: {no_thread}; trying the next endpoint"
-        assert others == [of_grpc, f"renewal of lease 7: {no_file}; trying again", of_grpc]
+        assert others == [f"renewal of lease 7: {no_file}; trying again", of_grpc]
         assert not lease.trouble() and not lease.lost()
-        assert ours.closed and probed.closed
+        assert ours.closed
         assert not grpcs.closed, "to close it waits for a thread that there is not"
     finally:
         await lease.close(revoke=False)
     assert good.closed
 
 
-class Large(Connection):
-    """To an etcd with many keys, behind a link on which answers with more than `most` of them are never whole."""
+async def test_validity_counts_from_the_sending_of_a_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """etcd counts from a renewal's arrival: a lease that counts from a slow answer outlives its keys."""
+    arrived: list[float] = []
 
-    keys: ClassVar[list[bytes]] = [b"/big/%05d" % number for number in range(2500)]
+    class SlowAnswers(Answering):
+        def stream_stream(self, *_: object) -> Callable[..., Iterator[v3.LeaseKeepAliveResponse]]:
+            def call(requests: Iterator[v3.LeaseKeepAliveRequest], **_: object) -> Iterator[v3.LeaseKeepAliveResponse]:
+                for request in requests:
+                    arrived.append(time.monotonic())
+                    time.sleep(0.1)
+                    yield v3.LeaseKeepAliveResponse(id=request.id, ttl=60)
 
-    def __init__(self, most: int) -> None:
-        super().__init__(EtcdOptions.make("127.0.0.1:1"))
-        self.most, self.revision, self.asked = most, 7, list[tuple[int, int]]()
+            return call
 
-    async def call(self, method: object, request: Any, **_: object) -> Any:
-        if not request.range_end:
-            if not self.most:
-                raise Unavailable("it is away")
-            return v3.RangeResponse()
-        self.asked.append((request.limit, request.revision))
-        if request.limit > self.most:
-            raise TookLonger("Deadline Exceeded")
-        self.revision += 1  # somebody writes all the time
-        found = [key for key in self.keys if request.key <= key < request.range_end]
-        page = [v3.KeyValue(key=key, mod_revision=2) for key in found[: request.limit]]
-        header = v3.ResponseHeader(revision=self.revision)
-        return v3.RangeResponse(header=header, kvs=page, more=len(found) > len(page))
-
-
-async def test_a_large_job_is_listed_in_pages_at_one_revision_and_smaller_ones_behind_a_slow_link(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """It was asked for as a whole, with the same limit each time, for ever."""
-    for most, pages in ((1000, [(1000, 0), (1000, 8), (1000, 8)]), (300, [(1000, 0), (250, 0)] + [(250, 8)] * 9)):
-        node = EtcdCoordinator(link := Large(most), "3.5.1")
-        listing = await node.list("/big/")
-        assert [kv.key.encode() for kv in listing.items] == Large.keys and listing.revision == 8
-        assert link.asked == pages
-        await node.close()
-    assert "it answers what is short: read in pages of 250 keys" in caplog.text
-    for most, asked in ((0, [1000]), (1, [1000, 250, 62, 50])):  # it is away, or nothing at all comes through
-        node = EtcdCoordinator(link := Large(most), "3.5.1")
-        with pytest.raises(Unavailable, match="Deadline Exceeded"):
-            await node.list("/big/")
-        assert [limit for limit, _ in link.asked] == asked
-        await node.close()
+    monkeypatch.setattr(EtcdOptions, "sync_channel", lambda *_: SlowAnswers())
+    options = EtcdOptions.make("127.0.0.1:1")
+    lease = lease_of(options, Login(options), ttl_s=1.0)
+    lease.start()
+    try:
+        for answers in range(1, 4):
+            before = lease.valid_until()
+            async with asyncio.timeout(30):
+                while lease.valid_until() == before:  # noqa: ASYNC110 - a thread of its own renews it
+                    await asyncio.sleep(0.001)
+            assert lease.valid_until() <= arrived[-1] + 60, f"answer {answers}"
+    finally:
+        await lease.close(revoke=False)
 
 
 class FarAway(Answering):
@@ -288,11 +274,7 @@ class FarAway(Answering):
         self._gone.set()
 
 
-async def test_a_lease_behind_a_slow_link_waits_longer_for_each_connection_until_one_stands(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each was closed after a third of the TTL, which the next one took, too."""
-
+async def test_lease_behind_a_slow_link_waits_longer_for_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[FarAway] = []
 
     def sync_channel(*_: object) -> FarAway:
@@ -300,33 +282,16 @@ async def test_a_lease_behind_a_slow_link_waits_longer_for_each_connection_until
         return made[-1]
 
     monkeypatch.setattr(EtcdOptions, "sync_channel", sync_channel)
-    monkeypatch.setattr("taskgraph.coordination.etcd.login._FIRST_PATIENCE_S", 0.1)
     options, now = EtcdOptions.make("127.0.0.1:1,127.0.0.1:2"), time.monotonic()
-    login = Login(options)
-    for leases in (1, 2):  # the second knows what the first has learnt
-        lease = lease_of(options, login, number=leases, ttl_s=0.75)
-        lease.start()
-        try:
-            async with asyncio.timeout(30):
-                while lease.valid_until() < now + 60:  # noqa: ASYNC110 - a thread of its own renews it
-                    await asyncio.sleep(0.001)
-        finally:
-            await lease.close(revoke=False)
-        if leases == 1:
-            assert 1 < len(made) <= 4 and login.patience.limit_s >= 1.0
-            first = len(made)
-    assert len(made) == first + 1
-
-
-def test_patience_with_a_new_connection_is_doubled_bounded_and_follows_what_it_took() -> None:
-    patience, limits_s = Patience(), []
-    for _ in range(5):
-        limits_s.append(patience.limit_s)
-        patience.silent()
-    assert limits_s == [1, 2, 4, 8, 8]
-    for took_s, limit_s in ((2.4, 4.8), (60.0, 8.0), (0.01, 1.0)):
-        patience.answered(took_s)
-        assert patience.limit_s == limit_s
+    lease = lease_of(options, Login(options), ttl_s=0.75)
+    lease.start()
+    try:
+        async with asyncio.timeout(30):
+            while lease.valid_until() < now + 60:  # noqa: ASYNC110 - a thread of its own renews it
+                await asyncio.sleep(0.001)
+    finally:
+        await lease.close(revoke=False)
+    assert 1 < len(made) <= 4
 
 
 async def test_a_lease_that_no_thread_can_renew_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,11 +440,8 @@ async def test_of_calls_that_fail_at_one_endpoint_the_first_alone_leaves_it() ->
 
 
 def test_the_numbers_that_a_program_draws_are_not_others_after_a_pause() -> None:
-    """How long an etcd took to start decided which numbers a seeded program that calls `tg.run` drew then."""
-    before, pace = random.getstate(), Pace()
+    before = random.getstate()
     pause_s(1)
-    pace.ended(100.0, Code.OK)
-    assert pace.wait_s(100.0)
     assert random.getstate() == before
 
 
