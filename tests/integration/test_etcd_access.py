@@ -26,7 +26,6 @@ from taskgraph.coordination.etcd import EtcdCoordinator, EtcdLease, coordinator
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.login import Entered
 from taskgraph.errors import CoordinationError, Unavailable
-from taskgraph.network import rpc
 from taskgraph.protocol.kv import Put, Txn
 
 
@@ -89,31 +88,6 @@ async def test_renewed_certificates_are_taken_up_when_etcd_is_connected_to_anew(
             assert found is not None and found.mod_revision == start
             revision = (await node.txn(put("/b"))).revision
             await follower.until(revision)
-
-
-@pytest.mark.slow
-async def test_what_was_connected_with_certificates_of_before_is_closed_once_its_calls_have_ended(
-    tmp_path: Path, certificates: Certificates
-) -> None:
-    """Each renewal that a failure met left a connection and its memory, for as long as the job lasts."""
-    arguments = given(tmp_path, certificates)
-    async with etcd_with_tls(tmp_path, certificates) as endpoint:
-        before = len(rpc._open)
-        async with await EtcdCoordinator.connect(endpoint, **arguments) as node:
-            start = (await node.txn(put("/a"))).revision
-            async with following(node, "/", start) as follower:
-                await follower.until(start)
-                for number in range(5):
-                    given(tmp_path, certificates)
-                    reading = [asyncio.ensure_future(node.get("/a")) for _ in range(3)]
-                    await asyncio.sleep(0)  # they are under way
-                    node._connection.leave(node._connection.endpoint)  # as where a call fails
-                    async with following(node, "/", start) as another:
-                        assert all(await asyncio.gather(*reading))
-                        await another.until(start + number)
-                    await follower.until((await node.txn(put("/a"))).revision)
-                assert len(rpc._open) - before <= 3  # the follower's, the last one, and that of now
-        assert len(rpc._open) == before
 
 
 @pytest.mark.slow
