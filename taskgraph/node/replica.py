@@ -169,7 +169,9 @@ class Replica:
         """Calls the task builder, once."""
         async with self._building:
             if not self._built:
-                task = await self.actor.call("task builder", self._build)
+                context = self.actor.contexts.fresh()
+                task = await self.actor.call("task builder", self._build, context=context)
+                self.actor.contexts.keep(context)
                 self.shape, self.user_task = shape_of(type(task)), task
                 self._built = True
 
@@ -212,7 +214,9 @@ class Replica:
     async def _run_setup(self) -> None:
         await self.build()
         if "setup" in self.shape.overrides:
-            await self.actor.call("setup", self.user_task.setup, after=self._check_attributes)
+            context = self.actor.contexts.fresh()
+            await self.actor.call("setup", self.user_task.setup, after=self._check_attributes, context=context)
+            self.actor.contexts.keep(context)
         self.ready = True
 
     def _check_attributes(self) -> None:

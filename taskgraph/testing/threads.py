@@ -13,6 +13,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 from taskgraph.errors import JobError
@@ -131,6 +132,7 @@ class LockStepThreads:
     in_step = True
 
     def __init__(self, turn: Turn | None = None) -> None:
+        self.context = copy_context()
         self._turn = turn or Turn()
         self._loop = asyncio.get_running_loop()
         self._local = threading.local()

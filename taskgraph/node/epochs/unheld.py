@@ -19,6 +19,7 @@ import dis
 import inspect
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -107,6 +108,12 @@ class Unheld:
         if (looked := f"class {id(kind)}") in told:
             return
         told.add(looked)
+        for method, names in set_for_thread(kind).items():
+            self._tell_once(
+                f"{class_name(kind)}.{method} sets {named(names, _NAMES)} of a threading.local: other calls may run in "
+                f"another thread, and find nothing there, or what another task set. Keep it in an attribute of the "
+                f"task, or in a contextvars.ContextVar"
+            )
         for method, what in written_outside(kind).items():
             self._tell_once(
                 f"{class_name(kind)}.{method} writes {what}: no snapshot holds that, and another node has it as its "
@@ -155,6 +162,22 @@ def written_outside(kind: type) -> dict[str, str]:
     for name, code in codes.items():
         if name not in around and (written := dict.fromkeys(_written(code, names))):
             found[name] = " and ".join(list(written)[:_NAMES])
+    return found
+
+
+def set_for_thread(kind: type) -> dict[str, list[str]]:
+    """Returns the methods called once per replica that set attributes of a global `threading.local`, and which."""
+    found: dict[str, list[str]] = {}
+    for method in ("__init__", "setup"):
+        function = inspect.unwrap(getattr(kind, method))
+        code = getattr(function, "__code__", None)
+        if type(code) is CodeType:
+            known = function.__globals__
+            local = {name for name in code.co_names if type(known.get(name)) is threading.local}
+            steps = dis.get_instructions(code) if local else ()
+            for before, step in itertools.pairwise(steps):
+                if before.argval in local and before.opname == "LOAD_GLOBAL" and step.opname == "STORE_ATTR":
+                    found.setdefault(method, []).append(f"{before.argval}.{step.argval}")
     return found
 
 

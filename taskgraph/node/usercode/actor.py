@@ -28,6 +28,7 @@ from taskgraph.device.afterwards import Aside
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import GraphError
 from taskgraph.node.usercode import forks, lastwords
+from taskgraph.node.usercode.contexts import Contexts
 from taskgraph.node.usercode.coroutines import CancelledItself, OnStream, Resumed, is_async, refuse_coroutine, take_back
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, from_users, would_block
 from taskgraph.node.usercode.threads import Threads
@@ -65,12 +66,7 @@ class Running(NamedTuple):
 
 
 class Actor:
-    """Calls one task's user code.
-
-    Each call begins in an empty context. What it sets there (decimal's precision, what numpy does at a division by
-    zero) would else hold for what comes next, whichever task that is of. A copy would not do: decimal's is one object
-    in all of them.
-    """
+    """Calls one task's user code."""
 
     stamp: Stamp | None = None
     """What the next call is of, and in which term, for who traces and for last words. A call keeps what was there."""
@@ -86,6 +82,7 @@ class Actor:
         device: Device | None = None,
     ) -> None:
         self.task = task
+        self.contexts = Contexts(threads.context)
         self._device = device
         self._streams: Aside | None = None  # made where the task's code runs first, which is in a thread
         self._tracing = tracing or Tracing()
@@ -122,6 +119,7 @@ class Actor:
         alone: bool = True,
         after: Callable[[], object] | None = None,
         attempt: Ends | None = None,
+        context: Context | None = None,
     ) -> R:
         """Calls user code and returns its result.
 
@@ -129,6 +127,7 @@ class Actor:
             alone: hold the task meanwhile; False for processors that declared `parallel=True`.
             after: called right after it returned, where it ran; what that raises counts as raised by user code.
             attempt: what it is part of. Code that is part of none, or of one that goes on, has no reason to unwind.
+            context: runs it there, instead of in a context of its own.
 
         Raises:
             UserCodeError: it raised.
@@ -139,7 +138,7 @@ class Actor:
         try:
             code = getattr(function, "__code__", None)
             if (type(code) is not CodeType or not code.co_flags & _COROUTINE) and not is_async(function):
-                return await self._call_thread(where, function, args, alone, after)
+                return await self._call_thread(where, function, args, alone, after, context)
             if self.in_threads and alone and self._turn.locked():
                 await self._turn_free(where)
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
@@ -149,7 +148,7 @@ class Actor:
             if words is not None:
                 words.runs(self.task, stamp, where)
             cancelling = current_task(self._loop).cancelling  # type: ignore[union-attr]  # it is one that awaits this
-            context = Context()
+            context = context or self.contexts.fresh()
             try:
                 before, ended = cancelling(), True
                 try:
@@ -290,6 +289,7 @@ class Actor:
         args: tuple[Any, ...],
         alone: bool,
         after: Callable[[], object] | None,
+        context: Context | None,
     ) -> R:
         stamp = self.stamp
         if alone:
@@ -300,7 +300,7 @@ class Actor:
                 self.in_threads -= 1
                 raise
         began, mark = self._tracing.on and self._tracing.began(stamp), 0
-        call = functools.partial(self._in_thread, where, alone, function, args, after)
+        call = functools.partial(self._in_thread, where, alone, function, args, after, context)
         if self._device is not None:
             call = functools.partial(self._on_stream, self._device, call)
         try:
@@ -351,12 +351,13 @@ class Actor:
         function: Callable[..., R],
         args: tuple[Any, ...],
         after: Callable[[], object] | None,
+        context: Context | None,
     ) -> R:
         self._in_turn.held = where if alone else ""
         if alone:
             self._holder = where
         try:
-            result = Context().run(function, *args)
+            result = (context or self.contexts.fresh()).run(function, *args)
             if result is not None and type(result) is CoroutineType:
                 refuse_coroutine(function, cast(Any, result))
             if after is not None:

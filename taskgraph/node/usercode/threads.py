@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from taskgraph.errors import JobError, no_thread
@@ -41,6 +42,8 @@ class Threads(Protocol):
 
     in_step: bool
     """Whether it does: what is run again happens at the same moments then."""
+    context: Context
+    """The context in which the node was made, after the driver was imported."""
 
     def clock(self) -> float:
         """Seconds, by the clock that what runs in them takes its time of."""
@@ -115,6 +118,7 @@ class PooledThreads:
     in_step = False
 
     def __init__(self, name: str, limit: int) -> None:
+        self.context = copy_context()
         self._name = name
         self._limit = limit
         self._forks = forks.count

@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import random
 from collections.abc import Callable
+from contextvars import Context
 from typing import Generic, TypeVar
 
 from taskgraph.node.usercode.threads import Begun, Work
@@ -86,6 +87,7 @@ class InlineThreads:
         ends: Ends | None = None,
         late_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self.context = Context()
         self._rng = rng
         self._compute_s = compute_s
         self._ends = ends

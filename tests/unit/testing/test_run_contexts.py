@@ -1,4 +1,4 @@
-"""What code sets in its context holds until it returns: results depend neither on order nor on who shares a process."""
+"""What code sets in its context: in the driver for all tasks, in `setup` for the task, in a call for that call."""
 
 from __future__ import annotations
 
@@ -14,72 +14,80 @@ from jobs_kit import job
 import taskgraph as tg
 
 KNOWN: contextvars.ContextVar[str] = contextvars.ContextVar("KNOWN", default="nothing")
-_SET = decimal.Context(prec=9)
 
 
-def precise() -> tuple[int, str, str]:
-    return decimal.getcontext().prec, np.geterr()["divide"], KNOWN.get()
+def context() -> tuple[int, str, str, str]:
+    errors = np.geterr()
+    return decimal.getcontext().prec, errors["divide"], errors["over"], KNOWN.get()
 
 
-def leave() -> None:
+def set_in_call() -> None:
     decimal.getcontext().prec = 5
-    np.seterr(divide="raise")
+    np.seterr(divide="ignore")
     KNOWN.set("something")
 
 
 class Sets(tg.Task, state=["found"]):
-    """Task 0 sets in its first epoch; both look, in each hook, and in handlers that are called from where it is set."""
+    """Sets its context in `setup` and in some calls; looks at it in each hook, compute and handler."""
+
+    def __init__(self) -> None:
+        np.seterr(divide="raise")
 
     def setup(self) -> None:
         self.found: list[Any] = []
-        leave()
+        decimal.getcontext().prec = 50 + self.task_id
+        KNOWN.set(f"task {self.task_id}")
 
     async def asked(self) -> Any:
         await asyncio.sleep(0)
-        return precise()
+        return context()
 
     @tg.handles("plain")
     def plain(self, epoch: tg.Epoch, sender: int, payload: Any) -> Any:
-        return precise()
+        self.look()
+        set_in_call()
 
     @tg.handles("coroutine", pure=True)
     async def coroutine(self, epoch: tg.Epoch, sender: int, payload: Any) -> Any:
-        return await self.asked()
+        return await self.asked() == self.expected()
 
     def compose(self, epoch: tg.Epoch) -> None:
+        self.look()
         epoch.processor(self.ask, outbound={"seen": self.task_id})
         epoch.processor(self.keep, inbound={"seen": self.task_id})
 
-    async def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        seen = [precise(), await self.asked()]
-        leave()
-        await asyncio.sleep(0)
-        assert precise() == (5, "raise", "something") == await asyncio.create_task(self.asked())
-        for method in ("plain", "coroutine"):
-            seen += [await epoch.request(to, method) for to in range(epoch.number % 2 + 1)]
-        outs.put("seen", seen)
+    def expected(self) -> tuple[int, str, str, str]:
+        return 50 + self.task_id, "raise", "raise", f"task {self.task_id}"
 
-    async def keep(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.found = [*self.found, *ins["seen"], precise()]
-        leave()
+    def look(self) -> None:
+        assert context() == self.expected()
+
+    async def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.look()
+        set_in_call()
+        await asyncio.sleep(0)
+        assert context() == (5, "ignore", "raise", "something") == await asyncio.create_task(self.asked())
+        for to in range(self.tasks):
+            await epoch.request(to, "plain")
+            assert await epoch.request(to, "coroutine")
+        outs.put("seen", 1)
+
+    def keep(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.found = [*self.found, context()]
+        set_in_call()
 
     def result(self) -> Any:
-        return sorted({tuple(one) for one in (*self.found, precise())})
+        return {tuple(one) for one in (*self.found, context())} == {self.expected()}
 
 
 @pytest.mark.parametrize("how", ["calm", "killed", "one process"])
-def test_each_call_begins_as_if_nothing_was_set(how: str) -> None:
+def test_setup_sets_the_context_of_its_task(how: str) -> None:
     def run() -> Any:
-        context, known = decimal.getcontext().copy(), np.geterr()
-        decimal.setcontext(_SET.copy())
-        np.seterr(divide="ignore")
-        try:
-            made = job(Sets, tasks=2, epochs=4)
-            if how == "one process":
-                return tg.run(made, nodes=0).values
-            return tg.testing.run(made, kills={(0, 1): "sync", (1, 2): "done"} if how == "killed" else {}).values
-        finally:
-            decimal.setcontext(context)
-            np.seterr(**known)
+        np.seterr(over="raise")  # as a driver does
+        decimal.getcontext().prec = 9
+        made = job(lambda _: Sets(), tasks=2, epochs=4)
+        if how == "one process":
+            return tg.run(made, nodes=0).values
+        return tg.testing.run(made, kills={(0, 1): "sync", (1, 2): "done"} if how == "killed" else {}).values
 
-    assert run() == {task: [(decimal.DefaultContext.prec, "warn", "nothing")] for task in range(2)}
+    assert contextvars.Context().run(run) == {0: True, 1: True}

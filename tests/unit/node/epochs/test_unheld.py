@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dis
 import mmap
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -266,6 +267,18 @@ def test_where_a_look_fails_nothing_is_looked_at_any_more(
 
 
 MODEL: Any = None
+LOCAL = threading.local()
+
+
+class Connects(Counting, state=["total"]):
+    def setup(self) -> None:
+        super().setup()
+        LOCAL.session = 1
+
+
+def test_thread_local_set_in_setup_is_named() -> None:
+    (event,) = told(job(Connects, tasks=3, epochs=2))
+    assert "Connects.setup sets LOCAL.session of a threading.local: other calls may run in another thread" in event.text
 
 
 class Outside(Counting, state=["total"]):

@@ -1,0 +1,41 @@
+"""The contexts (`contextvars`) that a task's code runs in: `decimal`'s precision, `np.seterr`, `ContextVar`s of users.
+
+Every call runs in a copy of the task's context, so what a call sets holds until it returns, in no other task, and not
+after a failover. The task's context is a copy of that in which the driver was imported, with what the task builder and
+`setup` set in it.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextvars import Context, ContextVar
+from typing import Any
+
+__all__ = ["Contexts"]
+
+
+class Contexts:
+    """Makes the context of each call of a task's code.
+
+    Args:
+        outer: the context in which the driver was imported.
+    """
+
+    def __init__(self, outer: Context) -> None:
+        self.keep(outer)
+
+    def keep(self, context: Context) -> None:
+        """Takes what is set in `context` into all calls from now on."""
+        decimal = sys.modules.get("decimal")
+        self._context = context
+        # A copied context still holds the same object for decimal, which code changes in place.
+        self._decimals: list[tuple[ContextVar[Any], Any]] = []
+        if decimal is not None:
+            self._decimals = [(var, v.copy()) for var, v in context.items() if isinstance(v, decimal.Context)]
+
+    def fresh(self) -> Context:
+        """Makes a context for one call."""
+        context = self._context.copy()
+        for var, value in self._decimals:
+            context.run(var.set, value.copy())
+        return context
