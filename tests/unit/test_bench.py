@@ -19,10 +19,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench as bench_command
-import bytecode
 import contest
 import figures
-import install
 import suite
 import work
 
@@ -41,7 +39,7 @@ def rounds_of(**rates: dict[int, float]) -> figures.Rounds:
     return {name: {number: {"rate": rate} for number, rate in of.items()} for name, of in rates.items()}
 
 
-def test_ratios_are_of_medians_and_their_spread_of_rounds() -> None:
+def test_ratio_is_of_medians() -> None:
     rounds = rounds_of(ours={0: 10.0, 1: 4.0, 2: 6.0}, peer={0: 2.0, 1: 4.0, 2: 1.0})
     line, gone, alone = figures.lines_of(WORK, rounds, {"gone": "skipped: no module"})
     assert (line.ours, line.theirs, line.ratio, line.low, line.high) == (6.0, 2.0, 3.0, 1.0, 6.0)
@@ -50,12 +48,12 @@ def test_ratios_are_of_medians_and_their_spread_of_rounds() -> None:
     assert (alone.ratio, alone.met) == (6.0, False)
 
 
-def test_a_round_that_failed_is_compared_with_nothing() -> None:
+def test_failed_round_is_left_out() -> None:
     line = figures.lines_of(WORK, rounds_of(ours={0: 10.0, 1: 4.0}, peer={1: 4.0}), {"peer": "hung"})[0]
     assert (line.low, line.high, line.note) == (1.0, 1.0, "peer: hung")
 
 
-def test_the_table_names_what_is_missed_and_what_is_missing() -> None:
+def test_table_names_missed_bars() -> None:
     text = figures.table(figures.lines_of(WORK, rounds_of(ours={0: 6.0}, peer={0: 6.0}), {"gone": "hung"}))
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if row.startswith("|")]
     assert rows[2] == ["T=7 (epochs/s)", "ours", "peer", "6", "6", "1", "1 to 1", ">= 2", "NO"]
@@ -63,7 +61,7 @@ def test_the_table_names_what_is_missed_and_what_is_missing() -> None:
     assert text.endswith("- gone: hung")
 
 
-def test_results_go_into_the_page() -> None:
+def test_results_are_put_into_the_page() -> None:
     page = (BENCHMARKS.parent / "docs" / "performance.md").read_text("utf-8")
     lines = figures.lines_of(WORK, rounds_of(ours={0: 6.0}, peer={0: 6.0}), {"gone": "hung"})
     once = figures.put_into(page, "2 cores.", lines)
@@ -74,7 +72,7 @@ def test_results_go_into_the_page() -> None:
         figures.put_into("a page", "2 cores.", lines)
 
 
-def test_rows_speak_of_contenders_and_contenders_of_scripts() -> None:
+def test_rows_name_contenders_with_scripts() -> None:
     for one in suite.WORKS:
         names = [contender.name for contender in one.contenders]
         assert len(set(names)) == len(names)
@@ -85,7 +83,7 @@ def test_rows_speak_of_contenders_and_contenders_of_scripts() -> None:
     assert len({one.key for one in suite.WORKS}) == len(suite.WORKS)
 
 
-def test_the_tree_is_that_of_the_framework() -> None:
+def test_tree_is_the_frameworks() -> None:
     import taskgraph as tg
 
     for tasks in (1, 2, 7, 10):
@@ -93,31 +91,6 @@ def test_the_tree_is_that_of_the_framework() -> None:
             assert tuple(work.children(task, tasks)) == tg.tree().neighbors("children", task, tasks, 0)
             if task:
                 assert (work.parent(task),) == tg.tree().neighbors("parents", task, tasks, 0)
-
-
-def test_the_meter_measures_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    meter = work.Meter(2.0)
-    for _ in range(200):
-        now += 0.125
-        if not meter.again():
-            break
-    assert meter.figures == {"rate": 8.0, "epochs": 16, "seconds": 2.0}
-
-
-def test_requirements_have_ranges_and_say_what_disk_they_want() -> None:
-    found = dict(install.lines())
-    assert all(">=" in requirement for requirement in found)
-    assert [gib for requirement, gib in found.items() if requirement.startswith("torch")] == [12.0]
-
-
-def test_the_help_of_install_makes_no_environment(tmp_path: Path) -> None:
-    """`--help` was the folder that it made the environment in."""
-    script = str(BENCHMARKS / "install.py")
-    told = subprocess.run([sys.executable, script, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert told.returncode == 0 and "Makes the environment of the peers" in told.stdout
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.fixture
@@ -152,14 +125,14 @@ def left(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.skipif(device_count() > 0, reason="there is a device")
-def test_without_a_device_nothing_is_measured_of_one(tmp_path: Path) -> None:
+def test_gpu_bench_needs_a_device(tmp_path: Path) -> None:
     with bench(tmp_path, "overhead", script="gpu.py") as process:
         text, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "no CUDA device can be used here" in text, text
 
 
 @pytest.mark.slow
-def test_what_is_measured_of_a_device_can_be_measured_of_the_host(tmp_path: Path) -> None:
+def test_gpu_bench_runs_on_the_host(tmp_path: Path) -> None:
     small = ("--side", "64", "--mib", "2", "--rounds", "1", "--seconds", "0.2", "--compute-ms", "1")
     with bench(tmp_path, "overhead", "array", "snapshot", "--host", *small, script="gpu.py") as process:
         text, _ = process.communicate(timeout=100)
@@ -170,7 +143,7 @@ def test_what_is_measured_of_a_device_can_be_measured_of_the_host(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_short_bench_of_us_a_peer_and_a_floor(tmp_path: Path) -> None:
+def test_short_bench_of_three_contenders(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     names = "ours;stripped asyncio;grpc.aio, called"
     short = ("--works", "small", "--contenders", names, "--repeats", "1", "--seconds", "0.2", "--json", str(out))
@@ -186,77 +159,8 @@ def test_a_short_bench_of_us_a_peer_and_a_floor(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [out.name]
 
 
-def test_instructions_are_counted_one_by_one() -> None:
-    def counted(numbers: int) -> tuple[int, int]:
-        counts = bytecode.Instructions()
-        counts.start()
-        for number in range(numbers):
-            divmod(abs(number), 7)
-        work.parent(numbers)
-        counts.stop()
-        name = "parent " + work.__file__
-        return counts.ran.total() - counts.ran[name], counts.ran[name] * counts.calls[name]
-
-    counted(1)  # since Python 3.12 a function is seen from the second time on
-    few, more, most = counted(1), counted(2), counted(102)
-    assert few[1] == more[1] == most[1] > 0
-    assert most[0] - more[0] == 100 * (more[0] - few[0]) > 0
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (
-            ("bench.py", "--works", "small", "--contenders", "ours;Glo"),
-            "no contender Glo; there are: ours; ",
-        ),
-        (("bench.py", "--works", "put", "--json", "{}/none/figures.json"), "--json "),
-        (("tracing.py", "--pairs", "1"), "--pairs: at least 2"),
-    ],
-)
-def test_what_would_be_missed_after_all_measuring_is_said_before(
-    tmp_path: Path, wrong: tuple[str, ...], said: str
-) -> None:
-    script, *arguments = (part.format(tmp_path) for part in wrong)
-    with bench(tmp_path, *arguments, script=script) as process:
-        text, _ = process.communicate(timeout=60)
-    assert process.returncode != 0 and said in text and "round" not in text, text
-
-
-def test_of_several_signals_the_first_alone_interrupts() -> None:
-    """The second one cut short what the first had begun: folders and processes stayed."""
-    swept = []
-    with pytest.raises(KeyboardInterrupt), contest.ended_by([signal.SIGUSR1]):
-        try:
-            signal.raise_signal(signal.SIGUSR1)
-        finally:
-            signal.raise_signal(signal.SIGUSR1)
-            swept.append("all")
-    assert swept == ["all"]
-
-
-def test_tasks_of_a_tree_have_a_role_by_their_children() -> None:
-    assert bytecode.roles(7) == {0: 1, 2: 2, 6: 4}
-    assert bytecode.roles(10) == {0: 1, 3: 3, 4: 1, 9: 5}, "task 4 has one child, 1 to 3 have two"
-    assert bytecode.roles(2) == {0: 1, 1: 1} and bytecode.roles(1) == {0: 1}
-
-
 @pytest.mark.slow
-def test_an_epoch_of_nodes_is_counted_by_function(tmp_path: Path) -> None:
-    short = ("--tasks", "3", "--epochs", "10", "--gather-s", "1", "--top", "1000")
-    with bench(tmp_path, *short, script="bytecode.py") as process:
-        text, _ = process.communicate(timeout=100)
-    assert process.returncode == 0, text
-    total, *lines = [line for line in text.splitlines() if re.match(r" *[0-9]+ ", line)]
-    assert re.fullmatch(r"[0-9]+ instructions and [0-9]+ calls an epoch", total), text
-    found = {name.split()[0]: float(calls) for _, _, _, calls, _, name in (line.split(None, 5) for line in lines)}
-    assert (found["Tree._add"], found["Tree._check"], found["Counting._count"]) == (2, 1, 3)
-    assert "Tree._compose" not in found, "what it declared stands, as that of the tree that is measured"
-    assert left(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_an_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
     with bench(tmp_path, "--works", "small", "--contenders", "ours;stripped asyncio", "--seconds", "60") as process:
         deadline = time.monotonic() + 60
         while len(left(tmp_path)) < 10 and time.monotonic() < deadline:
@@ -311,7 +215,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_a_contender_that_hangs_or_fails_is_named_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+def test_contender_that_hangs_or_fails_is_ended(tmp_path: Path) -> None:
     script, shared = tmp_path / "contender.py", tmp_path / "shm"
     script.write_text(CONTENDERS)
     shared.mkdir()
@@ -331,18 +235,6 @@ def test_a_contender_that_hangs_or_fails_is_named_and_nothing_of_it_is_left(tmp_
     assert sorted(os.listdir(tmp_path)) == [script.name, shared.name]
     not_its = {"sem.hdr1000000000-1", f"sem.hdr{runner.pid}-1", "sem.hdr1000000000", "x"}
     assert set(os.listdir(shared)) == not_its
-
-
-def test_a_semaphore_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (name := tmp_path / "sem.hdr1000000000-1").touch()
-    monkeypatch.setattr(contest, "_SHARED", tmp_path)
-    appeared = contest._semaphores()
-    with monkeypatch.context() as patch:
-        patch.setattr(contest.os, "getuid", lambda: os.stat(name).st_uid + 1)
-        contest._remove_semaphores(appeared)
-    assert name.exists()
-    contest._remove_semaphores(appeared | {"sem.hdr1000000000-2"})  # which its maker's peer has removed since
-    assert not name.exists()
 
 
 def test_works_can_be_reduced_to_what_has_a_bar() -> None:
