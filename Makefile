@@ -19,7 +19,7 @@ SOURCES := taskgraph examples tests tools benchmarks
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-all-pythons test-lowest bench lint format proto clean
+.PHONY: help setup run test test-slow test-all test-all-pythons test-lowest bench lint format proto clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,26 +59,23 @@ setup: $(VENV)/.installed-dev ## Make .venv with everything for development
 run: $(VENV)/.installed-run ## Run the linear regression on 4 local nodes, with an etcd of its own
 	$(BIN)/taskgraph run examples/linear_regression.py --nodes $(NODES)
 
-# Others look at how long things take, or break what all processes of a host share: one after another, alone. Those of
-# tests/integration start nodes and wait for them, most of the time: two files at a time.
-SIDE_BY_SIDE := tests/simulation tests/protocol \
-    $(addprefix tests/unit/,checkpoint coordination device graph node observe testing transport)
+# The tests of tests/chaos break what all processes of a host share, so they run alone, one after another.
+PYTEST := $(BIN)/python -m pytest
+TWO := -n 2 --dist worksteal
 
-test: $(VENV)/.installed-dev ## Run all tests
+test: $(VENV)/.installed-dev ## Run the tests that show each promise, some 5 minutes on two cores; TESTS=tests/unit/graph
+	$(PYTEST) $(if $(TESTS),$(TESTS),$(TWO) -m 'not slow' tests) $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed-dev ## Run the tests that `make test` leaves out
 	@failed=0; \
-	if [ -n '$(TESTS)' ]; then \
-	    $(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS) || failed=1; \
-	else \
-	    $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) $(SIDE_BY_SIDE) || failed=1; \
-	    $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) tests/integration || failed=1; \
-	    $(BIN)/python -m pytest $(PYTEST_ARGS) $(SIDE_BY_SIDE:%=--ignore=%) --ignore=tests/integration tests || failed=1; \
-	fi; exit $$failed
+	$(PYTEST) $(TWO) -m slow --ignore=tests/chaos $(PYTEST_ARGS) tests || failed=1; \
+	$(PYTEST) -m slow $(PYTEST_ARGS) tests/chaos || failed=1; \
+	exit $$failed
 
-test-fast: $(VENV)/.installed-dev ## Run the tests that take less than a second each
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) $(or $(TESTS),tests)
+test-all: test test-slow ## Run all tests
 
-# One that this machine has not is left out, which is said before and after the tests of the others.
-test-all-pythons: ## Run all tests on Python 3.11 to 3.14, as far as they are here, each in an environment of its own
+# Skips each Python that this machine lacks, and names those in the end.
+test-all-pythons: ## Run `make test` on each of Python 3.11 to 3.14 that is here, in an environment of its own
 	@set -e; here=''; missing=''; for version in $(PYTHONS); do \
 	    if sh tools/find_python.sh $$version >/dev/null; then here="$$here $$version"; \
 	    else missing="$$missing $$version"; fi; \
@@ -90,7 +87,7 @@ test-all-pythons: ## Run all tests on Python 3.11 to 3.14, as far as they are he
 	done; \
 	[ -z "$$missing" ] || echo "Not tested, as they are not here: Python$$missing" >&2
 
-# On the oldest Python, for which all of them have wheels. TESTS=tests runs all tests.
+# On the oldest Python, which has wheels for all of these versions. TESTS=tests runs all tests.
 test-lowest: ## Run the unit tests with the lowest version of each package that pyproject.toml allows
 	@$(MAKE) --no-print-directory test VENV=.venv-lowest FOR=$(firstword $(PYTHONS)) PYTHON= \
 	    LOWEST=.venv-lowest/lowest.txt TESTS='$(or $(TESTS),tests/unit)'

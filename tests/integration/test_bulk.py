@@ -12,7 +12,7 @@ from cli_kit import Cli
 import taskgraph as tg
 from taskgraph.driver.loading import load_driver
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 DRIVER = Path(__file__).parent / "drivers" / "bulk.py"
 

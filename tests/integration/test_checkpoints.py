@@ -27,7 +27,7 @@ from taskgraph.checkpoint import Manifest
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.driver.loading import load_driver
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 DRIVER = Path(__file__).parent / "drivers" / "kept.py"
 
@@ -93,6 +93,7 @@ async def holders(cli: Cli, task: int) -> list[int]:
     return [node["pid"] for node in now["nodes"] if node["name"] in names]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("task", [0, 3])
 async def test_every_replica_of_a_task_is_killed(cli: Cli, tmp_path: Path, task: int) -> None:
     command = await started(cli, tmp_path, "--nodes", "4", *standing(cli, 50))
@@ -303,6 +304,7 @@ async def test_a_running_job_refuses_too(cli: Cli, tmp_path: Path) -> None:
     await cli.nothing_left()
 
 
+@pytest.mark.smoke
 async def test_every_node_is_killed_and_the_launcher_says_how_to_go_on(cli: Cli, tmp_path: Path) -> None:
     command = await started(cli, tmp_path, "--nodes", "3", *standing(cli, 50))
     kill_at_once(await node_pids(cli))

@@ -15,8 +15,6 @@ from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.errors import Unavailable
 from taskgraph.launch.access import advice
 
-pytestmark = pytest.mark.slow
-
 
 async def everything(cli: Cli, name: str, *access: str) -> None:
     """submit, launch, node, status, events, kill, drain, result, shutdown, run."""

@@ -15,8 +15,6 @@ from processes_kit import gone
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
-pytestmark = pytest.mark.slow
-
 
 async def status(cli: Cli, *arguments: str) -> dict:
     done = await cli("status", *arguments, "--json")
@@ -34,6 +32,7 @@ async def interrupted_twice(launch: Command) -> Done:
     return done
 
 
+@pytest.mark.smoke
 async def test_status_says_who_does_what_and_since_when(cli: Cli) -> None:
     run = await cli.paused("--nodes", "2")
     text = (await cli("status")).out  # the only job: it needs no name
@@ -72,6 +71,7 @@ async def test_who_watches_a_job_is_told_that_its_launcher_was_killed(cli: Cli) 
         assert done.code == 3 and f"its launcher (process {run.process.pid}) was killed" in done.err, done.err
 
 
+@pytest.mark.smoke
 async def test_kill_of_the_roots_primary_changes_no_number(cli: Cli) -> None:
     run = await cli.paused("--nodes", "3", "--json")
     before = (await status(cli))["tasks"][0]
@@ -136,6 +136,7 @@ async def test_the_only_replica_of_a_task_is_not_killed_unless_that_is_meant(cli
     assert (await run.done()).code == 1
 
 
+@pytest.mark.smoke
 async def test_drain_hands_over_and_leaves(cli: Cli) -> None:
     run = await cli.paused("--nodes", "3", "--json", epoch=3)
     primary = (await status(cli))["tasks"][0]["primary"]
@@ -159,6 +160,7 @@ async def test_drain_of_the_only_node_does_nothing_unless_forced(cli: Cli) -> No
     await run.done()
 
 
+@pytest.mark.smoke
 async def test_shutdown_ends_a_job_without_a_result(cli: Cli) -> None:
     run = await cli.paused("--nodes", "2")
     follow = await cli.start("events", "sums", "--follow")
@@ -208,6 +210,7 @@ async def test_whom_to_act_on_is_asked_for_clearly(cli: Cli) -> None:
 # -- one's own etcd ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 async def test_a_submitted_job_is_run_by_launch(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
     etcd = ("--etcd", embedded_etcd.endpoint)
     done = await cli("submit", str(DRIVER), "--name", "sub1", *etcd)
@@ -256,6 +259,7 @@ async def test_submit_writes_the_token_file_that_is_named(embedded_etcd: Embedde
     assert (await run.done()).code == 0
 
 
+@pytest.mark.smoke
 async def test_nodes_started_by_hand_and_a_result_nobody_waited_for(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
     etcd, token = ("--etcd", embedded_etcd.endpoint), ("--token-file", "t")
     (cli.cwd / "t").write_text("ab" * 32)

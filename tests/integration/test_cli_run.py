@@ -19,9 +19,8 @@ from processes_kit import becomes
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.smoke
 async def test_a_run_ends_with_its_result_as_json_and_leaves_nothing(cli: Cli) -> None:
     done = await cli("run", str(DRIVER), "--nodes", "3", "--json", "-o", "epochs=4")
     assert done.code == 0, done.err
@@ -34,6 +33,7 @@ async def test_a_run_ends_with_its_result_as_json_and_leaves_nothing(cli: Cli) -
     await cli.nothing_left()
 
 
+@pytest.mark.smoke
 async def test_what_is_kept_of_a_finished_job(cli: Cli) -> None:
     done = await cli("run", str(DRIVER), "--nodes", "1", "--json", "--name", "other")
     kept = await cli("result", "other", "--json")
@@ -52,6 +52,7 @@ async def test_the_driver_runs_itself(cli: Cli) -> None:
     assert done.code == 3 and "no job" in done.err
 
 
+@pytest.mark.smoke
 async def test_everything_in_one_process(cli: Cli) -> None:
     done = await cli("run", str(DRIVER), "--nodes", "0", "--name", "alone", "--json")
     assert done.code == 0, done.err
@@ -168,6 +169,7 @@ async def test_a_coroutine_that_holds_up_its_whole_node_is_named(cli: Cli) -> No
     await cli.nothing_left()
 
 
+@pytest.mark.smoke
 async def test_a_failed_job_shows_the_users_traceback_and_none_of_ours(cli: Cli) -> None:
     done = await cli("run", str(DRIVER), "--nodes", "2", "-o", "fail_at=3")
     assert done.code == 1
@@ -222,6 +224,7 @@ async def test_a_setting_of_one_run(cli: Cli, tmp_path: Path) -> None:
     await cli.nothing_left()
 
 
+@pytest.mark.smoke
 async def test_no_such_driver(cli: Cli) -> None:
     done = await cli("run", "nowhere.py")
     assert done.code == 2 and "there is no file" in done.err and "nowhere.py" in done.err
@@ -273,7 +276,6 @@ async def test_fewer_nodes_than_min_nodes_waits_says_so_and_goes_on(cli: Cli) ->
     await cli.nothing_left()
 
 
-@pytest.mark.slow
 async def test_a_launch_beside_a_run_leaves_it_the_results(cli: Cli) -> None:
     """It was a race: where the launch let the nodes go first, a job that had finished failed as `nobody is left`."""
     run = await cli.paused("--nodes", "1", "--json")
@@ -335,6 +337,7 @@ async def test_nodes_import_what_their_launcher_does_and_not_what_lies_in_the_wo
     await cli.nothing_left()
 
 
+@pytest.mark.smoke
 async def test_ctrl_c_ends_the_job_and_leaves_nothing(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
     run = await cli.paused("--nodes", "2")
     assert len([c for c in cli.processes().values() if "taskgraph.node.process" in c]) == 2
@@ -493,6 +496,7 @@ async def test_when_every_node_is_gone_their_last_words_are_shown(cli: Cli) -> N
     assert "every node has ended" in (await cli("status", "sums")).out
 
 
+@pytest.mark.smoke
 async def test_when_its_embedded_etcd_is_gone_the_job_fails_at_once_and_says_how_and_where(cli: Cli) -> None:
     run = await cli.paused("--nodes", "3")
     for pid, command in cli.processes().items():

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from cli_kit import DRIVER, LIMIT_S, Cli, Command
 
-pytestmark = pytest.mark.slow
-
 STEADY = DRIVER.with_name("steady.py")
 FAST = Path(__file__).parents[2] / "benchmarks" / "tree.py"
 IN_STEP = ("-o", "ahead=0")
@@ -183,6 +181,7 @@ async def test_of_a_fast_job_a_long_trace_has_whole_epochs_some_apart(cli: Cli) 
     assert trace.epochs("commit") - epochs, "all of them are there: they commit what was traced"
 
 
+@pytest.mark.smoke
 async def test_a_trace_to_the_end_of_a_job_lacks_nothing(cli: Cli) -> None:
     """It waited for epochs that cannot exist, and called every node missing from the last one on."""
     run = await cli.paused("--nodes", "3", *IN_STEP)

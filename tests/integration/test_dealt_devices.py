@@ -6,12 +6,9 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from cli_kit import Cli
 
 from taskgraph.device.visible import PRETEND, VISIBLE
-
-pytestmark = pytest.mark.slow
 
 DRIVER = str(Path(__file__).parent / "drivers" / "dealt.py")
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from cli_kit import Cli, Done
 
-pytestmark = pytest.mark.slow
-
 DRIVER = str(Path(__file__).parent / "drivers" / "poisoned.py")
 
 

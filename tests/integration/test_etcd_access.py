@@ -38,7 +38,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 async def test_tls_with_client_certificates(tmp_path: Path, certificates: Certificates) -> None:
     async with etcd_with_tls(tmp_path, certificates) as endpoint:
         async with await EtcdCoordinator.connect(
@@ -65,7 +65,6 @@ def given(folder: Path, made: Certificates) -> dict[str, Path]:
     return {"ca": folder / "given-ca", "cert": folder / "given-client", "key": folder / "given-client_key"}
 
 
-@pytest.mark.slow
 async def test_renewed_certificates_are_taken_up_when_etcd_is_connected_to_anew(
     tmp_path: Path, certificates: Certificates
 ) -> None:
@@ -90,7 +89,7 @@ async def test_renewed_certificates_are_taken_up_when_etcd_is_connected_to_anew(
             await follower.until(revision)
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 async def test_a_user_gets_what_is_granted_and_nothing_else() -> None:
     async with etcd_with_users("/job/") as etcd:
         async with await EtcdCoordinator.connect(etcd.endpoint, username="root", password="secret") as root:
@@ -115,7 +114,6 @@ async def test_a_user_gets_what_is_granted_and_nothing_else() -> None:
             assert await node.get("/job/a") is None
 
 
-@pytest.mark.slow
 async def test_a_watch_outlasts_another_password_and_a_permission_that_is_taken_away_for_a_while(
     tmp_path: Path,
 ) -> None:
@@ -154,7 +152,6 @@ async def test_a_watch_outlasts_another_password_and_a_permission_that_is_taken_
         assert (await anext(batches)).reopened and (await anext(batches)).revision == last
 
 
-@pytest.mark.slow
 async def test_a_token_that_etcd_forgot_is_replaced_without_anybody_noticing() -> None:
     async with (
         etcd_with_users("/job/", "--auth-token-ttl", "1") as etcd,
@@ -170,7 +167,6 @@ async def test_a_token_that_etcd_forgot_is_replaced_without_anybody_noticing() -
         await lease.close(revoke=True)
 
 
-@pytest.mark.slow
 async def test_all_get_in_where_many_log_in_at_once_and_again_where_authentication_was_turned_off_and_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -219,7 +215,6 @@ def _no_mounts() -> str:
     return f"nothing can be mounted here: {tried.stderr.decode().strip()}" if tried.returncode else ""
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(_no_mounts()), reason=_no_mounts())
 async def test_a_name_that_the_host_knows_needs_no_name_server(tmp_path: Path) -> None:
     """One that does not answer, as of a network that is away: what resolves names otherwise waits for it in vain."""

@@ -25,8 +25,6 @@ from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError
 from taskgraph.protocol.kv import Put, Txn
 
-pytestmark = pytest.mark.slow  # a start of etcd takes about a second
-
 ROOT = Path(taskgraph.__file__).parent.parent
 GUARD = ROOT / "taskgraph" / "coordination" / "guard.py"
 
@@ -50,6 +48,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.smoke
 async def test_it_is_private_loopback_only_and_removed_at_the_end(temporary: Path) -> None:
     async with EmbeddedEtcd() as etcd:
         (directory,) = private_dirs(temporary)
@@ -495,6 +494,7 @@ async def test_the_group_of_the_command_is_ended_while_its_number_is_not_free(co
     assert process.returncode == (3 if command == "exit 3" else 128 + signal.SIGTERM)
 
 
+@pytest.mark.smoke
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
 async def test_a_killed_guard_takes_its_command_with_it() -> None:
     process = await guard("--", "sleep", "1000")

@@ -37,7 +37,7 @@ def put(key: str, value: bytes = b"", lease: int = 0) -> Txn:
     return Txn(success=(Put(key, value, lease),))
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 async def test_a_killed_and_restarted_etcd_costs_a_watch_no_event_and_a_lease_nothing(tmp_path: Path) -> None:
     port = free_port()
     etcd = KeptEtcd(tmp_path / "data", port=port)
@@ -66,7 +66,6 @@ async def test_a_killed_and_restarted_etcd_costs_a_watch_no_event_and_a_lease_no
     await etcd.stop()
 
 
-@pytest.mark.slow
 async def test_an_etcd_that_comes_back_without_its_data_is_told_by_a_watch_and_a_listing(tmp_path: Path) -> None:
     """Who only lists, as `status --watch`, saw what it had seen before, for ever."""
     port, seen = free_port(), [0]
@@ -91,7 +90,6 @@ async def test_an_etcd_that_comes_back_without_its_data_is_told_by_a_watch_and_a
                 await node.list("/")
 
 
-@pytest.mark.slow
 async def test_an_etcd_whose_space_is_used_up_is_told_with_the_way_out() -> None:
     quota = ("--quota-backend-bytes", str(8 << 20))
     spec = JobSpec.local(tg.Job(tasks=1, epochs=1, builder=tg.Task, name="full"))
@@ -113,7 +111,6 @@ async def test_an_etcd_whose_space_is_used_up_is_told_with_the_way_out() -> None
                 await submit(node, spec)
 
 
-@pytest.mark.slow
 async def test_a_write_cut_off_in_the_middle_is_unknown_and_one_that_cannot_leave_is_unavailable(
     tmp_path: Path,
 ) -> None:
@@ -142,7 +139,6 @@ async def test_a_write_cut_off_in_the_middle_is_unknown_and_one_that_cannot_leav
     await etcd.stop()
 
 
-@pytest.mark.slow
 async def test_an_etcd_that_stops_answering_makes_writes_unknown_and_reads_unavailable(tmp_path: Path) -> None:
     async with (
         EmbeddedEtcd() as etcd,
@@ -156,7 +152,6 @@ async def test_an_etcd_that_stops_answering_makes_writes_unknown_and_reads_unava
                 await node.get("/a")
 
 
-@pytest.mark.slow
 async def test_an_etcd_stopped_for_three_seconds_costs_nothing_but_time() -> None:
     async with (
         EmbeddedEtcd() as etcd,
@@ -199,7 +194,6 @@ async def test_something_that_accepts_and_stays_silent_is_given_up_in_time() -> 
         assert time.monotonic() - started < 0.8 * _LATE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("silent", [False, True])
 async def test_a_dead_endpoint_is_passed_over_by_calls_watches_and_leases(embedded_etcd, silent: bool) -> None:
     with socket.socket() as other:
@@ -339,7 +333,6 @@ async def test_a_lease_is_renewed_where_it_was_granted(embedded_etcd, caplog: py
     assert not [text for text in caplog.messages if "renewal" in text]
 
 
-@pytest.mark.slow
 async def test_a_client_moves_to_the_other_endpoint_when_its_own_dies(tmp_path: Path) -> None:
     # Two clusters stand in for two members: the client cannot tell, as long as the keys agree. Their ids do: they are
     # made of the addresses for peers.
@@ -364,7 +357,6 @@ async def test_a_client_moves_to_the_other_endpoint_when_its_own_dies(tmp_path: 
     await second.stop()
 
 
-@pytest.mark.slow
 async def test_a_member_that_freezes_is_left_by_writes_reads_and_watches(tmp_path: Path) -> None:
     # Two clusters stand in for two members, as above. The kernel of a frozen one keeps its connections.
     async with (
@@ -387,7 +379,6 @@ async def test_a_member_that_freezes_is_left_by_writes_reads_and_watches(tmp_pat
                 assert follower.revisions == [start, revision]
 
 
-@pytest.mark.slow
 async def test_an_etcd_of_another_cluster_is_not_believed_and_not_written_to(caplog: pytest.LogCaptureFixture) -> None:
     """A job was written there where the right one was away for a moment, and ended since its keys were missing."""
     async with (
@@ -417,7 +408,6 @@ async def test_an_etcd_of_another_cluster_is_not_believed_and_not_written_to(cap
     assert f"etcd at {other.endpoint} is passed over: it belongs to another cluster than {ours.endpoint}; take" in said
 
 
-@pytest.mark.slow
 async def test_a_watch_alone_leaves_a_frozen_member_within_fifteen_seconds() -> None:
     async with (
         EmbeddedEtcd(private=True) as first,
@@ -434,7 +424,6 @@ async def test_a_watch_alone_leaves_a_frozen_member_within_fifteen_seconds() -> 
                 await follower.until(revision, limit_s=18.0)
 
 
-@pytest.mark.slow
 async def test_a_main_loop_that_is_busy_for_longer_than_the_ttl_keeps_its_lease(embedded_etcd) -> None:
     async with await EtcdCoordinator.connect(embedded_etcd.endpoint) as node:
         lease = await node.lease(3.0, stall_limit_s=60.0)
@@ -453,7 +442,6 @@ async def test_closing_without_closing_the_leases_ends_their_threads(embedded_et
     assert not any(f"taskgraph-lease-{lease.id:x}" in names for lease in leases)
 
 
-@pytest.mark.slow
 async def test_a_lease_is_closed_in_time_when_etcd_is_silent(tmp_path: Path) -> None:
     async with EmbeddedEtcd() as etcd, await EtcdCoordinator.connect(etcd.endpoint, timeout_s=1) as node:
         lease = await node.lease(2.0, stall_limit_s=60.0)
@@ -463,7 +451,6 @@ async def test_a_lease_is_closed_in_time_when_etcd_is_silent(tmp_path: Path) -> 
             assert time.monotonic() - started < 1 * _LATE
 
 
-@pytest.mark.slow
 def test_everything_works_on_uvloop(tmp_path: Path) -> None:
     uvloop = pytest.importorskip("uvloop")
 

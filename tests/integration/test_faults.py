@@ -21,7 +21,7 @@ import taskgraph as tg
 from taskgraph.driver.loading import load_driver
 from taskgraph.node.inject import VARIABLE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 DRIVER = Path(__file__).parent / "drivers" / "steady.py"
 
@@ -92,6 +92,7 @@ async def test_two_nodes_at_once_with_two_backups(cli: Cli, calm: dict[str, obje
     check(await command.done(), calm, failovers=2)
 
 
+@pytest.mark.smoke
 async def test_a_frozen_primary_is_replaced_and_steps_down_when_it_wakes(cli: Cli, calm: dict[str, object]) -> None:
     command = await started(cli, "--nodes", "3", "-o", "lease_ttl_s=2")
     pid = primary_pid(await held(cli), 0)
@@ -105,6 +106,7 @@ async def test_a_frozen_primary_is_replaced_and_steps_down_when_it_wakes(cli: Cl
     assert result["epochs"] == 200
 
 
+@pytest.mark.smoke
 async def test_the_job_outlasts_a_pause_of_etcd(cli: Cli, calm: dict[str, object]) -> None:
     command = await started(cli, "--nodes", "3", "-o", "lease_ttl_s=2")
     etcd = next(pid for pid, line in cli.processes().items() if "etcd" in line and "guard.py" not in line)
@@ -118,6 +120,7 @@ async def test_the_job_outlasts_a_pause_of_etcd(cli: Cli, calm: dict[str, object
     check(await command.done(), calm, failovers=0)
 
 
+@pytest.mark.smoke
 async def test_without_a_backup_a_lost_state_fails_the_job_and_says_so(cli: Cli) -> None:
     command = await started(cli, "--nodes", "3", "-o", "backups=0")
     assert "the job fails" in (await cli("kill", "steady", "--task", "4", "--force")).err
@@ -252,6 +255,7 @@ async def test_a_job_does_not_go_back_to_its_checkpoint_again_and_again_for_such
     await cli.nothing_left()
 
 
+@pytest.mark.smoke
 async def test_code_that_ended_its_process_once_is_computed_elsewhere(cli: Cli) -> None:
     done = await cli("run", FATAL, "--nodes", "5", "--json", "-o", "once=true", "-o", f"folder={cli.root}")
     assert done.code == 0, done.err

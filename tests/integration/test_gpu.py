@@ -66,7 +66,6 @@ def test_later_changes_on_the_device_do_not_reach_what_was_put() -> None:
     assert decode(encoded).max() == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [1000, 300_000], ids=["by the host", "on the device"])
 def test_node_processes_share_a_device(size: int, capfd: pytest.CaptureFixture[str]) -> None:
     job = load_driver(f"{DRIVER}:relax")
@@ -332,7 +331,6 @@ def test_a_process_holds_its_part_of_a_device_and_more_where_it_is_free() -> Non
     assert not done.returncode, done.stderr
 
 
-@pytest.mark.slow
 async def test_a_device_computes_with_what_comes_over_the_network(cli: Cli) -> None:
     """Through page-locked memory, and in parts that are sent while the rest is still copied."""
     options = {"size": 3_000_000, "hashed": True}
@@ -355,7 +353,6 @@ async def ring(cli: Cli, nodes: int, kind: str, times: int) -> Done:
     return await cli("run", driver, "--nodes", str(nodes), "--json", "--name", f"{kind}{times}", *options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "error"), [("memory", "OutOfMemoryError"), ("address", "cudaErrorIllegalAddress"), ("lent", "")]
 )
@@ -371,7 +368,6 @@ async def test_an_error_of_the_device_ends_the_process_and_the_task_goes_on(cli:
     await cli.nothing_left()
 
 
-@pytest.mark.slow
 async def test_a_task_that_always_meets_one_fails_the_job_with_the_reason(cli: Cli) -> None:
     done = await ring(cli, 5, "memory", 100)
     assert done.code == 1

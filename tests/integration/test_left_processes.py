@@ -11,7 +11,7 @@ import pytest
 from cli_kit import Cli
 from processes_kit import becomes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 DRIVER = str(Path(__file__).parent / "drivers" / "pools.py")
 
@@ -48,6 +48,7 @@ async def test_a_pool_that_was_never_shut_down_ends_with_its_node(cli: Cli, dies
     await cli.nothing_left()
 
 
+@pytest.mark.smoke
 async def test_so_it_does_where_its_launcher_is_killed(cli: Cli) -> None:
     run = await cli.start("run", DRIVER, "--nodes", "2", "-o", f"folder={cli.gate}", "-o", "epochs=1000000")
     await run.until("epoch ")

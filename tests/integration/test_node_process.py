@@ -236,7 +236,6 @@ def same(found: dict[int, np.ndarray], expected: dict[int, np.ndarray]) -> bool:
     return found.keys() == expected.keys() and all(np.array_equal(found[t], expected[t]) for t in expected)
 
 
-@pytest.mark.slow
 async def test_nodes_compute_a_job_and_leave_when_its_result_was_collected(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 3) as rig:
         await rig.nodes.start(3)
@@ -254,7 +253,7 @@ async def test_nodes_compute_a_job_and_leave_when_its_result_was_collected(embed
         assert (await rig.etcd.list(rig.keys.nodes)).items == ()
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 async def test_a_killed_node_is_declared_gone_at_once_and_the_result_is_the_same(embedded_etcd: EmbeddedEtcd) -> None:
     lease_ttl_s = 60.0
     async with launched(embedded_etcd, 3, lease_ttl_s=lease_ttl_s) as rig:
@@ -286,7 +285,6 @@ async def test_a_killed_node_is_declared_gone_at_once_and_the_result_is_the_same
         assert sorted(rig.nodes.codes().values()) == [-signal.SIGKILL, 0, 0]
 
 
-@pytest.mark.slow
 async def test_code_that_ends_its_process_fails_the_job_and_the_nodes_that_are_left_end_in_good_order(
     embedded_etcd: EmbeddedEtcd,
 ) -> None:
@@ -310,7 +308,6 @@ async def test_code_that_ends_its_process_fails_the_job_and_the_nodes_that_are_l
         assert (status.state, status.task, status.epoch, status.where) == (State.FAILED, 1, 2, "crash")
 
 
-@pytest.mark.slow
 async def test_a_node_tells_of_its_certificate_before_it_ends(embedded_etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     now, hour = datetime.datetime.now(datetime.UTC), datetime.timedelta(hours=1)
     authority = trustme.CA()
@@ -339,7 +336,6 @@ async def test_a_node_tells_of_its_certificate_before_it_ends(embedded_etcd: Emb
         assert same(await rig.results(), await calm())
 
 
-@pytest.mark.slow
 async def test_a_node_kills_itself_when_it_is_told_to(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 2) as rig:
         rig.hold(1)
@@ -354,7 +350,7 @@ async def test_a_node_kills_itself_when_it_is_told_to(embedded_etcd: EmbeddedEtc
         assert same(await rig.results(), await calm())
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 async def test_sigterm_hands_over_and_leaves_while_the_job_goes_on(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 3) as rig:
         rig.hold(2)
@@ -371,7 +367,6 @@ async def test_sigterm_hands_over_and_leaves_while_the_job_goes_on(embedded_etcd
         assert same(await rig.results(), await calm())
 
 
-@pytest.mark.slow
 async def test_the_second_sigterm_ends_at_once_though_a_compute_runs(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 1) as rig:
         rig.hold(1)
@@ -386,7 +381,6 @@ async def test_the_second_sigterm_ends_at_once_though_a_compute_runs(embedded_et
         assert await rig.gone("n1") == "exited with code 143"
 
 
-@pytest.mark.slow
 async def test_a_whole_group_that_gets_sigterm_hands_over_as_one_node_does(embedded_etcd: EmbeddedEtcd) -> None:
     """Its launcher, which got it as well, passed it on, and that was the second: the node ended at once."""
     async with launched(embedded_etcd, 1) as rig:
@@ -405,7 +399,6 @@ async def test_a_whole_group_that_gets_sigterm_hands_over_as_one_node_does(embed
         assert rig.nodes.codes() == {"n1": 0}
 
 
-@pytest.mark.slow
 async def test_a_compute_that_never_returns_does_not_keep_the_process(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 1, stuck="thread") as rig:
         await rig.nodes.start(1)
@@ -415,7 +408,6 @@ async def test_a_compute_that_never_returns_does_not_keep_the_process(embedded_e
         assert await rig.ended() == ("n1", 0)
 
 
-@pytest.mark.slow
 async def test_nodes_that_listen_are_controlled_over_tcp_too(embedded_etcd: EmbeddedEtcd) -> None:
     low = free_port()
     high = low + 15
@@ -437,7 +429,6 @@ async def test_nodes_that_listen_are_controlled_over_tcp_too(embedded_etcd: Embe
         assert same(await rig.results(), await calm())
 
 
-@pytest.mark.slow
 async def test_a_node_that_is_stopped_is_ended_nevertheless(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 1) as rig:
         rig.hold(0)
@@ -451,7 +442,6 @@ async def test_a_node_that_is_stopped_is_ended_nevertheless(embedded_etcd: Embed
         assert await rig.etcd.get(rig.keys.gone(rig.id_of("n1"))) is not None
 
 
-@pytest.mark.slow
 async def test_another_version_of_the_driver_is_refused(embedded_etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     driver = tmp_path / "held_elsewhere.py"
     shutil.copy(DRIVER, driver)
@@ -466,7 +456,6 @@ async def test_another_version_of_the_driver_is_refused(embedded_etcd: EmbeddedE
         assert "refused" in said and rig.spec.fingerprint in said and "here it has" in said
 
 
-@pytest.mark.slow
 async def test_a_node_that_dies_before_it_registers_is_declared_gone(
     embedded_etcd: EmbeddedEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,7 +472,6 @@ async def test_a_node_that_dies_before_it_registers_is_declared_gone(
         assert await rig.gone("n1") == "exited with code 1"
 
 
-@pytest.mark.slow
 async def test_without_an_etcd_a_node_says_what_it_tried(tmp_path: Path) -> None:
     port = free_port()
     config = NodeConfig(job="held", name="n1", etcd=f"127.0.0.1:{port}", token="00" * 32)
@@ -496,7 +484,6 @@ async def test_without_an_etcd_a_node_says_what_it_tried(tmp_path: Path) -> None
     assert f"127.0.0.1:{port}" in said and "00" * 32 not in said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stuck", ["", "loop", "thread"])
 async def test_nothing_outlives_a_launcher_that_is_killed(stuck: str) -> None:
     folder = Path(tempfile.mkdtemp(prefix="tg-"))
@@ -558,6 +545,7 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+@pytest.mark.smoke
 async def test_a_node_may_be_started_before_its_job_is_submitted() -> None:
     coordinator = MemoryCoordinator(MemoryStore())
     spec = JobSpec.of(load_driver(str(DRIVER))(name="later"))
@@ -574,12 +562,12 @@ async def test_a_node_may_be_started_before_its_job_is_submitted() -> None:
     await coordinator.close()
 
 
+@pytest.mark.smoke
 def test_a_token_is_not_shown_where_a_configuration_is() -> None:
     config = NodeConfig(job="held", name="n1", etcd="e:1", token="5ec4e7")
     assert "5ec4e7" not in repr(config) and config.folder is None
 
 
-@pytest.mark.slow
 async def test_a_launcher_says_why_it_looks_after_a_node_no_more(
     embedded_etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,8 +24,6 @@ from taskgraph.launch.supervise import Hooks
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import ended
 
-pytestmark = pytest.mark.slow
-
 LIMIT_S = 60.0
 
 KEPT = """
@@ -105,6 +103,7 @@ class Replacing:
         os.kill(self.nodes.pids()[name], signal.SIGKILL)
 
 
+@pytest.mark.smoke
 async def test_a_job_outlives_all_nodes_that_it_was_started_with(folder: Path) -> None:
     gate = folder / "gate"
 

@@ -33,8 +33,6 @@ from taskgraph.launch.supervise import Hooks
 from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
 
-pytestmark = pytest.mark.slow
-
 DRIVER = str(Path(__file__).parent / "drivers" / "sums.py")
 VALUES = [0, 21, 42, 63, 84, 105]
 
@@ -55,6 +53,7 @@ def sums(**options: object) -> tg.Job:
     return load_driver(DRIVER)(**options)
 
 
+@pytest.mark.smoke
 def test_a_run_returns_what_the_tasks_computed() -> None:
     result = tg.run(sums(), nodes=2, timeout_s=60)
     assert result.value == VALUES and type(result.value) is list
@@ -70,6 +69,7 @@ def test_a_run_returns_what_the_tasks_computed() -> None:
     assert later.value == VALUES and later.reports == result.reports and later.epochs == 6
 
 
+@pytest.mark.smoke
 def test_a_failure_carries_the_users_own_traceback() -> None:
     with pytest.raises(tg.JobFailed) as caught:
         tg.run(sums(fail_at=3), nodes=2, timeout_s=60)
@@ -142,6 +142,7 @@ async def test_run_where_a_loop_runs_says_what_to_write() -> None:
     assert result.value == VALUES
 
 
+@pytest.mark.smoke
 async def test_to_resume_without_checkpoints_and_negative_nodes_are_refused() -> None:
     with pytest.raises(tg.JobError, match="keeps no checkpoints"):
         await tg.arun(sums(), resume=True)
@@ -174,6 +175,7 @@ def test_a_job_that_other_processes_cannot_make_is_refused_before_anything_start
         tg.run(tg.Job(tasks=1, builder=lambda task_id: tg.Task(), epochs=1), nodes=1)
 
 
+@pytest.mark.smoke
 async def test_cancelling_ends_the_job_and_its_processes(runtime: Runtime) -> None:
     began, pids = asyncio.Event(), []
 
@@ -220,6 +222,7 @@ async def test_what_cannot_be_removed_at_the_end_costs_no_result(
     assert len(told) == 1 and ".sums.lock cannot be removed" in told[0]
 
 
+@pytest.mark.smoke
 async def test_a_job_whose_sockets_are_removed_while_it_runs_goes_on_and_its_values_are_collected(
     runtime: Runtime, tmp_path: Path
 ) -> None:

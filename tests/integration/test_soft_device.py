@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cli_kit import Cli
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 DRIVER = Path(__file__).parent / "drivers" / "soft_device.py"
 

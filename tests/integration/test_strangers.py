@@ -42,8 +42,6 @@ from taskgraph.transport.hello import Dialling
 from taskgraph.transport.refusals import _EVERY_S
 from taskgraph.transport.stream import MAX_STRANGERS, StreamTransport
 
-pytestmark = pytest.mark.slow
-
 CONNECT_S = Settings().connect_s
 """What a stranger has to say who it is, by default."""
 SOON_S = 30.0
@@ -454,6 +452,7 @@ async def test_the_control_service_lets_few_strangers_wait(embedded_etcd: Embedd
         assert same(await rig.results(), await calm())
 
 
+@pytest.mark.smoke
 async def test_sockets_and_folders_are_their_owners(embedded_etcd: EmbeddedEtcd) -> None:
     """Whatever the umask of whoever starts nodes."""
     old = os.umask(0)

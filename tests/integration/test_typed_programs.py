@@ -7,11 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 import taskgraph
-
-pytestmark = pytest.mark.slow  # mypy reads the package
 
 PROGRAM = """
     import taskgraph as tg

@@ -54,8 +54,20 @@ def test_two_tasks_on_three_nodes_of_which_two_die_and_one_joins() -> None:
     assert explored.epochs == CORE.epochs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("budget", ONE_TASK.values(), ids=ONE_TASK.keys())
+def _cases(budgets: dict[str, Budget]) -> list[Any]:
+    """As parameters of a test; more than two kinds of failures together take long."""
+    kinds = ("crashes", "takeovers", "joins", "evictions", "restarts")
+    return [
+        pytest.param(
+            budget,
+            id=name,
+            marks=[pytest.mark.slow] if sum(getattr(budget, kind) > 0 for kind in kinds) > 2 else [],
+        )
+        for name, budget in budgets.items()
+    ]
+
+
+@pytest.mark.parametrize("budget", _cases(ONE_TASK))
 def test_one_task_on_three_nodes(budget: Budget) -> None:
     explored = explore(Model(1, "abc", budget), limit=LIMIT)
     assert explored.epochs == budget.epochs
@@ -64,8 +76,7 @@ def test_one_task_on_three_nodes(budget: Budget) -> None:
     assert not (budget.joins or budget.evictions) or explored.steps["learns"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("budget", TWO_TASKS.values(), ids=TWO_TASKS.keys())
+@pytest.mark.parametrize("budget", _cases(TWO_TASKS))
 def test_two_tasks_on_two_nodes(budget: Budget) -> None:
     assert explore(Model(2, "ab", budget), limit=LIMIT).epochs == budget.epochs
 
@@ -77,13 +88,12 @@ def test_three_members_of_which_two_die() -> None:
     assert explored.steps["dies"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
-        Model(1, "abc", Budget(epochs=2, takeovers=1, crashes=1, joins=1)),
+        pytest.param(Model(1, "abc", Budget(epochs=2, takeovers=1, crashes=1, joins=1)), marks=pytest.mark.slow),
         Model(1, "abc", Budget(epochs=2, takeovers=1, evictions=1, restarts=1)),
-        Model(2, "abc", Budget(epochs=1, crashes=2, joins=1)),
+        pytest.param(Model(2, "abc", Budget(epochs=1, crashes=2, joins=1)), marks=pytest.mark.slow),
     ],
 )
 def test_merging_what_nobody_can_tell_apart_loses_nothing(model: Model) -> None:
@@ -297,7 +307,6 @@ RULES: dict[str, tuple[Patch, Model]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("weaken", "model"), RULES.values(), ids=RULES.keys())
 def test_without_a_rule_an_invariant_breaks(monkeypatch: pytest.MonkeyPatch, weaken: Patch, model: Model) -> None:
     weaken(monkeypatch)

@@ -86,8 +86,7 @@ def stop(node: SimNode) -> None:
     node.process.frozen = node.threads.frozen = True
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ttl_s", "backups"), [(2.0, 1), (5.0, 1), (5.0, 2)])
+@pytest.mark.parametrize(("ttl_s", "backups"), [(2.0, 1), pytest.param(5.0, 2, marks=pytest.mark.slow)])
 def test_a_frozen_primary_costs_the_ttl_and_300_ms_at_most(ttl_s: float, backups: int) -> None:
     """Whenever it is frozen, between two renewals of its lease, and between two looks of etcd for leases that ended."""
     costs, before_deletion = [], 0

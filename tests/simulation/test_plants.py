@@ -67,7 +67,6 @@ BROKEN = ("AttributeError", "TypeError", "NameError", "nobody handled")
 """A plant that does not fit the code any more is found as well, for the wrong reason."""
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,11 @@ from taskgraph.testing.simulate.drawing import Fault, draw_one
 from taskgraph.testing.simulate.loop import SimLoop
 from taskgraph.testing.simulate.workload import HOOKS
 
-#: What `make test` has time for, beside the first of them.
+#: How long `make test-all` looks at seeds beyond the first ones.
 LIMIT_S = float(os.environ.get("TASKGRAPH_SIMULATE_S", "80"))
+
+#: Seeds of `make test`.
+QUICK = 120
 
 #: Seeds that are run once, and looked at for all that only some of them have.
 FIRST = 300
@@ -33,7 +36,7 @@ FIRST = 300
 RARE = (402, 679)
 """A restart is rare where boundaries travel together: these two have one."""
 
-SEEDS = 24
+SEEDS = 10
 
 REPLAY = f"""
 from taskgraph.testing.simulate import run_seed
@@ -42,19 +45,25 @@ print(*[digests[seed] for seed in range({SEEDS})])
 """
 
 
-@pytest.mark.slow
-def test_a_seed_replays_exactly() -> None:
+def test_seed_replays_exactly() -> None:
     """Whatever the process did before, and however it hashes strings."""
     first = [run_seed(seed).transcript.digest() for seed in range(SEEDS)]
-    for hash_seed in ("1", "4"):
-        fresh = subprocess.run(
-            [sys.executable, "-c", REPLAY],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert fresh.stdout.split() == first
+    fresh = subprocess.run(
+        [sys.executable, "-c", REPLAY],
+        env={**os.environ, "PYTHONHASHSEED": "4"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert fresh.stdout.split() == first
+
+
+@pytest.mark.timeout(300)
+def test_seeds_find_no_violation() -> None:
+    outcomes = [run_seed(seed) for seed in range(QUICK)]
+    assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
+    faults = sum((outcome.transcript.faults for outcome in outcomes), Counter[str]())
+    assert len(faults) >= 20, faults
 
 
 def test_nothing_goes_by_how_long_the_machine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +124,9 @@ def test_a_group_cancels_its_tasks_in_the_same_order_each_time() -> None:
 
 
 def test_the_command_line_tells_rate_and_coverage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seeds", "0:30"]) == 0
+    assert main(["--seeds", "0:10"]) == 0
     out = capsys.readouterr().out
-    assert "30 seeds in" in out and "per second" in out
+    assert "10 seeds in" in out and "per second" in out
     assert "faults: crash " in out and "reached: " in out and ", admitted " in out
 
 
