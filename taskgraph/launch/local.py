@@ -48,6 +48,8 @@ __all__ = ["LocalNodes", "pause_before_another"]
 log = logging.getLogger("taskgraph.launch")
 
 _TAIL_LINES, _TAIL_BYTES = 20, 4000
+_CRASH_BYTES = 64 << 10
+"""More than the stack that `faulthandler` writes: 100 frames at most, and the names of extension modules."""
 _RETRY_S = 0.25
 _TELL_S = 30.0
 """etcd is told of a node's end for as long: by then, others have seen for themselves that its key is absent."""
@@ -235,9 +237,7 @@ class LocalNodes:
         """The end of what a node printed."""
         path = self._processes[name].log_path
         try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-                return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+            return "\n".join(_end_of(path, _TAIL_BYTES).splitlines()[-_TAIL_LINES:])
         except OSError as error:
             return f"({path} cannot be read: {error})"
 
@@ -305,6 +305,7 @@ class LocalNodes:
             record = GoneRecord(
                 reason=f"killed by {self._killer(-code)}" if code < 0 else f"exited with code {code}",
                 ran=left.ran if left is not None else (),
+                at=_crashed_at(entry.log_path) if code < 0 else "",
                 meant=self._stopping or (left is not None and left.meant),
                 writer=f"launcher {os.getpid()}",
             )
@@ -507,3 +508,17 @@ def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name:
     task = asyncio.get_running_loop().create_task(work, name=name)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
+
+
+def _end_of(path: Path, size_bytes: int) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - size_bytes))
+        return file.read().decode(errors="replace")
+
+
+def _crashed_at(log_path: Path) -> str:
+    """The line of Python that crashed a node; "": its log does not say."""
+    try:
+        return lastwords.crashed_at(_end_of(log_path, _CRASH_BYTES))
+    except OSError:
+        return ""

@@ -392,7 +392,9 @@ def _how(code: int, death: GoneRecord | None) -> str:
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     if death is not None and death.out_of_memory:
         how = f"was {death.reason}"
-    return how + (f" while it ran {' and '.join(death.running)}" if death is not None and death.running else "")
+    if death is not None and death.running:
+        how += f" while it ran {' and '.join(death.running)}"
+    return how + (f" at {death.at}" if death is not None and death.at else "")
 
 
 async def launch_nodes(

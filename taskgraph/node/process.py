@@ -12,8 +12,10 @@ processes gets SIGTERM, that of the launcher would be the second one here, which
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
+import faulthandler
 import gc
 import logging
 import multiprocessing.process
@@ -80,6 +82,7 @@ _PARENT_CHECK_S = 1.0
 """The pipe tells of the launcher's death at once, unless a process that the launcher forked still holds it."""
 _LAST_READ_S = 2.0
 """What etcd told before it ended is read within this time."""
+_EXIT_HANDLERS_S = 2.0
 _FILES = 65_536
 """As many files a node may have open, where the system allows that. Not more: what closes all that it might have open,
 as a program that it starts may do, takes as long as there are numbers."""
@@ -387,8 +390,8 @@ def _end_with(gone: Callable[[], bool], config: NodeConfig) -> None:
 
 
 def _exit(code: int, *, meant: bool = True) -> NoReturn:
-    """Ends the process now: a compute that never returns must not keep it. So nothing runs that Python runs at exit, as
-    what would end the workers of a pool: they are ended here, where there is no launcher that does it.
+    """Ends the process now: a compute that never returns must not keep it. Without a launcher, the children of this
+    process are ended here.
 
     Args:
         meant: False where code of the user's may have ended it.
@@ -401,6 +404,18 @@ def _exit(code: int, *, meant: bool = True) -> NoReturn:
         sys.stderr.flush()
     end_mine()
     os._exit(code)
+
+
+def _run_exit_handlers() -> None:
+    """Runs handlers of `atexit`, as coverage, profilers and trackers have, and ends the process if they take long."""
+    overdue = threading.Timer(_EXIT_HANDLERS_S, _exit, (OK,))
+    overdue.daemon = True
+    try:
+        overdue.start()
+        atexit._run_exitfuncs()
+    except BaseException as error:  # also a SystemExit of theirs
+        log.warning("a handler of atexit raised", exc_info=error)
+    overdue.cancel()
 
 
 def log_to_stderr() -> None:
@@ -425,6 +440,8 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
     """
     untaken = Untaken()
     log_to_stderr()
+    with contextlib.suppress(OSError):  # not another one that user code puts in the place of standard error
+        faulthandler.enable(os.dup(2), all_threads=False)
     guard_loggers()
     pass_ended_threads_over()
     allow_more_files()
@@ -450,6 +467,9 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
         why = no_thread(error)
         _say_last(f"the node cannot go on: {why}" if why else f"the node cannot go on\n{traceback.format_exc()}")
         meant = False
+    if code == OK:
+        lastwords.mean()
+        _run_exit_handlers()
     _exit(code, meant=meant)
 
 

@@ -179,12 +179,14 @@ class GoneRecord(Record, frozen=True, kw_only=True):
 
     Attributes:
         ran: the user code that ran when the process ended, as far as its launcher knows.
+        at: the line of Python that a crash stopped (`FILE, line N`); "": unknown.
         meant: somebody said that the process was to end: what ran is not to blame.
         task, epoch: whose code met an error of its CUDA device, for which the process ended itself; None: another end.
     """
 
     reason: str
     ran: tuple[Ran, ...] = ()
+    at: str = ""
     meant: bool = False
     task: int | None = None
     epoch: int | None = None
@@ -214,7 +216,8 @@ class GoneRecord(Record, frozen=True, kw_only=True):
         """After the node's name."""
         verb = "was " if self.reason.startswith("killed") else ""
         ran = f" while it ran {' and '.join(self.running)}" if self.running else ""
-        return verb + self.reason + ran + (" (it was told to end)" if self.meant else "")
+        at = f" at {self.at}" if self.at else ""
+        return verb + self.reason + ran + at + (" (it was told to end)" if self.meant else "")
 
 
 class ForgottenRecord(Record, frozen=True, kw_only=True):

@@ -132,6 +132,7 @@ async def test_without_a_backup_a_lost_state_fails_the_job_and_says_so(cli: Cli)
 
 
 FATAL = str(DRIVER.with_name("fatal.py"))
+FATAL_LINES = Path(FATAL).read_text().splitlines()
 
 
 def deaths(said: str, place: str) -> int:
@@ -147,6 +148,7 @@ def deaths(said: str, place: str) -> int:
         ("11", "exited with code 11"),
         ("0", "exited with code 0"),
         ("segfault", "was killed by SIGSEGV"),
+        ("abort", "was killed by SIGABRT"),
         ("killed", "was killed by SIGKILL"),
     ],
 )
@@ -161,6 +163,10 @@ async def test_code_that_ends_its_process_fails_the_job_while_nodes_are_left(cli
     assert len(set(died)) == len(died) == count
     assert "'crash' of task 1 ran each time: " in failed and "Settings(fatal_deaths=...)" in failed
     assert ("dmesg" in failed) == (how == "killed")
+    if how in ("segfault", "abort"):
+        call = {"segfault": "ctypes.string_at(0)", "abort": "os.abort()"}[how]
+        line = next(n for n, text in enumerate(FATAL_LINES, 1) if call in text)
+        assert f"while it ran 'crash' of task 1 at {FATAL}, line {line}" in failed
     record = await status(cli, "fatal")
     assert (record["state"], record["reason"]) == ("failed", failed.partition("job failed: ")[2])
     await cli.nothing_left()

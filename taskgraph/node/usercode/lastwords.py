@@ -14,7 +14,9 @@ import functools
 import logging
 import mmap
 import os
+import re
 import struct
+import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +29,7 @@ __all__ = [
     "Call",
     "LastWords",
     "Left",
+    "crashed_at",
     "listen",
     "listen_anew",
     "mean",
@@ -188,6 +191,24 @@ def meant(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError), (folder / _FILE).open("r+b") as file:
         file.seek(_MEANT_AT)
         file.write(b"\1")
+
+
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
+_OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
+_LIBRARIES = (f"{sysconfig.get_path('stdlib')}{os.sep}", f"{os.sep}site-packages{os.sep}")
+
+
+def crashed_at(log_tail: str) -> str:
+    """Finds the line of Python that crashed a node in what `faulthandler` wrote to the node's log; "": nothing.
+
+    A crash inside a library is named by the line that called the library.
+    """
+    stack = _FRAME.findall(log_tail.rpartition("Fatal Python error: ")[2]) if "Fatal Python error: " in log_tail else []
+    users = [frame for frame in stack if not frame[0].startswith(_OURS)]
+    own = [frame for frame in users if not any(library in frame[0] for library in _LIBRARIES)]
+    for path, line in (own or users)[:1]:
+        return f"{path}, line {line}"
+    return ""
 
 
 here: LastWords | None = None
