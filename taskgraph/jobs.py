@@ -12,29 +12,20 @@ from typing import Any, Generic, ParamSpec, Self, cast
 
 from taskgraph.errors import JobError, worded
 from taskgraph.options import OptionInfo, check_fields, options_of, options_text, parse, plain
+from taskgraph.protocol.keys import NAME_RULE, is_name
 from taskgraph.settings import Settings
 from taskgraph.signatures import signature
 from taskgraph.task import Task
 from taskgraph.topology import Link, Topology, as_topology
 
-__all__ = ["NAME_RULE", "Job", "JobFunction", "check_job", "check_job_function", "is_name", "job"]
+__all__ = ["Job", "JobFunction", "check_job", "check_job_function", "job"]
 
 P = ParamSpec("P")
 
-NAME_RULE = "a name has 1 to 100 letters (of any language), digits, '.', '_' or '-', 200 bytes at most, no '.' first"
-_NAME_LETTERS, _NAME_BYTES = 100, 200
-"""A file system allows 255 bytes, and the names of our files are longer than those of their jobs."""
 _MOST_TASKS = 1_000_000
 """Every process has a few entries for each: a number mistyped used up its memory before anything was said."""
 _MOST_BACKUPS = 1_000
 """Every node plans for each that a task lacks, and does nothing else meanwhile: of a number mistyped it never ended."""
-
-
-def is_name(text: object) -> bool:
-    """Says whether a job may have this name, by `NAME_RULE`."""
-    if not isinstance(text, str) or not 0 < len(text) <= _NAME_LETTERS or text.startswith("."):
-        return False
-    return all(c in ".-" or f"_{c}".isidentifier() for c in text) and len(text.encode()) <= _NAME_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from taskgraph.commands.common import Reached, access_of, ended_text, etcd_of, f
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, PeerLost, TaskGraphError, TransportError, UnknownJob
-from taskgraph.jobs import NAME_RULE, is_name
 from taskgraph.launch import forget as forgetting
 from taskgraph.launch.access import connect
 from taskgraph.launch.follow import Follower, client_of
@@ -22,6 +21,7 @@ from taskgraph.launch.runtime import Runtime
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe.format import ids_text
 from taskgraph.observe.screen import say
+from taskgraph.protocol.keys import NAME_RULE, is_name
 from taskgraph.protocol.reach import host_of, unix_socket
 from taskgraph.protocol.records import NodeRecord, name_of
 from taskgraph.protocol.takeover import held_alone, who_stays

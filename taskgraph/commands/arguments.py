@@ -270,6 +270,8 @@ def _add_running(add: Any, driver: JobFunction[...] | None) -> None:
 
 def _add_looking(add: Any) -> None:
     status = add("status", job=True)
+    status.add_argument("--tasks", action="store_true", help="also a row for each task")
+    status.add_argument("--task", metavar="T[-T],...", help="a row for each of these tasks: 5, or 3-7,12")
     status.add_argument("--json", action="store_true", help="one line of JSON, for programs")
     status.add_argument("--watch", action="store_true", help="again every second, until the job ends")
     events = add("events", job=True)

@@ -35,7 +35,7 @@ from taskgraph.commands.running import print_result, run
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TaskGraphError, UnknownJob
-from taskgraph.jobs import NAME_RULE, JobFunction, is_name
+from taskgraph.jobs import JobFunction
 from taskgraph.launch.access import connect
 from taskgraph.launch.begin import command, options
 from taskgraph.launch.collector import Collector
@@ -47,7 +47,7 @@ from taskgraph.launch.shown import Shown
 from taskgraph.launch.supervise import launch_nodes
 from taskgraph.node.config import NodeConfig
 from taskgraph.observe.screen import say
-from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.keys import NAME_RULE, Keys, is_name
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +19,14 @@ import uvloop
 from taskgraph.commands.common import Reached, check_launcher, etcd_of, known_at, launcher_gone, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, Unavailable, UnknownJob
-from taskgraph.launch.follow import follow_events, kept_events, node_statuses
+from taskgraph.launch.follow import client_of, follow_events, kept_events, node_statuses
 from taskgraph.launch.kept import KeptJob, kept_in_etcd
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import clock_text, fitted, kept_json, nobody_text, status_json, status_text
+from taskgraph.observe.format import clock_text, counted, fitted, kept_json, status_json
 from taskgraph.observe.screen import one_line, printable, say, takes_codes
 from taskgraph.observe.status import NodeStatus
+from taskgraph.observe.status_text import Picture, nobody_text, status_text
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside, any_done
@@ -32,6 +34,8 @@ from taskgraph.system.alongside import alongside, any_done
 __all__ = ["events", "result", "status"]
 
 _WATCH_S = 1.0
+_COMMITS = 100
+"""Commits from which the rate is taken."""
 _REFRESH_S = 0.3
 _LAST_EVENT_S = 1.0
 _COLLECT_S = 60.0
@@ -60,10 +64,11 @@ def status(options: argparse.Namespace) -> int:
 
 async def _status(options: argparse.Namespace) -> int:
     async with reach(options) as reached:
+        shown = _tasks_of(options, reached.spec.tasks)
         keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
         away = False
         while (kept := _ended_here(reached.entry)) is None:
-            asked_at = time.strftime("%H:%M:%S")
+            asked_at, began = time.strftime("%H:%M:%S"), time.monotonic()
             try:
                 await keeper.load()
             except CoordinationError as error:
@@ -77,15 +82,12 @@ async def _status(options: argparse.Namespace) -> int:
                 await asyncio.sleep(_WATCH_S)
                 continue
             away = False
-            spec, statuses = reached.spec, await _asked(reached, keeper.view)
+            etcd_s, spec, view = time.monotonic() - began, reached.spec, keeper.view
+            statuses = await _asked(reached, view)
             if options.json:
-                text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, keeper.view, statuses))
+                text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, view, statuses))
             else:
-                nobody = _nobody(reached, keeper.view)
-                text = status_text(spec.name, spec.tasks, spec.epochs, keeper.view, statuses, spec.backups, nobody)
-                if (logs := Runtime().logs(spec.name)) is not None:
-                    text += f"\n\nlogs of the nodes started here: {logs}"
-                text += _warning(reached)
+                text = status_text(await _picture(reached, view, statuses, etcd_s), shown) + _warning(reached)
             if options.watch and not options.json and takes_codes(sys.stdout):
                 size = shutil.get_terminal_size()
                 text = fitted(text, size.columns, size.lines - 1)  # the cursor takes the last line
@@ -96,6 +98,48 @@ async def _status(options: argparse.Namespace) -> int:
             await asyncio.sleep(_WATCH_S)
     _print_finished(reached.name, kept, as_json=options.json)
     return 0
+
+
+def _tasks_of(options: argparse.Namespace, tasks: int) -> Sequence[int]:
+    """The tasks of `--task 3-7,12`, or all of them with `--tasks`."""
+    if not options.task:
+        return range(tasks) if options.tasks else ()
+    found: list[int] = []
+    for part in options.task.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise JobError(f"--task {options.task}: write numbers of tasks, such as 5 or 3-7,12")
+        found += range(int(first), int(last or first) + 1)[: tasks + 1]
+    if wrong := [task for task in found if task >= tasks]:
+        raise JobError(f"--task {wrong[0]}: the job has tasks 0 to {tasks - 1}")
+    return found
+
+
+async def _picture(
+    reached: Reached, view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError], etcd_s: float
+) -> Picture:
+    spec, logs = reached.spec, Runtime().logs(reached.name)
+    leader = next((node for node, said in statuses.items() if isinstance(said, NodeStatus) and said.leader), None)
+    commits: list[Event] = []
+    if leader is not None:
+        with contextlib.suppress(TaskGraphError):  # the status is useful without the rate
+            entry = reached.entry
+            async with client_of(view.nodes[leader].record, entry.token_bytes, entry.node_access) as client:
+                recent = [event async for event, _ in client.events(follow=False, last=_COMMITS)]
+                commits = [event for event in recent if event.kind == "commit"]
+    return Picture(
+        name=spec.name,
+        tasks=spec.tasks,
+        epochs=spec.epochs,
+        backups=spec.backups,
+        view=view,
+        statuses=statuses,
+        commits=commits,
+        kept=await kept_events(reached.coordinator, reached.name),
+        etcd_s=etcd_s,
+        nobody=_nobody(reached, view),
+        logs=str(logs) if logs is not None else "",
+    )
 
 
 def _nobody(reached: Reached, view: JobView) -> str:
@@ -135,15 +179,15 @@ def _print_finished(name: str, kept: KeptJob, *, as_json: bool) -> None:
         print(json.dumps(kept_json(name, kept.status, kept.result)))
         return
     reason = kept.status.reason if kept.status is not None else ""
-    done = f", {kept.result['epochs']} epochs" if kept.result else ""
-    print(f"job {name}: {kept.state or 'unknown'}{done}" + (f"\n  {printable(reason)}" if reason else ""))
+    done = f"   {counted(kept.result['epochs'], 'epoch')}" if kept.result else ""
+    print(f"{name}  {kept.state or 'unknown'}{done}" + (f"\n  {printable(reason)}" if reason else ""))
 
 
 def _warning(reached: Reached) -> str:
     version = reached.coordinator.version
     if reached.entry.embedded or version not in _CORRUPTING:
         return ""
-    return f"\n\nwarning: etcd {version} can lose data when it is killed under load; upgrade it to 3.5.3 or later"
+    return f"\nwarning: etcd {version} can lose data when it is killed under load; upgrade it to 3.5.3 or later"
 
 
 def events(options: argparse.Namespace) -> int:

@@ -17,11 +17,13 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from taskgraph.driver.sources import file_of, installed, module_of
 from taskgraph.errors import JobError, TaskGraphError
-from taskgraph.jobs import Job, JobFunction
+
+if TYPE_CHECKING:
+    from taskgraph.jobs import Job, JobFunction
 
 __all__ = ["DriverRef", "check_no_loop", "check_not_importing", "load_driver", "made_by", "reference_of"]
 
@@ -82,6 +84,8 @@ def load_driver(text: str) -> JobFunction[...]:
 
 
 def _find(module: ModuleType, name: str, location: str) -> JobFunction[...]:
+    from taskgraph.jobs import JobFunction  # what a driver needs; most commands do without
+
     jobs: dict[str, JobFunction[...]] = {}
     for n, f in vars(module).items():
         if isinstance(f, JobFunction) and f.__module__ == module.__name__ and all(f is not j for j in jobs.values()):

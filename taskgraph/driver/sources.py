@@ -12,10 +12,12 @@ import hashlib
 import inspect
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from taskgraph.jobs import JobFunction
 from taskgraph.version import PROTOCOL, VERSION
+
+if TYPE_CHECKING:
+    from taskgraph.jobs import JobFunction
 
 __all__ = ["file_of", "fingerprint", "installed", "module_of", "parse"]
 

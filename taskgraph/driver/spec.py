@@ -9,14 +9,16 @@ import dataclasses
 import json
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from taskgraph.driver.loading import DriverRef, check_not_importing, made_by, reference_of
 from taskgraph.driver.sources import fingerprint
 from taskgraph.errors import DecodeError, FingerprintMismatch, JobError
-from taskgraph.jobs import Job
 from taskgraph.settings import Settings
 from taskgraph.version import LOCAL_FINGERPRINT, PROTOCOL, VERSION
+
+if TYPE_CHECKING:
+    from taskgraph.jobs import Job
 
 __all__ = ["JobSpec"]
 

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from taskgraph.errors import DecodeError, JobError, TaskGraphError
-from taskgraph.jobs import NAME_RULE, is_name
 from taskgraph.launch.kept import KeptJob
 from taskgraph.network.tls import Tls
+from taskgraph.protocol.keys import NAME_RULE, is_name
 from taskgraph.system import host
 from taskgraph.system.files import ROOT, HeldFolder, may_hold_sockets, remove_file, whole_file, write_whole
 

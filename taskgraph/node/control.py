@@ -271,7 +271,7 @@ class ControlServer:
 
     async def _follow(self, node: Controlled, request: pb.EventsRequest) -> AsyncGenerator[pb.EventReply, None]:
         follower = _Follower()
-        for event in self._events.recent():
+        for event in self._events.recent()[-request.last :]:
             follower.take(event)
         if not request.follow or self._ending:
             follower.end()

@@ -232,9 +232,14 @@ class ControlClient:
                 raise
             raise PeerLost(f"{error}; whether it drains is not known: `taskgraph status` tells") from error
 
-    async def events(self, *, follow: bool) -> AsyncIterator[tuple[Event, int]]:
-        """(event, how many were left out before it)."""
-        async for reply in self._stream("Events", pb.EventsRequest(follow=follow), pb.EventReply.FromString, None):
+    async def events(self, *, follow: bool, last: int = 0) -> AsyncIterator[tuple[Event, int]]:
+        """Yields each event, and how many events were left out before it.
+
+        Args:
+            last: of the events so far, only so many of the newest; 0: all that the node remembers.
+        """
+        request = pb.EventsRequest(follow=follow, last=last)
+        async for reply in self._stream("Events", request, pb.EventReply.FromString, None):
             yield Event.from_json(reply.json), reply.lost
             for event in reply.more:
                 yield Event.from_json(event), 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import TextIO
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import clock_text, counted, few_nodes_text, holders, ids_text, last_text
 from taskgraph.observe.incidents import FAILOVER
-from taskgraph.observe.screen import cut, one_line, printable, takes_codes
+from taskgraph.observe.screen import cut, one_line, printable, takes_codes, wrapped
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 from taskgraph.results import EpochReport
@@ -154,7 +153,7 @@ class Progress:
         lines = [one_line(text)]
         if self._live:
             columns = max(40, shutil.get_terminal_size().columns - len(when) - 2)
-            lines = textwrap.wrap(lines[0], columns, break_long_words=False, break_on_hyphens=False) or lines
+            lines = wrapped(lines[0], columns)
         self._line(f"{when} " + f"\n{' ' * len(when)} ".join(lines))
 
     def _flush_merged(self, *, now: bool = False) -> None:

@@ -7,11 +7,15 @@ screen, and the end of a line within a table.
 from __future__ import annotations
 
 import os
+import re
 import sys
+import textwrap
 import unicodedata
 from typing import TextIO
 
-__all__ = ["cut", "one_line", "padded", "printable", "say", "takes_codes", "width"]
+__all__ = ["cut", "one_line", "padded", "printable", "say", "takes_codes", "width", "wrapped"]
+
+_UNIT = re.compile(r"(\d) (s|ms|tasks?|epochs?|nodes?|MiB)\b")
 
 
 def takes_codes(out: TextIO) -> bool:
@@ -60,6 +64,13 @@ def cut(text: str, columns: int) -> str:
         if left < 0:
             return text[:number]
     return text
+
+
+def wrapped(text: str, columns: int) -> list[str]:
+    """A text as lines of so many columns; a number and its unit stay together."""
+    joined = _UNIT.sub("\\1\u00a0\\2", text)
+    lines = textwrap.wrap(joined, columns, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\u00a0", " ") for line in lines] or [""]
 
 
 def _seen(character: str) -> bool:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-__all__ = ["Keys", "jobs_prefix"]
+__all__ = ["NAME_RULE", "Keys", "is_name", "jobs_prefix"]
 
 jobs_prefix = "/taskgraph/"
+NAME_RULE = "a name has 1 to 100 letters (of any language), digits, '.', '_' or '-', 200 bytes at most, no '.' first"
+_NAME_LETTERS, _NAME_BYTES = 100, 200
+"""A file system allows 255 bytes, and our file names have more than the job's name."""
+
+
+def is_name(text: object) -> bool:
+    """Says whether a job may have this name, by `NAME_RULE`."""
+    if not isinstance(text, str) or not 0 < len(text) <= _NAME_LETTERS or text.startswith("."):
+        return False
+    return all(c in ".-" or f"_{c}".isidentifier() for c in text) and len(text.encode()) <= _NAME_BYTES
 
 
 class Keys:

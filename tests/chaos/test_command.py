@@ -30,7 +30,7 @@ async def test_chaos_hits_a_running_job_and_says_what_followed() -> None:
         done = await mischief.done()
         assert done.code == 0, done.err
         assert "a fault every 0.3 s, seed 7" in done.out
-        assert f"job {NAME}: running" in done.out
+        assert f"{NAME}  running" in done.out
         await job.finishes()
 
 

@@ -36,10 +36,12 @@ async def interrupted_twice(launch: Command) -> Done:
 async def test_status_says_who_does_what_and_since_when(cli: Cli) -> None:
     run = await cli.paused("--nodes", "2")
     text = (await cli("status")).out  # the only job: it needs no name
-    assert "job sums: running, epoch 2/5" in text
+    assert text.startswith("sums  running 0:") and " epoch 2/5 " in text
     assert "NODE" in text and "n1" in text and "n2" in text and "leader" in text
-    assert [line for line in text.splitlines() if line.startswith("0 ") and "record for" in line], text
-    logs = Path(text.split("logs of the nodes started here: ")[1].splitlines()[0])
+    assert "waits for  task 0 'record' on n" in text
+    rows = (await cli("status", "--task", "0-1")).out.splitlines()
+    assert [line for line in rows if line.startswith("0 ") and "record, " in line], rows
+    logs = Path(text.split("logs: ")[1].splitlines()[0])
     assert sorted(path.name for path in logs.glob("n*.log")) == ["n1.log", "n2.log"]  # noqa: ASYNC240 (two files)
     assert "warning" not in text, "an embedded etcd of any version is fine"
     found = await status(cli, "sums")
@@ -378,7 +380,7 @@ async def test_of_two_launchers_on_a_host_one_leaves_the_others_job_and_logs(
     await first.until("epoch 1/")
     await interrupted_twice(first)
     text = (await cli("status", "sub9")).out
-    assert "job sub9: running" in text, text
+    assert "sub9  running" in text, text
     logs = Path(text.split("logs of the nodes started here: ")[1].splitlines()[0])
     assert (logs / "n2.log").exists()
     cli.open()

@@ -39,7 +39,7 @@ async def test_what_is_kept_of_a_finished_job(cli: Cli) -> None:
     kept = await cli("result", "other", "--json")
     assert kept.out == done.out
     assert (await cli("result", "other")).out == printed()
-    assert (await cli("status", "other")).out == "job other: finished, 6 epochs\n"
+    assert (await cli("status", "other")).out == "other  finished   6 epochs\n"
     told = [json.loads(line)["kind"] for line in (await cli("events", "other", "--json")).out.splitlines()]
     assert told[-1] == "finished" and "began" in told
 
@@ -345,7 +345,7 @@ async def test_ctrl_c_ends_the_job_and_leaves_nothing(embedded_etcd: EmbeddedEtc
     done = await run.done()
     assert done.code == 130 and "interrupted" in done.err and "Traceback" not in done.err
     await cli.nothing_left()
-    assert (await cli("status", "sums")).out == "job sums: cancelled\n  interrupted\n"
+    assert (await cli("status", "sums")).out == "sums  cancelled\n  interrupted\n"
 
     theirs = await cli.paused("--nodes", "1", "--etcd", embedded_etcd.endpoint, "--name", "ctrl-c")
     (node,) = (pid for pid, command in cli.processes().items() if "taskgraph.node.process" in command)
@@ -393,7 +393,7 @@ async def test_a_job_that_is_ended_without_its_results_says_so(
     assert f"taskgraph: interrupted; {said}" in done.err
     assert "was ended" not in done.err
     await cli.nothing_left()
-    assert "job slow_result: finished" in (await cli("status", "slow_result", *etcd)).out
+    assert "slow_result  finished" in (await cli("status", "slow_result", *etcd)).out
     kept = await cli("result", "slow_result", *etcd)
     assert kept.code == 3
     assert "its values are not kept: the run was interrupted before they were collected" in kept.err
@@ -437,7 +437,7 @@ async def test_a_terminal_that_is_closed_ends_the_job_in_good_order(cli: Cli) ->
     async with asyncio.timeout(LIMIT_S):
         assert await process.wait() == 130
     await cli.nothing_left()
-    assert (await cli("status", "sums")).out == "job sums: cancelled\n  interrupted\n"
+    assert (await cli("status", "sums")).out == "sums  cancelled\n  interrupted\n"
 
 
 async def test_under_nohup_it_goes_on_without_a_terminal(cli: Cli) -> None:
@@ -511,7 +511,7 @@ async def test_when_its_embedded_etcd_is_gone_the_job_fails_at_once_and_says_how
     assert f"are kept in {kept}" in done.err and (kept / "n1.log").exists()
     assert took < 9.0, f"{took:.1f} s: as long as calls of etcd are tried"
     await cli.nothing_left()
-    assert "job sums: failed" in (await cli("status", "sums")).out
+    assert "sums  failed" in (await cli("status", "sums")).out
 
 
 async def test_an_etcd_that_ends_by_itself_shows_the_end_of_its_log(cli: Cli) -> None:

@@ -89,10 +89,12 @@ class DrainReply(_message.Message):
     def __init__(self) -> None: ...
 
 class EventsRequest(_message.Message):
-    __slots__ = ("follow",)
+    __slots__ = ("follow", "last")
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     follow: bool
-    def __init__(self, follow: bool = ...) -> None: ...
+    last: int
+    def __init__(self, follow: bool = ..., last: _Optional[int] = ...) -> None: ...
 
 class EventReply(_message.Message):
     __slots__ = ("json", "lost", "more")

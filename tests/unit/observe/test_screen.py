@@ -11,7 +11,7 @@ from taskgraph.commands.looking import print_event
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import fitted, table
 from taskgraph.observe.progress import Progress
-from taskgraph.observe.screen import cut, one_line, printable, width
+from taskgraph.observe.screen import cut, one_line, printable, width, wrapped
 
 WIPES = "red\x1b[2J"
 
@@ -50,6 +50,11 @@ def test_a_table_of_any_names_is_a_table() -> None:
     rows = table([["A", "B"], ["処理", "x"], ["a\n\nb", "y"], [WIPES, "z"]])
     assert rows == ["A           B", "処理        x", "a\\n\\nb      y", "red\\x1b[2J  z"]
     assert fitted("\n".join(rows), 3, 9).split("\n") == ["A  ", "処", "a\\n", "red"]
+
+
+def test_number_and_unit_stay_on_one_line() -> None:
+    assert wrapped("a commit after 0.07 s; and more", 20) == ["a commit after", "0.07 s; and more"]
+    assert wrapped("", 20) == [""]
 
 
 @pytest.fixture(autouse=True)
