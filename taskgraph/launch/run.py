@@ -43,7 +43,6 @@ from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import Shown
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.network import rpc
-from taskgraph.node.loggers import guard_loggers_here
 from taskgraph.protocol.keys import Keys
 from taskgraph.results import JobResult
 from taskgraph.transport.hello import mark
@@ -189,11 +188,9 @@ async def arun(
                 raise JobError("with 0 nodes all runs in this process: there is no node to replace")
             from taskgraph.launch.inprocess import arun_inprocess  # else no node is loaded in this process
 
-            guard_loggers_here()
             result = await arun_inprocess(job, timeout_s=timeout_s, on_event=hooks.on_event, resume=resume, fresh=fresh)
         else:
             before = sys.exception()
-            guard_loggers_here()
             try:
                 result = await _on_nodes(
                     job,

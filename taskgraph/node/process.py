@@ -52,7 +52,6 @@ from taskgraph.node.expiring import Expiring
 from taskgraph.node.forkserver import serve
 from taskgraph.node.garbage import search_garbage_less_often
 from taskgraph.node.inject import injected
-from taskgraph.node.loggers import guard_loggers
 from taskgraph.node.loop import NodeLoop
 from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
@@ -442,7 +441,6 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
     log_to_stderr()
     with contextlib.suppress(OSError):  # not another one that user code puts in the place of standard error
         faulthandler.enable(os.dup(2), all_threads=False)
-    guard_loggers()
     pass_ended_threads_over()
     allow_more_files()
     search_garbage_less_often()  # a driver, which is loaded later, may say otherwise

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Gated, Joining, blindable, die, eyes, gated, holder, job, joining, play, stand_still, told
+from cluster_kit import Gated, Joining, blindable, die, eyes, gated, holder, job, joining, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.membership import registration
 from taskgraph.node.membership.registration import Registration
-from taskgraph.node.membership.suspicion import Suspicion
 from taskgraph.node.node import Node
 from taskgraph.protocol.messages import Call, Reply
 
@@ -113,57 +111,6 @@ def test_who_lost_its_key_when_all_did_has_a_moment_to_come_back(
     play(job(gated), scenario, nodes=2)
 
 
-@pytest.mark.usefixtures("blindable")
-@pytest.mark.parametrize("task", [0, 1])
-def test_who_does_not_come_back_in_that_moment_is_succeeded(
-    gated: type[Gated], monkeypatch: pytest.MonkeyPatch, task: int
-) -> None:
-    async def scenario(cluster: InProcessCluster) -> None:
-        ended = asyncio.ensure_future(cluster.result())
-        await gated.reached.wait()
-        absent = holder(cluster, task)
-        other = next(node for node in cluster.nodes if node is not absent)
-        await without_etcd(cluster, monkeypatch)
-        gated.gate.set()
-        eyes(other).refuse("")
-        await other.while_paused()
-        back = asyncio.get_running_loop().time()
-        await other.keeper.wait_until(lambda view: view.primary_node(task) == other.id)
-        assert 0.95 < asyncio.get_running_loop().time() - back < 3.0
-        assert (await ended).values == {0: 3, 1: 3}
-
-    play(job(gated), scenario, nodes=2)
-
-
-@pytest.mark.usefixtures("blindable")
-def test_who_is_about_to_pause_suspects_nobody_whose_key_vanished_first(
-    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both stood still. It read that the key of the other one is gone before it looked at its own lease."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        ended = asyncio.ensure_future(cluster.result())
-        await gated.reached.wait()
-        first = holder(cluster, 0)
-        other = next(node for node in cluster.nodes if node is not first)
-        await first.keeper.wait_until(lambda view: len(view.in_sync(0)) == 2)
-        eyes(first).refuse(cluster.keys.node(first.id))
-        with monkeypatch.context() as about:
-            about.setattr(other.suspicion, "_unproved", lambda: True)
-            cluster.store.revoke(first.keeper.view.nodes[first.id].record.lease)
-            await other.keeper.wait_until(lambda view: first.id not in view.nodes)
-            await asyncio.sleep(0.01)
-            assert first.id not in other.suspects
-        await asyncio.sleep(0.5)
-        eyes(first).refuse("")
-        await first.while_paused()
-        gated.gate.set()
-        assert (await ended).values == {0: 3}
-        assert not told(cluster, "takeover") and not told(cluster, "evicted")
-
-    play(job(gated, tasks=1), scenario, nodes=2)
-
-
 async def joins(cluster: InProcessCluster, joining: type[Joining]) -> tuple[Node, Node]:
     """The primary of a task, and a node that sets up a replica of it for the first time, if two are there already."""
     await joining.reached.wait()
@@ -204,83 +151,3 @@ def test_a_candidate_whose_host_is_lost_is_declared_gone_and_called_no_more(
         assert (await cluster.result()).values == {0: 3, 1: 3}
 
     play(job(joining, settings=settings), scenario, nodes=2)
-
-
-@pytest.mark.usefixtures("blindable")
-def test_a_candidate_that_was_absent_is_invited_again(joining: type[Joining]) -> None:
-    async def scenario(cluster: InProcessCluster) -> None:
-        primary, absent = await joins(cluster, joining)
-        eyes(absent).refuse(cluster.keys.node(absent.id))  # it cannot come back
-        cluster.store.revoke(primary.keeper.view.nodes[absent.id].record.lease)
-        await asyncio.sleep(3.0)
-        assert absent.id in primary.suspects
-        joining.may_join.set()
-        eyes(absent).refuse("")
-        await absent.while_paused()
-        await primary.keeper.wait_until(lambda view: any(absent.id in view.in_sync(task) for task in range(2)))
-        assert absent.id not in primary.suspects
-        joining.gate.set()
-        assert (await cluster.result()).values == {0: 3, 1: 3}
-
-    play(job(joining), scenario, nodes=2)
-
-
-@pytest.mark.usefixtures("blindable")
-def test_time_in_which_an_observer_was_frozen_counts_for_nothing(
-    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it thaws it looks who is absent before it sees that it is to pause; it has resumed when it looks again."""
-    settings = tg.Settings(epochs_ahead=0)
-    limit_s = settings.lost_after_s
-    looks: list[Suspicion] = []
-    looked = asyncio.Event()
-
-    def look(suspicion: Suspicion) -> None:
-        looks.append(suspicion)
-        if looks.count(suspicion) == 9:
-            looked.set()
-
-    monkeypatch.setattr(Suspicion, "_look_at_refused", look)
-    monkeypatch.setattr(registration, "_TICK_S", 0.3)
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await gated.reached.wait()
-        observer = holder(cluster, 0)
-        absent = next(node for node in cluster.nodes if node is not observer)
-        lets_go(cluster, observer, absent)
-        await looked.wait()
-        await asyncio.sleep(0.95)  # 0.05 s before it looks again, 0.25 s before it looks at its lease
-        stand_still(limit_s)
-        await asyncio.sleep(0.6 * limit_s)
-        assert told(cluster, "resumed")
-        assert absent.id not in observer.keeper.view.gone
-        await asyncio.sleep(0.6 * limit_s)
-        assert absent.id in observer.keeper.view.gone
-
-    play(job(gated, tasks=1, settings=settings), scenario, nodes=2)
-
-
-@pytest.mark.usefixtures("blindable")
-def test_nor_does_it_while_another_is_being_declared_gone(gated: type[Gated]) -> None:
-    settings = tg.Settings(epochs_ahead=0)
-    limit_s = settings.lost_after_s
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await gated.reached.wait()
-        observer = holder(cluster, 0)
-        await observer.keeper.wait_until(lambda view: len(view.in_sync(0)) == 3)
-        first, second = (node for node in cluster.nodes if node is not observer)
-        eyes(observer).answer_late(observer.keeper.view.keys.gone(first.id))
-        lets_go(cluster, observer, first)
-        await asyncio.sleep(0.8 * limit_s)
-        lets_go(cluster, observer, second)
-        await eyes(observer).written.wait()
-        stand_still(limit_s)
-        await asyncio.sleep(1.0)
-        assert told(cluster, "resumed")
-        eyes(observer).answer()
-        await asyncio.sleep(0.6 * limit_s)
-        assert first.id in observer.keeper.view.gone
-        assert second.id not in observer.keeper.view.gone
-
-    play(job(gated, tasks=1, backups=2, settings=settings), scenario, nodes=3)

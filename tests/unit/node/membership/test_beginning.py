@@ -10,7 +10,7 @@ from cluster_kit import Counting, job, play, told
 
 from taskgraph.coordination.api import Lease, Listing
 from taskgraph.coordination.memory import MemoryCoordinator
-from taskgraph.errors import JobFailed, Unavailable
+from taskgraph.errors import Unavailable
 from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 
@@ -33,26 +33,6 @@ def test_backups_are_set_up_beside_the_primaries() -> None:
         return asyncio.get_running_loop().time() - began
 
     assert SETUP_S <= play(job(Loading), scenario, nodes=2) < SETUP_S + 1
-
-
-def test_a_backup_that_cannot_be_set_up_fails_the_job_while_the_primary_still_is() -> None:
-    class Failing(Counting, state=["total"]):
-        async def setup(self) -> None:
-            replicas[self.task_id] = replicas.get(self.task_id, 0) + 1
-            if replicas[self.task_id] == 2:
-                raise OSError("no such file")
-            await asyncio.sleep(SETUP_S)
-            super().setup()
-
-    replicas: dict[int, int] = {}
-
-    async def scenario(cluster: InProcessCluster) -> float:
-        began = asyncio.get_running_loop().time()
-        with pytest.raises(JobFailed, match=r"task 0, (epoch 0, )?'setup': OSError: no such file"):
-            await cluster.result()
-        return asyncio.get_running_loop().time() - began
-
-    assert play(job(Failing, tasks=1), scenario, nodes=2) < 1
 
 
 @pytest.mark.parametrize("kind", ["list", "lease"])
@@ -105,20 +85,3 @@ def test_a_job_that_waits_for_nodes_says_so_for_as_long_as_it_does() -> None:
         assert status() == []
 
     play(job(Counting, min_nodes=3), scenario, nodes=2)
-
-
-def test_a_job_that_waits_for_nodes_that_its_launcher_started_says_so() -> None:
-    async def scenario(cluster: InProcessCluster) -> float:
-        began = asyncio.get_running_loop().time()
-        cluster.crash("n3-local")
-        await asyncio.sleep(1)
-        text = (
-            "the job waits for nodes: 2 of the 3 that were started with it are here; it begins without the others "
-            "after 15 s (start_wait_s)"
-        )
-        assert cluster.waits() == f"it waits: {text}" and told(cluster, "waits") == [], "it may come at any moment"
-        assert (await cluster.result()).values == {0: 3, 1: 3}
-        assert told(cluster, "waits") == [text]
-        return asyncio.get_running_loop().time() - began
-
-    assert 15 <= play(job(Counting), scenario, nodes=3) < 17

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Counting, Gated, blindable, eyes, gated, holder, job, play, told
+from cluster_kit import Counting, Gated, blindable, gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
@@ -34,13 +34,6 @@ async def works(node: Node) -> None:
     await node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 2)
 
 
-async def pause(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Returns when the node has paused; it resumes after that."""
-    with monkeypatch.context() as away:
-        away.setattr(Registration, "_unproved", lambda self, lease: self is node.registration)
-        await node.keeper.wait_until(lambda _: node.paused)
-
-
 def test_a_node_that_is_told_to_leave_before_it_is_registered_never_is() -> None:
     """It joined, was given tasks, and left with their state."""
 
@@ -57,91 +50,6 @@ def test_a_node_that_is_told_to_leave_before_it_is_registered_never_is() -> None
         assert seen == {first.id}
 
     play(paced(), scenario, nodes=1)
-
-
-@pytest.mark.usefixtures("blindable")
-def test_a_node_that_is_told_to_leave_while_it_registers_says_so_at_once() -> None:
-    async def scenario(cluster: InProcessCluster) -> None:
-        first = cluster.nodes[0]
-        await works(first)
-        told_to = cluster.node(cluster.add())
-        eyes(told_to).answer_late(cluster.keys.node(told_to.id))
-        await eyes(told_to).written.wait()
-        told_to.drain("SIGTERM")
-        eyes(told_to).answer()
-        await first.keeper.wait_until(lambda view: told_to.id in view.nodes and view.nodes[told_to.id].record.draining)
-        began = asyncio.get_running_loop().time()
-        await asyncio.wait([cluster._members[told_to.id].run])
-        assert asyncio.get_running_loop().time() - began < SETTINGS.drain_s, "it handed everything over"
-        assert (await cluster.result()).values == dict.fromkeys(range(4), 300)
-
-    play(paced(), scenario, nodes=1)
-
-
-@pytest.mark.usefixtures("blindable")
-def test_a_node_that_is_told_to_leave_while_it_resumes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it resumed with was made before that, and was what it said of itself from then on."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        first, told_to = cluster.nodes
-        await works(first)
-        eyes(told_to).answer_late(cluster.keys.node(told_to.id))
-        await pause(told_to, monkeypatch)
-        await eyes(told_to).written.wait()
-        told_to.drain("SIGTERM")
-        await asyncio.sleep(0.01)  # it begins to say so, and waits for the end of the pause
-        eyes(told_to).answer()
-        await asyncio.wait([cluster._members[told_to.id].run])
-        assert not [text for text in told(cluster, "drain") if "without" in text]
-        assert (await cluster.result()).values == dict.fromkeys(range(4), 300)
-
-    play(paced(), scenario, nodes=2)
-
-
-@pytest.mark.usefixtures("blindable")
-def test_of_two_writes_of_its_key_a_node_compares_the_later_one_whichever_is_answered_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It pauses while it says that it leaves, and resumes before the answer comes: all it writes compares its key."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        first, told_to = cluster.nodes
-        await works(first)
-        eyes(told_to).answer_late(cluster.keys.node(told_to.id))
-        told_to.drain("SIGTERM")
-        await eyes(told_to).written.wait()
-        await pause(told_to, monkeypatch)
-        await told_to.while_paused()
-        resumed_at = told_to.node_revision
-        eyes(told_to).answer()
-        await asyncio.wait([cluster._members[told_to.id].run])
-        assert told_to.node_revision == resumed_at
-        assert (await cluster.result()).values == dict.fromkeys(range(4), 300)
-
-    play(paced(), scenario, nodes=2)
-
-
-def test_who_was_evicted_stays_until_the_next_commit(gated: type[Gated]) -> None:
-    """It holds the committed boundary until then, and is the last to do so if the others die."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await gated.reached.wait()
-        first = holder(cluster, 0)
-        leaves = cluster.node(next(node for node in first.keeper.view.in_sync(0) if node != first.id))
-        leaves.drain("a test")
-        await first.keeper.wait_until(lambda view: leaves.id not in view.staying(0))
-        assert leaves.id in first.keeper.view.in_sync(0)
-        for node in cluster.nodes:
-            if node is not leaves:
-                cluster.crash(node.id)
-        await asyncio.sleep(5)
-        assert leaves.running and leaves.id == leaves.keeper.view.primary_node(0)
-        gated.gate.set()
-        cluster.add()
-        assert (await cluster.result()).values == {0: 3}
-        assert not [text for text in told(cluster, "drain") if "without" in text]
-
-    play(job(gated, tasks=1), scenario, nodes=3)
 
 
 def few() -> tg.Job:

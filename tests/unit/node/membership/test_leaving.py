@@ -14,9 +14,8 @@ import taskgraph as tg
 from taskgraph.coordination.api import WatchBatch
 from taskgraph.errors import CoordinationError, Refused
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.membership.draining import Draining
-from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
-from taskgraph.protocol.messages import HandOver, Offer, Reason
+from taskgraph.protocol.kv import Delete, Put, Txn
+from taskgraph.protocol.messages import Offer, Reason
 from taskgraph.protocol.records import Ran
 
 __all__ = ["gated"]
@@ -28,25 +27,6 @@ class Slow(Counting, state=["total"]):
     async def teardown(self) -> None:
         tearing_down.append(self.task_id)
         await asyncio.sleep(1)
-
-
-def test_an_offer_that_comes_while_tasks_are_torn_down_does_not_end_the_node_with_an_error() -> None:
-    tearing_down.clear()
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await cluster.result()
-        nodes, runs = cluster.nodes, [member.run for member in cluster._members.values()]
-        tearing_down.clear()
-        cluster.store.execute(Txn(success=(Put(cluster.keys.collected, b"{}"),)))
-        while len(tearing_down) < len(nodes):  # noqa: ASYNC110 (no event tells)
-            await asyncio.sleep(0.01)
-        for node in nodes:
-            for task in set(range(8)) - node.roles.replicas.keys():
-                node.roles.replica(task)  # as for an offer that was on its way
-        await asyncio.wait(runs)
-        assert [run.exception() for run in runs] == [None] * 4
-
-    play(job(Slow, tasks=8, epochs=2), scenario, nodes=4)
 
 
 def test_a_node_that_leaves_sets_nothing_up_for_an_offer() -> None:
@@ -156,56 +136,6 @@ def test_a_node_that_leaves_is_asked_to_leave() -> None:
     assert play(job(Slow, tasks=2, epochs=2), scenario, nodes=2) < 5
 
 
-def test_a_node_that_leaves_takes_nothing_over() -> None:
-    """The primary has not read yet that the job ended, and wishes to hand over: there is nobody to end that term."""
-    tearing_down.clear()
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        runs = [member.run for member in cluster._members.values()]
-        node, primary = cluster.nodes
-        await node.keeper.wait_until(lambda view: node.id in view.in_sync(1) and view.primary_node(1) == primary.id)
-        cluster._end_job()
-        while not tearing_down:  # noqa: ASYNC110 (no event tells)
-            await asyncio.sleep(0.01)
-        view = node.keeper.view
-        assert view.stamp is not None
-        with pytest.raises(Refused):
-            await node.serving(primary.id, HandOver(view.stamp, 1, view.term(1)))
-        await asyncio.wait(runs)
-        assert [run.exception() for run in runs] == [None] * 2
-
-    play(job(Slow, tasks=2, epochs=10_000), scenario, nodes=2)
-
-
-class Paced(Counting, state=["total"]):
-    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        await asyncio.sleep(0.01)
-        await super().count(epoch, ins, outs)
-
-
-def test_whether_it_has_drained_is_asked_at_every_commit_once_it_drains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was evicted holds its last boundary until the epoch after it is committed."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        node, asked = cluster.nodes[0], list[int]()
-
-        def over(self: Draining) -> bool:
-            asked.append(node.epoch)
-            return node.epoch >= 30
-
-        monkeypatch.setattr(Draining, "over", property(over))
-        await node.keeper.wait_until(lambda view: view.running)
-        await node.epoch_read(10)
-        assert not asked, "it does not drain"
-        node.draining = True
-        node.keeper.notify_later()
-        (run,) = [member.run for member in cluster._members.values()]
-        await asyncio.wait([run])
-        assert len(asked) > 3 and 30 <= asked[-1] < 60, "nothing but the epoch changed"
-
-    play(job(Paced, tasks=1, epochs=60), scenario, nodes=1)
-
-
 def test_a_node_of_a_job_that_somebody_deleted_leaves_nothing_there(gated: type[Gated]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
@@ -215,26 +145,6 @@ def test_a_node_of_a_job_that_somebody_deleted_leaves_nothing_there(gated: type[
         assert not cluster.store.select(cluster.keys.root, prefix=True)
 
     play(job(gated), scenario, nodes=2)
-
-
-def test_a_node_that_may_not_say_that_it_is_gone_ends_its_lease_all_the_same(gated: type[Gated]) -> None:
-    """Its key stayed until the lease expired."""
-
-    async def refuses(txn: Txn) -> TxnResult:
-        raise CoordinationError("etcd: permission denied")
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await gated.reached.wait()
-        node = next(node for node in cluster.nodes if not node.roles.primaries)
-        key, run = cluster.keys.node(node.id), cluster._members[node.id].run
-        assert cluster.store.select(key, prefix=False)
-        node.coordinator.txn = refuses  # type: ignore[method-assign]
-        run.cancel()
-        await asyncio.wait([run])
-        assert not cluster.store.select(key, prefix=False)
-        assert not cluster.store.select(cluster.keys.gone(node.id), prefix=False)
-
-    play(job(gated, tasks=1), scenario, nodes=2)
 
 
 async def fails() -> None:
@@ -281,25 +191,3 @@ def test_a_node_that_was_cancelled_from_outside_says_whose_code_may_have_done_it
         assert Ran("asyncio tasks of its own", 0, 1) in gone.ran
 
     play(job(gated), scenario, nodes=2)
-
-
-def test_a_node_that_is_breaking_down_takes_up_no_doubts(gated: type[Gated], caplog: pytest.LogCaptureFixture) -> None:
-    """Its tasks were cancelled, and it had not come to say that it leaves: code of a task was blamed for its end."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await gated.reached.wait()
-        node = holder(cluster, 0)
-        other = next(n.id for n in cluster.nodes if n is not node)
-
-        async def fail() -> None:
-            raise CoordinationError("etcd has lost what it had acknowledged")
-
-        failing = node.own(fail(), "fails")
-        failing.add_done_callback(lambda _: (node._on_gone(other), node._on_lost(other)))
-        gated.gate.set()
-        await asyncio.wait([cluster._members[node.id].run])
-        assert isinstance(cluster._node_failed.exception() or cluster._node_failed.result(), CoordinationError)
-        assert not node.farewell().ran
-
-    play(job(gated), scenario, nodes=2)
-    assert not caplog.records

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Counting, Gated, blindable, eyes, gated, holder, job, paused, play, stand_still, told
+from cluster_kit import Counting, Gated, blindable, gated, holder, job, paused, play, stand_still, told
 
 import taskgraph as tg
 from taskgraph.coordination.api import Listing
@@ -13,7 +13,7 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryLease
 from taskgraph.errors import Refused
 from taskgraph.launch.inprocess import InProcessCluster, arun_inprocess
 from taskgraph.observe.events import Event
-from taskgraph.protocol.kv import Delete, Put, Txn
+from taskgraph.protocol.kv import Delete, Txn
 from taskgraph.protocol.messages import Call, Reason, Release, Seal, Stamp, Waits
 from taskgraph.results import JobResult
 from taskgraph.testing.clock import FastForwardLoop
@@ -57,35 +57,6 @@ def test_status_says_why_a_node_is_paused_for_as_long_as_it_is(
     assert play(job(gated, tasks=1), scenario, nodes=2).values == {0: 3}
 
 
-@pytest.mark.usefixtures("blindable")
-def test_status_tells_of_the_lease_that_ended_until_the_key_is_back(gated: type[Gated]) -> None:
-    """It said that somebody had deleted the key, or written it, while the node put it back under another lease."""
-
-    async def scenario(cluster: InProcessCluster) -> JobResult:
-        await gated.reached.wait()
-        node = holder(cluster, 0)
-        key = cluster.keys.node(node.id)
-        why = f"{node.name} is paused: the lease could not be renewed in time"
-        assert isinstance(node.registration._lease, MemoryLease)
-        node.registration._lease.stop()
-        eyes(node).refuse(key)
-        await node.keeper.wait_until(lambda view: node.id not in view.nodes)
-        await asyncio.sleep(1.0)
-        assert not node.registration._unproved(node.registration._lease), "it has another lease by now"
-        assert node.status().waits[0] == why
-        eyes(node).answer_late(key)
-        eyes(node).refuse("")
-        await node.keeper.wait_until(lambda view: node.id in view.nodes)
-        assert node.status().waits[0] == why
-        eyes(node).answer()
-        await node.while_paused()
-        assert not any("paused" in line for line in node.status().waits)
-        gated.gate.set()
-        return await cluster.result()
-
-    assert play(job(gated, tasks=1), scenario, nodes=2).values == {0: 3}
-
-
 def test_a_node_pauses_a_third_of_the_ttl_before_its_key_may_go(gated: type[Gated]) -> None:
     """Others may take over from it once that goes: it has to know sooner than they do."""
 
@@ -102,28 +73,6 @@ def test_a_node_pauses_a_third_of_the_ttl_before_its_key_may_go(gated: type[Gate
         return await cluster.result()
 
     assert play(job(gated, tasks=1), scenario, nodes=2).values == {0: 3}
-
-
-@pytest.mark.usefixtures("blindable")
-def test_a_node_whose_lease_has_ended_by_the_answer_has_not_resumed(gated: type[Gated]) -> None:
-    """etcd took long to say that its key is there: it served again though that was gone by then."""
-
-    async def scenario(cluster: InProcessCluster) -> JobResult:
-        await gated.reached.wait()
-        node = holder(cluster, 0)
-        key = cluster.keys.node(node.id)
-        eyes(node).answer_late(key)
-        await node.coordinator.txn(Txn(success=(Delete(key),)))
-        await eyes(node).written.wait()
-        await asyncio.sleep(node.settings.lease_stall_s + node.settings.lease_ttl_s + 1.0)
-        eyes(node).answer()
-        await node.while_paused()
-        assert not node.registration.unproved
-        assert len(told(cluster, "paused")) == len(told(cluster, "resumed")) == 1
-        gated.gate.set()
-        return await cluster.result()
-
-    assert play(job(gated, tasks=1, backups=0), scenario, nodes=1).values == {0: 3}
 
 
 @pytest.mark.parametrize("call", [Waits(Stamp(1, 1), 0), Release(0, 1, 99, 0), Seal(Stamp(1, 1), 0, 99)], ids=type)
@@ -162,42 +111,6 @@ def test_a_node_whose_key_was_deleted_puts_it_back(gated: type[Gated], all_of_th
         gated.gate.set()
         result = await cluster.result()
         assert len(cluster.nodes) == 3 and not told(cluster, "gone")
-        return result
-
-    assert play(job(gated), scenario, nodes=3).values == {0: 3, 1: 3}
-
-
-@pytest.mark.parametrize("drains", [False, True])
-def test_a_node_whose_key_was_written_again_proves_itself_anew(gated: type[Gated], drains: bool) -> None:
-    """Somebody deletes it, and an earlier try to put it arrives then: none of the node's writes was taken any more."""
-
-    async def scenario(cluster: InProcessCluster) -> JobResult:
-        await gated.reached.wait()
-        node = holder(cluster, 0)
-        key = node.keeper.view.keys.node(node.id)
-        known = await node.coordinator.get(key)
-        assert known is not None
-        again = Put(key, known.value, node.keeper.view.nodes[node.id].record.lease)
-        await node.coordinator.txn(Txn(success=(again,)))
-        if drains:
-            node.drain("told to")
-        await asyncio.sleep(2.0)
-        gated.gate.set()
-        result = await cluster.result()
-        assert len(told(cluster, "paused")) == len(told(cluster, "resumed")) == 1
-        assert told(cluster, "paused")[0].startswith("this node's key in etcd was written again")
-        return result
-
-    assert play(job(gated), scenario, nodes=3).values == {0: 3, 1: 3}
-
-
-def test_a_node_that_says_that_it_drains_does_not_pause_for_that(gated: type[Gated]) -> None:
-    async def scenario(cluster: InProcessCluster) -> JobResult:
-        await gated.reached.wait()
-        holder(cluster, 0).drain("told to")
-        gated.gate.set()
-        result = await cluster.result()
-        assert told(cluster, "drain") and not told(cluster, "paused")
         return result
 
     assert play(job(gated), scenario, nodes=3).values == {0: 3, 1: 3}
@@ -247,23 +160,3 @@ def test_a_job_in_one_process_does_not_pause_because_it_is_busy() -> None:
         result = runner.run(arun_inprocess(job(Busy, backups=0), on_event=events.append, timeout_s=3600))
     assert result.values == {0: 3, 1: 3}
     assert not [event.kind for event in events if event.kind in ("paused", "resumed")]
-
-
-@pytest.mark.usefixtures("blindable")
-def test_a_node_that_has_two_things_to_say_of_itself_at_once_does_not_pause_for_that(gated: type[Gated]) -> None:
-    """The second write was the one it knew of when it read the first, and so somebody else's."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await gated.reached.wait()
-        (node,) = cluster.nodes
-        eyes(node).answer_late(cluster.keys.node(node.id))
-        node.left += (0,)
-        said = [asyncio.ensure_future(node.announce()) for _ in range(2)]
-        await asyncio.sleep(1.0)
-        eyes(node).answer()
-        await asyncio.gather(*said)
-        assert not told(cluster, "paused")
-        gated.gate.set()
-        assert (await cluster.result()).values == {0: 3}
-
-    play(job(gated, tasks=1, backups=0), scenario, nodes=1)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from cluster_kit import Gated, die, gated, holder, job, play, told
+from cluster_kit import Gated, gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.coordination.memory import MemoryCoordinator
@@ -65,69 +65,6 @@ def test_a_node_that_is_there_is_suspected_no_more(
         assert set(primary.keeper.view.in_sync(0)) == {primary.id, backup.id}
 
     play(job(gated, tasks=1, settings=SETTINGS), scenario, nodes=2)
-
-
-def test_who_lived_on_and_dies_later_is_suspected_at_once(gated: type[Gated], refused: set[tuple[str, str]]) -> None:
-    """Its port counts again once a session with it broke: else only the end of its lease would tell."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        ended = asyncio.ensure_future(cluster.result())
-        await gated.reached.wait()
-        primary = holder(cluster, 0)
-        backup = next(node for node in cluster.nodes if node is not primary)
-        link = (primary.id, backup.id)
-        refused.add(link)
-        cluster.network.cut(*link)
-        cluster.network.heal(*link)
-        await asyncio.sleep(2 * SETTINGS.lease_ttl_s)
-        refused.remove(link)
-        await primary.keeper.wait_until(lambda view: len(view.staying(0)) == 2)
-        assert told(cluster, "found") and not primary.suspects
-        die(cluster, backup.id)
-        await asyncio.sleep(1.0)
-        assert backup.id in primary.keeper.view.nodes and primary.suspects == {backup.id}
-        gated.gate.set()
-        assert (await ended).values == {0: 3}
-
-    play(job(gated, tasks=1, settings=SETTINGS), scenario, nodes=2)
-
-
-def test_who_cannot_be_called_is_taken_for_dead_though_its_own_connections_stand(
-    gated: type[Gated], refused: set[tuple[str, str]]
-) -> None:
-    """Nothing told of it but the calls: the job stood still for as long as the port refused."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        ended = asyncio.ensure_future(cluster.result())
-        await gated.reached.wait()
-        alone = holder(cluster, 0)
-        other = next(node for node in cluster.nodes if node is not alone)
-        refused.add((other.id, alone.id))
-        gated.gate.set()
-        assert (await ended).values == {0: 3, 1: 3}
-        assert other.suspects == {alone.id} and not alone.suspects
-        assert told(cluster, "lost") == [f"{alone.name} died: its port refuses connections"]
-
-    play(job(gated, settings=SETTINGS), scenario, nodes=2)
-
-
-def test_a_port_that_goes_on_refusing_is_news_once(gated: type[Gated], refused: set[tuple[str, str]]) -> None:
-    async def scenario(cluster: InProcessCluster) -> None:
-        ended = asyncio.ensure_future(cluster.result())
-        await gated.reached.wait()
-        alone, other = holder(cluster, 0), next(node for node in cluster.nodes if node is not holder(cluster, 0))
-        refused.add((other.id, alone.id))
-        cluster.network.cut(alone.id, other.id)
-        cluster.network.heal(alone.id, other.id)
-        await asyncio.sleep(4 * SETTINGS.lease_ttl_s)  # once it is no suspect it is offered boundaries again
-        assert [len(told(cluster, kind)) for kind in ("lost", "found", "takeover")] == [1, 1, 1]
-        refused.clear()
-        await asyncio.sleep(3)
-        assert all(len(other.keeper.view.in_sync(task)) == 2 for task in range(2))
-        gated.gate.set()
-        assert (await ended).values == {0: 3, 1: 3}
-
-    play(job(gated, settings=SETTINGS), scenario, nodes=2)
 
 
 @pytest.mark.parametrize("nodes", [2, 3])

@@ -71,31 +71,6 @@ def test_it_stays_finished_when_one_node_leaves_before_another(every: int, tmp_p
     play(short(**keeps), scenario, nodes=2)
 
 
-def test_a_node_whose_word_of_that_is_refused_looks_at_the_job_again() -> None:
-    """It may have been rolled back meanwhile, and have finished once more."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        (node,) = cluster.nodes
-        eyes(node).refuse(cluster.keys.collected)
-        await node.keeper.wait_until(lambda view: view.finished)
-        await asyncio.sleep(6)
-        eyes(node).refuse("")
-        assert (await cluster.result()).values == {0: 5, 1: 5}
-        assert 3 < await all_left(cluster) < 4.5
-
-    play(short(), scenario, nodes=1)
-
-
-def test_a_node_that_cannot_say_so_leaves_all_the_same() -> None:
-    async def scenario(cluster: InProcessCluster) -> None:
-        eyes(cluster.nodes[0]).lose(cluster.keys.collected)
-        assert 6.5 < await all_left(cluster) < 7.5
-        assert state_of(cluster) == State.FINISHED
-        assert "nobody has collected them" in why_none(cluster)
-
-    play(short(), scenario, nodes=1)
-
-
 def test_nodes_keep_results_for_a_launcher_that_lives_for_as_long_as_it_takes() -> None:
     """A run that was stopped, or whose output nobody read, lost what its own nodes had computed."""
 

@@ -10,7 +10,6 @@ from cluster_kit import job, play
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
-from taskgraph.node.router import _Failing
 from taskgraph.node.serving import Serving
 from taskgraph.observe.events import Event
 from taskgraph.protocol.messages import Call, Reply, Waits
@@ -87,41 +86,3 @@ def test_who_is_late_to_say_what_it_waits_for_can_be_reached(monkeypatch: pytest
         assert not told(cluster)
 
     play(job(Crossed, epochs=3), scenario, nodes=2)
-
-
-def test_nobody_is_said_not_to_reach_itself() -> None:
-    """Of a node that is busy for long its own calls come late, too."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        first, second = await work(cluster)
-        now = asyncio.get_running_loop().time()
-        first.router._failing = {node.id: _Failing(now - 60, now, "no answer") for node in (first, second)}
-        assert first.noticing.waits == ("n1 cannot reach n2: no answer",)
-
-    play(job(Talking, epochs=10_000), scenario, nodes=2)
-
-
-def test_a_link_that_breaks_for_a_moment_is_no_news() -> None:
-    async def scenario(cluster: InProcessCluster) -> None:
-        first, second = await work(cluster)
-        for _ in range(3):
-            cluster.network.cut(first.id, second.id)
-            await asyncio.sleep(0.5)
-            cluster.network.heal(first.id, second.id)
-            await asyncio.sleep(30)
-        assert not told(cluster)
-
-    play(job(Talking, epochs=10_000), scenario, nodes=2)
-
-
-def test_those_that_are_lost_at_once_are_told_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was another one in each process, and so a seed of the simulation did not replay exactly."""
-    names = [f"n{number}" for number in range(2, 12)]
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        first, _ = await work(cluster)
-        monkeypatch.setattr(first.router, "unreached", lambda longer_s: dict.fromkeys(reversed(names), "no answer"))
-        await asyncio.sleep(5)
-        assert [event.text for event in told(cluster)] == [f"n1 cannot reach {n}: no answer" for n in sorted(names)]
-
-    play(job(Talking, epochs=10_000), scenario, nodes=2)

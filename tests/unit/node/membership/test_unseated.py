@@ -39,22 +39,6 @@ def fresh() -> None:
         task.reached, task.gate = asyncio.Event(), asyncio.Event()
 
 
-def test_when_all_nodes_leave_state_that_is_lost_fails_the_job_at_once() -> None:
-    async def scenario(cluster: InProcessCluster) -> None:
-        await Gated.reached.wait()
-        lost = holder(cluster, 1)
-        for node in cluster.nodes:
-            node.drain("asked to")
-        await holder(cluster, 0).keeper.wait_until(lambda v: all(n.record.draining for n in v.nodes.values()))
-        began = asyncio.get_running_loop().time()
-        cluster.crash(lost.id)
-        with pytest.raises(tg.JobFailed, match="task 1: every replica in sync is gone"):
-            await cluster.result()
-        assert asyncio.get_running_loop().time() - began < 5
-
-    play(job(Gated, backups=0, settings=tg.Settings(drain_s=300)), scenario, nodes=2)
-
-
 def test_the_last_node_that_leaves_says_that_nobody_can_take_over_and_what_is_lost() -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         await Gated.reached.wait()

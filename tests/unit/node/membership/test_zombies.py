@@ -7,12 +7,11 @@ import logging
 from typing import NoReturn
 
 import pytest
-from cluster_kit import Counting, blindable, eyes, holder, job, play, told
+from cluster_kit import Counting, blindable, eyes, holder, job, play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
-from taskgraph.protocol.messages import HandOver, Stamp
 from taskgraph.results import JobResult
 
 __all__ = ["blindable"]
@@ -77,97 +76,6 @@ def test_a_commit_and_the_own_replacement_seen_at_once_end_a_term_quietly(
         return result
 
     assert play(job(slow, epochs=6), scenario, nodes=3).values == {0: 6, 1: 6}
-    assert errors(caplog) == []
-
-
-@pytest.mark.usefixtures("blindable")
-def test_a_take_over_whose_answer_comes_after_the_next_one_was_read_ends_quietly(
-    slow: type[Slow], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Frozen between its write and the answer, it finds that another took over from it, and committed."""
-
-    async def scenario(cluster: InProcessCluster) -> JobResult:
-        await slow.reached.wait()
-        first = holder(cluster, 1)
-        heirs = [cluster.node(n) for n in first.keeper.view.in_sync(1) if n != first.id]
-        late = heirs[0]
-        assert len(heirs) == 2
-        eyes(late).answer_late(cluster.keys.primary(1))
-        cluster.crash(first.id)
-        await eyes(late).written.wait()
-        eyes(late).blind()
-        lose_lease(cluster, late)
-        watcher = next(node for node in cluster.nodes if node is not late)
-        await epoch_begins(watcher, 2)
-        eyes(late).see()
-        held = late.roles.replicas[1].boundaries
-        await late.keeper.wait_until(lambda _: held.committed is not None and held.committed.stamp.epoch > 1)
-        assert late.keeper.view.term(1) == 3
-        eyes(late).answer()
-        result = await cluster.result()
-        assert late in cluster.nodes
-        return result
-
-    assert play(job(slow, epochs=30, backups=2), scenario, nodes=4).values == {0: 30, 1: 30}
-    assert errors(caplog) == []
-
-
-def test_a_primary_without_the_committed_boundary_says_so_and_a_replaced_one_waits_for_its_end(
-    slow: type[Slow],
-) -> None:
-    async def scenario(cluster: InProcessCluster) -> None:
-        await slow.reached.wait()
-        node = holder(cluster, 1)
-        primary, view = node.roles.primaries[1], node.keeper.view
-        assert view.stamp is not None
-        before = Stamp(view.stamp.attempt, view.stamp.epoch - 1)
-        primary.replica.boundaries.clear()
-        with pytest.raises(AssertionError, match="task 1: epoch 1 committed without its boundary"):
-            await primary._moved(before)
-        primary.term -= 1  # as after a takeover by somebody else
-        for what_comes_next in (primary._moved(before), primary._conclude()):
-            waiting = asyncio.ensure_future(what_comes_next)
-            done, _ = await asyncio.wait([waiting], timeout=5)
-            assert not done
-            assert "primary" in primary.waiting_for
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            primary.stage = ""
-
-    play(job(slow), scenario, nodes=2)
-
-
-@pytest.mark.usefixtures("blindable")
-@pytest.mark.parametrize("written", [False, True], ids=["before its write", "before the answer"])
-def test_a_hand_over_to_a_node_that_dies_meanwhile_is_one_failure_and_no_error(
-    slow: type[Slow], caplog: pytest.LogCaptureFixture, written: bool
-) -> None:
-    """All tasks begin on one node; the second one, which is to take over half of them, dies in the middle of it."""
-    slow.reached.set()
-
-    async def scenario(cluster: InProcessCluster) -> JobResult:
-        first = cluster.nodes[0]
-        await epoch_begins(first, 1)
-        heir = cluster.node(cluster.add())
-        asked = asyncio.Event()
-        hand_over = heir.takeovers.hand_over
-
-        async def asked_to(message: HandOver) -> None:
-            asked.set()
-            await hand_over(message)
-
-        heir.takeovers.hand_over = asked_to  # type: ignore[method-assign]
-        for task in range(4):
-            eyes(heir).answer_late(cluster.keys.primary(task))
-        await (eyes(heir).written if written else asked).wait()
-        cluster.crash(heir.id)
-        cluster.add()
-        result = await cluster.result()
-        assert any("n2" in text for text in told(cluster, "evicted"))
-        return result
-
-    result = play(job(slow, tasks=4, epochs=40), scenario, nodes=1)
-    assert result.values == dict.fromkeys(range(4), 40)
     assert errors(caplog) == []
 
 
@@ -264,20 +172,6 @@ def test_a_replica_stays_until_its_term_has_ended_and_is_a_backup_then(lingering
         await asyncio.sleep(2.0)
         assert 0 not in zombie.roles.replicas
         assert lingering.seen == [("ended", True), ("became a backup", False), ("torn down", False)]
-        lingering.gate.set()
-        return await cluster.result()
-
-    assert play(job(lingering, tasks=1, epochs=6), scenario, nodes=3).values == {0: 6}
-
-
-@pytest.mark.usefixtures("blindable")
-def test_who_leads_no_more_has_nothing_to_say_of_an_epoch(lingering: type[Lingers]) -> None:
-    async def scenario(cluster: InProcessCluster) -> JobResult:
-        zombie, leads = await ends_its_term(cluster, lingering)
-        lingering.let_go.set()
-        await asyncio.sleep(10 * leads.settings.stall_check_s)
-        assert [event.node for event in cluster.events if "epoch 4 waits" in event.text] == [leads.name]
-        assert zombie.leader is None and zombie in cluster.nodes
         lingering.gate.set()
         return await cluster.result()
 

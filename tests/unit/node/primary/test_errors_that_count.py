@@ -13,8 +13,6 @@ from taskgraph.errors import JobFailed
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.node.replica import Replica
-from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import State, StatusRecord
 
 __all__ = ["blindable"]
 
@@ -74,16 +72,6 @@ def test_a_successor_that_was_not_restored_while_the_epoch_started_again_is_rest
     assert restored.failing == 0, "it came to pass"
 
 
-def test_a_successor_that_cannot_be_restored_after_the_last_commit_fails_the_job(restored: type[Restored]) -> None:
-    restored.failing = float("inf")
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        with pytest.raises(JobFailed, match=r"'restore': OSError: the file that goes with it"):
-            await cluster.result()
-
-    play(job(restored, epochs=4), scenario, nodes=3, stages={("committed", 0, 3): _die})
-
-
 def test_an_on_commit_of_the_last_epoch_that_raises_fails_the_job() -> None:
     class Saving(Counting, state=["total"]):
         def on_commit(self, epoch: int, state: Any) -> None:
@@ -115,21 +103,6 @@ def test_an_on_event_that_raises_after_epochs_were_committed_fails_the_job() -> 
             await cluster.result()
 
     play(job(Hearing, epochs=200, settings=tg.Settings()), scenario, nodes=3, stages=stages)
-
-
-def test_a_link_that_knows_no_epoch_after_the_last_ends_nothing() -> None:
-    """Neighbors are looked for when a primary is replaced: then all epochs may be committed."""
-    table = [[(1,), (0,)]] * 4
-
-    class Hearing(Counting, state=["total"]):
-        def on_event(self, event: tg.Event) -> None:
-            pass
-
-    async def scenario(cluster: InProcessCluster) -> dict[int, Any]:
-        return dict((await cluster.result()).values)
-
-    made = job(Hearing, epochs=4, topology=tg.Topology({"next": lambda task, tasks, epoch: table[epoch][task]}))
-    assert play(made, scenario, nodes=3, stages={("committed", 0, 3): _die}) == {0: 4, 1: 4}
 
 
 class Stateless(tg.Task):
@@ -186,49 +159,3 @@ def test_a_builder_that_raises_at_a_successor_after_the_last_commit_fails_the_jo
             await cluster.result()
 
     play(job(stateless, tasks=1, backups=0), scenario, nodes=2)
-
-
-@pytest.mark.usefixtures("blindable")
-def test_nothing_fails_a_job_whose_results_are_collected(stateless: type[Stateless]) -> None:
-    async def scenario(cluster: InProcessCluster) -> None:
-        heir = await succeeded(cluster, stateless)
-        eyes(heir).refuse(cluster.keys.status)
-        await heir.keeper.wait_until(lambda _: stateless.built > 0)
-        eyes(heir).blind()  # it does not read that they are
-        cluster.store.execute(Txn(success=(Put(cluster.keys.collected, b"{}"),)))
-        eyes(heir).refuse("")
-        await asyncio.sleep(1)
-        eyes(heir).see()
-        await asyncio.wait([member.run for member in cluster._members.values()])
-        (status,) = cluster.store.select(cluster.keys.status, prefix=False)
-        assert StatusRecord.from_bytes(status.value).state == State.FINISHED
-
-    play(job(stateless, tasks=1, backups=0), scenario, nodes=2)
-
-
-def test_a_bug_of_ours_that_ends_one_node_after_the_other_fails_the_job_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    original = Replica.snapshot
-
-    async def broken(self: Replica, *args: Any, **options: Any) -> Any:
-        if self.task == 1 and getattr(self.user_task, "total", 0) == 3:
-            raise RuntimeError("a bug")
-        return await original(self, *args, **options)
-
-    monkeypatch.setattr(Replica, "snapshot", broken)
-
-    async def scenario(cluster: InProcessCluster) -> str:
-        while True:  # the cluster itself gives up with its first node, as processes do not
-            (status,) = cluster.store.select(cluster.keys.status, prefix=False)
-            record = StatusRecord.from_bytes(status.value)
-            if record.state != State.RUNNING:
-                return record.reason
-            await asyncio.sleep(0.01)
-
-    reason = play(job(Counting, epochs=6, backups=3), scenario, nodes=6)
-    assert "task 1, epoch 2, 'its primary': 3 nodes died while it ran" in reason
-    assert "ended itself: task 1 on n" in reason
-    assert "cannot go on: RuntimeError: a bug" in reason
-    assert "'its primary' of task 1 ran each time, and each node told why it could not go on." in reason
-    assert "os._exit" not in reason, "nobody is to look for that"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-
 import pytest
-from cluster_kit import Gated, blindable, eyes, gated, holder, job, play, told
+from cluster_kit import Gated, blindable, eyes, gated, holder, job, play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import GoneRecord, Ran, State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, Ran
 
 __all__ = ["blindable", "gated"]
 
@@ -49,25 +46,6 @@ def test_a_node_that_was_evicted_is_not_named_where_the_job_fails(gated: type[Ga
     play(job(gated, tasks=1, epochs=10_000, backups=2), scenario, nodes=3)
 
 
-@pytest.mark.usefixtures("blindable")
-def test_nor_where_the_job_goes_back_to_a_checkpoint(gated: type[Gated], tmp_path: Path) -> None:
-    async def scenario(cluster: InProcessCluster) -> None:
-        behind, others = await left_behind(cluster, gated)
-        async with asyncio.timeout(60):
-            await behind.keeper.wait_until(lambda view: view.checkpoint is not None)
-        for node in others:
-            cluster.crash(node.id)
-        await behind.keeper.wait_until(lambda view: view.epoch is not None and view.epoch.record.lineage > 1)
-        (text,) = told(cluster, "rolled back")
-        assert f"task 0 lost every replica ({', '.join(node.name for node in others)})" in text
-
-    play(
-        job(gated, tasks=1, epochs=10_000, backups=2, checkpoint=f"file://{tmp_path}", checkpoint_every=3),
-        scenario,
-        nodes=3,
-    )
-
-
 def test_a_node_that_died_of_the_same_code_before_is_named_too(gated: type[Gated]) -> None:
     """It was evicted before the state was lost, and nothing said that the same code had run there."""
 
@@ -85,21 +63,3 @@ def test_a_node_that_died_of_the_same_code_before_is_named_too(gated: type[Gated
         assert "n8" not in str(failed.value), "that was another task's"
 
     play(job(gated, tasks=2, backups=0), scenario, nodes=3)
-
-
-def test_who_finds_a_task_lost_after_the_job_has_ended_says_nothing(gated: type[Gated]) -> None:
-    """Of two tasks that were lost together, two nodes failed the job, and the second changed the reason."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await gated.reached.wait()
-        first = holder(cluster, 0)
-        other = next(node for node in cluster.nodes if node is not first)
-        ended = StatusRecord(state=State.CANCELLED, reason="by hand")
-        cluster.crash(first.id)
-        cluster.store.execute(Txn(success=(Put(cluster.keys.status, ended.to_bytes()),)))
-        await other.keeper.wait_until(lambda view: not view.running and first.id not in view.nodes)
-        await other.takeovers._fail_lost(0)
-        (kv,) = cluster.store.select(cluster.keys.status, prefix=False)
-        assert StatusRecord.from_bytes(kv.value) == ended and not told(cluster, "failed")
-
-    play(job(gated, tasks=1, backups=0), scenario, nodes=2)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
-from cluster_kit import Counting, Gated, Joining, blindable, eyes, gated, holder, job, joining, paused, play
-from msgspec import structs
+from cluster_kit import Counting, Gated, blindable, gated, holder, job, joining, play
 
 import taskgraph as tg
 from taskgraph.errors import Refused
@@ -15,7 +13,7 @@ from taskgraph.graph.values import encode
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.protocol.boundaries import Boundary
-from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Reply, Stamp
+from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Stamp
 from taskgraph.protocol.placement import Wish
 from taskgraph.results import JobResult
 
@@ -142,99 +140,3 @@ def test_a_release_waits_until_everything_was_read_that_was_written_before_it(ga
         assert await releasing == Accepted()
 
     play(job(gated, tasks=1), scenario, nodes=2)
-
-
-def test_a_release_of_an_earlier_invitation_lets_nobody_go(gated: type[Gated]) -> None:
-    """It comes late: the node was invited again meanwhile, and what it acknowledged since is counted on."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await gated.reached.wait()
-        primary = holder(cluster, 0)
-        backup = next(node for node in cluster.nodes if node is not primary)
-        held, replica, view = (
-            primary.roles.replicas[0].boundaries.committed,
-            backup.roles.replicas[0],
-            backup.keeper.view,
-        )
-        assert held is not None
-        term = view.term(0)
-
-        async def release(invitation: int) -> bool:
-            message = Release(0, term, invitation, view.revision)
-            assert await primary.router.to_node(backup.id, message, timeout_s=None) == Accepted()
-            return replica.may_go(term)
-
-        offer = Offer(held.stamp, term, 0, True, False, 99, held.value)
-        assert await primary.router.to_node(backup.id, offer, timeout_s=None) == Accepted(term)
-        assert not await release(98)
-        assert await release(99)
-
-    play(job(gated, tasks=1), scenario, nodes=2)
-
-
-def test_a_committed_boundary_that_was_undone_is_not_acknowledged(gated: type[Gated]) -> None:
-    """Its primary has not read the roll-back yet; the node, which has, keeps nothing of before it."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await gated.reached.wait()
-        primary = holder(cluster, 0)
-        backup = next(node for node in cluster.nodes if node is not primary)
-        held, view = primary.roles.replicas[0].boundaries.committed, backup.keeper.view
-        assert held is not None and view.epoch is not None
-        back = structs.replace(view.epoch.record, epoch=0, attempt=2, lineage=2)
-        view.epoch, view.stamp = replace(view.epoch, record=back), Stamp(2, 0)
-        offer = Offer(held.stamp, view.term(0), 0, True, False, 99, held.value)
-        with pytest.raises(Refused, match="boundary 1 of attempt 1 was undone") as caught:
-            await primary.router.to_node(backup.id, offer, timeout_s=None)
-        assert caught.value.reason == Reason.STALE
-
-    play(job(gated, tasks=1), scenario, nodes=2)
-
-
-async def offered_while_set_up(cluster: InProcessCluster, joining: type[Joining]) -> tuple[Node, asyncio.Future[Reply]]:
-    """A node that sets its replica of task 0 up, and is offered the committed boundary meanwhile."""
-    await joining.reached.wait()
-    joining.joins = True
-    primary, joined = holder(cluster, 0), cluster.node(cluster.add())
-    await joining.joining.wait()
-    held = primary.roles.replicas[0].boundaries.committed
-    assert held is not None
-    offer = Offer(held.stamp, 1, 0, True, True, 1, held.value)
-    return joined, asyncio.ensure_future(joined.serving(primary.id, offer))
-
-
-def test_a_node_that_pauses_while_it_sets_a_replica_up_takes_no_boundary(joining: type[Joining]) -> None:
-    """It looked whether it is paused when the call came, and acknowledged what it was offered a pause later."""
-
-    async def scenario(cluster: InProcessCluster) -> JobResult:
-        joined, offering = await offered_while_set_up(cluster, joining)
-        async with paused(joined):
-            joining.may_join.set()
-            with pytest.raises(Refused, match="cannot prove its lease") as caught:
-                await offering
-            assert caught.value.reason == Reason.PAUSED
-            assert joined.roles.replicas[0].boundaries.committed is None
-        await joined.keeper.wait_until(lambda view: joined.id in view.in_sync(0))
-        joining.gate.set()
-        return await cluster.result()
-
-    assert play(job(joining, tasks=1), scenario, nodes=1).values == {0: 3}
-
-
-@pytest.mark.usefixtures("blindable")
-def test_what_a_primary_offered_that_was_replaced_while_a_replica_is_set_up_is_refused(joining: type[Joining]) -> None:
-    async def scenario(cluster: InProcessCluster) -> JobResult:
-        joined, offering = await offered_while_set_up(cluster, joining)
-        first = holder(cluster, 0)
-        eyes(first).refuse(cluster.keys.node(first.id))  # it cannot come back
-        cluster.store.revoke(first.keeper.view.nodes[first.id].record.lease)
-        await joined.keeper.wait_until(lambda view: view.term(0) == 2)
-        joining.may_join.set()
-        with pytest.raises(Refused, match="task 0 is in term 2, not 1") as caught:
-            await offering
-        assert caught.value.reason == Reason.STALE
-        eyes(first).refuse("")
-        joining.gate.set()
-        return await cluster.result()
-
-    assert play(job(joining, tasks=1, backups=2), scenario, nodes=2).values == {0: 3}
