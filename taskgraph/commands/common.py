@@ -231,13 +231,13 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
         if ended := _ended_here(runtime, name):
             raise UnknownJob(ended)
         known = ", ".join(e.name for e in runtime.jobs())
-        running = f"running here: {known}" if known else _none_text(runtime)
-        raise UnknownJob(f"no running job {name!r} is known here ({running}); for one elsewhere give --etcd")
+        others = f"Running here: {known}." if known else _none_text(runtime).partition(". ")[2]
+        raise UnknownJob(" ".join(filter(None, (f"No job {name!r} runs here.", others, "Elsewhere: --etcd."))))
     jobs = runtime.jobs()
     if len(jobs) == 1:
         return _with_tls_given(jobs[0], options)
     if not jobs:
-        raise UnknownJob(f"{_none_text(runtime)}; for one elsewhere give its name and --etcd")
+        raise UnknownJob(f"{_none_text(runtime)} Elsewhere: give its name and --etcd.")
     raise JobError(f"several jobs run on this host: name one of {', '.join(e.name for e in jobs)}")
 
 
@@ -297,12 +297,12 @@ async def launcher_gone(entry: JobEntry | None) -> None:
 
 
 def _none_text(runtime: Runtime) -> str:
-    """With where it was looked: those of another user, or of a shell with another environment, are elsewhere."""
-    ended, where = runtime.finished_names(), f"on this host, as {runtime.root} tells"
+    """That no job runs here, and which ended. The folder is named because other users' jobs are in other folders."""
+    ended = runtime.finished_names()
     if not ended:
-        return f"no job of yours was started {where}"
-    more = ", ..." if len(ended) > _ENDED_NAMED else ""
-    return f"no job of yours runs {where}; ended: {', '.join(ended[:_ENDED_NAMED])}{more}"
+        return f"No job was started on this host (looked in {runtime.root})."
+    more = ", ..." if len(ended) > _ENDED_NAMED else "."
+    return f"No job runs here. Ended here: {', '.join(ended[:_ENDED_NAMED])}{more}"
 
 
 def _killed_text(runtime: Runtime, entry: JobEntry) -> str:

@@ -28,6 +28,7 @@ from taskgraph.errors import (
     JobError,
     JobRunning,
     OutcomeUnknown,
+    TaskGraphError,
     Unavailable,
     UnknownJob,
     no_thread,
@@ -56,16 +57,22 @@ R = TypeVar("R")
 
 
 def _checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Looks at the job before anything else, and where the call is, and when: what a coroutine would say, of a driver
-    that calls it while it is imported, is told by nobody."""
+    """Checks the job, and where and when it is started, before the call: nobody may await the coroutine.
+
+    Cuts our frames from the traceback of our errors: they say nothing about the user's program.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True
         job: Any = args[0] if args else kwargs.get("job")
-        check_job(job)
-        check_not_importing(job.name)
-        _refuse_at_the_end(job.name)
-        return function(*args, **kwargs)
+        try:
+            check_job(job)
+            check_not_importing(job.name)
+            _refuse_at_the_end(job.name)
+            return function(*args, **kwargs)
+        except TaskGraphError as error:
+            raise error.with_traceback(None)  # noqa: B904 (it is the same error)
 
     return call
 

@@ -210,7 +210,7 @@ class Supervisor:
             await asyncio.sleep(_ALL_ENDED_S)  # they may have ended because the job did: its end is read meanwhile
             if not keeper.view.live_nodes(run):
                 break
-        what = "nobody is left to go on"
+        what = "no node is left to go on"
         if self._follower.view.collected:
             raise JobFailed(await self._others_text(), job=self._spec.name)
         if self._follower.view.finished:
@@ -218,7 +218,8 @@ class Supervisor:
                 f"its results, of a job that had finished, with them ({self._follower.unreachable or 'not asked for'})"
             )
         silent = f" or was not heard of for {self._lost_after_s:g} s" if self._absent(keeper.view) else ""
-        reason = f"every node has ended{silent}, {what}{self._follower.way_on('; ')}\n{_tails(self._nodes)}"
+        ended = f"every node has ended{silent}, {what}{self._follower.way_on('; ')}"
+        reason = f"{_cause(self._nodes)}{ended}\n{_tails(self._nodes)}"
         await self._try_to_end(reason, State.FAILED)
         raise JobFailed(reason, job=self._spec.name)
 
@@ -374,6 +375,19 @@ def _tell_deaths(nodes: LocalNodes) -> None:
     """Why all nodes here died, of a job that did not fail: nothing else that is told of it says so."""
     if (codes := nodes.codes()) and not nodes.alive and codes.keys() == nodes.deaths().keys():
         log.warning("every node started here had ended before the job was over\n%s", _tails(nodes))
+
+
+def _cause(nodes: LocalNodes) -> str:
+    """Why the last node ended, before what follows from that; "" if no node of this launcher ended."""
+    codes = list(nodes.codes().items())
+    if not codes:
+        return ""
+    name, code = codes[-1]
+    last = next(reversed(nodes.log_tail(name).strip().splitlines()), "")
+    said = last.removeprefix("taskgraph node: ")
+    if code > 0 and said != last:  # an error of ours, in one line
+        return f"{name}: {said.rstrip('.')}\n"
+    return f"{name} {_how(code, nodes.deaths().get(name))}; "
 
 
 def _tails(nodes: LocalNodes) -> str:

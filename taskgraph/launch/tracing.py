@@ -205,7 +205,7 @@ class Tracer:
 
     async def _wait_for_all(self) -> None:
         """Waits for every node; for one that does not answer, `_LEFT_S` longer than for the first that is done."""
-        say_at, give_up_at = time.monotonic() + _SAY_S, math.inf
+        said, say_at, give_up_at = "", time.monotonic() + _SAY_S, math.inf
         while waiting := {n: follow for n, follow in self._follows.items() if not follow.done()}:
             await asyncio.wait(waiting.values(), timeout=_LOOK_S)
             now = time.monotonic()
@@ -217,8 +217,9 @@ class Tracer:
                     self._lacks(self.nodes[node], "it does not answer")
             elif now >= say_at:
                 names = ", ".join(sorted(self.nodes[node].record.name for node in waiting))
-                self._say(f"tracing {self.window}: the job is at epoch {self.epoch}; waiting for {names}")
-                say_at = now + _SAY_S
+                if names != said:
+                    self._say(f"tracing {self.window}: the job is at epoch {self.epoch}; waiting for {names}")
+                said, say_at = names, now + _SAY_S
         for follow in self._follows.values():
             if not follow.cancelled():
                 follow.result()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from taskgraph.errors import JobError, JobTimeout
+from taskgraph.errors import JobError, JobTimeout, TaskGraphError
 from taskgraph.jobs import Job, check_job
 from taskgraph.launch.inprocess import InProcessCluster, ended_by_users
 from taskgraph.node.garbage import searching_garbage_less_often
@@ -98,6 +98,7 @@ def run(
             raise JobError(f"kills: {stage!r} happens at the leader, which is task 0's primary, not task {task}")
         if not 0 <= task < job.tasks or epoch < 0 or (job.epochs is not None and epoch >= job.epochs):
             raise JobError(f"kills: there is no task {task} in epoch {epoch}")
+    __tracebackhide__ = True
     if kills and nodes == 1:
         raise JobError("kills: with nodes=1 no node is left that could take over; give nodes=2, or leave it out")
     backups = max(job.backups, 1) if kills else job.backups
@@ -120,6 +121,8 @@ def run(
             )
         except Stuck as stuck:
             raise run.told(stuck) from None
+        except TaskGraphError as error:
+            raise error.with_traceback(None)  # noqa: B904 (without our frames; it is the same error)
         except (asyncio.CancelledError, RuntimeError) as error:
             if told := ended_by_users(error, job.name):
                 raise told from None

@@ -196,7 +196,7 @@ async def test_whom_to_act_on_is_asked_for_clearly(cli: Cli) -> None:
         assert done.code == 2 and says in done.err, (arguments, done.err)
         assert "Traceback" not in done.err
     done = await cli("status", "none")
-    assert done.code == 3 and "no running job 'none'" in done.err and "running here: sums" in done.err
+    assert done.code == 3 and "No job 'none' runs here. Running here: sums." in done.err
     token = (await cli("token", "sums")).out.strip()
     assert len(bytes.fromhex(token)) == 32
     entry = next((cli.root / "run").rglob("job.json"))

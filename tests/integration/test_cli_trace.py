@@ -290,7 +290,7 @@ async def test_a_trace_that_is_piped_on_is_all_of_the_output(cli: Cli) -> None:
 
 async def test_what_cannot_be_traced_is_said(cli: Cli) -> None:
     done = await cli("trace", "nobody")
-    assert done.code == 3 and "no running job 'nobody' is known here" in done.err
+    assert done.code == 3 and "No job 'nobody' runs here." in done.err
     done = await cli("trace", "nobody", "--epochs", "0")
     assert done.code == 2 and "at least one" in done.err
     done = await cli("trace", "nobody", "--every", "-1")

@@ -53,7 +53,7 @@ async def test_tls_with_client_certificates(tmp_path: Path, certificates: Certif
             assert await node.lease_left(lease.id) == 1
             await lease.close(revoke=True)
         for arguments in ({"ca": certificates.ca}, {}):  # no client certificate; not even TLS
-            with pytest.raises(Unavailable, match="no etcd can be used"):
+            with pytest.raises(Unavailable, match="No etcd answers"):
                 await EtcdCoordinator.connect(endpoint, timeout_s=1.0, **arguments)
 
 

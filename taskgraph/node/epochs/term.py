@@ -15,6 +15,7 @@ from taskgraph.protocol.messages import Call, Reply, Stamp
 if TYPE_CHECKING:
     from taskgraph.node.epochs.attempt import Attempt
     from taskgraph.node.epochs.attempts import Attempts
+    from taskgraph.node.epochs.unheld import Unheld
 
 __all__ = ["Term"]
 
@@ -39,6 +40,8 @@ class Term(Protocol):
     def attempts(self) -> Attempts: ...
     @property
     def pulls(self) -> Pulls: ...
+    @property
+    def unheld(self) -> Unheld: ...
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
     @property

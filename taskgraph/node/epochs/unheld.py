@@ -64,6 +64,7 @@ class Unheld:
         self._term = term
         self._left = _EPOCHS
         self._before: dict[str, _Same] = {}
+        self._state_left = 0  # epochs in which the state is looked at before the sync points
 
     def begin(self) -> bool:
         """An attempt of the job begins, on the object as it is now. Returns whether its first epoch is to be looked at.
@@ -73,6 +74,7 @@ class Unheld:
         if self._left and not self._replica.shape.overrides & {"snapshot", "restore"}:
             try:
                 self._before = _seen(self._replica.user_task)
+                self._state_left = _EPOCHS if self._replica.job.settings.epochs_in_flight == 1 else 0
                 self._tell_outside()
             except Exception as error:
                 self._give_up(error)
@@ -95,8 +97,36 @@ class Unheld:
         if names:
             self._tell(names, epoch)
 
+    def state_now(self) -> dict[str, _Same] | None:
+        """The state at the beginning of an epoch, for `look_at_state`; None: this epoch is not looked at."""
+        if not self._state_left:
+            return None
+        self._state_left -= 1
+        try:
+            return _seen(self._replica.user_task, state=True)
+        except Exception as error:
+            self._give_up(error)
+            return None
+
+    def look_at_state(self, before: dict[str, _Same], epoch: int) -> None:
+        """Reports state that changed in an epoch before its sync points."""
+        try:
+            names = _changed(before, self._replica.user_task)
+        except Exception as error:
+            self._give_up(error)
+            return
+        if names:
+            self._state_left = 0
+            kind = class_name(type(self._replica.user_task))
+            self._tell_once(
+                f"{kind} changed {named([f'self.{name}' for name in names], _NAMES)} outside a sync point: if the "
+                f"epoch starts again, that change is made twice. Change state only in a processor without outbound "
+                f"channels; tg.testing.run finds the place",
+                epoch,
+            )
+
     def _give_up(self, error: Exception) -> None:
-        self._left, self._before = 0, {}
+        self._left, self._before, self._state_left = 0, {}, 0
         kind = class_name(type(self._replica.user_task))
         text = f"whether {kind} changes what no snapshot holds is not looked at any more: {worded(error)}"
         if text not in self._node.told_unheld:
@@ -213,12 +243,12 @@ def _attributes(task: object) -> dict[str, object]:
     return {name: value for name, value in found.items() if type(name) is str}
 
 
-def _seen(task: Any) -> dict[str, _Same]:
-    """How to tell of each attribute that is no state whether it is what it is now."""
-    apart = {*GIVEN, *type(task).__taskgraph_state__}
+def _seen(task: Any, *, state: bool = False) -> dict[str, _Same]:
+    """A test for each attribute, of the state or beside it: is its value the one of now?"""
+    declared = type(task).__taskgraph_state__
     left, seen = _ARRAYS_BYTES, {}
     for name, value in _attributes(task).items():
-        if name not in apart:
+        if name not in GIVEN and (name in declared) == state:
             ends = _ends(value) if left > 0 else b""
             left -= len(ends)
             seen[name] = _same_as(value, ends)

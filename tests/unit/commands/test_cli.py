@@ -386,7 +386,7 @@ def test_a_submit_that_lacks_a_password_leaves_no_token(apart: Path) -> None:
 
 def test_a_job_of_this_host_is_found_by_name_or_as_the_only_one() -> None:
     # Not that there is none: root, or a shell with another TMPDIR, looks elsewhere than who started it.
-    none = f"no job of yours was started on this host, as {Runtime().root} tells; "
+    none = f"No job was started on this host (looked in {Runtime().root}). Elsewhere: give its name and --etcd."
     with pytest.raises(UnknownJob, match=re.escape(none)):
         find_entry(options())
     Runtime().put(entry("one"))
@@ -395,7 +395,7 @@ def test_a_job_of_this_host_is_found_by_name_or_as_the_only_one() -> None:
     Runtime().put(entry("two"))
     with pytest.raises(JobError, match="name one of one, two"):
         find_entry(options())
-    with pytest.raises(UnknownJob, match="running here: one, two"):
+    with pytest.raises(UnknownJob, match=r"No job 'three' runs here\. Running here: one, two\. Elsewhere: --etcd\."):
         find_entry(options("three"))
 
 
@@ -422,12 +422,12 @@ def test_without_a_running_job_those_that_ended_are_named() -> None:
     for number, name in enumerate(("a", "b", "c", "d", "e", "f")):
         Runtime().keep_finished(name, {"status": {"state": "finished"}, "result": None, "events": []})
         os.utime(Runtime().root / "finished" / f"{name}.json", (number, number))
-    found = (
-        f"no job of yours runs on this host, as {Runtime().root} tells; ended: f, e, d, c, b, ...; for one elsewhere"
-    )
+    found = "No job runs here. Ended here: f, e, d, c, b, ... Elsewhere: give its name and --etcd."
     with pytest.raises(UnknownJob, match=re.escape(found)):
         find_entry(options())
-    with pytest.raises(UnknownJob, match=r"no running job 'x' is known here \(no job of yours runs on this host, as "):
+    with pytest.raises(
+        UnknownJob, match=r"No job 'x' runs here\. Ended here: f, e, d, c, b, \.\.\. Elsewhere: --etcd\."
+    ):
         find_entry(options("x"))
 
 
@@ -466,7 +466,7 @@ def test_a_job_that_ends_while_a_command_looks_for_its_etcd_is_said_to_have_ende
             runtime.put(replace(found, etcd="127.0.0.1:8"))
         elif then == "killed":
             runtime.put(gone("fit", embedded=True))
-        raise Unavailable("no etcd can be used at 127.0.0.1:7")
+        raise Unavailable("No etcd answers at 127.0.0.1:7")
 
     monkeypatch.setattr(common, "connect", connect)
     assert cli.main([*command]) == cli.UNREACHABLE
@@ -476,9 +476,9 @@ def test_a_job_that_ends_while_a_command_looks_for_its_etcd_is_said_to_have_ende
         "began again": "another run of job 'fit' has begun",
         "killed": "was killed, and its etcd ended with it",
         "nothing": "job 'fit' has just ended",
-        "runs": "no etcd can be used at 127.0.0.1:7",
+        "runs": "No etcd answers at 127.0.0.1:7",
     }
-    assert says[then] in told and ("no etcd can be used" in told) == (then == "runs")
+    assert says[then] in told and ("No etcd answers" in told) == (then == "runs")
 
 
 def test_a_job_at_an_etcd_that_is_named_needs_its_name() -> None:
@@ -500,9 +500,9 @@ def test_a_job_at_an_etcd_that_is_named_needs_its_name() -> None:
         (["run", "raises.py"], 2, "fit(...) of raises.py failed: KeyError: 'XX' (at "),
         (["submit", "raises.py", "--etcd", "a:1"], 2, "KeyError: 'XX' (at "),
         (["launch", "raises.py"], 2, "raises.py, line 4)"),
-        (["status"], 3, "no job of yours was started on this host"),
-        (["result", "x"], 3, "no running job 'x'"),
-        (["kill", "x", "--task", "0"], 3, "no running job 'x'"),
+        (["status"], 3, "No job was started on this host"),
+        (["result", "x"], 3, "No job 'x' runs here."),
+        (["kill", "x", "--task", "0"], 3, "No job 'x' runs here."),
         (["submit", f"{__file__}:fit"], 2, "submit needs your etcd"),
         (["node", "--job", "x"], 2, "Give --etcd"),
         (["node", "--job", "x", "--etcd", "a:1"], 2, "--token-file"),
@@ -629,7 +629,7 @@ def test_what_is_no_record_of_a_finished_job_is_passed_over(text: str, capsys: p
     (Runtime().root / "finished" / "fit.json").write_text(text)
     for command in ("status", "events", "result"):
         assert cli.main([command, "fit"]) == cli.UNREACHABLE
-        assert "no running job 'fit' is known here" in capsys.readouterr().err
+        assert "No job 'fit' runs here." in capsys.readouterr().err
 
 
 def test_of_a_job_that_was_deleted_there_is_no_result(capsys: pytest.CaptureFixture[str]) -> None:

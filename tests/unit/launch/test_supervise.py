@@ -487,7 +487,7 @@ async def test_a_node_of_another_launcher_whose_key_is_gone_may_come_back(
             assert not ends.done() and follower.view.running
             return
         silent = " or was not heard of for 2 s" if becomes == "nothing" else ""
-        with pytest.raises(JobFailed, match=f"every node has ended{silent}, nobody is left to go on"):
+        with pytest.raises(JobFailed, match=f"every node has ended{silent}, no node is left to go on"):
             await asyncio.wait_for(ends, 30)
     finally:
         ends.cancel()

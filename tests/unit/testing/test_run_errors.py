@@ -926,3 +926,17 @@ def test_kills_that_never_came_to_pass() -> None:
 
     with pytest.raises(tg.JobError, match=r"never came to pass: task 0 in epoch 5 \(sync\)"):
         run(job(task(compose), epochs=None), kills={(0, 5): "sync"})
+
+
+@pytest.mark.parametrize("start", [tg.testing.run, lambda job: tg.run(job, nodes=0)], ids=["testing", "run"])
+def test_traceback_shows_none_of_our_frames(start: Callable[[tg.Job], object]) -> None:
+    """Twelve frames of the framework and of asyncio stood above the error of the user's code."""
+
+    class Raises(tg.Task):
+        def compose(self, epoch: tg.Epoch) -> None:
+            raise ValueError("boom")
+
+    with pytest.raises(tg.JobFailed, match="boom") as failed:
+        start(job(Raises, tasks=1))
+    inside = [entry for entry in failed.traceback if "taskgraph/" in str(entry.path) and "tests" not in str(entry.path)]
+    assert len(inside) == 1

@@ -352,3 +352,37 @@ def test_what_is_written_to_a_global_or_to_the_class_is_told() -> None:
     (event,) = told(job(Outside, tasks=3, epochs=4))
     assert event.text.partition(": ")[2].startswith("Outside.count writes the global MODEL and Outside.steps, ")
     assert told(job(Inside, tasks=3, epochs=4)) == []
+
+
+class Early(tg.Task, state=["total", "sums"]):
+    """Task 1 changes its state while it puts a value, task 0 in its sync point."""
+
+    def setup(self) -> None:
+        self.total, self.sums = 0, np.zeros(3)
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        if self.task_id:
+            epoch.processor(self.put, outbound={"total": "parents"})
+        else:
+            epoch.processor(self.take, inbound={"total": "children"})
+
+    def put(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if epoch.number == 1:
+            self.total += 1
+        outs.put("total", self.total)
+
+    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += ins["total"]
+        self.sums[0] = 1.0
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_state_changed_before_the_sync_point_is_reported(in_flight: int) -> None:
+    settings = tg.Settings(epochs_in_flight=in_flight)
+    found = told(job(Early, tasks=2, epochs=4, backups=0, topology=tg.tree(), settings=settings))
+    if in_flight > 1:
+        assert not found, "another epoch may have reached its sync point"
+        return
+    (event,) = found
+    assert (event.task, event.epoch) == (1, 1)
+    assert event.text.startswith("task 1: Early changed self.total outside a sync point: if the epoch starts again")
