@@ -21,11 +21,11 @@ from taskgraph.commands.mischief import Fault, draw, kinds_of, pause_s
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, JobError
 from taskgraph.launch.follow import follow_events
-from taskgraph.launch.runtime import alive
 from taskgraph.observe.events import Event
 from taskgraph.observe.screen import printable
 from taskgraph.protocol.records import State, name_of
 from taskgraph.protocol.view import JobView
+from taskgraph.system import host
 from taskgraph.system.alongside import alongside
 
 __all__ = ["chaos"]
@@ -113,7 +113,7 @@ class _Chaos:
         """The nodes that SIGKILL did not end, and their processes: that it was sent ends none."""
         until = time.monotonic() + _GONE_S
         while True:
-            left = {node: pid for node, pid in self._killed.items() if node in self._view.nodes and alive(pid)}
+            left = {node: pid for node, pid in self._killed.items() if node in self._view.nodes and host.alive(pid)}
             if not left or time.monotonic() > until:
                 return left
             await asyncio.sleep(_AGAIN_S / 10)

@@ -326,8 +326,7 @@ async def _cancel_unbegun(
 
 def _running_here(runtime: Runtime, name: str) -> JobRunning:
     known = runtime.find(name)
-    where = " of another container" if known is not None and known.lives is not None else ""
-    whose = f" (started by process {known.pid}{where})" if known is not None else ""
+    whose = f" (started by process {known.pid})" if known is not None else ""
     return JobRunning(
         f"a job {name!r} is running on this host already{whose}: follow it with `taskgraph status {name} --watch`, end "
         f"it with `taskgraph shutdown {name}`, or give this one another name: --name, or name=... of tg.run"

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
+    "alive",
     "all_cores",
     "allowed_cores",
-    "began",
     "children",
     "command",
     "cores",
@@ -22,7 +22,6 @@ __all__ = [
     "group",
     "memory_bytes",
     "oom_kills",
-    "pids",
     "running",
     "state",
     "tells",
@@ -123,27 +122,25 @@ def first() -> bool:
     return os.getpid() == 1
 
 
+def alive(pid: int) -> bool:
+    """Says whether a process of this id runs. A process that ended and was not waited for does not."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return state(pid) != "Z"
+
+
 def state(pid: int) -> str:
     """What a process does, in Linux's letter for it, e.g. "Z"; "" elsewhere, or without such a process."""
     return "".join(_stat(pid)[:1])
 
 
-def pids() -> str:
-    """By what process ids here are told from those of another host, or container; "" elsewhere than on Linux."""
-    try:
-        return f"{running()}-{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
-
-
 def tells() -> bool:
     """Whether it says anything of processes: not elsewhere than on Linux, nor where /proc is not there."""
     return bool(_stat(os.getpid()))
-
-
-def began(pid: int) -> str:
-    """When a process began, in the kernel's words; "" elsewhere, or without such a process."""
-    return "".join(_stat(pid)[19:20])
 
 
 def group(number: int) -> dict[int, int]:
