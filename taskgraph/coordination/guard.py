@@ -1,17 +1,17 @@
-"""Runs one command that must not outlive the process that wanted it, not even if that is killed with SIGKILL.
+"""Runs one command that must not outlive its parent process, even if the parent dies of SIGKILL.
 
     python -I -S guard.py [--remove DIR]... [--log FILE] [--files N] --parent PID -- COMMAND ARGUMENT...
 
-The parent holds the write end of our standard input. When that closes (or when we are told by SIGTERM, or find that the
-parent is gone), the command gets SIGTERM and, two seconds later, SIGKILL; it has a process group of its own, so that
-its own children get them too and a Ctrl-C on the terminal does not. Then the directories are removed.
+The parent holds the write end of our standard input. When that closes (or we get SIGTERM, or the parent is gone), the
+command gets SIGTERM and, two seconds later, SIGKILL. It has a process group of its own, so that its children get the
+signals too, and a Ctrl-C on the terminal does not reach it. Then the directories are removed.
 
-The first line of our standard output is the command's process id. We end with its exit code (128 + n for signal n).
-When it ended by itself, the end of its log goes to standard error, since the log may be about to be removed.
+The first line of our standard output is the command's process id. We end with its exit code (128 + n for signal n). If
+the command ended by itself, the end of its log goes to standard error, since the log may be removed.
 
-Of a log that gets long its end is kept: etcd writes 1 KB of each request that takes it long, for days.
+A long log is cut to its end: etcd logs 1 KB for each slow request, for days.
 
-Standard library only, nothing of the package: it must start in milliseconds and never fail for what is elsewhere.
+Standard library only, nothing of the package: it must start in milliseconds, whatever the package needs.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ import sys
 import time
 
 KILL_AFTER_S = 2.0
-#: The pipe tells of the parent's death at once, unless a process that the parent forked still holds it.
+#: The pipe shows the parent's death at once, unless a process that the parent forked still holds it.
 PARENT_CHECK_S = 1.0
-#: A line of etcd's about a failure has its stack, and another stack follows: 2 KiB each.
+#: etcd's log of a failure has two stacks of 2 KiB each.
 LOG_TAIL_BYTES = 16384
-#: A log that has more is cut to its end. That is looked at as often as the parent.
+#: A longer log is cut to its end. It is checked as often as the parent.
 LOG_MOST_BYTES, LOG_KEPT_BYTES = 4 << 20, 1 << 20
 LOG_CUT = b"(what was written before is left out)\n"
 PR_SET_PDEATHSIG = 1
 
 
 def _die_with_guard(guard: int) -> None:
-    """Last resort, in the child before it becomes the command: Linux kills it if we are killed, or were just now."""
+    """In the child before it becomes the command: has Linux kill it if its guard dies, or died just now."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != guard:
@@ -54,14 +54,14 @@ def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> Non
 
 
 def _ended(child: subprocess.Popen[bytes]) -> bool:
-    """Whether the command has ended. As long as it is not waited for, its number, and its group, are nobody else's."""
+    """Whether the command has ended. It is not reaped here, so that its number and its group stay its own."""
     if not hasattr(os, "waitid"):  # elsewhere than on Linux
         return child.poll() is not None
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _wait(child: subprocess.Popen[bytes], parent: int, wake: int, log: str | None) -> bool:
-    """Until the command ends by itself (True) or must be ended (False)."""
+    """Waits until the command ends by itself (True) or must be ended (False)."""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
     poll.register(wake, select.POLLIN)
@@ -80,7 +80,7 @@ def _wait(child: subprocess.Popen[bytes], parent: int, wake: int, log: str | Non
 
 
 def _end(child: subprocess.Popen[bytes], wake: int) -> None:
-    """SIGTERM, time to obey, SIGKILL. The group is killed in any case: the command may have left children behind."""
+    """SIGTERM, two seconds, SIGKILL. The group is killed in any case: the command may have left children behind."""
     if not _ended(child):
         _signal_group(child, signal.SIGTERM)
         until = time.monotonic() + KILL_AFTER_S
@@ -92,17 +92,16 @@ def _end(child: subprocess.Popen[bytes], wake: int) -> None:
 
 
 def _cut_log(path: str) -> None:
-    """Leaves of a long log its end, in whole lines. Who appends to it goes on after them.
+    """Cuts a long log to its end, in whole lines; etcd goes on appending.
 
-    What is kept is written over the beginning first, so that the log is never seen empty: a line that came in such a
-    moment would stand before those that are kept. A line that comes between the last reading and the cut is lost,
-    which is of microseconds.
+    The end is written over the beginning before the cut, so that the log is never empty: a line appended then would
+    stand before the older ones. A line appended in the microseconds between the last reading and the cut is lost.
     """
     with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as log:  # not to append
         if (size := os.fstat(log.fileno()).st_size) <= LOG_MOST_BYTES:
             return
         begin = size - LOG_KEPT_BYTES
-        end = os.pread(log.fileno(), size, begin)  # and what came since
+        end = os.pread(log.fileno(), size, begin)  # and lines appended since
         kept = LOG_CUT + end.partition(b"\n")[2]
         os.pwrite(log.fileno(), kept, 0)
         since = os.pread(log.fileno(), size, begin + len(end))
@@ -114,7 +113,7 @@ def _show_log(path: str) -> None:
     with contextlib.suppress(OSError), open(path, "rb") as log:
         if (before := os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES) > 0:
             log.seek(before - 1)
-            log.readline()  # whoever reads it understands whole lines
+            log.readline()  # begin with a whole line
         os.write(2, log.read())
 
 

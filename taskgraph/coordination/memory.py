@@ -1,12 +1,11 @@
 """A coordinator inside one process, with etcd's semantics.
 
 `MemoryStore` is the cluster: revisions, keys, leases, history. `MemoryCoordinator` is one node's handle on it; several
-handles on one store are several nodes. For `nodes=0` and for tests; the conformance suite holds it to what a
-real etcd does.
+handles on one store are several nodes. For `nodes=0` and for tests; the conformance suite compares it with a real etcd.
 
-Time is the event loop's (`loop.time()`), so that a loop with virtual time drives leases too. There is no background
-work: a lease computes, whenever it is looked at, which renewals a thread would have made by now, and the
-store keeps one timer for the lease that expires next.
+Time is the event loop's (`loop.time()`), so a loop with virtual time drives leases too. Nothing runs in the background:
+when asked, a lease computes which renewals a thread would have made by now, and the store keeps one timer for the lease
+that expires next.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _RENEWALS_PER_TTL = 5
 
 @dataclass(slots=True)
 class StoredLease:
-    """A lease as the cluster knows it. `renewals` tells when it was renewed last, as of now."""
+    """A lease as the cluster knows it. `renewals()` returns the time of its last renewal."""
 
     id: int
     ttl_s: float
@@ -46,7 +45,7 @@ class StoredLease:
     keys: set[str] = field(default_factory=set)
 
     def ends_at(self) -> float:
-        """When its TTL is over."""
+        """When the lease expires without another renewal."""
         if self.renewals is not None:
             self.renewed_at = max(self.renewed_at, self.renewals())
         return self.renewed_at + self.ttl_s
@@ -62,13 +61,13 @@ class MemoryStore:
         self._history: dict[int, tuple[KeyEvent, ...]] = {}
         self._leases: dict[int, StoredLease] = {}
         self._last_lease = 0
-        self._watchers: dict[asyncio.Event, None] = {}  # woken in the order they came: a schedule can be repeated
+        self._watchers: dict[asyncio.Event, None] = {}  # woken in the order they came, so that a schedule repeats
         self._timer: asyncio.TimerHandle | None = None
 
     # Reads and transactions.
 
     def select(self, key: str, *, prefix: bool) -> tuple[KeyValue, ...]:
-        """The present keys that `key` names, in key order (that of their bytes, as etcd's)."""
+        """The present keys that `key` names, in the order of their bytes, as in etcd."""
         if not prefix:
             _check_key(key)
             return (self._keys[key],) if key in self._keys else ()
@@ -82,7 +81,7 @@ class MemoryStore:
         branch = txn.success if succeeded else txn.failure
         for op in branch:
             if isinstance(op, Put) and op.lease and op.lease not in self._leases:
-                raise LeaseGone(f"put of {op.key!r}: the lease does not exist any more; take a new one")
+                raise LeaseGone(f"put of {op.key!r}: the lease does not exist; take a new one")
         events: list[KeyEvent] = []
         reads = []
         for op in branch:
@@ -120,7 +119,7 @@ class MemoryStore:
         return KeyEvent("delete", KeyValue(key, b"", 0, self.revision + 1))
 
     def _publish(self, events: list[KeyEvent]) -> None:
-        """Makes what was changed the next revision. A transaction that changed nothing makes none."""
+        """Makes these changes the next revision. No changes make no revision."""
         if not events:
             return
         self.revision += 1
@@ -162,14 +161,14 @@ class MemoryStore:
         self._watchers.pop(changed, None)
 
     def wake(self) -> None:
-        """Lets every watch look for what is new, or whether its node still lives."""
+        """Wakes every watch: it looks for new events, and whether its handle was closed."""
         for changed in self._watchers:
             changed.set()
 
     # Leases.
 
     def grant(self, ttl_s: float) -> int:
-        """A new lease; who grants it also says how it is renewed, with `renew_by`."""
+        """A new lease. The caller then says how it is renewed, with `renew_by`."""
         self._last_lease += 1
         granted_s = max(MIN_TTL_S, float(math.ceil(ttl_s)))
         self._leases[self._last_lease] = StoredLease(self._last_lease, granted_s, _now(), None)
@@ -180,19 +179,19 @@ class MemoryStore:
         return self._leases[lease_id].ttl_s
 
     def renew_by(self, lease_id: int, renewals: Callable[[], float] | None) -> None:
-        """From now on `renewals()` says when the lease was renewed last. None: it is renewed no more."""
+        """From now on `renewals()` returns the time of the last renewal. None: renewal stops."""
         lease = self._leases.get(lease_id)
         if lease is not None:
-            lease.ends_at()  # takes over what was renewed so far
+            lease.ends_at()  # takes over the renewals so far
             lease.renewals = renewals
             self._schedule()
 
     def holds(self, lease_id: int) -> bool:
-        """Whether the lease has not been revoked or found expired yet."""
+        """Whether the lease was neither revoked nor found expired so far."""
         return lease_id in self._leases
 
     def alive(self, lease_id: int) -> bool:
-        """Whether the lease exists now. Looking is what expires it."""
+        """Whether the lease exists now; expires it first if its time is over."""
         self.expire()
         return lease_id in self._leases
 
@@ -202,11 +201,11 @@ class MemoryStore:
         return max(0, math.floor(lease.ends_at() - _now())) if lease is not None else None
 
     def revoke(self, lease_id: int) -> None:
-        """Deletes a lease and its keys, at one revision. One that does not exist is no error."""
+        """Deletes a lease and its keys, at one revision. A lease that does not exist is no error."""
         lease = self._leases.get(lease_id)
         if lease is not None:
             deleted = [self._delete(key) for key in sorted(lease.keys, key=str.encode)]
-            del self._leases[lease_id]  # before anybody hears of it
+            del self._leases[lease_id]  # before a watch delivers it
             self._publish(deleted)
             self._schedule()
 
@@ -219,11 +218,11 @@ class MemoryStore:
             self.revoke(lease.id)
 
     def _deleted_at(self, lease: StoredLease) -> float:
-        """When a lease that ends is noticed."""
+        """When the keys of a lease that expires are deleted."""
         return lease.ends_at() + EXPIRY_SLACK_S
 
     def _schedule(self) -> None:
-        """One timer, for the lease that would expire next if no renewal came."""
+        """Sets the timer for the lease that would expire next without a renewal."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -238,7 +237,7 @@ class MemoryStore:
 
 
 class MemoryLease:
-    """See `coordination.api.Lease`. Renewed as a thread would renew it, but computed when looked at."""
+    """See `coordination.api.Lease`. Computes the renewals of a thread when it is asked."""
 
     def __init__(self, owner: MemoryCoordinator, lease_id: int, stall_limit_s: float) -> None:
         self._owner = owner
@@ -256,7 +255,7 @@ class MemoryLease:
         return self._renewals() + self.ttl_s
 
     def lost(self) -> bool:
-        """Whether a renewal was answered with "no such lease"."""
+        """Whether a renewal found no such lease."""
         if self._renewing and not self._store.alive(self.id):
             self.stop()
             self._lost = True
@@ -267,7 +266,7 @@ class MemoryLease:
         return ""
 
     def tick(self) -> None:
-        """Says that the main loop is alive. A lease that expired meanwhile does not come back."""
+        """Says that the main loop is alive. A lease that has expired does not come back."""
         if self._renewing and not self.lost():
             self._renewals()
             self._ticked_at = _now()
@@ -287,7 +286,7 @@ class MemoryLease:
             self._store.renew_by(self.id, None)
 
     def _renewals(self) -> float:
-        """When it was renewed last: every fifth of the TTL, while the last tick is recent and the lease exists."""
+        """The time of the last renewal: one every fifth of the TTL, while ticks are recent and the lease exists."""
         if self._renewing and self._store.holds(self.id):
             interval_s = self.ttl_s / _RENEWALS_PER_TTL
             until = min(_now(), self._ticked_at + self._stall_limit_s)
@@ -301,9 +300,9 @@ class MemoryCoordinator:
 
     Args:
         store: shared by all nodes.
-        rng: makes watches lag, each by its own amount each time, as on a network; None: they do not.
-        max_lag_s: the longest lag.
-        endless: a loop that is held up, for however long, loses none of its leases.
+        rng: delays each batch of each watch by a random time, as a network does; None: no delay.
+        max_lag_s: the longest delay.
+        endless: a loop that stands still loses no lease, however long.
     """
 
     def __init__(
@@ -322,7 +321,7 @@ class MemoryCoordinator:
         return bool(self._gone)
 
     def now(self) -> float:
-        """The clock that `Lease.valid_until` is told in: the loop's."""
+        """The clock of `Lease.valid_until`: the loop's."""
         return _now()
 
     async def get(self, key: str) -> KeyValue | None:
@@ -355,7 +354,7 @@ class MemoryCoordinator:
         return lease
 
     async def revoke(self, lease_id: int) -> None:
-        """Revokes any lease. One that does not exist is no error."""
+        """Revokes any lease. A lease that does not exist is no error."""
         await self._travel()
         self.store.revoke(lease_id)
 
@@ -365,7 +364,7 @@ class MemoryCoordinator:
         return self.store.left(lease_id)
 
     async def compact(self, revision: int) -> None:
-        """Drops the history before `revision`, for everybody."""
+        """Drops the history before `revision`, for all handles."""
         await self._travel()
         self.store.compact(revision)
 
@@ -389,7 +388,7 @@ class MemoryCoordinator:
         self.store.wake()
 
     async def _travel(self) -> None:
-        """A call always lets others run first, as one that crosses a network does."""
+        """Lets other asyncio tasks run first, as a call over a network does."""
         self._check()
         await asyncio.sleep(0)
         self._check()
@@ -410,7 +409,7 @@ class MemoryCoordinator:
                 events = self.store.events_from(position, prefix)
                 position = max(position, self.store.revision + 1)
                 if events:
-                    if self._rng is not None:  # what was read is old when it arrives
+                    if self._rng is not None:  # events are old when they arrive
                         await asyncio.sleep(self._rng.uniform(0.0, self._max_lag_s))
                         self._check()
                     yield WatchBatch(events[-1].kv.mod_revision, events)
@@ -430,7 +429,7 @@ def _check_key(key: str) -> None:
 
 
 def _check(txn: Txn) -> None:
-    """What etcd refuses before it executes anything: too much, or a key written twice."""
+    """Refuses a transaction that etcd refuses before it executes anything: too large, or a key written twice."""
     if max(len(txn.compares), len(txn.success), len(txn.failure)) > MAX_TXN_OPS:
         raise CoordinationError(f"etcd refuses more than {MAX_TXN_OPS} operations in a transaction")
     for compare in txn.compares:

@@ -1,10 +1,10 @@
-"""Keeps a `JobView` up to date: list once, watch from there, list again where the watch lost history, or was broken.
+"""Keeps a `JobView` up to date: list once, watch from there, list again if the watch lost history, or broke.
 
-Whoever waits for the view to say something waits here, and a wait that a message from the future started is backed
-by a linearizable re-read: what a watch tells, a re-read also finds.
+Code that waits for a change of the view waits here. If a message announced the change, a linearizable re-read backs
+the wait: a re-read finds all that a watch delivers.
 
-Every commit changes `epoch`, at every node, and hardly anything else ever changes: who says that it looks at something
-else (`structure`) is not asked at each of them.
+Every commit changes `epoch`, at every node, and other keys hardly ever change. So waiters and listeners that do not
+depend on `epoch` say so (`structure`), and are not called at commits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["ViewKeeper"]
 log = logging.getLogger("taskgraph.view")
 
 _LONG_S = 2.0
-"""A listing that takes longer is told to who asks what is waited for."""
+"""A listing that takes longer is named in `waits`."""
 
 _RESTS = 3
 """A notification that took 1 ms is followed by a pause of 3 ms: each of thousands of tasks that begin changes the view,
@@ -38,9 +38,10 @@ _Waiters = dict["asyncio.Future[None]", Callable[[JobView], bool]]  # in the ord
 
 
 class ViewKeeper:
-    """One job's view, its waiters, and the transactions that were decided from it.
+    """One job's view, and the code that waits for its changes.
 
     Args:
+        refresh_s: how long to wait for the watch before a re-read.
         one_run: see `JobView`.
     """
 
@@ -56,31 +57,31 @@ class ViewKeeper:
         self._structure_listeners: list[Callable[[], None]] = []
         self._notifying = False
         self._refreshing: asyncio.Lock = asyncio.Lock()
-        self._reads = 0  # that `refresh` has begun
-        self._listings: list[float] = []  # when those that are under way began
+        self._reads = 0  # how many re-reads `refresh` began
+        self._listings: list[float] = []  # when the listings under way began
         self._later: asyncio.TimerHandle | None = None  # calls `notify`, for changes of the structure
         self._rested_at = 0.0  # when the pause after the last `notify` ends
         self._read_rest_s = 0.0  # the pause before the next re-read
         self._running: asyncio.Task[None] | None = None  # `run`
-        self._broken: Exception | None = None  # what a `notify` that nobody awaits raised meanwhile
+        self._broken: Exception | None = None  # raised by a `notify` out of a timer
 
     def on_change(self, listener: Callable[[], None], *, structure: bool = False) -> Callable[[], None]:
-        """Calls `listener()` after every change of the view; returns how to stop that.
+        """Calls `listener()` after every change of the view; returns a function that stops this.
 
         Args:
             listener: must not wait.
-            structure: not where nothing but `epoch` changed.
+            structure: not if only `epoch` changed.
         """
         listeners = self._structure_listeners if structure else self._listeners
         listeners.append(listener)
         return lambda: listeners.remove(listener) if listener in listeners else None
 
     async def load(self) -> None:
-        """Lists everything.
+        """Lists the job's keys.
 
         Raises:
             Unavailable: etcd does not answer.
-            Lost: it holds less than it has told.
+            Lost: etcd holds less than it had acknowledged.
         """
         self._listings.append(since := self._coordinator.now())
         try:
@@ -97,14 +98,14 @@ class ViewKeeper:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Where etcd takes long to list the job, for `status`."""
+        """For `status`: a listing of the job that takes long."""
         for_s = max((self._coordinator.now() - since for since in self._listings), default=0.0)
         if for_s < _LONG_S:
             return ()
         return (f"etcd: listing the job takes {for_s:.0f} s so far: it is busy, or the link to it is slow",)
 
     async def run(self) -> None:
-        """Watches for ever. Start it after `load`. Raises what somebody who was told of a change raised."""
+        """Watches for ever. Start it after `load`. Raises the error of a listener or predicate."""
         running = self._running = asyncio.current_task()
         assert running is not None
         try:
@@ -152,7 +153,7 @@ class ViewKeeper:
             self._later = None
 
     async def run_by(self, *prefixes: str) -> None:
-        """Instead of `run`, where commits need not be heard of: lists again when something under these has changed.
+        """Like `run`, without commits: lists again when a key under one of these prefixes changed.
 
         `epoch` is then as it was at that time.
         """
@@ -176,8 +177,8 @@ class ViewKeeper:
         """A future that is done as soon as the view satisfies `predicate`; cancel it when it is not needed.
 
         Args:
-            predicate: looks at the view, or at something whose changes `notify_later` is called for.
-            structure: it looks at nothing that `epoch` says.
+            predicate: depends on the view, or on state whose owner calls `notify_later`.
+            structure: it does not depend on `epoch`.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if predicate(self.view):
@@ -194,7 +195,7 @@ class ViewKeeper:
             await self.when(predicate, structure=structure)
 
     async def wait_until_read(self, predicate: Callable[[JobView], bool]) -> None:
-        """Waits for something that already happened: after `refresh_s` it re-reads etcd instead of waiting on."""
+        """Like `wait_until`, for a change that already happened in etcd: re-reads etcd every `refresh_s`."""
         while not predicate(self.view):
             await self._read_until(predicate, self.when(predicate))
 
@@ -210,7 +211,7 @@ class ViewKeeper:
             await self._read_until(lambda view: view.revision >= revision, future)
 
     async def _read_until(self, predicate: Callable[[JobView], bool], waiting: asyncio.Future[None]) -> None:
-        """Waits for `waiting`, which `predicate` is for; re-reads etcd where that takes longer than `refresh_s`."""
+        """Waits for the future of a predicate; re-reads etcd if that takes longer than `refresh_s`."""
         timer = asyncio.get_running_loop().call_later(max(self._refresh_s, self._read_rest_s), _give_up, waiting)
         try:
             await waiting
@@ -221,10 +222,10 @@ class ViewKeeper:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """A linearizable re-read; concurrent callers share one. Where etcd is away, the caller's wait goes on."""
+        """A linearizable re-read; concurrent callers share one. Returns without it if etcd does not answer."""
         begun = self._reads
         async with self._refreshing:
-            if self._reads > begun:  # by somebody else, after we asked
+            if self._reads > begun:  # another caller began one after we asked
                 return
             self._reads += 1
             try:
@@ -233,11 +234,11 @@ class ViewKeeper:
                 log.warning("cannot re-read the job: %s", error)
                 await asyncio.sleep(self._refresh_s)
             except BaseException:
-                self._reads -= 1  # nobody shares one that was cancelled
+                self._reads -= 1  # other callers do not share a cancelled read
                 raise
 
     def notify_later(self) -> None:
-        """`notify`, once, after the caller is through, or when the pause after the last one ends."""
+        """Calls `notify` once, from the event loop: soon, or when the pause after the last one ends."""
         if self._later is None and not self._notifying:
             self._notifying = True
             asyncio.get_running_loop().call_soon(self._notify_now)
@@ -251,9 +252,9 @@ class ViewKeeper:
             self._later = asyncio.get_running_loop().call_later(wait_s, self._notify_by_itself)
 
     def _notify_by_itself(self) -> None:
-        """`notify`, out of nobody's code: what it raises ends `run`, as it does where the watch tells of a change.
+        """Notifies from a timer: an error ends `run`, as it does if the watch notifies.
 
-        The event loop would only log it, and whoever was not told after that would wait for ever.
+        The event loop would only log the error, and waiters that were not notified would wait for ever.
         """
         try:
             self.notify()
@@ -265,19 +266,19 @@ class ViewKeeper:
                 self._running.cancel()
 
     async def load_persistently(self) -> None:
-        """`load`, as soon as etcd answers, and lets us in."""
-        told = False
+        """Loads as soon as etcd answers and lets us in."""
+        logged = False
         while True:
             try:
                 return await self.load()
             except WAITED_OUT as error:
-                if not told:
+                if not logged:
                     log.warning("cannot list the job: %s; trying again", error)
-                    told = True
+                    logged = True
                 await asyncio.sleep(self._refresh_s)
 
     def notify(self) -> None:
-        """The view changed, or something that waits look at beside it: every wait is examined again."""
+        """Examines every wait again: the view changed, or state that predicates depend on."""
         self._notify_no_more()
         since = self._coordinator.now()
         self._notify_revision()

@@ -1,4 +1,4 @@
-"""Where a node listens for those of other hosts, and what it tells them of that."""
+"""The address and the ports on which a node listens for other hosts, and the address that it advertises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ANY_PORT", "NOWHERE", "Listening"]
 ANY_PORT: Sequence[int] = (0,)
 """The kernel picks a free one."""
 _OF_A_NODE = 2
-"""One for the other nodes, one for its control service."""
+"""Ports of a node: one for the other nodes, one for its control service."""
 _WILDCARDS = ("0.0.0.0", "::")
 _LAST_PORT = 65535
 _DIGITS = 5
@@ -23,17 +23,17 @@ _DIGITS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """As `--listen`, `--ports`, `--advertise` and `--insecure-listen` say.
+    """The options `--listen`, `--ports`, `--advertise` and `--insecure-listen`.
 
     Attributes:
-        host: the name or address to listen on for TCP; "": none, a node is reached from its own host alone.
+        host: the name or address to listen on for TCP; "": none, only its own host reaches the node.
         ports: FIRST-LAST, of which a node takes two that are free; "": any.
-        advertise: the name or address that others reach `host` by; "": as `host` says.
-        insecure: whether `host` may be beyond loopback without TLS.
+        advertise: the name or address by which others reach `host`; "": `host` itself.
+        insecure: `host` may be beyond loopback without TLS.
 
     Raises:
-        JobError: ports that are none, or too few for a node; a name or an address that is none, or has a port; ports or
-            a name to be told, and nothing to listen on.
+        JobError: `ports` is no range of ports, or too small for a node; `host` or `advertise` is no name or address, or
+            has a port; `ports` or `advertise` without `host`.
     """
 
     host: str = ""
@@ -66,15 +66,15 @@ class Listening:
             raise JobError(f"--ports {self.ports} are {len(found)}: {whose} {_OF_A_NODE * nodes}")
 
     def check(self, nodes: int) -> None:
-        """Raises JobError where so many nodes of one host do not find ports enough."""
+        """Raises JobError if the range has too few ports for this many nodes of one host."""
         if self.ports:
             self._enough(self._range(), nodes)
 
     def to_try(self) -> Sequence[int]:
-        """The ports to try, one after another.
+        """The ports to try, in this order, from a random one on.
 
-        From anywhere in the range on: nodes that start at once do not all ask for the same one, and the port of a node
-        that died is not taken at once by one of another job, which would answer there in its place.
+        So nodes that start together ask for different ports, and a node of another job does not take the port of a node
+        that just died, and answer in its place.
         """
         if not self.ports:
             return ANY_PORT
@@ -84,12 +84,12 @@ class Listening:
 
     @property
     def told(self) -> str:
-        """The name or address that other nodes are told; "": where `host` is, as it was resolved."""
+        """The name or address to advertise; "": the resolved `host`."""
         return self.advertise or (socket.gethostname() if self.host in _WILDCARDS else "")
 
 
 def _is_plain(host: str) -> bool:
-    """No port behind it, and no address in brackets."""
+    """Whether a host has no port and no brackets."""
     if ":" not in host:
         return True
     try:
@@ -103,4 +103,4 @@ def _is_number(text: str) -> bool:
 
 
 NOWHERE = Listening()
-"""A node of which other hosts know nothing."""
+"""A node that other hosts cannot reach."""

@@ -1,14 +1,14 @@
-"""gRPC's asyncio channels, and what becomes of them where their process is forked.
+"""gRPC's asyncio channels, in processes that fork.
 
-All channels of a process share one thread of gRPC's, and whoever forgets the last of them waits for its end. A forked
-child has no such thread: where its garbage collector finds the last channel of its parent in a cycle, it waits for
-ever, busily, whatever the child was forked for. A program that runs a job and forks workers afterwards knows nothing of
-channels, and cycles come about anywhere, as exceptions hold frames. Therefore:
+All channels of a process share one thread of gRPC. Destroying the last channel waits for the end of that thread. A
+forked child has no such thread: if its garbage collector finds the parent's last channel in a cycle, the child waits
+for ever, at full load. A program that runs a job and forks workers afterwards does not know of channels, and cycles
+are common, since exceptions hold frames. Therefore:
 
-- what is closed holds no channel, and no exception that leaves a run (`forget_frames`);
-- before a fork what is left of them in cycles is collected, so that the child can connect like any other process;
-- in the child, channels that somebody holds all the same are never forgotten: a job runs in another thread, or an
-  exception is kept. None is made there, as that would wait for the thread, too.
+- closed connections hold no channel, nor do exceptions that leave a run (`forget_frames`);
+- before a fork, channels in cycles are collected, so that the child can connect like any other process;
+- in the child, channels that are still referenced (a job runs in another thread, or an exception is kept) are never
+  destroyed, and no new one is made, as that would wait for the thread too.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ __all__ = ["aio_channel", "alive", "answered", "close", "forget_frames", "within
 T = TypeVar("T")
 
 _MORE_S = 0.05
-"""What came while the event loop stood still is read within this."""
+"""After the event loop stood still, it reads an answer that came within this time."""
 _INNERMOST = "AioChannel"
 _open: WeakSet[grpc.aio.Channel] = WeakSet()
 _some = False
-"""Whether any may be alive: one was made since none was found."""
+"""Whether channels may be alive: one was made after the last search found none."""
 _fork = threading.local()
-"""What a child is to inherit (`held`), while it is forked: by each thread for itself, as several may fork at a time."""
+"""`held`: the channels that the child inherits, during a fork. Several threads may fork at the same time."""
 _inherited = False
 
 
 def aio_channel(
     target: str, credentials: grpc.ChannelCredentials | None, options: Sequence[tuple[str, int]]
 ) -> grpc.aio.Channel:
-    """A channel for the running event loop, over TLS where there are credentials; `close` ends it.
+    """A channel for the running event loop, over TLS if there are credentials; `close` ends it.
 
     Raises:
         CoordinationError: this process was forked while its parent had channels.
@@ -70,22 +70,22 @@ def aio_channel(
 
 
 async def close(channel: grpc.aio.Channel) -> None:
-    """Ends it, and its calls at once."""
+    """Closes a channel, and ends its calls at once."""
     _open.discard(channel)
     await channel.close(None)
 
 
 def alive() -> list[object]:
-    """Channels that are not forgotten, closed ones too. A call holds the innermost part of its own, so that is asked
-    for; it cannot be referred to weakly. By its name: its module is gRPC's own affair."""
+    """Channels that still exist, closed ones too. Searches for gRPC's inner object, which calls hold and which allows
+    no weak reference; by its class's name, since its module is private to gRPC."""
     return [found for found in gc.get_objects() if class_name(type(found)) == _INNERMOST]
 
 
 def forget_frames(error: BaseException, before: BaseException | None) -> None:
-    """Has an exception, and those that led to it, keep where they came from, and nothing that their frames held there.
+    """Clears the frames of an exception and of its causes; their tracebacks keep file and line.
 
     Args:
-        before: what was handled when that began which failed: it is its caller's, as what led to it is.
+        before: the exception that the caller handled already, which keeps its frames.
     """
     seen = {id(before)}
     left: list[BaseException | None] = [error]
@@ -105,13 +105,12 @@ def _now_open() -> list[object]:
 
 
 async def answered(call: Awaitable[T], timeout_s: float) -> T:
-    """The answer of a call that was made without gRPC's own timeout.
+    """The answer of a call that was made without gRPC's own timeout; after `timeout_s` the call is cancelled.
 
-    That goes by `time.time`, which code of users replaces: where it stands still every call would time out at once. One
-    that is given up is cancelled, and the other side hears of that.
+    gRPC's timeout uses `time.time`, which user code may replace: if that stands still, every call times out at once.
 
     Raises:
-        grpc.aio.AioRpcError: it failed, or did not answer in time, as gRPC would say it.
+        grpc.aio.AioRpcError: the call failed, or did not answer in time.
     """
     answering = asyncio.ensure_future(call)
     try:
@@ -119,13 +118,13 @@ async def answered(call: Awaitable[T], timeout_s: float) -> T:
             return answering.result()
     finally:
         answering.cancel()
-        del answering  # which has what it failed with, whose traceback leads here: in a cycle a channel stays
+        del answering  # its exception's traceback leads here: the cycle would keep a channel
     nothing = grpc.aio.Metadata()
     raise grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, nothing, nothing, "Deadline Exceeded")
 
 
 async def within(work: asyncio.Future[Any], timeout_s: float | None) -> bool:
-    """Whether it is done in time: by what came, and not by when the event loop, which may have stood still, read it."""
+    """Whether the work is done in time. Time in which the event loop stood still does not count against an answer."""
     if not work.done():
         await _until(work, timeout_s)
     if not work.done():
@@ -134,8 +133,8 @@ async def within(work: asyncio.Future[Any], timeout_s: float | None) -> bool:
 
 
 async def _until(work: asyncio.Future[Any], timeout_s: float | None) -> None:
-    """Returns when it is done, or the time is over. As `asyncio.wait`, whose frame has the task that waits since Python
-    3.14: one that is cancelled there is in a cycle, with the channel of its call."""
+    """Returns when the work is done, or the time is over. Not `asyncio.wait`: since Python 3.14 its frame holds the
+    waiting task, so that a cancelled task is in a cycle with the channel of its call."""
     loop = asyncio.get_running_loop()
     over = loop.create_future()
     wake = partial(_set, over)
@@ -173,7 +172,7 @@ def _after_in_parent() -> None:
 def _after_in_child() -> None:
     global _inherited
     for channel in _fork.held:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))  # what Python refers to it forgets at its end
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))  # else Python destroys it at its end
         _inherited = True
 
 

@@ -1,10 +1,10 @@
-"""Mutual TLS between nodes, and between a node and whoever controls it: three files, and what is made of them.
+"""Mutual TLS between nodes, and between a node and its clients: three files, and the contexts made of them.
 
-Both sides show a certificate, and both want it signed by the one authority that `ca` names: the system's authorities
-count for nothing here. Between nodes, TLS 1.3 only. Files are read again when they changed, so that renewed
-certificates are taken up by the next connection, to a node's control service too.
+Both sides show a certificate, and both require that the one authority in `ca` signed it: the system's authorities do
+not count. Between nodes, TLS 1.3 only. Files are read again when they changed, so that the next connection uses renewed
+certificates, also to a node's control service.
 
-Nothing here knows what is said inside.
+Nothing here knows what travels inside.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
 _OF_ANOTHER_TIME = (9, 10)
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 _OF_ANOTHER_AUTHORITY = (7, 18, 19, 20, 21)
-"""Its X509_V_ERR_CERT_SIGNATURE_FAILURE, and those of a chain that ends at nobody whom ca.pem has."""
+"""OpenSSL's X509_V_ERR_CERT_SIGNATURE_FAILURE, and its errors for a chain that ends at no authority in ca.pem."""
 _AGAIN_S = 60.0
-"""What could not be read may be readable by then, although the file is the same: with a free descriptor, perhaps."""
+"""When to read a file again that could not be read, even if it did not change: the process may have lacked a file
+descriptor."""
 _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 class Tls:
-    """A node's, or a client's, way to prove itself and to check others.
+    """The certificate of a node or a client, and the authority that others must have.
 
     Args:
         ca: PEM file of the authority whose certificates are accepted.
@@ -53,21 +54,21 @@ class Tls:
     def __init__(self, ca: str | Path, cert: str | Path, key: str | Path) -> None:
         self.ca, self.cert, self.key = Path(ca), Path(cert), Path(key)
         self._contexts: dict[bool, ssl.SSLContext] = {}
-        self._read = (b"", b"", b"")  # what was in the files, in this order, when the contexts were made
+        self._read = (b"", b"", b"")  # the files' contents, in this order, when the contexts were made
         self._stamp: _Stamp = ()
         self._again_at = math.inf
 
     @staticmethod
     def of(given: Mapping[str, str]) -> Tls | None:
-        """From `{"ca": ..., "cert": ..., "key": ...}`; None from nothing."""
+        """Made from `{"ca": ..., "cert": ..., "key": ...}`; None from an empty mapping."""
         return Tls(given["ca"], given["cert"], given["key"]) if given else None
 
     def context(self, *, server: bool) -> ssl.SSLContext:
         """The context of one side.
 
         Raises:
-            TransportError: a file that cannot be used. Where one could be used before, that one is kept, and the log
-                tells why: certificates are renewed file by file.
+            TransportError: a file cannot be used. If it could be used before, the former context stays, and the log
+                says why: certificates are renewed file by file.
         """
         stamp = self._now()
         if stamp != self._stamp or time.monotonic() >= self._again_at:
@@ -79,14 +80,14 @@ class Tls:
             except TransportError as error:
                 if not self._contexts:
                     raise
-                # Once for each change, and a minute: whoever connects has us come here.
+                # The log says it once for each change, and each minute: every connection comes here.
                 self._again_at = time.monotonic() + _AGAIN_S
-                log.warning("%s; going on with what was read before", error)
+                log.warning("%s; going on with the files of before", error)
             self._stamp = stamp
         return self._contexts[server]
 
     def _now(self) -> _Stamp:
-        """Another one when a file was renewed, comes or goes."""
+        """Differs once a file was renewed, added or removed."""
         found: list[tuple[int, int, int] | None] = []
         for path in (self.ca, self.cert, self.key):
             try:
@@ -94,20 +95,20 @@ class Tls:
             except OSError:
                 found.append(None)
             else:
-                # Other permissions change the first. Written in place, a file may get its rest within one tick of the
-                # clock: its size tells.
+                # Other permissions change the time. A file that is written in place may grow within one tick of the
+                # clock: the size shows it.
                 found.append((status.st_ctime_ns, status.st_ino, status.st_size))
         return tuple(found)
 
     def _make(self, *, server: bool) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # Who is meant is proven by the hello, which is bound to the connection (`channel_binding`); a host's name would
-        # prove less: several nodes share a host.
+        # The hello proves the node, and is bound to the connection (`channel_binding`); a host's name would prove less:
+        # several nodes share a host.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         if server:
-            context.num_tickets = 0  # nobody resumes a session: nodes keep theirs open
+            context.num_tickets = 0  # nodes resume no sessions: they keep connections open
         ca, cert, _ = (read_pem(path) for path in (self.ca, self.cert, self.key))
         load_files(context, self.ca, self.cert, self.key)
         if why := unfit_for_grpc(ca, cert):
@@ -115,10 +116,9 @@ class Tls:
         return context
 
     def check(self, host: str) -> None:
-        """Whether others can reach us as `host`: shakes hands with ourselves.
+        """Shakes hands with itself, to check that others can reach us as `host`.
 
-        What is wrong with a certificate is then said by the node that has it, when it starts, and not by each node
-        that dials it.
+        So a node with a wrong certificate says so when it starts, not each node that dials it.
 
         Raises:
             TransportError: the certificate was not signed by our authority, is expired, is not for servers or not for
@@ -140,7 +140,7 @@ class Tls:
             raise _unusable(self._in_error(error), _why(error) + name) from error
 
     def _in_error(self, error: ssl.SSLError) -> Path:
-        """The file that has what was refused: of an authority that has ended OpenSSL says what it says of ours."""
+        """The file of the refused certificate: OpenSSL's error is the same for an expired authority and for ours."""
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _OF_ANOTHER_TIME:
             authority, _ = validities(read_pem(self.ca), read_pem(self.cert))
             if authority is not None and not authority.begins <= time.time() < authority.ends:
@@ -148,13 +148,13 @@ class Tls:
         return self.cert
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a gRPC server, which asks before each handshake whether the files were renewed.
+        """For a gRPC server, which asks before each handshake for renewed files.
 
-        It is given new ones only where they were. That it replaces what it has is not safe (grpcio 1.66 to 1.85): a
-        handshake that begins in the same microseconds may go by what was freed, and servers that were given the same
-        again and again crashed soon.
+        It gets new ones only if they were renewed. That gRPC replaces its files is not safe (grpcio 1.66 to 1.85): a
+        handshake that begins in the same microseconds may use freed memory, and servers that got the same files at each
+        handshake crashed soon.
         """
-        files = Tls(self.ca, self.cert, self.key)  # whose state is gRPC's: it asks in threads of its own, one by one
+        files = Tls(self.ca, self.cert, self.key)  # its own state: gRPC asks in threads of its own, one by one
         used = files.context(server=True)
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
@@ -164,7 +164,7 @@ class Tls:
             used = now
             return files._configuration()
 
-        # None is allowed, whatever its types say.
+        # gRPC allows None, unlike its types.
         ask = cast("Callable[[], grpc.ServerCertificateConfiguration]", renewed)
         return grpc.dynamic_ssl_server_credentials(files._configuration(), ask, require_client_authentication=True)
 
@@ -173,13 +173,13 @@ class Tls:
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a gRPC client, which also wants the server's certificate to name the host it dials."""
-        self.context(server=False)  # gRPC says nothing of files that it cannot use
+        """For a gRPC client, which also requires that the server's certificate names the host it dials."""
+        self.context(server=False)  # raises for unusable files; gRPC would not
         ca, cert, key = self._read
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def validity(self) -> dict[Path, Validity]:
-        """When the certificates that are used now are valid, by the file they are in: ours, and its authority's."""
+        """When the certificates in use are valid, by file: ours, and its authority's."""
         self.context(server=True)
         ca, cert, _ = self._read
         found = zip((self.ca, self.cert), validities(ca, cert), strict=True)
@@ -187,10 +187,10 @@ class Tls:
 
 
 def load_files(context: ssl.SSLContext, ca: Path | None, cert: Path | None, key: Path | None) -> None:
-    """Gives the context an authority, and a certificate with its key: those that there are.
+    """Loads an authority, and a certificate with its key, into a context; None: leaves it out.
 
     Raises:
-        TransportError: a file that cannot be used.
+        TransportError: a file cannot be used.
     """
     try:
         if ca is not None:
@@ -200,13 +200,13 @@ def load_files(context: ssl.SSLContext, ca: Path | None, cert: Path | None, key:
     if cert is None:
         return
     try:
-        context.load_cert_chain(cert, key, password="")  # else an encrypted key asks on the terminal
+        context.load_cert_chain(cert, key, password="")  # else OpenSSL asks for it on the terminal
     except (OSError, ssl.SSLError) as error:
         raise _unusable_pair(cert, key or cert, error) from error
 
 
 def read_pem(path: Path) -> bytes:
-    """What is in a file, for gRPC, which does not know the mark that some editors put before UTF-8, as OpenSSL does.
+    """The content of a PEM file without the mark that some editors put before UTF-8, which gRPC does not accept.
 
     Raises:
         TransportError: it cannot be read.
@@ -218,7 +218,7 @@ def read_pem(path: Path) -> bytes:
 
 
 def _unusable_pair(cert: Path, key: Path, error: OSError) -> TransportError:
-    """Which of the two it is, and why: often OpenSSL says neither."""
+    """The error for a certificate and its key: finds out which of them is wrong, since OpenSSL often does not say."""
     for path, what in ((cert, "CERTIFICATE"), (key, "PRIVATE KEY")):
         found = read_pem(path)
         if f"{what}-----".encode() not in found:
@@ -233,7 +233,7 @@ def _unusable(what: object, why: str) -> TransportError:
 
 
 def advice(error: Exception) -> str:
-    """What to do about a peer's certificate that was refused, to be put after the error; "" after others."""
+    """What to do about a refused certificate of a peer, to be put after the error; "" for other errors."""
     if not isinstance(error, ssl.SSLCertVerificationError):
         return ""
     if error.verify_code in _OF_ANOTHER_TIME:
@@ -252,13 +252,13 @@ def _why(error: OSError) -> str:
 
 
 def channel_binding(connection: ssl.SSLObject | None) -> bytes:
-    """What both ends of one TLS connection know, and no two connections share; b"" without TLS.
+    """A value that both ends of one TLS connection know, and that no two connections share; b"" without TLS.
 
-    It is the dialler's Finished message, a MAC over the whole handshake. Whoever stands in the middle, be it with a
-    certificate of the same authority, has two connections with two of them.
+    It is the dialler's Finished message, a MAC over the whole handshake. A node in the middle, even with a certificate
+    of the same authority, has two connections with two different values.
 
     Raises:
-        TransportError: it is not known, so that nothing can be bound to it.
+        TransportError: the TLS library does not know it.
     """
     if connection is None:
         return b""
@@ -269,7 +269,7 @@ def channel_binding(connection: ssl.SSLObject | None) -> bytes:
 
 
 def check_listener(host: str, tls: bool, insecure: bool) -> None:
-    """Refuses to listen where strangers may be, without TLS.
+    """Refuses to listen beyond loopback without TLS.
 
     Raises:
         TransportError: says what to do.
@@ -277,9 +277,8 @@ def check_listener(host: str, tls: bool, insecure: bool) -> None:
     if not host or tls or insecure or _loopback(host):
         return
     raise TransportError(
-        f"refusing to listen on {host} without TLS: whoever is on that network could read and change what nodes say. "
-        f"Give --tls DIR (`taskgraph certs DIR --host {host}` makes a set of files for a test), or --insecure-listen "
-        f"where everybody on that network is trusted"
+        f"refusing to listen on {host} without TLS: others on that network could read and change what nodes send. "
+        f"Give --tls DIR (`taskgraph certs DIR --host {host}` makes the files), or --insecure-listen if you trust it"
     )
 
 

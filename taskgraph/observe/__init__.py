@@ -1,5 +1,5 @@
-"""What people see of a job: events, status, progress.
+"""What people see of a job: events, status, progress, traces.
 
-One point, `EventLog.emit`, feeds the log, the events kept in etcd, and whoever follows. This package decides nothing
-about the job and must not change it.
+One function, `EventLog.emit`, feeds the log, the events kept in etcd, and followers. This package decides nothing about
+the job and must not change it.
 """

@@ -1,4 +1,4 @@
-"""Calling a node's control service."""
+"""A client of a node's control service."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ SERVICE = "taskgraph.v1.Control"
 TOKEN_KEY = "taskgraph-token"
 _MAX_MESSAGE_BYTES = 64 << 20
 _PING_S = 5.0
-"""How often a node on another host is asked whether the connection stands, while a call waits. Nobody tells of a router
-that forgot the connection, or of a host that is gone: who only listens would listen for ever."""
+"""How often a call that waits pings a node on another host. If a router forgot the connection, or the host died, no
+packet says so: a call that only listens would listen for ever."""
 _UNACKNOWLEDGED_S = 20.0
-"""A connection whose other end acknowledged nothing for so long is broken: as between nodes."""
+"""A connection whose other end acknowledges nothing for this long is broken: as between nodes."""
 _UNANSWERED_S = 300.0
-"""Likewise where something in between acknowledges, and the node does not answer. Behind a slow network that
-comes after the results that were sent before it: with gRPC's 60 s, those at 30 kB/s are never whole."""
+"""Likewise if a proxy acknowledges, and the node does not answer a ping. Over a slow network the answer comes after the
+results that were sent before: with gRPC's 60 s, results at 30 kB/s would never arrive."""
 _CUT_OFF = ("Socket closed", "Connection reset", "connection closed")
 _ENDED = "certificate has expired"
 _NOT_CONNECTED = ("failed to connect to all addresses", "errors resolving ", "DNS resolution failed")
-"""What gRPC says of a call that it had no connection for."""
-_NOBODY_LISTENS = ("Connection refused", "No such file or directory")
-"""What gRPC says of an address whose process is gone. In other words, it is lost, and whoever asks asks again."""
+"""gRPC's words if it had no connection for a call."""
+_NO_LISTENER = ("Connection refused", "No such file or directory")
+"""gRPC's words for an address whose process is gone."""
 
 
 def credential(token: bytes) -> str:
-    """What a call shows for the job's token, which itself never travels: whoever overhears it is no node yet."""
+    """The proof of the job's token in a call. The token itself never travels: an eavesdropper cannot join as a node."""
     return hashlib.sha256(b"taskgraph control\0" + token).hexdigest()
 
 
@@ -72,7 +72,7 @@ def control_address(control: str, host_key: str) -> str:
             another_users = f"unix:{path}"
         if endpoint.startswith("tcp:"):
             return endpoint.removeprefix("tcp:")
-    if another_users:  # root may, and others are told that they may not
+    if another_users:  # root may use it; others get an error that says so
         return another_users
     raise TaskGraphError(
         f"the node's control service listens at {control or 'no address'}, which cannot be reached from this host: "
@@ -81,11 +81,11 @@ def control_address(control: str, host_key: str) -> str:
 
 
 _BUSY_S = 10.0
-"""A node that has been silent is asked whether it is there; what it computes may keep it busy."""
+"""How long a node may take to answer while it computes."""
 
 
 _KILL_TRIES = 10
-"""Orders to end, and questions whether it did; a process takes a moment to end, its port with it."""
+"""Kills, and checks that it died; a process takes a moment to end, and its port with it."""
 _KILL_AGAIN_S = 0.25
 
 
@@ -123,19 +123,19 @@ class TraceCall:
 
 
 class StillAtWork(PeerLost):
-    """A node answers, and has nothing to tell yet."""
+    """A node answers, and has no results yet."""
 
 
 class ControlClient:
-    """One node's control service.
+    """A client of one node's control service.
 
-    Every call raises PeerGone where nobody listens any more, PeerLost where the node does not answer (NoAnswer: not in
-    time) or its answer was damaged, and TaskGraphError where it refuses, e.g. since the token is another one.
+    Every call raises PeerGone if no process listens there, PeerLost if the node does not answer (NoAnswer: not in
+    time) or its answer is damaged, and TaskGraphError if it refuses, e.g. a wrong token.
 
     Args:
-        address: as `control_address` tells it.
-        token: the job's.
-        tls: for nodes on other hosts, where they have it; TransportError where its files cannot be used.
+        address: from `control_address`.
+        token: the job's token.
+        tls: for nodes on other hosts; TransportError if its files cannot be used.
     """
 
     def __init__(self, address: str, token: bytes, tls: Tls | None = None) -> None:
@@ -185,11 +185,11 @@ class ControlClient:
         )
 
     async def kill(self, number: int, timeout_s: float = 2.0) -> None:
-        """Sends a signal to the node's process. A node that dies of SIGKILL before it answers did as told.
+        """Sends a signal to the node's process. A node that dies of SIGKILL before it answers has obeyed.
 
         Raises:
-            PeerGone: nobody listens there: the process ended before.
-            PeerLost: it does not answer: stopped, perhaps; or it cannot be reached from here.
+            PeerGone: no process listens there: it ended before.
+            PeerLost: it does not answer: it may be stopped, or not reachable from here.
         """
         if number == signals.SIGKILL:
             await self._kill_for_good(timeout_s)
@@ -197,8 +197,8 @@ class ControlClient:
             await self._call("Kill", pb.KillRequest(signal=number), pb.KillReply, timeout_s)
 
     async def _kill_for_good(self, timeout_s: float) -> None:
-        """A connection that breaks may be its end, or the network's, with the order lost: it is asked which."""
-        await self.clock(timeout_s)  # that nothing arrives there must not be taken for its end
+        """Kills, and checks: a connection breaks if the process died, and also if the network lost the order."""
+        await self.clock(timeout_s)  # a node that cannot be reached has not died
         lives, lost = True, None
         for _ in range(_KILL_TRIES):
             try:
@@ -216,27 +216,27 @@ class ControlClient:
                     raise
                 lives, lost = False, error
                 await asyncio.sleep(_KILL_AGAIN_S)
-        raise PeerLost(f"{lost}; whether it ended is not known: `taskgraph status` tells") from lost
+        raise PeerLost(f"{lost}; whether it died is not known: see `taskgraph status`") from lost
 
     async def drain(self, why: str, timeout_s: float = _BUSY_S) -> None:
         """Asks the node to hand over and leave.
 
         Raises:
-            PeerLost: it does not answer. A node that was busy with hundreds of tasks may do as told all the same: who
-                takes that for a no drains a second one. It says so, but where no connection to the node was made.
+            PeerLost: it does not answer. A busy node may drain all the same, and the message says so, unless there was
+                no connection to the node.
         """
         try:
             await self._call("Drain", pb.DrainRequest(why=why), pb.DrainReply, timeout_s)
         except PeerLost as error:
             if _never_sent(error):
                 raise
-            raise PeerLost(f"{error}; whether it drains is not known: `taskgraph status` tells") from error
+            raise PeerLost(f"{error}; whether it drains is not known: see `taskgraph status`") from error
 
     async def events(self, *, follow: bool, last: int = 0) -> AsyncIterator[tuple[Event, int]]:
-        """Yields each event, and how many events were left out before it.
+        """Yields each event with the number of events that were left out before it.
 
         Args:
-            last: of the events so far, only so many of the newest; 0: all that the node remembers.
+            last: yields only this many of the events so far, the newest; 0: all that the node remembers.
         """
         request = pb.EventsRequest(follow=follow, last=last)
         async for reply in self._stream("Events", request, pb.EventReply.FromString, None):
@@ -248,18 +248,18 @@ class ControlClient:
         """Results of the tasks this node is primary of; waits until they are computed.
 
         Args:
-            silent_s: it is given up once nothing came for so long; all of it takes as long as the network needs.
+            silent_s: how long the node may send nothing; None: for ever.
 
         Raises:
-            StillAtWork: nothing came for so long, and the node answers: it computes them.
-            DecodeError: they were damaged on their way.
+            StillAtWork: it sent nothing for this long, and it answers: it computes.
+            DecodeError: the results were damaged on their way.
             TaskGraphError: the node does not answer, or not with results.
         """
         found: list[_Arriving] = []
-        whole, told = xxhash.xxh3_128(), b""
+        whole, digest = xxhash.xxh3_128(), b""
         async for data, chunk in self._stream("Results", pb.ResultsRequest(), _with_its_bytes, silent_s):
             if chunk.digest:
-                told = chunk.digest
+                digest = chunk.digest
                 continue
             whole.update(data)
             if chunk.HasField("head"):
@@ -269,12 +269,12 @@ class ControlClient:
             else:
                 found[-1].take(chunk)
         results = [each.result() for each in found]
-        if told != whole.digest():
+        if digest != whole.digest():
             raise DecodeError(f"the results of the node at {self._address} were damaged on their way")
         return results
 
     async def clock(self, timeout_s: float = 2.0) -> ClockReading:
-        """Reads the node's clock once; the shortest of several round trips says most."""
+        """Reads the node's clock once; the shortest of several round trips is the most exact."""
         before = clock()
         reply = await self._call("Clock", pb.ClockRequest(), pb.ClockReply, timeout_s)
         after = clock()
@@ -334,15 +334,15 @@ class ControlClient:
         except grpc.aio.AioRpcError as error:
             raise self._error(method, error) from error
         except TimeoutError:
-            await self.clock(_BUSY_S)  # raises where it does not answer
+            await self.clock(_BUSY_S)  # raises if it does not answer
             raise StillAtWork(f"the node at {self._address} sent nothing of {method} for {silent_s:g} s") from None
         finally:
             call.cancel()
 
     def _readable(self, method: str, reply: Any) -> Any:
-        """A reply, unless its bytes are no message: gRPC hands over None then."""
+        """The reply; raises PeerLost if its bytes are no message, for which gRPC returns None."""
         if reply is None:
-            raise PeerLost(f"the node at {self._address} answered {method} with what cannot be read")
+            raise PeerLost(f"the node at {self._address} sent an answer to {method} that cannot be read")
         return reply
 
     def _error(self, method: str, error: grpc.aio.AioRpcError, within_s: float | None = None) -> TaskGraphError:
@@ -355,32 +355,32 @@ class ControlClient:
             return TaskGraphError(f"the node at {self._address} refuses {method}: {details}")
         if code == grpc.StatusCode.FAILED_PRECONDITION:
             return TaskGraphError(f"the node at {self._address}: {details}")
-        if code == grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in _NOBODY_LISTENS):
-            return PeerGone(f"no node listens at {self._address} any more: {details}")
-        first = code == grpc.StatusCode.UNAVAILABLE and not self._answered  # else it speaks as we do
+        if code == grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in _NO_LISTENER):
+            return PeerGone(f"no node listens at {self._address}: {details}")
+        first = code == grpc.StatusCode.UNAVAILABLE and not self._answered  # after an answer, TLS is right
         if first and self._encrypted and _ENDED in details:
             details += (
                 "; the certificate of that node has ended: write a renewed one, and its key, to its files there, which "
-                "it uses at once (else this host's clock is wrong)"
+                "it uses at once (or this host's clock is wrong)"
             )
         elif first and self._encrypted:
             details += (
-                "; with TLS: is its certificate, and ours, signed by the same --tls authority, names it the host, and "
-                "has neither ended?"
+                "; with TLS: check that its certificate and ours are signed by the same --tls authority, that it names "
+                "the host, and that neither has ended"
             )
         elif first and not self._address.startswith("unix:") and any(sign in details for sign in _CUT_OFF):
-            details += "; perhaps it speaks TLS only: give --tls; or it has too many connections"
+            details += "; it may accept TLS only: give --tls; or it has too many connections"
         return PeerLost(f"the node at {self._address} did not answer {method}: {code.name}: {details}")
 
 
 def _broke(error: PeerLost) -> bool:
-    """Whether the connection broke, or none was made: it was not silent, nor did it answer something else."""
+    """Whether the connection broke, or none was made; not if the node was silent, or answered an error."""
     cause = error.__cause__
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() == grpc.StatusCode.UNAVAILABLE
 
 
 def _never_sent(error: PeerLost) -> bool:
-    """Whether there was no connection that anything could have been sent over."""
+    """Whether no connection was made, so that nothing was sent."""
     cause = error.__cause__
     return _broke(error) and isinstance(cause, grpc.RpcError) and (cause.details() or "").startswith(_NOT_CONNECTED)
 
@@ -389,7 +389,7 @@ def _options(address: str) -> list[tuple[str, int]]:
     options = [
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.enable_http_proxy", 0),
-        # A connection of its own: who asks again must not be given the one that was lost and not noticed yet.
+        # A connection of its own: a new client must not get one that is lost, which gRPC has not noticed.
         ("grpc.use_local_subchannel_pool", 1),
     ]
     if not address.startswith("unix:"):
@@ -397,8 +397,8 @@ def _options(address: str) -> list[tuple[str, int]]:
             ("grpc.keepalive_time_ms", round(_PING_S * 1000)),
             ("grpc.keepalive_timeout_ms", round(_UNACKNOWLEDGED_S * 1000)),
             ("grpc.http2.ping_timeout_ms", round(_UNANSWERED_S * 1000)),
-            ("grpc.http2.settings_timeout", round(_UNANSWERED_S * 1000)),  # another message that is answered
-            ("grpc.http2.max_pings_without_data", 0),  # who only listens sends nothing else
+            ("grpc.http2.settings_timeout", round(_UNANSWERED_S * 1000)),  # its answer waits like that of a ping
+            ("grpc.http2.max_pings_without_data", 0),  # a client that only listens sends no data
         ]
     return options
 

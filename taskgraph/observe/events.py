@@ -1,7 +1,7 @@
-"""Events: what happened to a job, told once, for the log, for `taskgraph events`, and for whoever follows.
+"""Events: what happened to a job, for the log, for `taskgraph events`, and for followers.
 
 Durable events (a takeover, an eviction, a restart, a failure) are few and are kept in etcd, so that they outlive the
-node that told them. Transient ones (a commit) are many and only reach those who listen at the moment.
+node that emitted them. Transient events (a commit) are many, and reach only present listeners.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ log = logging.getLogger("taskgraph.events")
 _RING = 4096
 """Events a node remembers; older ones are only in etcd."""
 _RING_FIELDS = 1 << 18
-"""What they may have beside their texts, in all: with commits that is all that tasks reported, 8 bytes for a number."""
+"""Fields that they may have in total: a commit has all numbers that tasks reported, 8 bytes each."""
 _BATCH = 32
 """Durable events written in one transaction: below etcd's 128 operations."""
 _GATHER_S = 0.1
 """Events come in bursts, around a failure or a drain, when all nodes are busy; each write wakes every node's watch."""
 GATHERED = {"takeover": "from", "hand-over": "from", "evicted": "of", "admitted": "of"}
-"""Kinds of which a failure causes one event per task, and the field with the other node: etcd keeps one event per kind,
-node and burst."""
+"""Kinds of which a failure causes one event per task, and their field with the other node: etcd keeps one event per
+kind, node and burst."""
 _GATHER_TASKS_S = 0.5
-"""How long these wait for more of their kind."""
+"""How long events of these kinds wait for more of them."""
 _RETRY_S = 0.5
 _SAY_AGAIN_S = 10.0
 _MAX_TEXT = 4000
@@ -65,9 +65,9 @@ class Event:
 
     Attributes:
         at: unix time, seconds.
-        node: name of the node that tells it.
+        node: name of the node that emitted it.
         kind: e.g. "takeover", "evicted", "restart", "commit".
-        fields: numbers and names beside the text; of a commit, what the tasks reported.
+        fields: numbers and names beside the text; for a commit, the numbers that tasks reported.
     """
 
     at: float
@@ -99,7 +99,7 @@ class Event:
 
     @classmethod
     def from_json(cls, text: str) -> Event:
-        """Fields that only a later version knows are passed over."""
+        """Reads an event; ignores fields that only a later version knows. Raises DecodeError."""
         try:
             raw = _decode(text)
             return cls(**{name: raw[name] for name in _FIELDS if name in raw})
@@ -109,13 +109,13 @@ class Event:
 
 _FIELDS = tuple(each.name for each in fields(Event))
 _values = attrgetter(*_FIELDS)
-# Not `json.dumps` and `json.loads`: these make an encoder each time, and guess encodings. Each commit is one.
+# Not `json.dumps` and `json.loads`: they make an encoder each time, and guess encodings; every commit is an event.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().decode
 
 
 def readable_events(kept: Iterable[bytes]) -> Iterator[Event]:
-    """What was kept as events; what is none there is left out, since a story with a gap beats none."""
+    """The events in these values; leaves out values that are no events, since a story with a gap beats none."""
     for value in kept:
         try:
             yield Event.from_bytes(value)
@@ -124,12 +124,12 @@ def readable_events(kept: Iterable[bytes]) -> Iterator[Event]:
 
 
 def many(event: Event) -> int:
-    """How many tasks an event of a `GATHERED` kind is about."""
+    """The number of tasks that an event of a `GATHERED` kind is about."""
     return int(event.fields.get("count", 1))
 
 
 def gathered(events: Iterable[tuple[str, Event]]) -> list[tuple[str, Event]]:
-    """Events with their keys; those that differ only in the task become one event, in the place of the first."""
+    """Merges events that differ only in the task into one event, in the place of the first."""
     groups: dict[object, list[tuple[str, Event]]] = {}
     for key, event in events:
         alike = event.task is not None and event.kind in GATHERED
@@ -143,7 +143,7 @@ def _as_one(events: list[Event]) -> Event:
     if len(events) == 1:
         return first
     texts = {event.text.removeprefix(f"task {event.task}: ") for event in events}
-    text = texts.pop() if len(texts) == 1 else texts.pop().rpartition(" (")[0]  # without what differs
+    text = texts.pop() if len(texts) == 1 else texts.pop().rpartition(" (")[0]  # without the part that differs
     tasks = ids_text(sorted(event.task for event in events if event.task is not None))
     fields = {**first.fields, "count": len(events), "tasks": tasks, "until": max(event.at for event in events)}
     whole = f"tasks {tasks}: {text}"
@@ -152,7 +152,7 @@ def _as_one(events: list[Event]) -> Event:
 
 
 def careful(listener: Callable[[Event], None]) -> Callable[[Event], None]:
-    """A listener that may be anybody's: where it raises, that is logged, it hears no more, and the job goes on."""
+    """Wraps a user's listener: if it raises, the log says so, it gets no further events, and the job goes on."""
     failed = False
 
     def hear(event: Event) -> None:
@@ -163,7 +163,7 @@ def careful(listener: Callable[[Event], None]) -> Callable[[Event], None]:
             listener(event)
         except Exception:
             failed = True
-            log.exception("a listener of events raised, and is told no more of them; the job goes on")
+            log.exception("a listener of events raised, and gets no further events; the job goes on")
 
     return hear
 
@@ -191,7 +191,7 @@ class EventLog:
         transient: bool = False,
         fields: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        """Tells an event to the log and to everyone who listens."""
+        """Sends an event to the log and to all listeners."""
         text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
         beside = fields if type(fields) is Numbers else dict(fields or {})
         event = Event(time.time(), self._node, kind, text, task, epoch, attempt, term, transient, beside)
@@ -210,22 +210,22 @@ class EventLog:
             listener(event)
 
     def listen(self, listener: Callable[[Event], None], *, transient: bool = True) -> Callable[[], None]:
-        """Calls `listener` with events from now on; returns how to stop. A listener must not raise or wait.
+        """Calls `listener` with events from now on; returns a function that stops this. It must not raise or wait.
 
         Args:
-            transient: with those, too, of which there is one in every epoch.
+            transient: also with transient events, of which every epoch has one.
         """
         listeners = self._listeners if transient else self._durable_listeners
         listeners.append(listener)
         return lambda: listeners.remove(listener) if listener in listeners else None
 
     def recent(self) -> list[Event]:
-        """What this node remembers, oldest first."""
+        """The events that this node remembers, oldest first."""
         return list(self._ring)
 
     @contextlib.contextmanager
     def keeping(self, keeper: _Keeper) -> Iterator[None]:
-        """Has `keeper` take every event, within a block."""
+        """Gives `keeper` every event within a block."""
         stop = self.listen(keeper.take, transient=False)
         self._keepers.append(keeper)
         try:
@@ -235,9 +235,9 @@ class EventLog:
             stop()
 
     async def kept(self) -> None:
-        """Returns when what was told by now is in etcd, or could not be put there within a second.
+        """Returns once all events so far are in etcd, or after a second.
 
-        Who collects a job's results looks for its events next: a job may be over before a burst is gathered.
+        The collector of a job's results reads its events next: a job may be over before a burst is gathered.
         """
         try:
             async with asyncio.timeout(_LAST_S):
@@ -248,9 +248,9 @@ class EventLog:
 
 
 def put_events(keys: Keys, spec_revision: int, events: Iterable[tuple[str, Event]]) -> Txn:
-    """Puts events, by their keys, where the run that they are of is there.
+    """A transaction that puts events, by their keys, if the spec of their run is still there.
 
-    Its name may be another run's by now, whose events these are not. Or etcd has lost it, and nobody would delete them.
+    Another run may have the job's name by now; or etcd lost the job, and nothing would ever delete its events.
     """
     as_read = (Compare(keys.spec, spec_revision),)
     return Txn(as_read, tuple(Put(key, event.to_bytes()) for key, event in events))
@@ -283,7 +283,7 @@ class _Keeper:
             self._none.clear()
 
     async def burst(self) -> None:
-        """Returns when there are events to write: the first of a burst takes the others along."""
+        """Returns when there are events to write, and their burst had time to gather."""
         await self._some.wait()
         await self._more(_GATHER_S)
         if any(event.kind in GATHERED for _, event in self.waiting):
@@ -296,14 +296,14 @@ class _Keeper:
                 await self._hurry.wait()
 
     async def write_some(self, coordinator: Coordinator) -> int:
-        """Writes the oldest; returns how many were written.
+        """Writes the oldest events; returns how many were written.
 
-        They go back where etcd is away, or the node ends, and are dropped where their run is there no more.
+        If etcd does not answer, they wait again; if their run no longer exists, they are dropped.
         """
         batch = [self.waiting.popleft() for _ in range(min(_BATCH, len(self.waiting)))]
         try:
-            told = await coordinator.txn(put_events(self._keys, self._spec_revision, batch))
-        except BaseException as error:  # perhaps written, perhaps not: the keys are unique, and twice is once
+            result = await coordinator.txn(put_events(self._keys, self._spec_revision, batch))
+        except BaseException as error:  # perhaps they were written: keys are unique, so that writing again is harmless
             self.waiting.extendleft(reversed(batch))
             if not isinstance(error, CoordinationError):
                 raise
@@ -315,16 +315,16 @@ class _Keeper:
         if self._left_out:
             log.warning("%d events were left out: etcd was away for too long", self._left_out)
             self._left_out = 0
-        return len(batch) if told.succeeded else 0
+        return len(batch) if result.succeeded else 0
 
     def written(self) -> None:
-        """Nothing waits any more."""
+        """All events are written."""
         self._some.clear()
         self._hurry.clear()
         self._none.set()
 
     async def emptied(self) -> None:
-        """Has them written now."""
+        """Writes without gathering more; returns when all events are written."""
         if self.waiting:
             self._hurry.set()
         await self._none.wait()
@@ -335,10 +335,10 @@ async def keep_events(
 ) -> None:
     """Writes durable events into etcd until cancelled, and prunes all but the last `kept`.
 
-    When cancelled it writes what is left, for a second at most.
+    When cancelled it writes the rest, for a second at most.
 
     Args:
-        spec_revision: that of the `spec` of the run that the node is of.
+        spec_revision: the revision of the run's `spec`.
     """
     keys = Keys(job)
     keeper = _Keeper(keys, spec_revision, node_id)
@@ -365,8 +365,8 @@ async def keep_events(
 
 
 def in_order(listing: Listing) -> list[KeyValue]:
-    """Kept events, the first first. Their keys begin with the time, and the clocks of hosts differ."""
-    return sorted(listing.items, key=attrgetter("create_revision"))  # of one write: by their keys
+    """Kept events in the order they were written. Their keys begin with the time, and the clocks of hosts differ."""
+    return sorted(listing.items, key=attrgetter("create_revision"))  # those of one write stay ordered by key
 
 
 async def _prune(coordinator: Coordinator, keys: Keys, kept: int) -> None:

@@ -1,4 +1,4 @@
-"""What a node says of itself, and what the control service carries."""
+"""A node's status, and the results of its tasks, as the control service carries them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["NoAnswer", "NodeStatus", "ReplicaStatus", "ReportRow", "TaskResult",
 
 
 class NoAnswer(PeerLost):
-    """A node did not answer in time. It may be busy: in a failover of hundreds of tasks it is, for seconds.
+    """A node did not answer in time. It may be busy: a failover of hundreds of tasks takes seconds.
 
     Attributes:
-        within_s: how long it was waited for.
+        within_s: the time that it had.
     """
 
     def __init__(self, message: str, within_s: float) -> None:
@@ -32,9 +32,9 @@ class ReplicaStatus:
     Attributes:
         role: "primary", "backup" or "setup".
         boundary: number of the committed boundary it holds, or None.
-        processor: user code at work, or "".
-        running_s: for how long.
-        waits: what it waits for.
+        processor: user code that runs, or "".
+        running_s: for how long it runs.
+        waits: each thing that it waits for.
         in_sync: members of the in-sync set, as its primary knows; 0 on backups.
     """
 
@@ -50,7 +50,12 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A node. `stamp` is (attempt, epoch) as it read it from etcd at `revision`; `waits` are the leader's findings."""
+    """One node.
+
+    Attributes:
+        stamp: (attempt, epoch), read from etcd at `revision`.
+        waits: what the node itself, and the leader on it, wait for.
+    """
 
     node: str
     name: str
@@ -68,7 +73,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """What one task reported in one committed epoch."""
+    """The numbers that one task reported in one committed epoch."""
 
     epoch: int
     task: int
@@ -77,12 +82,12 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """A task's part of the job's result: of boundary `epoch`, made in `attempt`; and the reports it keeps.
+    """A task's part of the job's result: made at boundary `epoch` in `attempt`; and the reports it keeps.
 
     Attributes:
-        reports: its own, of the last epoch.
-        log: of task 0, those of all tasks in the epochs before, packed (`node/reports.py`).
-        lasted_s: from when its node began to when it had this, by the clock of that node alone.
+        reports: its reports of the last epoch.
+        log: for task 0, the reports of all tasks in earlier epochs, packed (`node/reports.py`).
+        lasted_s: how long its node had run by then, by the clock of that node.
     """
 
     task: int
@@ -95,14 +100,14 @@ class TaskResult:
 
 
 _SHOWN = 8
-"""Lines of what a job waits for."""
+"""Lines to show."""
 
 
 def waits_text(statuses: Iterable[NodeStatus]) -> str:
-    """What a job waits for that did not end in time, as far as its leader and its primaries know.
+    """In words, what a job that did not end in time waits for.
 
-    What runs comes first: it may be that which all others wait for. What the leader found is told in its order; what
-    primaries say of the same only where it found nothing yet.
+    Running user code comes first: the other waits may depend on it. The leader's findings follow in their order; if it
+    found nothing yet, the waits of the primaries.
     """
     statuses = tuple(statuses)
     replicas = [replica for status in statuses for replica in status.replicas]

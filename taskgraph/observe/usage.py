@@ -1,4 +1,4 @@
-"""What this process takes of its machine."""
+"""The memory, files, threads and asyncio tasks of this process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Usage"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one process.
+    """The resources of one process.
 
     Attributes:
-        memory_bytes: resident now; where the system tells only that (macOS), the largest so far.
+        memory_bytes: resident memory; on macOS its maximum so far, since the system says no more.
         files: open file descriptors.
-        threads: of the process, those of libraries too where the system tells (Linux).
+        threads: all threads on Linux; elsewhere only Python's.
         coroutines: asyncio tasks.
     """
 
@@ -31,16 +31,16 @@ class Usage:
 
     @classmethod
     def now(cls) -> Usage:
-        """Of this process; call it on the event loop."""
+        """Measures this process; call it on the event loop."""
         try:
             status = Path("/proc/self/status").read_text()
             found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
             memory, threads = int(found["VmRSS"].split()[0]) << 10, int(found["Threads"])
-        except OSError:  # there is none, or no descriptor to read it with
+        except OSError:  # there is no such file, or no descriptor is free
             largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             memory, threads = largest if sys.platform == "darwin" else largest << 10, threading.active_count()
         try:
             files = len(os.listdir("/dev/fd"))
-        except OSError:  # all of them are open
+        except OSError:  # no descriptor is free
             files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return cls(memory, files, threads, len(asyncio.all_tasks()))

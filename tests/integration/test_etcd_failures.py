@@ -107,7 +107,7 @@ async def test_an_etcd_whose_space_is_used_up_is_told_with_the_way_out() -> None
                 except OutcomeUnknown as error:
                     told = str(error)
         async with asyncio.timeout(10):
-            with pytest.raises(OutcomeUnknown, match=r"it takes no writes .*alarm disarm.*`taskgraph forget JOB`"):
+            with pytest.raises(OutcomeUnknown, match=r"it accepts no writes .*alarm disarm.*`taskgraph forget JOB`"):
                 await submit(node, spec)
 
 

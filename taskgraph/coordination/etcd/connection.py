@@ -1,11 +1,11 @@
-"""Calls to a cluster: which endpoint, how often, for how long, as whom.
+"""Calls to a cluster: to which endpoint, how often, for how long, as which user.
 
 One channel per endpoint, one endpoint in use at a time. An endpoint that fails is left for the next one. A write is
-only sent over a connection that is known to stand, so that "nothing listens there" is never confused with
-"it was sent and no answer came".
+only sent over a connection that is known to stand, so that "nothing listens there" is never confused with "it was sent
+and no answer came".
 
-The cluster is the one that answers first. What an etcd of another one says, which got among the endpoints by mistake,
-is no answer, and no write is sent to it.
+The first member that answers decides the cluster. Answers of another cluster, whose endpoint was given by mistake, are
+ignored, and no write is sent to it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Response = TypeVar("Response", bound=Message)
 #: come back in step.
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
-#: One that is not connected after this (packets dropped) is left, if there is another endpoint. gRPC goes on with the
-#: attempt: behind a slow link it stands when it is this one's turn again.
+#: An endpoint that is not connected after this (packets dropped) is left, if there is another one. gRPC goes on with
+#: the attempt: behind a slow link, the connection stands when the endpoint's turn comes again.
 _CONNECT_S = 1.0
 
 
@@ -56,21 +56,21 @@ def pause_s(tries: int) -> float:
 
 
 def is_cancelled() -> bool:
-    """Whether somebody cancels the task that runs: not where gRPC alone raised CancelledError.
+    """Whether the current asyncio task is cancelled. If not, gRPC itself raised CancelledError.
 
-    Asked for here, since a cancelled task keeps the frames that its cancellation went through: in each that held the
-    task, all that it held would stay until a garbage collection finds it, the channels of its connection, too.
+    A function of its own, so that no frame that a cancellation passes holds the task: a cancelled task keeps these
+    frames, and in a cycle all that they hold stays until a garbage collection, also channels.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 class OtherCluster(Exception):
-    """An etcd answered that does not belong to the cluster; in words."""
+    """An etcd of another cluster answered."""
 
 
 class _LoginTakesLonger(Exception):
-    """Than the call that waits for it has time; in words."""
+    """The time of a call ended while it waited for a login."""
 
 
 class Stream(Generic[Response]):
@@ -78,8 +78,8 @@ class Stream(Generic[Response]):
 
     Attributes:
         endpoint: where.
-        token: what it was opened with, if etcd has users.
-        left: calls to its endpoint failed, and it was cancelled for that; whoever reads it opens another.
+        token: the token it was opened with, if etcd has users.
+        left: it was cancelled since calls to its endpoint failed; its reader opens another stream.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Stream(Generic[Response]):
         self.left = False
 
     async def write(self, message: Message) -> None:
-        """Sends it, as soon as the endpoint is connected.
+        """Sends a message as soon as the endpoint is connected.
 
         Raises:
             asyncio.InvalidStateError: the stream ended before, or the endpoint is not connected in time.
@@ -112,23 +112,23 @@ class Stream(Generic[Response]):
         finally:
             writing.cancel()
             self._writing = None
-            del writing  # no cycle with what it failed with
+            del writing  # no cycle with its exception
 
     def messages(self) -> AsyncGenerator[Response, None]:
-        """What comes, until the server ends the stream."""
+        """The messages, until the server ends the stream."""
         return cast("AsyncGenerator[Response, None]", self._call.__aiter__())
 
     def cancel(self) -> None:
         self._call.cancel()
-        # Before it was connected gRPC itself would wait for ever. It is not asked to tell of the call's end: some of
-        # its versions keep whom they told, and with it the call, and its channel.
+        # Until it is connected, gRPC itself would wait for ever. A done callback on the call is no way out: some
+        # versions of gRPC keep the callback, and with it the call and its channel.
         if self._writing is not None:
             self._writing.cancel()
 
 
 @dataclass(slots=True)
 class _Tries:
-    """What was tried within one call, for its error message."""
+    """The tries of one call, for its error message."""
 
     count: int = 0
     last: dict[str, str] = field(default_factory=dict)
@@ -154,16 +154,14 @@ class Connection:
 
     def __init__(self, options: EtcdOptions) -> None:
         self.options = options
-        self._made_of = dict.fromkeys(options.endpoints, options.tls_files())  # before they are read
+        self._made_of = dict.fromkeys(options.endpoints, options.tls_files())  # looked at before they are read
         self._channels = {endpoint: options.aio_channel(endpoint) for endpoint in options.endpoints}
-        self._former: list[
-            grpc.aio.Channel
-        ] = []  # those of before the TLS files were renewed; calls may use them still
-        self._calls: dict[tuple[Endpoint, str], Any] = {}  # what gRPC makes of a channel and a method's path
+        self._former: list[grpc.aio.Channel] = []  # made with TLS files of before a renewal; calls may still use them
+        self._calls: dict[tuple[Endpoint, str], Any] = {}  # the callable of a method on a channel
         self._current = 0
         self.cluster = 0
         self._answered_first = ""
-        self._others: set[Endpoint] = set()  # that answered last as members of another cluster
+        self._others: set[Endpoint] = set()  # whose last answer was of another cluster
         self.login = Login(options)
         self._closed = False
         self._streams: WeakSet[Stream[Any]] = WeakSet()
@@ -174,10 +172,10 @@ class Connection:
         return self.options.endpoints[self._current]
 
     def leave(self, endpoint: Endpoint) -> None:
-        """`endpoint` failed: the next call goes to the one after it, and so do streams that are open there.
+        """`endpoint` failed: the next call goes to the endpoint after it, and so do the streams that are open there.
 
-        Where a member is frozen, its kernel keeps the connection: a watch would wait for gRPC's pings, 15 s, while
-        calls know already.
+        The kernel of a frozen member keeps the connection: a watch would wait 15 s for gRPC's pings, while calls have
+        already found out.
         """
         if endpoint.tls:
             self._renew(endpoint)
@@ -190,13 +188,13 @@ class Connection:
                 stream.cancel()
 
     def _renew(self, endpoint: Endpoint) -> None:
-        """Where the TLS files were renewed: gRPC goes on connecting with what it was given, which has expired."""
+        """Makes a new channel if the TLS files were renewed: gRPC would go on connecting with the expired ones."""
         files = self.options.tls_files()
         if files == self._made_of[endpoint] or self._closed:
             return
         try:
             channel = self.options.aio_channel(endpoint)
-        except CoordinationError as error:  # looked at again when it fails again
+        except CoordinationError as error:  # the next failure tries again
             log.warning("etcd's TLS files were renewed, but: %s", error)
             return
         log.info("etcd's TLS files were renewed: %s is connected to with the new ones", endpoint.target)
@@ -219,8 +217,8 @@ class Connection:
         Args:
             method: which RPC.
             request: its request.
-            what: the call in words, for errors: a text, or something with one.
-            again: whether it may be sent twice: reads, and writes for which twice is the same as once.
+            what: the call in words, for errors: a text, or an object with a `__str__`.
+            again: whether it may be sent twice: a read, or an idempotent write.
             timeout_s: the limit with all tries; None: that of the options.
             anonymous: without logging in.
 
@@ -250,7 +248,7 @@ class Connection:
                 if self._cut_off(error):
                     break
                 raise
-            except OtherCluster as other:  # whatever was sent, our cluster did not execute it
+            except OtherCluster as other:  # our cluster did not execute the call
                 tries.add(endpoint, str(other))
                 self.leave(endpoint)
             except grpc.aio.AioRpcError as error:
@@ -264,11 +262,11 @@ class Connection:
                     self.login.refused(token)
                     continue
                 if not space_used_up(details):
-                    self.leave(endpoint)  # or whoever asks what became of it asks the same silent member
+                    self.leave(endpoint)  # else the caller, who reads to find out, asks the same silent member
                 if verdict is Verdict.UNKNOWN and sent and not again:
                     raise OutcomeUnknown(
                         f"{what}: it was sent to etcd at {endpoint.target}, without a usable answer ({details}). "
-                        "It may or may not have happened; read again to find out."
+                        "It may have happened; read again to find out."
                     ) from error
             left = deadline - loop.time()
             if left > 0:
@@ -278,7 +276,7 @@ class Connection:
         raise Unavailable(f"{what}: no usable answer from etcd within {limit_s:g} s ({tries})")
 
     async def stream(self, method: Method[Request, Response]) -> Stream[Response]:
-        """Opens a stream on the endpoint in use. Its messages, and its errors, come when it is read.
+        """Opens a stream on the endpoint in use. Messages and errors come when it is read.
 
         Raises:
             grpc.aio.AioRpcError, OtherCluster: logging in failed, however long it took.
@@ -299,22 +297,22 @@ class Connection:
         return stream
 
     def check_cluster(self, endpoint: Endpoint, header: v3.ResponseHeader) -> None:
-        """Looks at an answer of `endpoint`.
+        """Checks the cluster of an answer from `endpoint`.
 
-        Where each endpoint belongs to another cluster by now, etcd was set up anew, perhaps with its data: the one that
-        answers is the cluster from then on.
+        If all endpoints belong to another cluster, etcd was set up anew, perhaps with its data: that cluster counts
+        from then on.
 
         Raises:
-            OtherCluster: it says nothing about the cluster.
+            OtherCluster: the answer is of another cluster.
         """
-        told = header.cluster_id
-        if told == self.cluster or not told:
+        cluster = header.cluster_id
+        if cluster == self.cluster or not cluster:
             self._others.discard(endpoint)
             return
         first, why = endpoint not in self._others, f"it belongs to another cluster than {self._answered_first}"
         self._others.add(endpoint)
         if not self.cluster or self._others.issuperset(self.options.endpoints):
-            self.cluster, self._answered_first = told, endpoint.target
+            self.cluster, self._answered_first = cluster, endpoint.target
             self._others.clear()
             return
         if first:
@@ -328,7 +326,7 @@ class Connection:
             stream.cancel()
         await self.login.close()
         channels = [*self._channels.values(), *self._former]
-        self._channels.clear()  # a frame of an exception that a caller keeps may hold us for long
+        self._channels.clear()  # a caller may keep an exception, whose frames hold us
         self._calls.clear()
         self._former.clear()
         for channel in channels:
@@ -344,16 +342,16 @@ class Connection:
         return self._channels[endpoint]
 
     def _try_s(self, left: float) -> float:
-        """How long one try may take: with several endpoints, a silent one must leave time for the others."""
+        """The limit of one try: with several endpoints, a silent one must leave time for the others."""
         count = len(self.options.endpoints)
         return left if count == 1 else min(left, max(1.0, self.options.timeout_s / (count + 1)))
 
     async def _connect(self, endpoint: Endpoint, left: float) -> None:
-        """Sees to it that `endpoint` is connected."""
+        """Returns once `endpoint` is connected."""
         ready = self._channel(endpoint).get_state() is grpc.ChannelConnectivity.READY
         if ready and endpoint not in self._others:
             return
-        # Any answer, a refusal too, proves the connection; and says of which cluster it is.
+        # Any answer, also a refusal, proves the connection, and names the cluster.
         try:
             await self._once(endpoint, STATUS, v3.StatusRequest(), min(left, self._connect_s()), self.login.token)
         except grpc.aio.AioRpcError as error:
@@ -361,11 +359,11 @@ class Connection:
                 raise
 
     async def _enter(self, endpoint: Endpoint, deadline: float | None = None) -> str | None:
-        """The token for a call; None where no user was given.
+        """The token for a call; None if no user was given.
 
         Raises:
-            _LoginTakesLonger: there is none at `deadline`, if one is given. The login goes on.
-            grpc.aio.AioRpcError, OtherCluster: it failed.
+            _LoginTakesLonger: there is no token at `deadline`. The login goes on.
+            grpc.aio.AioRpcError, OtherCluster: the login failed.
         """
         if not self.login.needed:
             return None
@@ -376,7 +374,7 @@ class Connection:
             except TimeoutError:
                 raise _LoginTakesLonger(self.login.waits()) from None
             except LoginFailed as failed:
-                if failed.endpoint != endpoint:  # where a lease had begun it
+                if failed.endpoint != endpoint:  # a lease began it there
                     continue
                 nothing = grpc.aio.Metadata()
                 raise grpc.aio.AioRpcError(failed.code, nothing, nothing, failed.details) from None
@@ -405,7 +403,7 @@ class Connection:
                 method.path, method.request.SerializeToString, method.response.FromString
             )
         answer = await rpc.answered(send(request, metadata=credentials(token)), timeout_s)
-        if answer is None:  # what gRPC makes of bytes that are no message
+        if answer is None:  # gRPC returns None for bytes that are no message
             nothing = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "its answer cannot be read")
         assert isinstance(answer, method.response)
@@ -414,10 +412,10 @@ class Connection:
 
     @contextlib.contextmanager
     def told_apart(self, what: str) -> Iterator[None]:
-        """Tells a cancellation of the caller from what gRPC raises in calls whose channel was closed.
+        """Tells the caller's cancellation from the errors that gRPC raises if the channel of a call is closed.
 
         Raises:
-            Unavailable: this connection was closed meanwhile.
+            Unavailable: this connection was closed.
         """
         try:
             yield
@@ -427,7 +425,7 @@ class Connection:
             raise
 
     def _cut_off(self, error: BaseException) -> bool:
-        """Whether gRPC raised it because this connection was closed, and not because the caller is cancelled."""
+        """Whether gRPC raised the error since this connection was closed, not since the caller is cancelled."""
         return self._closed and not (isinstance(error, asyncio.CancelledError) and is_cancelled())
 
 

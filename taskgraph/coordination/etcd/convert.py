@@ -1,6 +1,6 @@
-"""Between our transactions and etcd's messages. Keys are UTF-8 text with us, bytes with etcd.
+"""Converts our transactions to etcd's messages and back. Our keys are UTF-8 text, etcd's are bytes.
 
-Whatever another program put under a prefix of ours is read with the rest: bytes that are no UTF-8 go there and back.
+Another program may put a key that is no UTF-8 under our prefix: such bytes survive the way there and back.
 """
 
 from __future__ import annotations

@@ -36,13 +36,13 @@ __all__ = ["EtcdCoordinator"]
 
 log = logging.getLogger(__name__)
 
-#: Finding out that nothing listens must not take longer than a user's patience.
+#: A user waits this long to learn that nothing listens.
 _FIRST_CONTACT_S = 5.0
-#: An etcd that answers may be busy with the logins of all nodes: more than one login may take.
+#: An etcd that answers may be busy with the logins of all nodes: longer than the limit of one login.
 _FIRST_LOGIN_S = 150.0
 #: Keys that are listed at a time: all of most jobs, some 100 kB, which a link of 20 kB/s takes within a call's limit.
 _PAGE_KEYS = 300
-#: What etcd says of a revision that was compacted away, and of one that it does not have since it has lost some.
+#: etcd's words for a revision that was compacted away, or lost.
 _PAGES_GONE = "required revision"
 #: A revoke at the end is a courtesy: the lease expires by itself.
 _REVOKE_S = 2.0
@@ -65,21 +65,20 @@ class EtcdCoordinator:
     def __init__(self, connection: Connection, version: str) -> None:
         self._connection = connection
         self._leases: set[EtcdLease] = set()
-        self._known = 0  # the last revision that a listing or a transaction told
+        self._known = 0  # the last revision of a listing or a transaction
         self.version = version
 
     @classmethod
     async def connect(cls, endpoints: str | Sequence[str], **access: Any) -> EtcdCoordinator:
-        """Connects and makes sure, by a linearizable read, that a cluster with a leader answers.
+        """Connects, and checks by a linearizable read that a cluster with a leader answers.
 
-        The first contact takes at most 5 s of the limit of a call; logging in, where an etcd that answers has many
-        logins to do, up to 150 s.
+        The first contact takes at most 5 s; logging in to an etcd that answers, up to 150 s.
 
         Args:
             endpoints, access: see `EtcdOptions.make`.
 
         Raises:
-            Unavailable: nothing usable answers there. The message says what was tried and how to start one.
+            Unavailable: no usable etcd answers. The message says what was tried and how to start one.
             CoordinationError: the arguments are wrong, or etcd refuses them.
         """
         options = EtcdOptions.make(endpoints, **access)
@@ -89,13 +88,13 @@ class EtcdCoordinator:
         try:
             login_s = limit_s
             if connection.login.needed:
-                with contextlib.suppress(AccessRefused):  # an answer all the same
+                with contextlib.suppress(AccessRefused):  # a refusal is an answer
                     await first(timeout_s=limit_s, anonymous=True)
                 login_s = _FIRST_LOGIN_S
-            with _telling(connection, limit_s):
+            with _saying(connection, limit_s):
                 status = await first(timeout_s=login_s)
             probe = convert.range_request("/taskgraph/", prefix=False)
-            with contextlib.suppress(PermissionRefused):  # may a user read something else, this one answered
+            with contextlib.suppress(PermissionRefused):  # the user may read other keys; the cluster answered
                 await connection.call(RANGE, probe, what="first read", again=True, timeout_s=limit_s)
         except Unavailable as error:
             await connection.close()
@@ -115,7 +114,7 @@ class EtcdCoordinator:
         await self.close()
 
     def now(self) -> float:
-        """The clock that `Lease.valid_until` is told in: `time.monotonic()`."""
+        """The clock of `Lease.valid_until`: `time.monotonic()`."""
         return time.monotonic()
 
     async def get(self, key: str) -> KeyValue | None:
@@ -131,7 +130,7 @@ class EtcdCoordinator:
 
         Raises:
             Unavailable: etcd does not answer.
-            Lost: etcd has lost what it had acknowledged.
+            Lost: etcd lost writes that it had acknowledged.
             CoordinationError: etcd refuses it.
         """
         known = self._known
@@ -163,7 +162,7 @@ class EtcdCoordinator:
 
         Raises:
             Unavailable: nothing was done.
-            OutcomeUnknown: it may or may not have been executed.
+            OutcomeUnknown: it may have been executed.
             LeaseGone: a put names a lease that does not exist; nothing was done.
             AccessRefused: no permission, another password; nothing was done.
             CoordinationError: etcd refuses it otherwise (too large, a key written twice).
@@ -175,7 +174,7 @@ class EtcdCoordinator:
         return convert.txn_result(answer)
 
     def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
-        """See `coordination.api.Coordinator.watch`. It waits out an outage; other calls tell of it."""
+        """See `coordination.api.Coordinator.watch`. A watch waits until etcd answers; other calls raise."""
         if start_revision < 1:
             raise ValueError(f"a watch starts at a revision from 1 on, not {start_revision}")
         return watch(self._connection, prefix, start_revision)
@@ -188,7 +187,7 @@ class EtcdCoordinator:
             CoordinationError: etcd refuses it, or no thread can be started to renew it.
         """
         sent_at = time.monotonic()
-        # Asked for again where the outcome is unknown: a lease nobody knows of expires by itself and holds no key.
+        # Asked for again if the outcome is unknown: a lease without an owner holds no key, and expires by itself.
         answer = await self._connection.call(
             LEASE_GRANT, v3.LeaseGrantRequest(ttl=math.ceil(ttl_s)), what="grant of a lease", again=True
         )
@@ -216,7 +215,7 @@ class EtcdCoordinator:
         return lease
 
     async def revoke(self, lease_id: int, *, timeout_s: float | None = None) -> None:
-        """Revokes any lease. One that does not exist is no error."""
+        """Revokes any lease. A lease that does not exist is no error."""
         request = v3.LeaseRevokeRequest(id=lease_id)
         what = f"revocation of lease {lease_id:x}"
         with contextlib.suppress(LeaseGone):
@@ -226,16 +225,16 @@ class EtcdCoordinator:
         """See `coordination.api.Coordinator.lease_left`."""
         request = v3.LeaseTimeToLiveRequest(id=lease_id)
         answer = await self._connection.call(LEASE_TIME_TO_LIVE, request, what=f"TTL of lease {lease_id:x}", again=True)
-        return answer.ttl if answer.ttl >= 0 else None  # below: there is none, or it ended more than a second ago
+        return answer.ttl if answer.ttl >= 0 else None  # negative: it does not exist, or ended over a second ago
 
     async def members(self) -> tuple[str, ...]:
-        """The names of the cluster's members, as they were given with `--name`."""
+        """The names of the cluster's members, as etcd's `--name` sets them."""
         request = v3.MemberListRequest()
         answer = await self._connection.call(MEMBER_LIST, request, what="list of members", again=True)
         return tuple(member.name for member in answer.members)
 
     async def compact(self, revision: int) -> None:
-        """Drops the history up to `revision`, for everybody. For tests and operators."""
+        """Drops the history up to `revision`, for all clients. For tests."""
         request = v3.CompactionRequest(revision=revision, physical=True)
         await self._connection.call(COMPACT, request, what=f"compaction at {revision}", again=False)
 
@@ -250,22 +249,22 @@ class EtcdCoordinator:
 
 
 @contextlib.contextmanager
-def _telling(connection: Connection, after_s: float) -> Iterator[None]:
-    """Whoever waits for a login for longer than that is told."""
+def _saying(connection: Connection, after_s: float) -> Iterator[None]:
+    """Logs that the block waits for a login, after `after_s`."""
 
-    def tell() -> None:
-        if told := connection.login.waits():
-            log.warning("%s: it answers, and may have many logins to do, a hash for each", told)
+    def say() -> None:
+        if waits := connection.login.waits():
+            log.warning("%s: it answers, and may have many logins to do, a hash for each", waits)
 
-    telling = asyncio.get_running_loop().call_later(after_s, tell)
+    timer = asyncio.get_running_loop().call_later(after_s, say)
     try:
         yield
     finally:
-        telling.cancel()
+        timer.cancel()
 
 
 class _Described:
-    """A transaction in a few words, the keys it is about: only put together where an error needs them."""
+    """A transaction in words, by its keys; made only if an error needs it."""
 
     __slots__ = ("_txn",)
 

@@ -1,9 +1,8 @@
 """What a failed RPC means: was it executed, and is it worth trying again?
 
-The only question that matters for a write. gRPC's code alone does not answer it: UNAVAILABLE is both "nothing
-listens there" and "the connection broke after your request was sent". So the answer comes from the code and from
-the few messages, of gRPC's core and of etcd, that are known to be given before anything was proposed. Whatever
-is not known counts as unknown.
+For a write, this is the question. gRPC's code alone does not answer it: UNAVAILABLE is both "nothing listens there" and
+"the connection broke after your request was sent". So the answer comes from the code and from the few messages, of
+gRPC's core and of etcd, that are known to come before anything was proposed. All others count as unknown.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class PermissionRefused(AccessRefused):
 
 
 class Verdict(enum.Enum):
-    """What is known about a call that failed."""
+    """What a failed call may have done."""
 
     NOT_EXECUTED = "not executed: safe to try again, on another endpoint"
     LOGIN = "not executed: the token is stale, log in again"
@@ -48,7 +47,7 @@ _NOT_LET_IN = (
     "etcdserver: authentication is not enabled",
     "etcdserver: user name is empty",
 )
-"""Of a call: etcd looks at that, and at permissions when it applies a request, before it changes anything."""
+"""etcd checks these before it applies a request."""
 _LARGER = "grpc: received message larger than max"
 """gRPC's limit at the server, before anything is decoded; it is a little above etcd's own."""
 _TOO_LARGE = "etcdserver: request is too large"
@@ -68,7 +67,7 @@ _REFUSED_CODES = frozenset(
 
 
 def why(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
-    """The code of a call that failed, and what is said of it."""
+    """The code and the details of a failed call."""
     if not isinstance(error, grpc.Call):
         return grpc.StatusCode.UNKNOWN, str(error)
     return error.code(), error.details() or error.code().name
@@ -89,25 +88,25 @@ def judge(code: grpc.StatusCode, details: str) -> Verdict:
 
 
 def space_used_up(details: str) -> bool:
-    """Whether etcd holds as much as it may. All members say so: it is of no use to ask another."""
+    """Whether etcd's space is used up. All members then say so, so that asking another is of no use."""
     return "database space exceeded" in details
 
 
 def way_out(details: str) -> str:
-    """What to do about it, where that is known and etcd does not say so itself; with a separator before it, or ""."""
+    """What to do about a failure that etcd does not explain itself, after a semicolon; else ""."""
     if not space_used_up(details):
         return ""
     return (
-        "; it takes no writes before its history is compacted, its members are defragmented and the alarm is disarmed "
-        "(`etcdctl compact`, `defrag`, `alarm disarm`); it does not come to that with --auto-compaction-retention, and "
-        "where jobs that ended are deleted (`taskgraph forget JOB`)"
+        "; it accepts no writes before you compact its history, defragment its members and disarm the alarm "
+        "(`etcdctl compact`, `defrag`, `alarm disarm`). To avoid it, start etcd with --auto-compaction-retention, and "
+        "delete jobs that ended (`taskgraph forget JOB`)"
     )
 
 
 def refusal(what: str, code: grpc.StatusCode, details: str) -> CoordinationError:
     """The error for a call that etcd refused."""
     if "requested lease not found" in details:
-        return LeaseGone(f"{what}: the lease does not exist any more; take a new one")
+        return LeaseGone(f"{what}: the lease does not exist; take a new one")
     if details.startswith((_LARGER, _TOO_LARGE)):
         return TooLarge(f"etcd refused {what}: {details}")
     kind: type[CoordinationError] = CoordinationError

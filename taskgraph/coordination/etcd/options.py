@@ -19,14 +19,14 @@ from taskgraph.network.tls import load_files, read_pem
 
 __all__ = ["Endpoint", "EtcdOptions"]
 
-#: Why each of them:
+#: The reasons:
 #: - keepalive: a connection whose peer vanished without a word (power, a dropped NAT entry) or is frozen is noticed
 #:   in 15 s. etcd refuses clients that ping more often than every 5 s. It is the ping's own timeout that counts where
 #:   the peer's kernel still acknowledges: measured, without it 60 s.
 #: - reconnect backoff: gRPC's default grows to 120 s; a restarted etcd must be found within a second.
-#: - min reconnect backoff is no pause, in spite of its name, but what one attempt at a connection may take, after which
-#:   another is made. TCP, TLS and HTTP/2 take three to four round trips, and a satellite's is 0.6 s. So a silent member
-#:   is not left by this where there is another, but by `connection.py`, `lease.py` and `login.py`.
+#: - min reconnect backoff is, in spite of its name, the limit of one attempt to connect. TCP, TLS and HTTP/2 take three
+#:   to four round trips, and a satellite's is 0.6 s. `connection.py`, `lease.py` and `login.py` leave a silent member
+#:   earlier, if there is another one.
 #: - message sizes: a listing may be larger than gRPC's 4 MiB; etcd bounds what can be in it.
 #: - http proxy: an `http_proxy` in the environment must not capture connections to etcd.
 #: - local subchannel pool: the lease's connection must not be the one that bulk reads fill.
@@ -79,14 +79,14 @@ class EtcdOptions:
     """How to reach an etcd cluster.
 
     Attributes:
-        endpoints: members, tried in order; the one that works is kept until it fails.
+        endpoints: members, tried in order; a member that works is kept until it fails.
         timeout_s: the limit of one call, with its retries.
         ca: PEM file of the authority that signed the members' certificates; None: the system's authorities.
         cert: PEM file of our client certificate, or None.
         key: PEM file of its private key, or None.
-        username: user, where etcd has authentication enabled.
+        username: the user, if etcd has authentication enabled.
         password: the user's password.
-        password_file: its first line is the password where it was changed; None: it does not change.
+        password_file: its first line is the password now; None: the password does not change.
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -110,13 +110,13 @@ class EtcdOptions:
         password: str | None = None,
         password_file: str | Path | None = None,
     ) -> EtcdOptions:
-        """Checks and normalises what a user wrote.
+        """Checks and normalises a user's options.
 
         Args:
             endpoints: `host:port`, `https://host:port`; several as a sequence or separated by commas.
 
         Raises:
-            CoordinationError: no endpoint, an endpoint that is none, or a certificate without its key.
+            CoordinationError: no endpoint, a text that is no endpoint, or a certificate without its key.
         """
         texts = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
         tls = ca is not None or cert is not None
@@ -131,7 +131,7 @@ class EtcdOptions:
         return EtcdOptions(parsed, timeout_s, paths[0], paths[1], paths[2], username, password, paths[3])
 
     def login(self) -> v3.AuthenticateRequest:
-        """The user and the password, which may have been changed since the last time."""
+        """The user and the password, which is read from its file anew."""
         return v3.AuthenticateRequest(name=self.username or "", password=self._password_now() or "")
 
     def _password_now(self) -> str | None:
@@ -144,13 +144,13 @@ class EtcdOptions:
         return self.password
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """TLS credentials. Files are read anew each time, so that renewed certificates are taken up.
+        """TLS credentials. Files are read anew each time, so that renewed certificates are used.
 
         Raises:
-            CoordinationError: a file that cannot be used. gRPC would only say, of the address, that nothing answers.
+            CoordinationError: a file cannot be used. gRPC would only say that the address does not answer.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong a key must be is for etcd and gRPC to say
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")  # etcd and gRPC decide how strong a key must be
         try:
             given = [None if path is None else read_pem(path) for path in (self.ca, self.key, self.cert)]
             load_files(context, self.ca, self.cert, self.key)
@@ -161,7 +161,7 @@ class EtcdOptions:
         )
 
     def tls_files(self) -> tuple[object, ...]:
-        """Something that is another one when a file was renewed."""
+        """A value that differs once a file was renewed."""
         found: list[object] = []
         for path in (self.ca, self.cert, self.key):
             with contextlib.suppress(OSError):  # it is being replaced at this moment

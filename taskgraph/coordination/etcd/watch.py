@@ -1,18 +1,18 @@
 """One watch: every event under a prefix, once, in revision order, for as long as it is iterated.
 
-A broken stream is opened again, on the next endpoint, from the revision after the last one delivered. etcd tells all
+A broken stream is opened again, on the next endpoint, from the revision after the last one delivered. etcd sends all
 events of a revision in one message (we ask for no fragments), so a message is delivered as it comes.
 
 The revision in a message's header is *not* the last one it contains: a watch that catches up gets old events under
-the store's current revision. Only the events themselves, and progress notices, say how far we are.
+the store's current revision. Only the events themselves, and progress notices, say how far the watch is.
 
-One that was created waits where it is refused afterwards: a permission that was taken away, or a password that changed,
-may be put right.
+A watch that was created, and is refused later, waits: a permission that was withdrawn, or a changed password, may be
+put right.
 
-A member may be behind what another one told, for a moment. An etcd that is behind for good has lost what it had
-acknowledged, and would stay silent until it has as many revisions again: a watch says so instead. One that was set up
-anew, or from a backup, and has more revisions by now cannot be told from the one before by its numbers: a cluster's id
-is made of its members' addresses. So a watch that was opened again says that, and whoever reads it lists again.
+A member may be behind another one for a moment. An etcd that is behind for good has lost acknowledged writes, and would
+stay silent until it has as many revisions again: the watch raises `Lost` instead. An etcd that was set up anew, or from
+a backup, and has more revisions by now looks the same: a cluster's id is made of its members' addresses. So a watch
+reports that it was reopened, and its reader lists again.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ log = logging.getLogger(__name__)
 async def watch(connection: Connection, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
     """See `coordination.api.Coordinator.watch`."""
     position = start_revision  # the first revision not delivered yet
-    known = 0  # the last revision that etcd told us of
+    known = 0  # the last revision that etcd sent
     failures = 0
     refused = False
     while True:
         stream: Stream[v3.WatchResponse] | None = None
         endpoint = connection.endpoint
         try:
-            with connection.told_apart(f"watch of {prefix!r}"):  # once, not for every event: it is a part of its cost
+            with connection.told_apart(f"watch of {prefix!r}"):  # once, not for every event: that would cost
                 stream = await connection.stream(WATCH)
                 await stream.write(_create(prefix, position))
                 reason = "etcd ended the stream"
                 async with contextlib.aclosing(stream.messages()) as messages:
                     async for answer in messages:
-                        if answer is None:  # what gRPC makes of bytes that are no message
-                            reason = "it sent what cannot be read"
+                        if answer is None:  # gRPC returns None for bytes that are no message
+                            reason = "its message cannot be read"
                             break
                         if answer.created or answer.canceled:
                             connection.check_cluster(endpoint, answer.header)
@@ -110,10 +110,10 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
 
 
 async def check_lost(connection: Connection, prefix: str, known: int) -> None:
-    """Whether all members are behind what one of them told; who reads through their leader is behind none, else.
+    """Checks that the cluster is not behind a revision that one member sent.
 
     Raises:
-        Lost: so they are.
+        Lost: all members are behind it.
     """
     revision = 0
     for _ in connection.options.endpoints:
@@ -122,12 +122,12 @@ async def check_lost(connection: Connection, prefix: str, known: int) -> None:
             probe = convert.range_request(prefix, prefix=False)
             answer = await connection.call(RANGE, probe, what=f"read of {prefix!r}", again=True)
         except Unavailable as error:
-            log.warning("whether etcd has lost anything is not known: %s", error)
+            log.warning("it is not known if etcd lost acknowledged writes: %s", error)
             return
         revision = answer.header.revision
         if revision >= known:
             return
-        connection.leave(endpoint)  # it may be that one alone
+        connection.leave(endpoint)  # perhaps only this member is behind
     raise Lost(f"it was at revision {known}, and is at {revision} now")
 
 
@@ -141,7 +141,7 @@ def _create(prefix: str, start_revision: int) -> v3.WatchRequest:
 
 
 def _forget_token(connection: Connection, stream: Stream[v3.WatchResponse] | None) -> None:
-    """The one that `stream` was opened with: by now there may be another."""
+    """Drops the token that `stream` was opened with, unless another one replaced it."""
     if stream is not None:
         connection.login.refused(stream.token)
 
@@ -149,11 +149,11 @@ def _forget_token(connection: Connection, stream: Stream[v3.WatchResponse] | Non
 def _canceled(
     answer: v3.WatchResponse, connection: Connection, stream: Stream[v3.WatchResponse], prefix: str, position: int
 ) -> str:
-    """Why etcd ended a watch, where opening it again may help.
+    """Why etcd ended a watch that may be opened again.
 
     Raises:
         WatchCompacted: the history from `position` on is gone.
-        CoordinationError: etcd refuses this watch for good.
+        CoordinationError: etcd refuses this watch.
     """
     if answer.compact_revision:
         raise WatchCompacted(
@@ -168,7 +168,7 @@ def _canceled(
 
 
 def _batch(answer: v3.WatchResponse, position: int) -> WatchBatch | None:
-    """What to deliver of a message: events from `position` on, or a progress notice, or nothing."""
+    """The batch to deliver of a message: events from `position` on, a progress notice, or None."""
     if not answer.events:
         revision = answer.header.revision
         return WatchBatch(revision, ()) if revision >= position else None

@@ -312,8 +312,8 @@ async def test_of_a_certificate_that_has_ended_it_is_said_where_to_renew_it(ours
         former.cert_pem.write_to_path(str(ours.ca))
         renew = "the certificate of that node has ended: write a renewed one, and its key, to its files"
         if tuple(map(int, grpc.__version__.split(".")[:2])) < (1, 69):  # it did not say why it refused
-            renew = "has neither ended"
-        for told, given, mine in ((renew, ended, valid), ("has neither ended", valid, ended)):
+            renew = "neither has ended"
+        for told, given, mine in ((renew, ended, valid), ("neither has ended", valid, ended)):
             clients = Tls(ours.ca, tmp_path / "cert", tmp_path / "key")
             for issued, tls in ((given, ours), (mine, clients)):
                 issued.private_key_pem.write_to_path(str(tls.key))

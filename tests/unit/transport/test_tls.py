@@ -379,7 +379,7 @@ def test_a_renewal_that_is_half_done_is_told_once_however_many_connect(
         (folder / "new" / CERT).replace(folder / CERT)
         for _ in range(20):
             tls.context(server=True)
-        assert len([text for text in warnings_of(caplog) if "going on with what was read before" in text]) == told
+        assert len([text for text in warnings_of(caplog) if "going on with the files of before" in text]) == told
         assert len(read) <= told
     later = time.monotonic() + 60
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: later))
