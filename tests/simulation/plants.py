@@ -29,7 +29,7 @@ from taskgraph.node.epochs.mailbox import Mailbox
 from taskgraph.node.epochs.quiet import Quiet
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.membership.registration import Registration
-from taskgraph.node.primary import forgetting
+from taskgraph.node.primary import forgetting, takeovers
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.checkpoint_reader import CheckpointReader
 from taskgraph.node.primary.leader import LeaderRole
@@ -39,6 +39,7 @@ from taskgraph.node.replica import Replica
 from taskgraph.node.serving import Serving
 from taskgraph.protocol import checkpointing, transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
+from taskgraph.protocol.checkpointing import Collected
 from taskgraph.protocol.commit import Leader
 from taskgraph.protocol.insync import InSync, Place
 from taskgraph.protocol.keys import Keys
@@ -188,7 +189,7 @@ def a_done_of_an_old_term_counts(patch: pytest.MonkeyPatch) -> None:
 @plant
 def the_sums_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     def report(original: Any, self: Leader, *given: Report) -> bool:
-        return bool(original(self, *[dataclasses.replace(one, sent=0, received=0) for one in given]))
+        return bool(original(self, *[msgspec.structs.replace(one, sent=0, received=0) for one in given]))
 
     _changed(patch, Leader, "report", report)
 
@@ -315,6 +316,27 @@ def a_leader_that_was_replaced_advances_the_checkpoint(patch: pytest.MonkeyPatch
         return _without(original(view, record, **kwargs), lambda c: c.key == view.keys.primary(0))
 
     _changed(patch, transactions, "advance_checkpoint", advance)
+
+
+@plant
+def the_final_manifest_is_written_before_the_pointer(patch: pytest.MonkeyPatch) -> None:
+    def stage(original: Any, self: Store, manifest: Any) -> None:
+        original(self, manifest)
+        self.finish(manifest.name)
+
+    _changed(patch, Store, "stage", stage)
+
+
+@plant
+def a_checkpoint_is_given_up_before_a_later_epoch_commits(patch: pytest.MonkeyPatch) -> None:
+    def give_up(original: Any, self: Collected, view: JobView) -> Any:
+        later = copy.copy(view)
+        if view.epoch is not None:
+            record = msgspec.structs.replace(view.epoch.record, epoch=view.epoch.record.epoch + 1)
+            later.epoch = type(view.epoch)(record, view.epoch.create_revision, view.epoch.mod_revision)
+        return original(self, later)
+
+    _changed(patch, Collected, "give_up", give_up)
 
 
 def _puts(op: object, key: str) -> bool:
@@ -478,6 +500,14 @@ def an_eviction_is_not_fenced_by_the_primary(patch: pytest.MonkeyPatch) -> None:
 
 
 @plant
+def an_admission_does_not_compare_that_the_candidate_is_not_gone(patch: pytest.MonkeyPatch) -> None:
+    def admit(original: Any, view: Any, task: int, **kwargs: Any) -> Txn:
+        return _without(original(view, task, **kwargs), lambda c: c.key == view.keys.gone(kwargs["candidate"]))
+
+    _changed(patch, transactions, "admit", admit)
+
+
+@plant
 def member_keys_hang_on_leases(patch: pytest.MonkeyPatch) -> None:
     def admit(original: Any, view: Any, task: int, **kwargs: Any) -> Txn:
         txn: Txn = original(view, task, **kwargs)
@@ -536,6 +566,23 @@ def a_take_over_does_not_compare_the_primary_it_replaces(patch: pytest.MonkeyPat
         return _without(original(view, task, *args, **kwargs), lambda c: c.key == view.keys.primary(task))
 
     _changed(patch, transactions, "take_over", take_over)
+
+
+@plant
+def a_take_over_does_not_compare_its_own_member_key(patch: pytest.MonkeyPatch) -> None:
+    def take_over(original: Any, view: Any, task: int, node: str, *args: Any, **kwargs: Any) -> Txn:
+        return _without(original(view, task, node, *args, **kwargs), lambda c: c.key == view.keys.member(task, node))
+
+    _changed(patch, transactions, "take_over", take_over)
+
+
+@plant
+def members_that_are_gone_count_as_heirs(patch: pytest.MonkeyPatch) -> None:
+    def succession(original: Any, view: Any, task: int, me: str, *, suspects: Any, gone: Any, **rest: Any) -> Any:
+        suspects = set(suspects) - (set(gone) - {view.primary_node(task)})
+        return original(view, task, me, suspects=suspects, gone=gone, **rest)
+
+    _changed(patch, takeovers, "succession", succession)
 
 
 @plant

@@ -118,7 +118,7 @@ class Fault:
     count: int  # the how-manyth of those moments
     at_s: float
     lasts_s: float
-    target: str  # "who", "leader", "talker", "primary", "member", "any"
+    target: str  # "who", "peer", "leader", "talker", "primary", "member", "any"
     again: bool  # a dead node is replaced, by one of the same name; of some others: it is of all nodes
     told_s: float | None  # when a launcher says that it is gone; None: never
     until: str = ""  # the moment at which what is held back goes on, where that comes before `lasts_s`
@@ -576,6 +576,35 @@ def _newer_checkpoint(rng: random.Random) -> list[Fault]:
     slow.kind, slow.again, slow.lasts_s, slow.at_s = "place slow", True, rng.choice((1.0, 3.0)), 0.0
     massacre.moment, massacre.at_s, massacre.told_s, massacre.then = "", 0.0, 0.0, None
     late.then, slow.then = slow, massacre
+    return [late]
+
+
+def draw_around_members(rng: random.Random) -> list[Fault]:
+    """What is added where members change while a write that rests on them is on its way."""
+    return rng.choice((_late_takeover, _gone_candidate))(rng)
+
+
+def _late_takeover(rng: random.Random) -> list[Fault]:
+    """A primary is frozen until a member decides to take over. Then it goes on, and evicts that member since others
+    join, before the takeover arrives."""
+    frozen, late = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    frozen.kind, frozen.target, frozen.lasts_s, frozen.wakes = "freeze", "primary", 4.5, "sending takeover"
+    frozen.moment, frozen.count, frozen.then = rng.choice(("after commit", "after admit", "point compose")), 1, None
+    _hold_back(late, rng, "sending takeover")
+    late.until, late.count, late.lasts_s = "", 1, rng.uniform(1.0, 4.0)
+    joins = [draw_one(rng, follows=True) for _ in range(rng.choice((1, 2, 3)))]
+    for join, before in zip(joins, (late, *joins), strict=False):
+        join.kind, join.until, join.at_s, join.then, before.then = "join", "", 0.01 * rng.random(), None, join
+    return [frozen, late]
+
+
+def _gone_candidate(rng: random.Random) -> list[Fault]:
+    """A candidate dies while its admission is on the way, which arrives once the candidate was declared gone."""
+    late, crash = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    _hold_back(late, rng, "sending admit")
+    late.until, late.count, late.lasts_s = "after gone", rng.choice((1, 1, 2, 3)), 1.5
+    crash.kind, crash.target, crash.at_s, crash.told_s = "crash", "peer", 0.0, rng.choice((0.0, 0.05))
+    crash.then, late.then = None, crash
     return [late]
 
 

@@ -71,6 +71,8 @@ class Faults:
         task = self._rng.randrange(world.workload.tasks)
         if fault.target == "who":
             name = who
+        elif fault.target == "peer":
+            name = self._peer
         elif fault.target == "leader":
             name = view.primary_node(0) or ""
         elif fault.target == "talker":

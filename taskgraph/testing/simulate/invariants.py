@@ -6,9 +6,10 @@ decide nothing and change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from taskgraph.graph.values import decode
 from taskgraph.protocol.assignment import Wish
@@ -128,7 +129,7 @@ class Invariants:
         view.apply(revision, events)
         for event in events:
             if event.kind == "put":
-                self._check_put(event.kv, before)
+                self._check_put(event.kv, before, gone_before)
             elif event.kv.key.endswith("/primary"):
                 raise Violation(f"{event.kv.key} was deleted")
         written = {event.kv.key for event in events if event.kind == "put"}
@@ -172,7 +173,7 @@ class Invariants:
         if node in self._registered:  # else it never was one of them: it cannot know what was said, and has nothing
             self._over.add(node)
 
-    def _check_put(self, kv: KeyValue, before: Mapping[int, object]) -> None:
+    def _check_put(self, kv: KeyValue, before: Mapping[int, object], gone: Container[str]) -> None:
         keys = self.view.keys
         if kv.lease and not kv.key.startswith(keys.nodes):
             raise Violation(f"{kv.key} hangs on a lease")
@@ -191,14 +192,17 @@ class Invariants:
             primary = self.view.primary_node(task)
             if writer != primary:
                 raise Violation(f"task {task}: {kv.key} was written by {writer}, its primary is {primary}")
+            member = parts[-1]
+            if member != writer and member in gone and MemberRecord.from_bytes(kv.value).until is None:
+                raise Violation(f"task {task}: {member} was admitted, although it is gone")
 
     def _moved(self, at: EpochRecord, now: EpochRecord, written: set[str], held: Mapping[int, list[str]]) -> None:
         """The epoch's key was written: a commit, a restart, or an announced roll-back, and nothing else."""
         several = now.epoch - at.epoch
-        if 1 <= several <= 1 + self._ahead and now == replace(at, epoch=now.epoch, writer=now.writer):
+        if 1 <= several <= 1 + self._ahead and now == structs.replace(at, epoch=now.epoch, writer=now.writer):
             for epoch in range(at.epoch, now.epoch):
                 self._committed(Stamp(at.attempt, epoch))
-        elif now == replace(at, attempt=at.attempt + 1, writer=now.writer):
+        elif now == structs.replace(at, attempt=at.attempt + 1, writer=now.writer):
             pass  # a restart
         elif now.epoch < at.epoch:
             self._rolled_back(at, now, written, held)
@@ -209,7 +213,9 @@ class Invariants:
         """To a checkpoint, with the next attempt, which begins a lineage; and only since something was lost."""
         view = self.view
         attempt = at.attempt + 1
-        if now != replace(at, epoch=now.epoch, attempt=attempt, lineage=attempt, base=now.epoch, writer=now.writer):
+        if now != structs.replace(
+            at, epoch=now.epoch, attempt=attempt, lineage=attempt, base=now.epoch, writer=now.writer
+        ):
             raise Violation(f"a roll-back went from {at} to {now}")
         if view.checkpoint is None or view.keys.checkpoint not in written:
             raise Violation(f"the epoch went back from {at} to {now}, and to no checkpoint")
@@ -257,6 +263,11 @@ class Invariants:
             if self._state(files[task]) != self.states[record.epoch][task]:
                 raise Violation(f"{record}: the file of task {task} has another state than was committed")
         self._checkpoints[record.name] = record.epoch
+
+    def is_of_last_commit(self, boundary: Stamp) -> bool:
+        """Whether the boundary was committed last, and is not undone."""
+        at = self.view.epoch.record if self.view.epoch is not None else None
+        return at is not None and at.epoch == boundary.epoch and self._made.get(at.epoch) == boundary.attempt
 
     def _check_from_nothing(self, task: int, held: list[str]) -> None:
         """A task has a primary that held nothing of it."""

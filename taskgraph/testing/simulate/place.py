@@ -25,13 +25,19 @@ class SimPlace:
 
     Args:
         moment: told of what was done to the files, and by which node.
+        writes: told of what a node writes.
         removes: told of what a node removes.
     """
 
     def __init__(
-        self, rng: random.Random, moment: Callable[[str, str], None], removes: Callable[[str, str], None]
+        self,
+        rng: random.Random,
+        moment: Callable[[str, str], None],
+        writes: Callable[[str, str], None],
+        removes: Callable[[str, str], None],
     ) -> None:
         self.moment = moment
+        self.writes = writes
         self.removes = removes
         self._files: dict[str, memoryview] = {}
         self._rng = rng
@@ -153,6 +159,7 @@ class NodePlace:
         data = b"".join(bytes(part) for part in parts)
         if self.full:
             raise OSError(errno.ENOSPC, "no space left", path)
+        self._place.writes(path, self._node)
         self._place.put(path, data)
 
     def read(self, path: str, limit_bytes: int) -> memoryview:

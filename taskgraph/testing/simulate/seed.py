@@ -33,6 +33,7 @@ from taskgraph.testing.simulate.drawing import (
     draw_again,
     draw_around_checkpoints,
     draw_around_forgetting,
+    draw_around_members,
     draw_around_race,
     draw_at_the_end,
     draw_between_steps,
@@ -86,6 +87,9 @@ CALLED_GONE = 0.1
 
 POWER_LOSSES = 0.1
 """Share of the seeds in which all nodes of a host die at once."""
+
+MEMBERS = 0.1
+"""Share of the seeds in which members change while a write that rests on them is on its way."""
 
 LEAVING = 0.15
 """Share of the seeds in which nodes are left to end by themselves, and tasks have a `teardown`."""
@@ -378,6 +382,10 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     if (powers := random.Random(f"power of {outcome.seed}")).random() < POWER_LOSSES:
         faults.add(draw_power_losses(powers))
         outcome.described += ", hosts that die"
+    if workload.backups and (members := random.Random(f"members of {outcome.seed}")).random() < MEMBERS:
+        world.compute_s = members.choice((0.1, 0.3))  # else most jobs end before the failures meet
+        faults.add(draw_around_members(members))
+        outcome.described += ", members that change meanwhile"
     if keeping and (lists := random.Random(f"listings of {outcome.seed}")).random() < LAGGING:
         world.place.lags(lists, lists.choice((0.05, 0.5, 3.0)))
         outcome.described += ", a place that lists late"

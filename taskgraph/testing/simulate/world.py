@@ -15,7 +15,7 @@ from typing import Protocol
 from unittest import mock
 
 import taskgraph as tg
-from taskgraph.checkpoint.manifest import Origin
+from taskgraph.checkpoint.manifest import Name, Origin
 from taskgraph.checkpoint.store import Store
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, TaskGraphError, Unavailable
@@ -30,7 +30,7 @@ from taskgraph.observe.status import TaskResult
 from taskgraph.protocol import transactions
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyEvent, Put, Txn
-from taskgraph.protocol.messages import Encoded
+from taskgraph.protocol.messages import Encoded, Stamp
 from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
 from taskgraph.testing.simulate.client import SimCoordinator
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
@@ -126,8 +126,12 @@ class World:
         self.pace = pace or Pace.none()
         self.pace.starving.told = self._comes_last
         self.place = SimPlace(
-            random.Random(keeps.getrandbits(64)), lambda name, node: self.moment(name, node), self._check_removal
+            random.Random(keeps.getrandbits(64)),
+            lambda name, node: self.moment(name, node),
+            self._check_manifest,
+            self._check_removal,
         )
+        self._pointed_to: set[str] = set()  # checkpoints that the pointer has named at any time
         self.failed: asyncio.Future[None] = loop.create_future()
         speed = rng.choice((0.0003, 0.001, 0.001, 0.005))
         self.compute_s = rng.choice((0.0, 0.002, 0.01, 0.03, 0.1))
@@ -512,7 +516,8 @@ class World:
         puts = [(op.key, op.value) for op in txn.success if isinstance(op, Put)]
         kind = kind_of(self.invariants.view, puts) if puts else ""
         if kind:
-            self.moment(f"{when} {kind}", process.name)
+            member = puts[0][0].rpartition("/")[2] if kind in ("admit", "evict") else ""
+            self.moment(f"{when} {kind}", process.name, member)
 
     def _wrote(self, revision: int, events: tuple[KeyEvent, ...]) -> None:
         if self._over:
@@ -541,6 +546,8 @@ class World:
                 self.invariants.wrote(revision, events)
             self._check_run(events)
             self.invariants.check_told()
+            if self.invariants.view.checkpoint is not None:
+                self._pointed_to.add(self.invariants.view.checkpoint.record.name)
         except Violation as error:
             self.violated(error)
         self.etcd.wake()
@@ -561,11 +568,24 @@ class World:
                 if late_s > 1e-6 + self.pace.clocks.drift * self.settings.lease_ttl_s:
                     raise Violation(f"{known.id} counts on its lease for {late_s:.3f} s after it expired")
 
+    def _check_manifest(self, path: str, node_id: str) -> None:
+        """The final manifest follows the pointer: a resumed job believes it."""
+        *_, name, file = path.split("/")
+        if file == "manifest.json" and name not in self._pointed_to:
+            self.violated(Violation(f"{node_id} writes {path}, and the pointer never named that checkpoint"))
+
     def _check_removal(self, path: str, node_id: str) -> None:
-        """Whatever a node may be behind with, the newest checkpoint stays."""
-        pointer = self.invariants.view.checkpoint
-        if pointer is not None and f"/{pointer.record.name}/" in f"{path}/":
+        """Whatever a node may be behind with, two checkpoints stay: the newest, and one of the last commit, which may
+        still become the newest."""
+        view, names = self.invariants.view, {part: Name.parse(part) for part in path.split("/")}
+        pointer = view.checkpoint.record.name if view.checkpoint is not None else ""
+        if pointer in names:
             self.violated(Violation(f"{node_id} removes {path}, of the newest checkpoint"))
+        for text, name in names.items():
+            if name is None or name.run != self.spec.run[:8] or text in self._pointed_to:
+                continue
+            if self.invariants.is_of_last_commit(Stamp(name.attempt, name.epoch)):
+                self.violated(Violation(f"{node_id} removes {path}, which may still become a checkpoint"))
 
     def _check_absence(self, events: tuple[KeyEvent, ...]) -> None:
         """Who is gone without a launcher's word has had no key for long enough."""
