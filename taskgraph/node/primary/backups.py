@@ -1,12 +1,14 @@
 """A primary's care for its task's other replicas: offer boundaries, admit candidates, evict members.
 
-One coroutine tends each other node, from the first offer to the eviction. What must be acknowledged, and when a
-write may be sent, is decided by `protocol.insync.InSync`.
+    wished for ──► candidate ──► member ──► evicted ──► released
+                    offered       acknowledges each pending boundary
 
-A pending boundary is offered to members from where it is made, and their acknowledgements are taken where they arrive:
-so it goes in all epochs in which nothing happens. Small ones of a task that works ahead of the commit are gathered, and
-offered in one message, early enough to be held and reported when the leader commits again. Whatever does not succeed
-like that is left to the tenders.
+One coroutine tends each other node, from the first offer to the eviction. `protocol.insync.InSync` decides which
+acknowledgements a boundary needs, and when a write may be sent.
+
+In epochs without incidents no coroutine takes part: a pending boundary is offered where it is made, and
+acknowledgements are taken where they arrive. Small boundaries of a task that works ahead of the commit are gathered and
+offered in one message, in time for the leader's next commit. The tenders repeat whatever fails.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ __all__ = ["Backups"]
 Key = tuple[int, int, int]
 
 _UNTAKEN_S = 1.0
-"""What a node cannot take, mostly for want of memory, it is offered again so much later: it is sent whole each time."""
+"""Pause before a boundary that a node had no memory for is offered again: each offer sends all of it."""
 
 
 class Backups:
-    """The in-sync set of one task, as its primary works on it for one term.
+    """The in-sync set of one task, maintained by its primary for one term.
 
     Args:
         epoch: number of the committed boundary, as the takeover read it.
@@ -63,35 +65,35 @@ class Backups:
         self._tidying: set[str] = set()
         self._invitations = 0
         self._group: asyncio.TaskGroup | None = None
-        self._watching: list[asyncio.Future[None]] = []  # dones that wait for something about the set to change
+        self._watching: list[asyncio.Future[None]] = []  # waits for the next change of the set
         self._poked = False
-        self._blocked: dict[Key, Callable[[], str]] = {}  # boundaries that a done waits for -> what is lacking
+        self._blocked: dict[Key, Callable[[], str]] = {}  # boundaries that are waited for -> what is lacking
         self.gathered = Gathered(node, self._offer_all)
-        """Pending ones that nobody was offered yet."""
+        """Pending boundaries that were not offered yet."""
 
     @property
     def blocked(self) -> str:
-        """What the earliest done waits for that waits, for `status`. What is gathered waits for nobody."""
+        """Names what the earliest pending boundary waits for, for `status`; nobody waits for gathered ones."""
         waits = self._blocked.keys() - self.gathered.boundaries.keys()
         return self._blocked[min(waits)]() if waits else ""
 
     @property
     def settled(self) -> bool:
-        """Whether there is nothing about the set to wait for but acknowledgements, which may be left to come."""
+        """True if the set waits for nothing but acknowledgements."""
         members = len(self._idle())
         return self._insync.all_members(members) and 1 + members >= self._node.settings.min_in_sync
 
     def _idle(self) -> list[Tender]:
-        """Those with nothing to do. Where there are no other nodes, and all are members, it is offered without them."""
+        """Tenders without work. If all other nodes are idle members, boundaries are offered without tenders."""
         return [tender for tender in self._tenders.values() if tender.idle]
 
     # -- boundaries -------------------------------------------------------------------------------
 
     def committed(self, boundary: Boundary, *, goes_on: bool = False) -> None:
-        """`boundary` is the committed one, here at the start of the term or read since.
+        """`boundary` is the committed one: at the start of the term, or after a commit.
 
         Args:
-            goes_on: so does the attempt that it was made in: what is made from now on may be gathered for the next one.
+            goes_on: its attempt goes on, so that later boundaries may be gathered.
         """
         epoch = self._committed_epoch = boundary.stamp.epoch
         for key in tuple(self._boundaries):
@@ -101,33 +103,33 @@ class Backups:
         self._insync.keep_from(epoch)
         self.gathered.committed(goes_on=goes_on)
         if not self._insync.add(boundary.key):
-            return  # there is nobody to tell
+            return  # no other nodes
         self._withdraw_history()
         if not self._insync.all_members(len(self._idle())):
             self._poke()
 
     def rolled_back(self, boundary: Boundary) -> None:
-        """The job went back to a checkpoint: `boundary` is the committed one, all others were undone."""
+        """The job went back to a checkpoint: `boundary` is the committed one, all others are undone."""
         self._boundaries = {}
         self.gathered.clear()
         self._insync.forget_boundaries()
         self.committed(boundary)
 
     def drop_pending(self) -> None:
-        """The attempt the pending boundaries were made in is over."""
+        """The attempt of the pending boundaries is over."""
         self.gathered.clear()
         self._insync.drop_pending(self._committed_epoch)
         self._boundaries = {k: b for k, b in self._boundaries.items() if k[0] <= self._committed_epoch}
         self._withdraw_history()
 
     def pending(self, boundary: Boundary, *, gathers: bool) -> bool:
-        """A snapshot was made: every member must hold it before the task is done.
+        """Offers a new snapshot: every member must acknowledge it before the task reports.
 
         Args:
-            gathers: the task goes on meanwhile, and calls `flush` where it does not any more: it may be offered later.
+            gathers: the task goes on meanwhile, and calls `flush` when it does not: the offer may come later.
 
         Returns:
-            Whether there is something to wait for (see `held`): another node, or a wish for more of them.
+            True if there is something to wait for (see `held`): another node, or a wish for more nodes.
         """
         key = boundary.key
         self._boundaries[key] = boundary
@@ -141,16 +143,16 @@ class Backups:
         return True
 
     def _offer_all(self, boundaries: list[Boundary]) -> None:
-        """Offers them to all members, where that takes no waiting."""
+        """Offers boundaries to all members, as far as that needs no waiting."""
         idle, offered = self._idle(), False
         try:
             offered = self._insync.all_members(len(idle)) and all(self._offer_now(each, boundaries) for each in idle)
         finally:
             if not offered:
-                self._poke()  # it is left to the tenders, also where something raised
+                self._poke()  # the tenders take over, also after an error
 
     def _offer_now(self, tender: Tender, boundaries: list[Boundary]) -> bool:
-        """Offers a member pending boundaries, where that takes no waiting."""
+        """Offers a member pending boundaries, as far as that needs no waiting."""
         message = message_of(boundaries, self._task, self._term, tender.invitation)
         began = self._node.tracing.on and clock()
         reply = self._node.router.begin_at(tender.node, message)
@@ -162,7 +164,7 @@ class Backups:
         return True
 
     def _answered(self, tender: Tender, boundaries: list[Boundary], began: int, reply: asyncio.Future[Reply]) -> None:
-        """What is not accepted, the tender offers again."""
+        """Takes the answer to such an offer; the tender repeats one that was not accepted."""
         offered = tender.offered
         answered = [boundary for boundary in boundaries if offered.get(boundary.key) is reply]
         if not answered:
@@ -182,7 +184,7 @@ class Backups:
             self._poke()
 
     def _withdraw_history(self) -> None:
-        """Nobody needs to hear any more of offers of what is history, or was never committed."""
+        """Withdraws offers of boundaries that are history, or were never committed."""
         current = set(self._insync.current)
         for tender in self._tenders.values():
             if offered := tender.offered:
@@ -191,14 +193,14 @@ class Backups:
                     reply.cancel()
 
     def acknowledged(self, key: Key) -> bool:
-        """Whether everybody has whose acknowledgement that boundary needs."""
+        """True if all nodes have acknowledged whose acknowledgement that boundary needs."""
         return not self._insync.waits_for(key)
 
     async def held(self, key: Key, *, admit_wait_s: float) -> None:
-        """Returns when every member holds the boundary, and enough of them.
+        """Returns when every member holds the boundary, and there are enough members.
 
         Args:
-            admit_wait_s: how long to wait for the backups wished for to become members, too.
+            admit_wait_s: how long to wait for wished-for backups to become members, too.
         """
         need, insync = self._node.settings.min_in_sync, self._insync
         deadline = self._node.now() + admit_wait_s if admit_wait_s else 0.0
@@ -226,13 +228,13 @@ class Backups:
             self._blocked.pop(key, None)
 
     def _change(self) -> asyncio.Future[None]:
-        """Is done when something about the set changed."""
+        """A future that is done at the next change of the set."""
         change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watching.append(change)
         return change
 
     def _changed(self) -> None:
-        """Something about the set did: waits look again."""
+        """The set changed: waits look again."""
         if self._watching:
             watching, self._watching = self._watching, []
             for change in watching:
@@ -243,7 +245,7 @@ class Backups:
         return f"{what} {', '.join(map(self._named, nodes))}"
 
     def _named(self, node: str) -> str:
-        """And why it cannot take what it is offered, where it said so: nobody else would tell what is waited for."""
+        """A node's name, with its reason for taking no boundary, if it gave one."""
         refused = tender.refused if (tender := self._tenders.get(node)) is not None else ""
         return f"{name_of(node)} (it refuses: {refused})" if refused else name_of(node)
 
@@ -251,13 +253,13 @@ class Backups:
         return f"{need - self._insync.holders(key)} more in-sync replicas (min_in_sync={need})"
 
     def _awaited(self, deadline: float) -> dict[str, float]:
-        """Who is to become a member before the epoch is done, and until when that is waited for.
+        """Nodes that should become members before the epoch finishes, with the deadline for each.
 
         Args:
-            deadline: until then, for whoever is wished for.
+            deadline: for nodes that are wished for.
         """
         found = dict.fromkeys(self._invitable(), deadline)
-        # Who takes longer to be told of a boundary than an epoch takes would never hold all there are.
+        # A node that needs longer per boundary than an epoch takes would never have them all.
         for node in self._insync.candidates():
             if (tender := self._tenders.get(node)) is not None:
                 found[node] = max(found.get(node, 0.0), tender.caught_up_by)
@@ -266,14 +268,14 @@ class Backups:
 
     @property
     def in_sync(self) -> int:
-        """Members, the primary included."""
+        """The number of members, the primary included."""
         return 1 + len(self._insync.members())
 
     # -- tending ----------------------------------------------------------------------------------
 
     @property
     def tended(self) -> list[str]:
-        """Nodes that it has to do with, also before etcd knows of that, and after."""
+        """Nodes with a tender, also before and after etcd shows them as members."""
         return list(self._tenders)
 
     async def run(self) -> None:
@@ -283,7 +285,7 @@ class Backups:
             stop = self._node.keeper.on_change(self._look, structure=True)
             try:
                 self._look()
-                await asyncio.Event().wait()  # until the term ends; every tender says what it waits for
+                await asyncio.Event().wait()  # until the term ends; the tenders do the work
             finally:
                 stop()
                 self.gathered.clear()
@@ -292,7 +294,7 @@ class Backups:
                     tender.withdraw()
 
     def _poke(self) -> None:
-        """Something about the set changed that the view does not show: looked at once, after the caller is through."""
+        """Looks again, after the caller is through: something changed that the view does not show."""
         self._changed()
         if self._group is not None and not self._poked:
             self._poked = True
@@ -303,7 +305,7 @@ class Backups:
         self._look()
 
     def _wished(self) -> list[str]:
-        """Other nodes that placement wants to hold this task, the dead included until it is computed anew."""
+        """Other nodes that placement wants to hold this task; dead ones, too, until placement is computed again."""
         wish = self._node.wish(self._task)
         if wish is None:
             return []
@@ -311,17 +313,17 @@ class Backups:
         return [node for node in nodes if node != self._node.id]
 
     def _living(self) -> set[str]:
-        """Nodes that are registered, and not suspected."""
+        """Registered nodes without a suspicion."""
         return self._node.keeper.view.nodes.keys() - self._node.suspects
 
     def _invitable(self) -> list[str]:
-        """Whoever is wished for and lives."""
+        """Living nodes that placement wishes for."""
         living = self._living()
         return [node for node in self._wished() if node in living]
 
     def _look(self) -> None:
-        """The view or a suspicion changed: invite whom placement wishes for, tend whoever is there."""
-        self.gathered.flush()  # somebody comes or goes: the next commit is not to wait for more than that
+        """Follows a change of the view or of a suspicion: invites wished-for nodes, tends all."""
+        self.gathered.flush()  # nodes come or go: the next commit should wait for nothing else
         self._changed()
         for tender in self._tenders.values():
             tender.look()
@@ -343,11 +345,11 @@ class Backups:
                 self._group.create_task(self._tidy(node), name=f"tidy {self._task} on {node}")
 
     def _unwanted(self, node: str) -> bool:
-        """Dead, or not wished for any more while everyone who is wished for is a member, and lives.
+        """True for a dead node; also for one that is not wished for, once all wished-for nodes are living members.
 
-        Of a candidate it is enough that there are as many members. When nodes join one after the other the wishes
-        change while replicas are set up, and each that is admitted to be evicted is a copy and two writes for nothing.
-        Where members are lacking, whoever is ready first is welcome.
+        A candidate is unwanted as soon as there are members enough: wishes change while replicas are set up, and
+        admitting a
+        node only to evict it costs a copy and two writes. If members are lacking, the first that is ready is admitted.
         """
         if node in self._node.suspects:
             return True
@@ -362,7 +364,7 @@ class Backups:
         return insync.fulfilled(wished, living)
 
     async def _tend(self, tender: Tender) -> None:
-        """Everything about one other node, one step after another, and its release at the end."""
+        """Does everything about one other node, step by step, and releases it at the end."""
         backoff, node = Backoff(), tender.node
         await self._keep_in_sync(tender, backoff)
         tender.withdraw()
@@ -375,7 +377,7 @@ class Backups:
                 await backoff.pause()
 
     def _tended(self, tender: Tender, _: object) -> None:
-        """Who was invited again meanwhile is tended anew."""
+        """A tender ended; a node that was invited again meanwhile gets a new one."""
         del self._tenders[tender.node]
         self._poke()
 
@@ -388,7 +390,7 @@ class Backups:
                     self._changed()
                     return
                 await self._node.while_paused()
-                if self._unwanted(node):  # a pause may have been the reason
+                if self._unwanted(node):  # it may be wanted again after a pause
                     await self._evict(tender, backoff)
                 continue
             missing = self._to_offer(tender)
@@ -404,24 +406,25 @@ class Backups:
                     tender.idle = False
 
     def _to_offer(self, tender: Tender) -> Key | None:
-        """The first boundary that it has yet to acknowledge and that is not on its way to it."""
+        """The first boundary that the node has not acknowledged and is not receiving."""
         offered, gathered = tender.offered, self.gathered.boundaries
         missing = self._insync.missing(tender.node)
         return next((key for key in missing if key not in offered and key not in gathered), None)
 
     def _admissible(self, node: str) -> bool:
-        """Whether the admitting write may be sent. Where its key just vanished, that is waited for."""
+        """True if the admitting write may be sent; waits for a key that just vanished."""
         return node in self._node.keeper.view.nodes and self._insync.may_admit(node)
 
     def _when(self, tender: Tender, something: Callable[[], bool]) -> asyncio.Future[None]:
-        """A future that is done when there is something to do about a node; cancel it when it is not needed."""
+        """A future that is done when a node needs attention; cancel it when it is not needed."""
         return tender.until(lambda: something() or self._unwanted(tender.node))
 
     async def _offer(self, tender: Tender, key: Key, backoff: Backoff, *, candidate: bool) -> None:
-        """Offers one boundary; a lost peer is offered again until it is known to be dead.
+        """Offers one boundary, again and again, until the node has it or is known to be dead.
 
-        A member has no time limit: a large boundary takes as long as the network needs for it, and would begin anew. A
-        peer that is frozen or dead is told by its lease, its port or its broken connection.
+        An offer to a member has no timeout: a large boundary takes as long as the network needs, and would begin again.
+        The
+        lease, the port or the broken connection shows that a peer is dead.
         """
         node = tender.node
         boundary = self._boundaries.get(key)
@@ -435,7 +438,7 @@ class Backups:
         began = self._node.tracing.on and clock()
 
         def moot() -> bool:
-            # A candidate's is not given up when an epoch commits: what takes longer than one would never be over.
+            # An offer to a candidate survives commits: one that takes longer than an epoch would never end.
             return not candidate and key not in self._insync.missing(node)
 
         dead = self._when(tender, moot)
@@ -466,7 +469,7 @@ class Backups:
             await backoff.pause()
 
     def _trace_offer(self, began: int, node: str, boundaries: list[Boundary]) -> None:
-        """One span, of the first whose epoch is looked at, however many were in the message."""
+        """Traces a message as one span, of the first traced epoch in it."""
         tracing = self._node.tracing
         size = sum(boundary.value.size_bytes for boundary in boundaries)
         for boundary in boundaries:
@@ -496,7 +499,7 @@ class Backups:
         revision = await self._node.transact(txn, key=view.keys.member(self._task, node), writer=writer)
         self._insync.admitted(node, revision is not None)
         self._poke()
-        begins = self._committed_epoch == 0  # that is one event, not two for every task
+        begins = self._committed_epoch == 0  # one event for the job, not two for each task
         what = f"{name_of(node)} has a backup now"
         await self._after_write(revision, backoff, "admitted", node, what, transient=begins)
 
@@ -521,16 +524,16 @@ class Backups:
             member=node,
             writer=writer,
         )
-        told = self._insync.place(node) is Place.MARKED  # by the primary of the term that marked it
+        told = self._insync.place(node) is Place.MARKED  # by the primary that marked it
         self._insync.evicting(node)
         revision = await self._node.transact(txn, key=key, writer=writer)
         self._evicted(tender, revision is not None)
-        ended = not self._node.keeper.view.running  # and so nodes leave: no news
+        ended = not self._node.keeper.view.running  # nodes leave at the end of a job: no event
         what = f"{name_of(node)} is no longer in sync"
         await self._after_write(revision, backoff, "evicted", node, what, transient=ended or told)
 
     def _evicted(self, tender: Tender, written: bool) -> None:
-        """It is known whether the evicting write happened: who is invited again acknowledges everything anew."""
+        """The outcome of the evicting write is known: under a new invitation the node acknowledges everything again."""
         self._insync.evicted(tender.node, written)
         if written:
             tender.withdraw()
@@ -539,7 +542,7 @@ class Backups:
     async def _after_write(
         self, revision: int | None, backoff: Backoff, kind: str, node: str, what: str, *, transient: bool
     ) -> None:
-        """A change of the set is written, and told; or it was refused, and the view is read again."""
+        """Emits the change of the set, or reads the view again if it was refused."""
         keeper = self._node.keeper
         if revision is None:
             await keeper.refresh()
@@ -558,7 +561,7 @@ class Backups:
         await keeper.caught_up(revision)
 
     async def _tidy(self, node: str) -> None:
-        """Deletes the key of a member that was evicted before the committed boundary, and is gone."""
+        """Deletes the key of a gone member that was evicted before the committed boundary."""
         try:
             await self._node.while_paused()
             view = self._node.keeper.view

@@ -1,7 +1,7 @@
-"""The leader's role: task 0's primary collects reports and commits, restarts or fails the epoch.
+"""The leader: task 0's primary collects reports, and commits, restarts or fails the epoch.
 
-What to do is decided by `protocol.commit.Leader`; this module feeds it, writes its transactions, and looks into
-epochs that stand still or do not add up.
+`protocol.commit.Leader` decides. This module feeds it with reports, writes its transactions, and examines epochs that
+stand still or whose sums do not agree.
 """
 
 from __future__ import annotations
@@ -45,41 +45,41 @@ if TYPE_CHECKING:
 __all__ = ["LeaderRole", "within_reach"]
 
 _TIMER_S = 1e-3
-"""Event loops may call as much too early what was to be called later."""
+"""Event loops may run a timer this much too early."""
 _ASK_S = 1.0
-"""Who does not say what it waits for within this time is named, and the next time waited for twice as long."""
+"""Timeout for a primary's answer to "what do you wait for?". It doubles after each timeout, and status names the
+primary."""
 _SETTLE_S = 0.5
-"""Idle tasks with unequal sums are taken as diverged when no report came for this long: by far longer than a report
-that is under way needs, far shorter than a person waits."""
+"""Idle tasks with unequal sums count as diverged after this time without a report. Reports take far less."""
 _REST_S = 25e-6
-"""For each entry of the ledgers that were asked for, until they are asked for again: of hundreds of tasks that all send
-to all they take a second of a node's time, and may be asked for as long as somebody's handler is at work."""
+"""Pause per ledger entry before ledgers are asked for again. Ledgers of hundreds of all-to-all tasks cost a node a
+second."""
 _RAREST_S = 5.0
 _PART = 1 / 4
-"""Ledgers that told of nothing but what is waited for are asked for again after this part of the time since the last
-news, and after `_RAREST_S` at most: all tasks answer, and handlers may be at work for hours."""
+"""Ledgers that explained everything are asked for again after this share of the time since the last news, at most
+`_RAREST_S`: handlers may be at work for hours."""
 _UNUSUAL = 3
-"""So many times as long as between commits of late: before, what an epoch waits for is shown to who asks, and not told.
-Else each epoch of a job whose epochs are long would be an event."""
+"""An epoch that takes this many times as long as recent ones gets an event; before that only `status` shows its
+waits."""
 _SETUP_S = 10.0
-"""Epoch 0 includes `setup()`, which often takes seconds: a longer wait is reported."""
+"""Epoch 0 includes `setup()`, which often takes seconds, so its event comes later."""
 _SHOWN = 3
-"""Waits, or edges that do not agree, in one line."""
+"""Waits, or edges that do not agree, per line."""
 _REFUSALS = 20
-"""Commits refused in a row, each time with a view that was read again since, a second in all: no lag explains it."""
+"""Commits refused in a row, each with a freshly read view, a second in all: a stale view does not explain that."""
 
 
 class _Look(NamedTuple):
-    """A look at ledgers."""
+    """The last look at ledgers."""
 
     at: float
     entries: int
     explained: tuple[Diverged, tuple[Compare, ...], float] | None
-    """What was concluded from what, if nothing was found but what is waited for."""
+    """The conclusion and its grounds, if the ledgers showed nothing but waits."""
 
 
 class LeaderRole:
-    """Leads the job while its node's primary of task 0 lives."""
+    """Leads the job while this node is task 0's primary."""
 
     def __init__(self, node: NodeServices, primary: Primary) -> None:
         self._node = node
@@ -91,30 +91,30 @@ class LeaderRole:
         self._clock = asyncio.get_running_loop().time
         self._accepted = Accepted(primary.term)
         self._began = self._last_news = self._clock()
-        self._usual_s = 0.0  # between commits: the longest of late
+        self._usual_s = 0.0  # the longest recent time between commits
         self._backoff = Backoff()
         self._waits_told: Stamp | None = None
         self._cycle_found: tuple[Stamp, object] | None = None
-        self._patience: tuple[Stamp | None, float] = (None, _ASK_S)  # for what each primary waits for
+        self._patience: tuple[Stamp | None, float] = (None, _ASK_S)  # timeout for the primaries' answers
         self.waits: tuple[str, ...] = ()
         self._audit_waits: tuple[str, ...] = ()
-        self._looked: _Look | None = None  # at the ledgers of those whose sums are unequal, the last time
-        self._differed: tuple[Stamp, list[str]] | None = None  # what ledgers that were asked for last differed in
+        self._looked: _Look | None = None  # the last look at ledgers with unequal sums
+        self._differed: tuple[Stamp, list[str]] | None = None  # the differences in the last ledgers
         self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
-        """What was read after a commit was refused, and how many times that was the same."""
+        """The view after a refused commit, and how often it was the same."""
         self.checkpointer = Checkpointer(node, primary)
         self._commit_again_at = self._clock()
         self._commit_of = 0  # the revision of `generation` that the last commit rests on
         self._gathering: asyncio.TimerHandle | None = None
-        self._acting = False  # a commit is being written, say
-        self._came = False  # something that may be due came meanwhile
-        self._gathered_by = self._ahead  # as `gather_by` was told last
+        self._acting = False  # a transaction is under way
+        self._came = False  # a report came meanwhile
+        self._gathered_by = self._ahead  # the last argument of `gather_by`
         self._told_thinned = False
         self._committed = 0
-        """The boundary this leader committed last, of which the log has all that was reported before it."""
+        """The boundary this leader committed last; the log has all reports before it."""
 
     def gather_by(self, ahead: int) -> None:
-        """Task 0, whose epochs are as large as others' for all we know, may be so many epochs ahead."""
+        """Task 0 may be this many epochs ahead; its epochs stand for everybody's."""
         self._gathered_by = ahead
         self._leader.gather_by(ahead)
 
@@ -126,7 +126,7 @@ class LeaderRole:
         return taken
 
     def report_now(self, told: Report | Reports) -> Accepted | None:
-        """The same where there is nothing to wait for; else None."""
+        """As `report`, but returns None if the report has to wait."""
         leader, view = self._leader, self._node.keeper.view
         reports = told.reports if isinstance(told, Reports) else (told,)
         if not within_reach(reports[-1].stamp, self._ahead, view):
@@ -143,7 +143,7 @@ class LeaderRole:
         return self._accepted
 
     def lacks_own(self) -> bool:
-        """Whether somebody waits for a commit that lacks nothing but the done of the leader's own task."""
+        """True if a commit lacks only the report of the leader's own task, and somebody waits for it."""
         return self._leader.lacks_task_0()
 
     async def take_restart(self, request: RequestRestart) -> Accepted:
@@ -154,10 +154,10 @@ class LeaderRole:
         return self._accepted
 
     async def rows_before(self, stamp: Stamp, own: Mapping[str, float]) -> Rows:
-        """What the tasks reported in the epoch before that of `stamp`, as soon as all of it is here.
+        """Waits for the numbers that tasks reported in the epoch before `stamp`.
 
         Args:
-            own: what task 0 reported in it.
+            own: the numbers of task 0.
         """
         while (rows := self.rows_now(stamp, own)) is None:
             self._rows.clear()
@@ -165,9 +165,9 @@ class LeaderRole:
         return rows
 
     def rows_now(self, stamp: Stamp, own: Mapping[str, float]) -> Rows | None:
-        """The same where all of it is here; else None.
+        """As `rows_before`, but returns None if some numbers are missing.
 
-        This leader committed it, or has it to commit, or is told by everybody what a leader before it committed.
+        This leader committed that epoch, will commit it, or receives from every task what an earlier leader committed.
         """
         if self._leader.stamp != self._node.keeper.view.stamp:
             self._begin()
@@ -201,7 +201,7 @@ class LeaderRole:
             raise errors.exceptions[0] from None
 
     async def _lead(self) -> None:
-        # A new epoch by itself gives nothing to decide: its reports do, when they are complete.
+        # A new epoch alone decides nothing; its complete reports do.
         stop = self._node.keeper.on_change(self._wake.set, structure=True)
         try:
             while True:
@@ -215,7 +215,7 @@ class LeaderRole:
                         await self._act()
                     finally:
                         self._acting = False
-                    if self._came:  # not before: by what was decided then it would only have been found too early
+                    if self._came:  # not earlier: it would have been judged by the old state
                         self._begin()
                         if self._leader.ready:
                             self._wake_if_due()
@@ -225,7 +225,7 @@ class LeaderRole:
             self._stop_gathering()
 
     async def _look_again(self) -> None:
-        """Nobody says that no report came for a while. Beside the role, which so arms no timer at each wait."""
+        """Wakes the role regularly, since silence announces nothing. A separate task saves a timer per wait."""
         while True:
             await asyncio.sleep(_SETTLE_S)
             self._wake.set()
@@ -265,18 +265,18 @@ class LeaderRole:
                 pass
 
     def _wake_if_due(self) -> None:
-        """Wakes the role, where it would not only wait for more to commit together with what is ready."""
+        """Wakes the role, unless it would only wait for more epochs to commit together."""
         if self._acting:
             self._came = True
         elif self._leader.pressing or not self._may_gather():
             self._wake.set()
 
     def _may_wait(self, commit: Commit) -> bool:
-        """Whether more epochs may come to be committed with these: nobody waits for them, and it is not for long."""
+        """True if a commit may wait a moment for more epochs, because nobody waits for it."""
         return not (commit.finished or commit.awaited or commit.epochs >= self._leader.enough) and self._may_gather()
 
     def _may_gather(self) -> bool:
-        """Whether the last commit is not long ago, nor before a takeover; the role is woken when it is."""
+        """True if the last commit is recent and no takeover came since. The role is woken when that ends."""
         if self._node.keeper.view.generation_revision != self._commit_of:
             return False
         if self._gathering is not None:
@@ -304,7 +304,7 @@ class LeaderRole:
         rows, lineage = {number: self._leader.numbers(number) or {} for number in numbers}, self._lineage()
         generation = view.generation_revision
         writer = node.writer()
-        txn = transactions.commit(  # of the view as it was decided from: it goes on while anything is waited for
+        txn = transactions.commit(  # of the view that was decided from, which may change during awaits
             view,
             primary_revision=self._primary.revision,
             finished=commit.finished,
@@ -331,7 +331,7 @@ class LeaderRole:
         self._commit_again_at = self._clock() + node.gathering.seconds(self._gathered_by)
         self._commit_of = generation
         self._stop_gathering()
-        if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
+        if self._lineage() == lineage:  # else a roll-back undid the commit before its answer came
             for number in numbers:
                 if rows[number]:
                     self._primary.replica.log.add(number, rows[number])
@@ -346,11 +346,11 @@ class LeaderRole:
                 await node.point("committed", 0, number)
         await node.keeper.caught_up(revision)
         self._begin()
-        if self._leader.ready:  # tasks that are ahead have reported it already
+        if self._leader.ready:  # tasks that work ahead have reported already
             self._wake_if_due()
 
     def _look_at_log(self, epoch: int) -> None:
-        """Tells once where there are too many reports. They may also have come to be so when the commit was read."""
+        """Emits an event, once, when reports are thinned."""
         log = self._primary.replica.log
         if self._told_thinned or self._primary.began_thinned or not log.thinned:
             return
@@ -364,19 +364,19 @@ class LeaderRole:
         )
 
     def _tell_committed(self, attempt: int, committed: Mapping[int, Rows], view: JobView) -> None:
-        """Tells of epochs what the tasks reported in them."""
+        """Emits the commit events, with the numbers that tasks reported."""
         node, base = self._node, view.epoch.record.base if view.epoch is not None else 0
         if base in committed:
             holders = {name_of(p.record.node) for p in view.primaries.values()}
             replicas = sum(len(view.in_sync(t)) for t in range(node.job.tasks))
             began = "the job began" if base == 0 else f"the job goes on from the checkpoint of epoch {base}"
             text = f"{began}: {node.job.tasks} tasks on {', '.join(sorted(holders))}; {replicas} replicas in sync"
-            node.events.emit("began", text, epoch=base)  # first, so that it is told in this order
+            node.events.emit("began", text, epoch=base)  # before the other events
         for epoch, rows in committed.items():
             fields: dict[str, float] = {}
             for task in sorted(rows, reverse=True):
                 fields.update(rows[task].items())
-            told = held(fields) if fields else fields  # many may wait to be sent to who follows the job
+            told = held(fields) if fields else fields  # many events may wait for a follower
             node.events.emit(
                 "commit", f"epoch {epoch} committed", epoch=epoch, attempt=attempt, transient=True, fields=told
             )
@@ -403,7 +403,7 @@ class LeaderRole:
                 holder, Seal(stamp, task, version), timeout_s=self._node.settings.call_s, task=task
             )
         except TransportError as error:
-            # Moved on, lost or replaced: its next report, or that of its successor, is sealed again.
+            # The task moved on, died or was replaced: its next report is sealed again.
             self._node.log.debug("task %d is not sealed: %s", task, error)
             return
         if isinstance(reply, Accepted) and reply.term == term:
@@ -434,10 +434,10 @@ class LeaderRole:
     # -- when something is wrong ------------------------------------------------------------------
 
     async def _explain(self, diverged: Diverged) -> None:
-        """Some edge seems not to agree: name what that waits for; or fail the job, and name the edge. Where a primary
-        was replaced, the epoch starts again instead.
+        """Examines an edge whose sums do not agree: names its waits, or fails the job and names the edge. After a
+        takeover it restarts the epoch instead.
 
-        It looks for as long as that is so, and ends with the first news: the leader has better things to do then.
+        Ends with the first report: reports come before explanations.
         """
         stamp, news = self._leader.stamp, self._last_news
         assert stamp is not None
@@ -455,8 +455,8 @@ class LeaderRole:
         explained = (diverged, fence, news) if nothing_but_waits else None
         self._looked = _Look(self._clock(), found.entries, explained)
         if diverged.replaced:
-            # A task at work may just be slow. Or it waits for what a primary that is gone would have sent: then ledgers
-            # differ, and differ still when they are asked for again.
+            # A task at work may just be slow. If it waits for messages of a dead primary, ledgers differ, and still
+            # differ when they are asked for again.
             seen, self._differed = self._differed, (stamp, found.differing)
             if not waits or (found.differing and seen == self._differed):
                 await self._restart(DIFFERENTLY)
@@ -474,7 +474,7 @@ class LeaderRole:
         await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
     def _may_look(self, diverged: Diverged) -> bool:
-        """Whether ledgers may be asked for by now, after the last time."""
+        """True if enough time has passed to ask for ledgers again."""
         if (looked := self._looked) is None:
             return True
         rest_s = looked.entries * _REST_S
@@ -483,12 +483,12 @@ class LeaderRole:
         return self._clock() >= looked.at + rest_s
 
     def _still(self, diverged: Diverged, fence: tuple[Compare, ...], news: float) -> bool:
-        """Whether all that a divergence was concluded from is as it was."""
+        """True if everything a divergence was concluded from is unchanged."""
         decision = self._leader.decide(self._node.keeper.view, settled=True)
         return decision == diverged and self._fences() == fence and self._last_news == news
 
     async def _watch_stalls(self) -> None:
-        """Beside the role: whoever makes an epoch stand still may not answer, and must not delay what comes then."""
+        """Examines stalled epochs beside the role, which must not wait for a task that does not answer."""
         limit_s = self._node.settings.stall_check_s
         while True:
             await asyncio.sleep(max(_SETTLE_S, limit_s - (self._node.now() - self._last_news)))
@@ -497,7 +497,7 @@ class LeaderRole:
                 await self._examine_stall()
 
     async def _examine_stall(self) -> None:
-        """The epoch stands still: a cycle of waits fails the job; anything else is in `status`, and told once."""
+        """Fails the job for a cycle of waits; emits an event, once, for any other stall."""
         stamp = self._leader.stamp
         if stamp is None:
             return
@@ -506,7 +506,7 @@ class LeaderRole:
         if self._leader.stamp != stamp:
             return
         cycle = find_cycle(gathered)
-        # Answers of different tasks are of different moments: only what is found twice stands still.
+        # Tasks answer at different moments: only a cycle that is found twice is real.
         again, self._cycle_found = self._cycle_found == (stamp, cycle), (stamp, cycle)
         if cycle and again:
             error = GraphError(f"epoch {stamp.epoch}: a cycle of waits: {describe_cycle(cycle)}")
@@ -527,7 +527,7 @@ class LeaderRole:
         if self._waits_told != stamp and lines and unusual:
             self._waits_told = stamp
             text = f"epoch {stamp.epoch} waits: {'; '.join(first_of(lines, _SHOWN))}"
-            if len(lines) > _SHOWN and self._node.spec.driver is not None:  # else it runs in one process
+            if len(lines) > _SHOWN and self._node.spec.driver is not None:  # else the job runs in one process
                 text += f"; `taskgraph status {self._node.spec.name} --tasks` shows all"
             self._node.events.emit("waits", text, epoch=stamp.epoch)
 
@@ -557,9 +557,9 @@ class LeaderRole:
             if holder is None:
                 return
             try:
-                async with asyncio.timeout(limit_s):  # not the call's own: who is late can be reached
+                async with asyncio.timeout(limit_s):  # not the call's own timeout: a late node can be reached
                     reply = await self._node.router.to_node(holder, Waits(stamp, task), timeout_s=None)
-            except (TransportError, TimeoutError):  # named as one that does not answer
+            except (TransportError, TimeoutError):  # the text names a node that does not answer
                 self._patience = (stamp, min(2 * limit_s, self._node.settings.call_s))
                 return
             if isinstance(reply, WaitsPage):
@@ -576,11 +576,11 @@ class LeaderRole:
         return (
             Compare(view.keys.primary(0), self._primary.revision),
             Compare(view.keys.epoch, epoch),
-            Compare(view.keys.generation, view.generation_revision),  # what a new primary did is judged anew
+            Compare(view.keys.generation, view.generation_revision),  # a takeover meanwhile needs a new decision
         )
 
 
 def within_reach(stamp: Stamp, ahead: int, view: JobView) -> bool:
-    """Whether the view has come to that stamp, or to an epoch that tasks may be so far ahead of."""
+    """True if the view shows that stamp, or an epoch that tasks may be this far ahead of."""
     at = view.stamp
     return at is not None and (at >= stamp or (at.attempt == stamp.attempt and stamp.epoch <= at.epoch + ahead))

@@ -1,11 +1,11 @@
 """A task's primary for one term: from the boundary it took over, epoch after epoch, to the job's result.
 
-    begin (restore, or first snapshot) ──► attempt ──► snapshot held by all members ──► done reported
+    begin (restore, or first snapshot) ──► attempt ──► all members hold the snapshot ──► report to the leader
                                              ▲                                              │
                                              │ restart: restore            epoch read as committed: on_commit,
-                                             └───────────────────────────── hand over where placement wishes it
+                                             └──────────────────────────── handover if placement wishes for one
 
-Everything here ends when the view shows another primary, or the node pauses for good: the node cancels `run`.
+The term ends when the view shows another primary or the node ends: the node then cancels `run`.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 __all__ = ["Primary"]
 
 _SHORT_S = 1.0
-"""What a node has no memory for is pulled, or sent, again so much later: it may be sent whole each time."""
+"""Pause before a call is repeated that a node had no memory for: each try may send the whole value."""
 _MOST_DOUBLED = 6
-"""It is for so long, doubled with each attempt that ends for it, that the next attempt does so: a minute at most."""
+"""Waits for memory back off exponentially: `_SHORT_S` doubles this often, to a minute."""
 _LEFT_AFTER = 5
-"""After so many attempts of an epoch its task may be left to another node (`shortage.heir_of`)."""
+"""After this many attempts of an epoch, a node without memory may leave its task to another (`shortage.heir_of`)."""
 
 
 class Primary:
-    """One task, one term."""
+    """One task in one term."""
 
     def __init__(self, node: NodeServices, replica: Replica, taken: TakenOver) -> None:
         self.node = node
@@ -63,9 +63,9 @@ class Primary:
         self.term = taken.term
         self.revision = taken.revision
         self.took_over_at = Stamp(taken.attempt, taken.epoch)
-        """What was at work then, in the transaction itself."""
-        # Who was evicted before the committed boundary does not hold it, and must not be evicted again: "until" this
-        # epoch would make it an heir. Backups tidies its key away.
+        """The attempt and epoch at work when the takeover was written."""
+        # A node that was evicted before the committed boundary does not hold it. Evicting it again, "until" this
+        # epoch, would make it an heir. Backups deletes its key.
         others = {n: m for n, (_, m) in taken.members.items() if n != node.id}
         at = EpochRecord(epoch=taken.epoch, attempt=taken.attempt, lineage=taken.lineage)
         insync = InSync(
@@ -88,18 +88,20 @@ class Primary:
         self._moving: asyncio.Future[None] | None = None
         self.reporter = Reporter(node, leads=replica.task == 0)
         self._restart_asked: set[tuple[Stamp, str]] = set()
-        self._not_copied: set[Stamp] = set()  # attempts of one epoch that an error of another node's device has ended
-        self._short: dict[Stamp, float] = {}  # where a node had no memory, and nothing was committed since: since when
-        self._wanting: dict[tuple[Stamp, str], str] = {}  # calls of this attempt that wait for memory -> who has none
+        self._not_copied: set[Stamp] = set()  # attempts of one epoch that another node's device error ended
+        self._short: dict[Stamp, float] = {}  # when memory began to lack, without a commit since
+        self._wanting: dict[
+            tuple[Stamp, str], str
+        ] = {}  # calls of this attempt that wait for memory -> the node without
         self._group: asyncio.TaskGroup | None = None
         self.stage = "setup"
         self.writer = CheckpointWriter(node, self.task)
         self._lineage = taken.lineage
         self.began_thinned = False
-        """Whether some reports were left out when it took over: a leader of this job before it told that."""
+        """True if reports were already thinned at the takeover: an earlier leader has said so."""
         self.final: tuple[Stamp, Encoded | None] | None = None  # after the last commit
         self.lasted_s = 0.0
-        """From when this node began to when `final` was there."""
+        """Seconds from this node's start until `final` was there."""
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -135,7 +137,7 @@ class Primary:
             await self._until_moved_on(await self._one_attempt())
 
     async def _until_begun(self) -> None:
-        """Begins; anew where that raised and did not count: an object that is not restored takes part in nothing."""
+        """Begins; retries after errors that did not fail the job, since an unrestored object must not compute."""
         keeper = self.node.keeper
         while True:
             fence = keeper.view.epoch.mod_revision if keeper.view.epoch else 0
@@ -147,7 +149,7 @@ class Primary:
             await keeper.wait_until(lambda _: self._counts())
 
     async def _until_moved_on(self, at: Stamp) -> None:
-        """Brings the user's object from an attempt that is over to the boundary of the view, however often it takes."""
+        """Restores the user's object to the boundary of the view; retries until that succeeds."""
         keeper = self.node.keeper
         while keeper.view.stamp != at and not self._undone() and self._counts():
             try:
@@ -158,7 +160,7 @@ class Primary:
                     await self.node.breathe()
 
     async def _begin(self) -> None:
-        """Brings the user's object to the boundary the takeover read; makes boundary 0 where there is none."""
+        """Sets up and restores the user's object; makes boundary 0 if there is none."""
         replica, self.stage = self.replica, "setup"
         await replica.set_up()
         if replica.actor.abandoned:
@@ -167,7 +169,7 @@ class Primary:
         replica.user_task.primary = True
         view = self.node.keeper.view
         assert view.epoch is not None
-        # No epoch committed since the takeover, without this task: but the job may have been rolled back.
+        # Without this task no epoch can have committed since the takeover, but the job may have been rolled back.
         at = view.epoch.record
         self._lineage = at.lineage
         replica.follow(at)
@@ -188,7 +190,7 @@ class Primary:
         self.stage = ""
 
     async def _boundary_anew(self, at: EpochRecord) -> Boundary:
-        """The committed boundary where no replica holds it: out of the checkpoint, or made anew."""
+        """Reads the committed boundary from the checkpoint, or makes it, when no replica has it."""
         replica, boundary = self.replica, None
         if at.epoch > 0 and (replica.stateful or self.task == 0):
             self.stage = f"its file of the checkpoint of epoch {at.epoch}"
@@ -197,7 +199,7 @@ class Primary:
             except CheckpointError as error:
                 if replica.stateful:
                     raise
-                # Of a task 0 without state it has what tasks reported in earlier epochs: no reason to fail the job.
+                # Without state, task 0's file has only the numbers of earlier epochs: no reason to fail the job.
                 why = f"{error}; what was reported before epoch {at.epoch} may be missing in the result"
                 self.node.events.emit("checkpoint refused", why, task=self.task, epoch=at.epoch)
             finally:
@@ -218,12 +220,12 @@ class Primary:
         return boundary
 
     def _undone(self) -> bool:
-        """Whether the view shows a roll-back that this primary has not followed yet."""
+        """True if the view shows a roll-back that this primary has not followed yet."""
         epoch = self.node.keeper.view.epoch
         return epoch is not None and epoch.record.lineage > self._lineage
 
     async def _roll_back(self) -> None:
-        """The job went back to a checkpoint, since all members of some task are gone: this task goes there, too."""
+        """Restores the checkpoint that the job went back to because some task lost all its replicas."""
         await self._unless_replaced()
         view, replica = self.node.keeper.view, self.replica
         assert view.epoch is not None
@@ -234,7 +236,7 @@ class Primary:
             self.stage = "restore"
             await replica.restore(boundary.value)
         except (UserCodeError, TaskGraphError) as error:
-            await self._fail(error, fence)  # where that is moot by now, it is tried again
+            await self._fail(error, fence)  # unless that is moot by now: then it is tried again
             return
         self.stage = ""
         self._lineage = at.lineage
@@ -242,9 +244,10 @@ class Primary:
             self.backups.rolled_back(boundary)
 
     async def _one_attempt(self) -> Stamp:
-        """Works on epochs until their attempt is over: by a restart, a roll-back, or the end of the job.
+        """Works on epochs until the attempt ends: by a restart, a roll-back, or the end of the job.
 
-        Returns where it was by then: the epoch at work, and the attempt that is over.
+        Returns:
+            The stamp that was at work when the attempt ended.
         """
         keeper = self.node.keeper
         at = keeper.view.stamp
@@ -278,7 +281,7 @@ class Primary:
                     self._lanes = None
                     self._wanting.clear()
                     self.reporter.forget()
-                    # Also where the term ends meanwhile: its node would take part with that thread beside it.
+                    # Also at the end of the term: else the node would go on beside that thread.
                     if not work.cancelled() and isinstance(stuck := work.exception(), StuckError):
                         raise stuck
                     if lanes.stuck is not None and self._counts():
@@ -309,7 +312,7 @@ class Primary:
             moving.cancel()
 
     def _worked(self, work: asyncio.Task[None]) -> None:
-        """The work failed: told where its epoch is the one at work. It is nothing yet in one that may be undone."""
+        """Passes an error of the work on if it came in the epoch at work; a later epoch may still be undone."""
         moving, lanes = self._moving, self._lanes
         if work.cancelled() or moving is None or moving.done() or lanes is None:
             return
@@ -319,18 +322,18 @@ class Primary:
             moving.set_exception(error)
 
     def _not_done(self) -> None:
-        """An epoch that was worked through could not be brought to its done: no code of the job's was left to run."""
+        """Passes on why an epoch could not finish although all its user code had returned."""
         error = self._lanes.not_done if self._lanes is not None else None
         if error is not None and self._moving is not None and not self._moving.done():
             self._moving.set_exception(error)
 
     def _counts(self) -> bool:
-        """Whether anything of the task may still run that counts: the job goes on, or its result is wanted."""
+        """True while user code of this task can still affect the job: the job runs, or its result is wanted."""
         status = self.node.keeper.view.status
         return status is not None and status.record.state in (State.RUNNING, State.FINISHED)
 
     async def _moved(self, stamp: Stamp) -> int:
-        """The view shows another stamp than `stamp`: commits, a restart, or commits and then restarts.
+        """Follows the view, which shows another stamp: commits, a restart, or both.
 
         Returns:
             The epoch at work by then.
@@ -346,7 +349,7 @@ class Primary:
             committed = boundaries.committed
         if committed is None or committed.stamp.epoch != now.epoch:
             raise AssertionError(f"task {self.task}: epoch {now.epoch} committed without its boundary")
-        # Before anything is awaited: who is admitted meanwhile has to hold this one, not one before it.
+        # Before anything is awaited: a node that is admitted meanwhile has to hold this boundary, not an earlier one.
         self.backups.committed(committed, goes_on=now.attempt == stamp.attempt)
         self.reporter.forget(before=now.epoch)
         self.attempts.drop_before(now.epoch)
@@ -363,28 +366,27 @@ class Primary:
         return now.epoch
 
     async def _unless_replaced(self) -> None:
-        """Returns at once, or never where another primary was read: the node cancels this one (`Reconciler.reconcile`).
+        """Returns at once, or never if the view shows another primary: `Reconciler.reconcile` then cancels this one.
 
-        Its successors may have committed since, by the same view: that their boundary is not here is no mistake then.
+        The successors may have committed since, so a missing boundary is no mistake then.
         """
         if not self.node.keeper.view.is_primary(self.task, self.node.id, self.term):
             self.stage = "the end of its term: another primary was read"
             await asyncio.Event().wait()
 
     def _check_term(self) -> None:
-        """Code that catches the end of its term, and returns or raises, ends with it: nobody cancels this once more.
+        """Ends user code that swallowed the cancellation at the end of its term: it is not cancelled a second time.
 
         Raises:
-            CancelledError: another primary was read.
+            CancelledError: the view shows another primary.
         """
         if not self.node.keeper.view.is_primary(self.task, self.node.id, self.term):
             raise asyncio.CancelledError
 
     async def _conclude(self) -> None:
-        """The job ended. Where it finished: the result, from the last committed state.
+        """Computes the result once the job has finished.
 
-        The node ends this term, once the results were collected. Until then the job may be rolled back, and go on: the
-        same transaction makes it a running one again.
+        The term goes on until the results are collected: a roll-back may make the job run again before that.
         """
         await self._unless_replaced()
         keeper, stamp = self.node.keeper, self.node.keeper.view.stamp
@@ -414,12 +416,13 @@ class Primary:
                 await self.node.breathe()
 
     def _leaves_to(self) -> str | None:
-        """Who takes over from a node that leaves. A job that has finished moves for nothing else: `result()` would run
-        anew."""
+        """The node that takes over from a draining one. A finished job moves for no other reason: `result()` would run
+        again.
+        """
         return self._heir() if self.node.draining else None
 
     def _heir(self) -> str | None:
-        """Whom placement wants as the primary in place of this one, where that node can take over now."""
+        """The node that placement wishes for as primary instead, if it can take over now."""
         wish = self.node.wish(self.task)
         heir = wish.primary if wish is not None else None
         if heir is None or heir == self.node.id:
@@ -427,12 +430,12 @@ class Primary:
         return heir if self._able(heir) else None
 
     def _able(self, other: str) -> bool:
-        """Whether that node can take over now."""
+        """True if that node can take over now."""
         view = self.node.keeper.view
         return other in view.in_sync(self.task) and other not in self.node.suspects and other in view.nodes
 
     async def hand_over_if_wished(self, stamp: Stamp) -> None:
-        """Right after a commit: where placement wants another primary, and it is in sync, it takes over now."""
+        """Hands the task over right after a commit, if placement wishes for another primary that is in sync."""
         self.stage = ""
         heir = self._heir()
         if heir is None:
@@ -456,15 +459,15 @@ class Primary:
         epoch: int | None = None,
         finished: bool = False,
     ) -> bool:
-        """The job fails with this error, if this is still the task's primary and the epoch is still that one.
+        """Fails the job, fenced by this primary's term and the epoch.
 
         Args:
-            epoch_revision: of the epoch at which it was raised; None: the one at work in the view.
-            epoch: the one that is named, where that is an earlier one.
-            finished: also where all epochs are committed: it is an error of what follows a commit, or of a takeover.
+            epoch_revision: revision of the epoch in which the error was raised; None: the one in the view.
+            epoch: the epoch to name, if it is an earlier one.
+            finished: True to fail also a job whose epochs are all committed (after a commit, or at a takeover).
 
         Returns:
-            Whether it does. False where a restart, a takeover, or another end of the job came first.
+            False if a restart, a takeover or another end of the job came first.
 
         Raises:
             CancelledError: as `_check_term`.
@@ -473,7 +476,7 @@ class Primary:
         if epoch_revision is None:
             epoch_revision = view.epoch.mod_revision if view.epoch else 0
         fences = (Compare(keys.primary(self.task), self.revision), Compare(keys.epoch, epoch_revision))
-        if epoch is None and view.epoch and view.running:  # of none: after the last
+        if epoch is None and view.epoch and view.running:  # after the last epoch
             epoch = view.epoch.record.epoch
         if await self.node.fail_job(error, self.task, epoch, fences, finished=finished):
             await self.node.keeper.wait_until(lambda v: not v.running)
@@ -489,29 +492,29 @@ class Primary:
 
     @property
     def attempt(self) -> Attempt | None:
-        """The one that began last."""
+        """The attempt that began last."""
         return self.attempts.of(self.attempts.latest) if self.attempts.latest is not None else None
 
     def finishing(self) -> None:
-        """The attempt at work of some epoch, in any thread: it says that the job ends with it."""
+        """Notes that this epoch's attempt ends the job. May be called in any thread."""
         if self._lanes is not None:
             self._lanes.finishing = True
 
     def share(self) -> None:
-        """The node has more primaries, or fewer."""
+        """The number of primaries on the node changed."""
         if self._lanes is not None:
             self._lanes.share()
 
     @property
     def waiting_for(self) -> str:
-        """What the primary itself waits for outside user code, for `status`."""
+        """Names what the primary waits for outside user code, for `status`."""
         lacking = self._lanes.lacking if self._lanes is not None else ""
         memory = next(iter(self._wanting.values()), "")
         # It may lack what itself would report, were it done.
         return self.stage or memory or self.backups.blocked or lacking
 
     def waits(self, stamp: Stamp) -> tuple[Wait, ...]:
-        """What the attempt at `stamp` waits for, and what the primary itself waits for outside user code."""
+        """Names what the attempt at `stamp`, and the primary outside user code, wait for."""
         attempt = self.attempts.of(stamp)
         found = attempt.waits() if attempt is not None and not attempt.cancelled else ()
         if self.waiting_for:
@@ -520,7 +523,7 @@ class Primary:
         return found
 
     def tell(self, event: Event) -> None:
-        """Hands an event to the user's object; what that raises fails the job."""
+        """Passes an event to the user's object; an error there fails the job."""
         if self._group is not None:
             self._group.create_task(self._tell_event(event))
 
@@ -529,7 +532,7 @@ class Primary:
         try:
             await self.replica.tell(event)
         except UserCodeError as error:
-            # It belongs to no epoch: commits that go by meanwhile change nothing about it.
+            # An error in on_event belongs to no epoch: commits meanwhile change nothing about it.
             while keeper.view.running and keeper.view.is_primary(self.task, self.node.id, self.term):
                 if await self._fail(error):
                     return
@@ -539,7 +542,7 @@ class Primary:
         self.node.log.warning("task %d: %s, after the job ended, or another took over", self.task, error)
 
     def missed(self, attempt: Attempt, error: GraphError) -> None:
-        """A message that an attempt sent which had finished: the job fails, though that is committed perhaps."""
+        """Fails the job for a message that arrived after its attempt had finished, even if that epoch has committed."""
         if self._group is not None:
             self._group.create_task(self._fail_missed(attempt, error))
         elif self._stands(attempt):
@@ -554,7 +557,7 @@ class Primary:
                 return
 
     def _stands(self, attempt: Attempt) -> bool:
-        """Whether what it did counts: it is committed, or may be. What was undone is done again, and sends then."""
+        """True if the epoch is committed or still may be; an undone epoch sends its messages again."""
         epoch = self.node.keeper.view.epoch
         if epoch is None or epoch.record.lineage > attempt.attempt:
             return False
@@ -577,7 +580,7 @@ class Primary:
         )
 
     async def _tell(self, request: RequestRestart) -> None:
-        """Tells the leader, and whoever leads after it: it may be gone before it has written anything."""
+        """Sends a message until some leader has acted on it: a leader may die before it writes anything."""
         keeper = self.node.keeper
         while not _is_over(request.stamp, keeper.view):
             told = keeper.view.primaries.get(0)
@@ -585,7 +588,7 @@ class Primary:
             await keeper.wait_until(partial(_is_over_or_led_anew, request.stamp, told))
 
     def check_terms(self) -> None:
-        """The view changed: an attempt that rests on a gone primary's acknowledgement cannot be completed."""
+        """Restarts attempts that rest on an acknowledgement of a replaced primary."""
         view = self.node.keeper.view
         for attempt in self.attempts:
             for task, term in attempt.rests_on.items():
@@ -610,18 +613,19 @@ class Primary:
                     self._refused(stamp, refused, f"{lost}: {refused}")
                     await asyncio.Event().wait()  # until the restart cancels this attempt
             else:
-                if again:  # else it is another call that waits, where several are called the same
+                if again:  # else another call of that name waits
                     self._wanting.pop((stamp, what), None)
                 return reply
 
     async def _again(self, stamp: Stamp, refused: Refused, what: str, *, pulls: bool) -> bool:
-        """Whether a call of an attempt that was refused is made once more in that attempt, after a pause.
+        """Decides whether a refused call is repeated in the same attempt, after a pause.
 
-        So it is where a node has no memory for it, and the epoch started again for that before: for twice as long each
-        time. To start again frees what epochs ahead held; where that does not help, it would do nothing else.
+        Only a lack of memory is a reason, and only after an earlier restart did not free enough. The time limit doubles
+        with
+        each attempt.
 
         Args:
-            pulls: it is this node that has no memory. In the end it leaves the task to another one.
+            pulls: this node lacks the memory, so in the end it leaves the task to another node.
         """
         if refused.reason != Reason.NO_MEMORY:
             return False
@@ -639,10 +643,10 @@ class Primary:
         return True
 
     async def _leave_to_others(self, short_s: float, what: str, refused: Refused) -> None:
-        """Has placement want another primary, where there is a backup: the next attempt begins with the hand-over.
+        """Asks placement for another primary, if there is a backup. The next attempt begins with the handover.
 
         Args:
-            short_s: for how long there has been no memory.
+            short_s: how long memory has been lacking.
         """
         node, task, view = self.node, self.task, self.node.keeper.view
         wish, mine = node.wish(task), node.left.count(task)
@@ -663,15 +667,15 @@ class Primary:
         await node.keeper.wait_until(told)
 
     def _refused(self, stamp: Stamp, refused: Refused, why: str) -> None:
-        """A call of an attempt was refused for good, so that the attempt cannot be completed: the epoch restarts.
+        """Restarts the epoch after a call was refused for good.
 
         Raises:
-            TaskGraphError: it would be refused again.
+            TaskGraphError: a restart would not help.
         """
         again = refused.reason == Reason.NOT_COPIED
         if refused.reason == Reason.DEVICE_ERROR:
-            # If that harmed the device, code of the task there meets it in the next attempt, and its process ends. An
-            # error that did no harm comes again in each.
+            # If the device is harmed, the task's code there fails in the next attempt, and its process ends. An error
+            # that did no harm comes again in each attempt.
             self._not_copied = {at for at in self._not_copied if at.epoch == stamp.epoch} | {stamp}
             again = len(self._not_copied) > self.node.settings.device_failures
         if again:
@@ -687,16 +691,16 @@ class Primary:
 
 
 def _is_over(stamp: Stamp, view: JobView) -> bool:
-    """Whether nothing needs to be told of that epoch any more."""
+    """True if reports of that epoch are of no use: it is committed, or its attempt is over."""
     at = view.stamp
     return at is not None and (at.attempt != stamp.attempt or at.epoch > stamp.epoch)
 
 
 def _is_over_or_led_anew(stamp: Stamp, leader: Versioned[PrimaryRecord] | None, view: JobView) -> bool:
-    """The same, or whether another leads than the one that was there before it was told."""
+    """True if the epoch is over, or the leader has changed."""
     return view.primaries.get(0) is not leader or _is_over(stamp, view)
 
 
 def _moved_on(stamp: Stamp, view: JobView) -> bool:
-    now = view.stamp  # one is made for every commit: most are asked of while there is no other
+    now = view.stamp  # identity first: each commit makes a new stamp, and this is asked often
     return (now is not stamp and now != stamp) or not view.running
