@@ -1,1 +1,1 @@
-"""A node among nodes: its lease and key, whom it suspects, where its tasks are wished, and how it leaves or dies."""
+"""A node among nodes: its lease and key, its suspicions, the placement of its tasks, and how it leaves or dies."""

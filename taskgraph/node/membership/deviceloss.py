@@ -1,7 +1,7 @@
-"""Ends this node's process when a task's code met an error of its CUDA device; see `protocol.deviceloss`.
+"""Ends this node's process after a task's code met an error of its CUDA device; see `protocol.deviceloss`.
 
-CUDA tells an illegal access, and its like, to whoever uses the context next: that may be the copy of a snapshot, beside
-which the next epoch computes. What computes meets it as well, a moment later, and knows where: that is what is told.
+CUDA reports an illegal access to the next user of the context. That may be the copy of a snapshot while the next epoch
+computes. The compute meets the error a moment later and knows its place, so its error is the one reported.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LONG = 300
 
 
 class DeviceLost(TaskGraphError):
-    """Why a node's process ends: its CUDA context is not to be used any more."""
+    """The process ends: its CUDA context cannot be used."""
 
 
 class DeviceLoss:
-    """One node's. A node that shares its process with others does not end it: there, the job fails as ever.
+    """One node's handling of device errors. A node that shares its process does not end it: the job fails instead.
 
     Args:
-        replicas: those that are here.
+        replicas: those on this node.
     """
 
     def __init__(self, node: NodeCore, replicas: Mapping[int, Replica]) -> None:
@@ -47,14 +47,14 @@ class DeviceLoss:
         self._spoiled: tuple[UserCodeError, int, Stamp] | None = None
 
     def spoiled(self, error: BaseException, task: int, stamp: Stamp) -> None:
-        """The work of an epoch met an error of the device; it is not told of before those before it are done."""
+        """The work of an epoch met a device error; it is reported once earlier epochs are settled."""
         if isinstance(error, UserCodeError) and (self._spoiled is None or self._spoiled[2].attempt < stamp.attempt):
             self._spoiled = error, task, stamp
 
     def behind(
         self, error: UserCodeError | TaskGraphError, task: int, epoch: int | None
     ) -> tuple[UserCodeError | TaskGraphError, int, int | None]:
-        """What the job's users are to be told of: a compute's error in place of what only met the same."""
+        """The error to report: that of a compute, in place of a copy's that only met it."""
         if self._spoiled is None or not isinstance(error, UserCodeError) or error.where != COPIES or met(error) is None:
             return error, task, epoch
         spoiler, by, stamp = self._spoiled
@@ -62,7 +62,7 @@ class DeviceLoss:
         return (spoiler, by, stamp.epoch) if at is not None and at.attempt == stamp.attempt else (error, task, epoch)
 
     def why_fail(self, error: UserCodeError | TaskGraphError, task: int, epoch: int) -> str | None:
-        """What to add to the reason with which the job fails; None: it does not fail, since this node ends."""
+        """Text to add to the job's failure; None: the job does not fail, this node ends instead."""
         found = met(error)
         if found is None or not self._node.own_process:
             return ""
@@ -107,7 +107,7 @@ class DeviceLoss:
         node.end_with(self.error)
 
     async def _given_away(self, task: int, epoch: int) -> str:
-        """Waits until others hold what this node alone holds. Why the job has to fail instead, or ""."""
+        """Waits until others hold what only this node holds. Returns why the job has to fail instead, or ""."""
         node = self._node
         if (first := self._outcome(task, epoch)).wait:
             text = f"task {task} met an error of its device; its node {node.name} ends, and waits for {first.wait}"
@@ -121,7 +121,7 @@ class DeviceLoss:
         return self._outcome(task, epoch).fail
 
     async def _tell(self, record: GoneRecord) -> None:
-        """Said at once: whoever takes over need not wait until this process has come to its end."""
+        """Declares this node gone at once, so that takeovers need not wait for the end of the process."""
         node, keys = self._node, self._node.keeper.view.keys
         txn = transactions.declare_gone(node.keeper.view, node.id, record)
         try:

@@ -1,4 +1,4 @@
-"""Leaving in good order: everything is handed over first, but not for ever."""
+"""Leaving in good order: the node hands everything over, for `drain_s` at most."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Draining"]
 
 
 class Draining:
-    """Whether a node that was asked to leave may.
+    """Whether a draining node may leave.
 
     Args:
-        empty: whether it has no primary, and no term of one that still ends.
-        why_paused: as `Registration.waits`; nothing where it does not pause.
+        empty: True if the node has no primary, and is not stepping down from a term.
+        why_paused: as `Registration.waits`; empty while the node is not paused.
     """
 
     def __init__(self, node: NodeCore, empty: Callable[[], bool], why_paused: Callable[[], tuple[str, ...]]) -> None:
@@ -32,7 +32,7 @@ class Draining:
     def begin(self, why: str) -> None:
         """Asks the node to hand everything over and leave. Asking again changes nothing.
 
-        One that is not registered yet leaves instead of that; one that just registers announces it once it lives.
+        A node that is not registered yet leaves at once; one that is registering announces it afterwards.
         """
         node = self._node
         if node.draining:
@@ -49,7 +49,7 @@ class Draining:
             self.announce()
 
     def announce(self) -> None:
-        """Has everyone told, and the time counted: once the node was asked and lives."""
+        """Tells the other nodes, and starts the time limit."""
         self._node.own(self._node.announce(), "announce the drain")
         self._node.own(self._deadline(), "drain deadline")
 
@@ -62,7 +62,7 @@ class Draining:
         node.keeper.notify_later()
 
     def _given_up(self) -> str:
-        """What was not handed over, why, and what becomes of it; "": all was, as far as this node knows."""
+        """What was not handed over, why, and what follows; "": everything was, as far as this node knows."""
         node, view = self._node, self._node.keeper.view
         alone = held_alone(view, node.job.tasks, node.id)
         others = [t for t in range(node.job.tasks) if view.primary_node(t) == node.id and t not in alone]
@@ -88,7 +88,7 @@ class Draining:
 
     @property
     def over(self) -> bool:
-        """Nothing of the job is here any more, or `drain_s` passed."""
+        """True once nothing of the job is here, or `drain_s` has passed."""
         node = self._node
         if not node.draining:
             return False

@@ -1,4 +1,4 @@
-"""What a job that fails says of why: the record that everybody reads in etcd, and how its nodes died."""
+"""The text of a job's failure: the record in etcd, and how nodes died."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from taskgraph.protocol.setups import RESTS_ON_NODE
 __all__ = ["culprit_text", "deaths_text", "failure_record", "fatal_record", "memory_text"]
 
 _MAX_REASON, _MAX_TRACEBACK = 10_000, 200_000
-"""Bytes of a failure's text that are kept. A byte may be six of JSON; etcd refuses values of more than 1.5 MiB."""
+"""Bytes of a failure's text that are kept. A byte may take six in JSON; etcd refuses values of more than 1.5 MiB."""
 
 
 def failure_record(
@@ -27,11 +27,11 @@ def failure_record(
     *,
     node: str = "",
 ) -> StatusRecord:
-    """Of user code the place and the traceback; an error of ours says both itself.
+    """Describes an error: for user code with its place and traceback; our own errors say both in their text.
 
     Args:
-        also: what else is to be said, after it.
-        node: which one it is, and where it runs: said of code that rests on what is there.
+        also: more to say after the error.
+        node: the node's name and place, for code that depends on what is there.
     """
     inner: BaseException = error
     where = traceback = ""
@@ -62,7 +62,7 @@ def _readable(text: str) -> bytes:
 
 
 def fatal_record(found: Fatal, names: Mapping[str, GoneRecord], limit: int, writer: str) -> StatusRecord:
-    """Of code that ended the processes of these nodes."""
+    """Describes a failure for code that ended the processes of these nodes."""
     wheres = {ran.where for death in names.values() for ran in death.ran if found.counts(ran)}
     reason = (
         f"task {found.task}, epoch {found.epoch}, {' or '.join(map(repr, sorted(wheres)))}: {len(names)} nodes died "
@@ -80,13 +80,13 @@ def fatal_record(found: Fatal, names: Mapping[str, GoneRecord], limit: int, writ
 
 
 def deaths_text(deaths: Mapping[str, GoneRecord]) -> str:
-    """How nodes died, by their names, and whether the same code may have killed them all; "" where none is known."""
+    """How nodes died, by name, and whether the same code may have killed them all; "": unknown."""
     text = "; ".join(f"{name} {record.told}" for name, record in deaths.items())
     return ". ".join(filter(None, (text, culprit_text(deaths), memory_text(deaths))))
 
 
 def memory_text(deaths: Mapping[str, GoneRecord]) -> str:
-    """What to do where the kernel killed nodes since memory was used up; "" where it did not."""
+    """Advice if the kernel killed nodes because memory was used up; "" otherwise."""
     if not any(record.out_of_memory for record in deaths.values()):
         return ""
     return (
@@ -96,7 +96,7 @@ def memory_text(deaths: Mapping[str, GoneRecord]) -> str:
 
 
 def culprit_text(deaths: Mapping[str, GoneRecord]) -> str:
-    """What ran in each of several nodes when it died; a successor computes again what its predecessor died of."""
+    """Names code that ran in each of several nodes when it died: a takeover computes it again."""
     common = set.intersection(*(set(record.running) for record in deaths.values())) if len(deaths) > 1 else set()
     if not common:
         return ""

@@ -1,4 +1,4 @@
-"""Fails the job where one task's code has ended the processes of several nodes, while others live; `protocol.fatal`."""
+"""Fails the job if one task's code ended the processes of several nodes while others live; see `protocol.fatal`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["FatalCode"]
 
 
 class FatalCode:
-    """One node's look at it. All look, and all may say so: etcd takes the first.
+    """One node's check. Every node checks, and etcd takes the first failure.
 
     Args:
-        changed: told when it has come to nothing, and others may take over after all.
+        changed: called when the failure was refused, so that takeovers may go on.
     """
 
     def __init__(self, node: NodeCore, changed: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class FatalCode:
         self._failing: asyncio.Task[None] | None = None
 
     def look(self) -> bool:
-        """Whether the job is to fail for it. Then nobody takes over any more."""
+        """True if the job is to fail for such code; no takeovers begin then."""
         node, view = self._node, self._node.keeper.view
         if self._failing is None:
             found = fatal(view, node.settings.fatal_deaths)

@@ -1,6 +1,4 @@
-"""What a node notices beside the protocol: neighbors that fail and come back, user code that runs for very long, nodes
-that it cannot reach although they live.
-"""
+"""Information for people and tasks: neighbors that fail and come back, slow user code, nodes that cannot be reached."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ __all__ = ["Noticing"]
 
 
 class Noticing:
-    """Tells the primaries here, and the event log. Information only: nothing is decided by it."""
+    """Informs the primaries here, and the event log; decides nothing."""
 
     def __init__(self, node: NodeCore, roles: Roles) -> None:
         self._node = node
@@ -29,7 +27,7 @@ class Noticing:
         self._told_unreached: set[str] = set()
 
     def look(self) -> None:
-        """NeighborFailed and NeighborRestarted, for the primaries here."""
+        """Sends NeighborFailed and NeighborRestarted to the primaries here."""
         view = self._node.keeper.view
         seen = {task: (p.record.term, p.record.node in self._node.suspects) for task, p in view.primaries.items()}
         changed = {t: now for t, now in seen.items() if t in self._terms_seen and now != self._terms_seen[t]}
@@ -48,7 +46,7 @@ class Noticing:
                         primary.tell(NeighborRestarted(task=task, term=term, link=link))
 
     def _neighbors(self, primary: Primary, link: str) -> tuple[int, ...]:
-        """Along a link of the user's; none where that raises, which fails the job where the epoch is composed."""
+        """Neighbors along a user's link; none if the link raises, which fails the job when the epoch is composed."""
         view, job = self._node.keeper.view, self._node.job
         epoch = view.stamp.epoch if view.stamp else 0
         if job.epochs is not None:
@@ -61,11 +59,11 @@ class Noticing:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Which nodes this one cannot reach, for `status`."""
+        """Nodes that this one cannot reach, for `status`."""
         return tuple(self._unreached().values())
 
     def _unreached(self) -> dict[str, str]:
-        """Nodes that live, as far as anybody knows: a wait for one of them may be for ever, so its cause is named."""
+        """Living nodes that this one cannot reach, with the reason: a wait for one of them may never end."""
         node = self._node
         found = node.router.unreached(node.settings.stall_check_s)
         names = {other: name_of(other) for other in sorted(found) if other not in (node.id, *node.suspects)}
@@ -80,9 +78,9 @@ class Noticing:
                 self._node.events.emit("unreachable", why, fields={"unreachable": other})
 
     async def watch(self) -> None:
-        """Tells once of user code that runs for very long, and of nodes that cannot be reached for some time.
+        """Emits an event, once, about slow user code, and about nodes that stay unreachable.
 
-        `status` shows both for as long as it lasts.
+        `status` shows both while they last.
         """
         told: set[tuple[int, str, float]] = set()
         limit = self._node.settings.slow_compute_s

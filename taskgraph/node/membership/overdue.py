@@ -1,7 +1,8 @@
-"""Nodes whose lease has ended although their key is still there: frozen, or cut off from etcd.
+"""Finds nodes whose lease has ended although their key is still there: frozen, or cut off from etcd.
 
-While epochs commit, nobody is missed. When none did for a fifth of the TTL, etcd is asked for the leases of those who
-hold a task together with this node: rarely while much of them is left, often towards their end.
+While epochs commit, no lease is examined. Without a commit for a fifth of the TTL, etcd is asked for the leases of
+nodes
+that share a task with this one: rarely at first, often towards the end of a lease.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["Overdue"]
 
 _LEAST_TTL_S = 2.0
-"""etcd grants no less."""
+"""etcd grants no shorter lease."""
 
 
 class _Asked:
-    """One lease that etcd is asked for."""
+    """One lease that etcd is asked about."""
 
     def __init__(self, lease: int, ttl_s: float) -> None:
         self.lease = lease
@@ -32,10 +33,10 @@ class _Asked:
 
 
 class Overdue:
-    """What one node knows of the leases of others.
+    """The leases of other nodes, as far as this node asked.
 
     Args:
-        changed: told of a node and its lease whether that has ended.
+        changed: called with a node, its lease, and whether that has ended.
     """
 
     def __init__(self, node: NodeCore, changed: Callable[[str, int, bool], None]) -> None:
@@ -47,11 +48,11 @@ class Overdue:
 
     @property
     def nodes(self) -> frozenset[str]:
-        """Whose lease has ended."""
+        """Nodes whose lease has ended."""
         return frozenset(node for node, asked in self._asked.items() if asked.end.ended and self._current(node, asked))
 
     async def watch(self) -> None:
-        """Asks, for as long as the node lives."""
+        """Asks etcd until cancelled."""
         node, beat_s = self._node, self._node.settings.lease_ttl_s / 5
         while True:
             next_at = min((asked.next_at for asked in self._asked.values()), default=node.coordinator.now() + beat_s)
@@ -66,7 +67,7 @@ class Overdue:
                     await self._ask(name, asked)
 
     def _choose(self, *, missing: bool) -> None:
-        """Whose leases to ask for from now on. One that has ended is asked for until its key is gone, too."""
+        """Chooses the leases to ask about. An ended one is asked about until its key is gone."""
         view = self._node.keeper.view
         self._asked = {n: a for n, a in self._asked.items() if self._current(n, a) and (missing or a.end.ended)}
         if missing:
@@ -79,7 +80,7 @@ class Overdue:
         return known is not None and known.record.lease == asked.lease
 
     def _partners(self) -> list[str]:
-        """Who holds a task together with this node: from them it may take over, or evict them."""
+        """Nodes that share a task with this one: it may take over from them, or evict them."""
         view, me, found = self._node.keeper.view, self._node.id, dict[str, None]()
         for task, primary in view.primaries.items():
             holders = (primary.record.node, *view.in_sync(task))

@@ -1,8 +1,10 @@
-"""The node's own key: registering, renewing, pausing when the lease cannot be proved or the key is gone, resuming,
-leaving.
+"""A node's own key in etcd, under a lease.
 
-Leases detect, terms protect: a paused node's work is safe anyway. It pauses so that nobody waits for a node that
-others may already have replaced, and so that effects outside the job stop with it.
+    waiting ──► registered ◄──► paused          (paused: the lease cannot be proved, or the key is gone)
+                    └──────► left
+
+Leases detect, terms protect: the work of a paused node is safe anyway. It pauses so that nobody waits for a node that
+may be replaced already, and so that its effects outside the job stop.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ if TYPE_CHECKING:
 __all__ = ["Registration"]
 
 _TICK_S = 0.1
-"""How often the main loop shows that it is alive, and looks at its lease."""
+"""How often the main loop shows that it is alive, and examines its lease."""
 _RENEWALS = 5
-"""A lease is renewed so often in its TTL."""
+"""Renewals of a lease per TTL."""
 _REGRANTED_S = 2.0
-"""Beyond a TTL: for a dead node's lease that another leader of etcd renews, before it was seen to run down."""
+"""Allowance beyond a TTL: a new leader of etcd extends a dead node's lease."""
 _LOOK_S = 0.5
-"""How often a node that may not register yet looks whether it may."""
+"""How often a waiting node looks whether it may register."""
 
 
 class Registration:
     """One node's lease and key.
 
     Args:
-        reconcile: has what runs here follow the view, before it is said whose primaries are here.
+        reconcile: makes the roles here follow the view, before the node claims its primaries.
     """
 
     def __init__(self, node: NodeCore, *, suspicion: Suspicion, reconcile: Callable[[], None]) -> None:
@@ -61,7 +63,7 @@ class Registration:
         self._reached: set[str] = set()  # nodes that answered before this one began: ids are never used again
 
     def _current(self) -> NodeRecord:
-        """What the key is to say, for one write: made anew for each, since several may be under way."""
+        """The key's value for one write, made anew for each since several may be under way."""
         assert self._lease is not None
         return msgspec.structs.replace(
             self._record,
@@ -72,13 +74,13 @@ class Registration:
         )
 
     async def register(self, record: NodeRecord) -> None:
-        """Grants the lease and puts the key; not where the node is asked to leave before it may.
+        """Grants the lease and puts the key, unless the node is told to leave first.
 
         Args:
-            record: what never changes of what its key says.
+            record: the part of the key that never changes.
 
         Raises:
-            JobError: the job is another one by now, or one of its nodes and this one could not speak.
+            JobError: another job has that name by now, or a member and this node cannot speak.
         """
         keeper = self._node.keeper
         self._record, self._spec_revision = record, keeper.view.spec_revision
@@ -108,23 +110,23 @@ class Registration:
             await keeper.refresh()
 
     def _check_run(self) -> None:
-        """Raises JobError where the job is another one than what was read at first."""
+        """Raises JobError if the job is not the one that was read first."""
         view = self._node.keeper.view
         if view.superseded or view.spec_revision != self._spec_revision:
             raise JobError(f"job {view.keys.job!r} was submitted anew while this node started: start the node again")
 
     async def _until_it_may(self) -> None:
-        """Waits for nodes that this one could not speak with, as long as they may be gone, but for their lease.
+        """Waits for members that this node cannot reach, until they are gone or prove that they live.
 
-        One that lives renews its lease: it never has less than half of its TTL left. So who is seen with more, and
-        nothing else, for long enough is there. No time that merely passes tells that: where etcd was away, or has
-        another leader, the leases of the dead have their whole TTL again.
-        What is tried after that decides: one that was cut off and is back may have missed what was on its way.
-        Returns where it is asked to leave meanwhile, too.
+        A living member renews its lease, so at least half of its TTL is always left. A member whose lease shows nothing
+        less for
+        long enough is alive. Time alone proves nothing: after an absence or a new leader of etcd, leases of the dead
+        have their
+        whole TTL again. The last try to reach it decides, since a member that is back may have missed an earlier one.
+        Returns also when the node is told to leave.
 
         Raises:
-            JobError: one of them keeps its lease, and so it lives; or the job is another one by now; or others say that
-                this node is gone.
+            JobError: an unreachable member is alive; or the job is another one; or this node was declared gone.
         """
         node, settings, told = self._node, self._node.settings, ""
         # A node whose main loop is stuck is silent, too, and renews its lease for as long as it may be.
@@ -153,7 +155,7 @@ class Registration:
                     raise self._refusal(found[other])
 
     async def _renews(self, other: str) -> bool:
-        """Whether a node's lease has as much left as one that is renewed."""
+        """True if at least half of a node's TTL is left."""
         node = self._node
         known = node.keeper.view.nodes.get(other)
         if known is None:
@@ -162,7 +164,7 @@ class Registration:
         return left_s is not None and left_s >= node.settings.lease_ttl_s / 2
 
     async def _why_unreached(self) -> dict[str, str]:
-        """Which nodes that were registered before this one do not answer it, and why; those that are still there."""
+        """Members registered before this node that do not answer it, and why."""
         node = self._node
         asked = {
             other: record
@@ -186,7 +188,7 @@ class Registration:
         }
 
     async def _try(self, other: str, record: NodeRecord) -> TransportError | None:
-        """Why a node does not answer; None where it does."""
+        """Why a node does not answer; None: it does."""
         try:
             await self._node.transport.probe(peer_of(other, record), timeout_s=self._node.settings.connect_s)
         except TransportError as error:
@@ -194,9 +196,9 @@ class Registration:
         return None
 
     def check_reach(self) -> None:
-        """Raises JobError where a node that was registered before this one and this one could not speak.
+        """Raises JobError if a member registered before this node cannot speak with it.
 
-        To be asked once more when this one is registered: of two that register at once the later one sees the other.
+        Ask again once registered: of two nodes that register at once, the later one sees the other.
         """
         for why in self._why_refused().values():
             raise self._refusal(why)
@@ -209,7 +211,7 @@ class Registration:
         return {other: why for other, record in before if (why := why_refused(self._record, record))}
 
     def _before(self) -> dict[str, NodeRecord]:
-        """The other nodes that were registered before this one; all of them where it is not registered yet."""
+        """The other members registered before this node; all members while it is not registered."""
         node, view = self._node, self._node.keeper.view
         live = view.live_nodes(node.spec.run)
         return {
@@ -222,10 +224,10 @@ class Registration:
     async def _put_first(self) -> int | None:
         """Grants a lease and puts the key.
 
-        None where the job is another one, where the lease ended meanwhile, and where it is asked to leave.
+        None if the job is another one, the lease ended meanwhile, or the node is told to leave.
 
         Raises:
-            JobError: it was there before, for all this node knows, and others say that it is gone.
+            JobError: this node was declared gone, perhaps after an earlier try.
         """
         node, settings = self._node, self._node.settings
         lease = await node.from_etcd(
@@ -267,7 +269,7 @@ class Registration:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Why this node pauses, for `status`, which may reach etcd where it does not."""
+        """Why this node is paused, for `status`."""
         if not (self._node.paused and self._node.node_revision and self._lease is not None):
             return ()  # it is not registered yet, or has nothing to prove
         # Under another lease the key is not there yet, or is not known to be: that is no reason, but what follows.
@@ -276,11 +278,11 @@ class Registration:
 
     @property
     def unproved(self) -> bool:
-        """Whether this node pauses, or is about to."""
+        """True if this node is paused or about to pause."""
         return self._lease is not None and bool(self._why_unproved(self._lease))
 
     def _why_unproved(self, lease: Lease) -> str:
-        """Why this node has to prove anew what is its own; "": it has not."""
+        """Why this node must prove its lease and key again; "": no reason."""
         return self._why_unrenewed(lease) or self._why_another()
 
     def _why_unrenewed(self, lease: Lease) -> str:
@@ -289,11 +291,11 @@ class Registration:
         return f"the lease could not be renewed in time{f' ({lease.trouble()})' if lease.trouble() else ''}"
 
     def _why_another(self) -> str:
-        """Why the key in etcd is not the one that this node wrote last, although its lease may live; "": it is.
+        """Why the key in etcd is not the one that this node wrote last; "": it is.
 
-        Where there is none, others take this node for lost. And all that it writes compares the key's revision: where
-        that is another one, as when somebody deleted the key and an earlier try to write it came after that, none of
-        its writes would be taken any more.
+        Without the key, others take this node for dead. With another revision of the key (it was deleted, and an
+        earlier write
+        arrived after that), all fenced writes of this node would be refused.
         """
         node, view = self._node, self._node.keeper.view
         if not 0 < node.node_revision <= view.revision or view.spec is None or node.id in view.gone:
@@ -306,11 +308,11 @@ class Registration:
         return "this node's key in etcd was written again, and not by what it does now"
 
     def _unproved(self, lease: Lease) -> bool:
-        """At two thirds of the TTL without an answered renewal."""
+        """True after two thirds of the TTL without an answered renewal."""
         return lease.lost() or self._node.coordinator.now() > lease.valid_until() - lease.ttl_s / 3
 
     async def _resume(self, lease: Lease) -> None:
-        """Proves the primaries unchanged and puts the key back, in one transaction."""
+        """Proves that the primaries are unchanged and puts the key back, in one transaction."""
         node = self._node
         try:
             if lease.lost() or node.coordinator.now() > lease.valid_until():
@@ -349,9 +351,9 @@ class Registration:
             node.keeper.notify_later()
 
     def _forgotten(self) -> str:
-        """Why this node counts as gone, though nothing is said of that any more; "": it does not.
+        """Why this node counts as gone although no record says so any longer; "": it does not.
 
-        Its key was absent when that was said, and that was after this node last read that it is not so.
+        Its key was absent when records of gone nodes were deleted, and it has not read its key since.
         """
         node, view = self._node, self._node.keeper.view
         last = view.forgotten.record.revision if view.forgotten is not None else 0
@@ -360,7 +362,7 @@ class Registration:
         return f"{node.name} was away for so long that it counts as gone"
 
     def _check_not_gone(self) -> None:
-        """Raises JobError where others say that this node is gone: its key was there, and was taken back, say."""
+        """Raises JobError if this node was declared gone."""
         node = self._node
         gone = node.keeper.view.gone.get(node.id)
         why = f"{node.name} was declared gone: {gone.record.reason}" if gone is not None else self._forgotten()
@@ -369,7 +371,7 @@ class Registration:
 
     @contextlib.contextmanager
     def _ticking(self) -> Iterator[None]:
-        """Within, the main loop is alive though `run` waits: behind a slow link a large job takes long to list."""
+        """Ticks the lease within a block that waits: listing a large job over a slow link takes long."""
         loop, lease = asyncio.get_running_loop(), self._lease
         assert lease is not None
         timer: asyncio.TimerHandle | None = None
@@ -387,13 +389,13 @@ class Registration:
                 timer.cancel()
 
     async def announce(self) -> None:
-        """Has the key say what changed of what this node wants."""
+        """Writes to the key that this node drains, or leaves tasks to others."""
         async with self._one_writes:
             if not self._announced():
                 await self._announce()
 
     def _announced(self) -> bool:
-        """Whether the key says so: of what changed at once the first write said all."""
+        """True if the key says so already: one write covers several changes."""
         node = self._node
         known = node.keeper.view.nodes.get(node.id)
         if known is None or known.mod_revision != node.node_revision:
@@ -433,7 +435,7 @@ class Registration:
             node.log.info("the lease could not be revoked, it will expire: %s", str(error) or "no answer")
 
     async def _say_gone(self) -> None:
-        """Before its key goes: nobody needs to wait for it to come back."""
+        """Declares this node gone before its key goes, so that nobody waits for it."""
         node = self._node
         gone = node.farewell()
         if node.keeper.view.spec is not None:  # else somebody deleted the job

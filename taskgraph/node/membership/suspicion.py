@@ -1,13 +1,14 @@
 """Which nodes are suspected dead, and which are gone.
 
-A node whose port refuses has no process any more: kill -9 is noticed in milliseconds, long before a lease expires.
-Where it answers after all, or its key is there for longer than its lease would have lasted, or it takes a task back,
-something else refused, a firewall that was loaded anew: it is not suspected for that any more.
-A node whose key is absent lost its lease; one whose lease has ended is about to. All are grounds to take over from it,
-to evict it, or to give it up as a candidate; only "gone" (its launcher saw it end, or its key stayed absent for
-`lost_after_s`) changes placement.
-Where etcd was away, or this host stood still, all lost their leases, this node, too: the others have a moment to come
-back, as it did itself.
+    alive ──► suspected: its port refuses, its lease ended, or its key is absent ──► gone
+      ▲            │
+      └────────────┘ it answers, its lease is renewed, its key is back, or it takes a task back
+
+- A refusing port shows within milliseconds that a process was killed. If the node proves alive after all (a firewall
+  was reloaded), it is not suspected for its port any longer.
+- A suspicion allows others to take over from the node, to evict it, or to give it up as a candidate.
+- Only "gone" changes placement: the node's launcher saw it end, or its key stayed absent for `lost_after_s`.
+- If this node lost its own lease as well, etcd was away or this host stood still: the others get a moment to come back.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ if TYPE_CHECKING:
 __all__ = ["Suspicion"]
 
 _EXPIRY_S = 2.0
-"""After the TTL of a lease that nobody renews: until etcd has deleted its keys, and everybody has read that."""
+"""Time after the TTL until etcd has deleted the keys of an ended lease, and all nodes have read that."""
 _BACK = 0.2
-"""Of the TTL of a lease: who paused when this node did has this long after it to come back."""
+"""Share of the TTL that nodes have to come back after this node was paused, too."""
 _DOUBT_S = 0.1
-"""As a rule its sessions break in this moment, too, and nobody has to read etcd while its tasks are taken over."""
+"""Pause before a doubt is examined: mostly the node's sessions break within it, and etcd need not be read."""
 _PROBES = 5
-"""A node that neither refuses nor answers is probed this often, then left to its lease."""
+"""Probes of a node that neither refuses nor answers; after that its lease decides."""
 
 
 @dataclass(eq=False, slots=True)
 class Refusal:
-    """A port that refuses.
+    """A port that refuses connections.
 
     Attributes:
-        since: when it did, as far as this node was not paused.
-        taken: task -> the revision at which this node took it over, because of that.
+        since: when it first refused, while this node was not paused.
+        taken: task -> the revision of a takeover that this refusal led to.
     """
 
     since: float
@@ -52,12 +53,12 @@ class Refusal:
 
 
 class Suspicion:
-    """One node's opinion of the others. It says it in `suspects` and `gone` of the node.
+    """One node's opinion of the others; sets `suspects` and `gone` of the node.
 
     Args:
-        primaries: those that are here.
-        unproved: whether this node pauses, or is about to.
-        changed: told when something has that the view does not tell.
+        primaries: those on this node.
+        unproved: True if this node is paused or about to pause.
+        changed: called after changes that the view does not show.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Suspicion:
         self._told: set[str] | None = None
 
     def refused(self, node: str) -> None:
-        """Its port refuses: node ids are never used again, so it is dead for good, unless its lease shows that not."""
+        """Its port refuses connections. Node ids are never reused, so it is dead, unless its lease proves otherwise."""
         if node not in self._refused and node not in self._outlived and node != self._node.id:
             self._refused[node] = Refusal(self._node.now())
             view = self._node.keeper.view
@@ -101,11 +102,11 @@ class Suspicion:
             self._changed()
 
     def refusal(self, node: str | None) -> Refusal | None:
-        """What a take-over from that node rests on, if its port refuses: to be told of it."""
+        """The refusal that a takeover from that node rests on, if any."""
         return None if node is None else self._refused.get(node)
 
     def _lease_changed(self, node: str, lease: int, ended: bool) -> None:
-        """It ended; or it lives again: another leader of etcd gives every lease its TTL anew."""
+        """Its lease ended, or lives again: a new leader of etcd extends every lease."""
         if ended:
             text = f"{name_of(node)} does not answer: its lease ended (the node is frozen or cut off)"
             self._node.events.emit("lost", text, fields={"lost": node, "lease": lease})
@@ -113,14 +114,15 @@ class Suspicion:
         self._changed()
 
     def lost(self, node: str) -> None:
-        """A session with it broke: look whether its process still listens."""
+        """A connection to it broke: probe whether its process still listens."""
         self._outlived.discard(node)
         self._look_at(node)
 
     def uncallable(self, node: str) -> None:
-        """A call found that its port refuses. A session that the node itself began may stand: of that no end is told.
+        """A call found that its port refuses. Connections that the node opened may still stand, so no end of one
+        announced this.
 
-        Nobody can ask anything of such a node, so it is taken for dead, too.
+        A node that cannot be called is taken for dead.
         """
         if node not in self._refused and node not in self._outlived and node not in self._doubted:
             self._doubted.add(node)
@@ -167,7 +169,7 @@ class Suspicion:
             self._probing.discard(node)
 
     def paused(self) -> None:
-        """This node's own lease cannot be proved, and those of others no more, perhaps."""
+        """This node's own lease cannot be proved; perhaps nobody's can."""
         if self._coming_back is not None:
             self._coming_back.cancel()
             self._coming_back = None
@@ -175,12 +177,12 @@ class Suspicion:
             self._absent_before = frozenset(self._absent_since)
 
     def resumed(self) -> None:
-        """It is proved again: those of others will be in a moment."""
+        """The lease is proved again; others need a moment for theirs."""
         self._count_anew()
         self._coming_back = self._node.own(self._wait_for_others(), "others come back")
 
     def _count_anew(self) -> None:
-        """What passed while this node stood still, or was cut off, is no time in which others could be seen."""
+        """Restarts the clocks of absences: this node was frozen or cut off, and could not see the others."""
         now = self._node.now()
         self._absent_since = dict.fromkeys(self._absent_since, now)
         for refusal in self._refused.values():
@@ -193,7 +195,7 @@ class Suspicion:
         self._changed()
 
     def update(self) -> None:
-        """Looks at the view again."""
+        """Follows the view."""
         if self._absent_before is None and self._unproved():
             self.paused()  # it will be; else it waits for them in vain
             self.resumed()
@@ -214,7 +216,7 @@ class Suspicion:
         self._node.suspects = frozenset(absent | self._refused.keys() | (self._node.gone & named) | self.overdue.nodes)
 
     def _named(self) -> set[str]:
-        """Other nodes that hold tasks, or are to: once one of them is absent, until it is back or gone."""
+        """Nodes that hold tasks or are to hold some; an absent one counts until it is back or gone."""
         view = self._node.keeper.view
         named = {p.record.node for p in view.primaries.values()}
         named.update(node for members in view.members.values() for node in members)
@@ -225,7 +227,7 @@ class Suspicion:
         return named
 
     def _forget(self, named: set[str]) -> None:
-        """Lets go of what is known of nodes that nobody has to do with any more: in a long job there are many."""
+        """Drops what is known of nodes that no longer matter."""
         kept = named | self._node.keeper.view.nodes.keys()
         self._refused = {node: refusal for node, refusal in self._refused.items() if node in kept}
         self._outlived &= kept
@@ -233,7 +235,7 @@ class Suspicion:
         self._node.router.keep(kept)
 
     def _tell_deaths(self) -> None:
-        """How a node died, which its launcher knows, is told by one that lives; not what was before its time."""
+        """One living node emits how another one died, as its launcher recorded."""
         view = self._node.keeper.view
         if self._told is None:
             self._told = set(view.gone)
@@ -250,7 +252,9 @@ class Suspicion:
                 self._node.events.emit("lost", f"{name} died: {record.reason}", fields={"lost": node})
 
     def _look_at_refused(self) -> None:
-        """Asks again whoever refused and is still registered. After long enough it has renewed its lease, and lives."""
+        """Examines nodes that refused and are still registered. After long enough, a registered one has renewed its
+        lease.
+        """
         view, since = self._node.keeper.view, self._node.now() - self._node.settings.lease_ttl_s - _EXPIRY_S
         for node, refusal in list(self._refused.items()):
             if node in view.nodes and node not in view.gone:
@@ -261,10 +265,10 @@ class Suspicion:
                     self._probe_soon(node)
 
     def _look_who_takes_back(self) -> None:
-        """Whoever took a task over from a term of this node's that began while it was suspected has read of that term.
+        """Clears the suspicion of a node that took a task back from a term of this node's: it lived after its port
+        refused.
 
-        So it lived after its port refused. Two that refuse each other would take over from each other as fast as etcd
-        answers.
+        Otherwise two nodes that refuse each other would take over from each other as fast as etcd answers.
         """
         view = self._node.keeper.view
         for node, refusal in list(self._refused.items()):
@@ -283,7 +287,7 @@ class Suspicion:
             self._changed()
 
     async def watch_absent(self) -> None:
-        """Declares nodes gone that stayed absent for `lost_after_s` on this node's unpaused clock."""
+        """Declares nodes gone that stayed absent for `lost_after_s`, on this node's clock without its pauses."""
         while True:
             await asyncio.sleep(min(1.0, self._node.settings.lost_after_s / 4))
             me = self._node

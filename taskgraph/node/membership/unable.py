@@ -1,4 +1,4 @@
-"""Ends this node where it cannot set up a backup that a job goes on without; see `protocol.setups`."""
+"""Ends this node if it cannot set up a backup that the job can do without; see `protocol.setups`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["NotSetUp", "SetUps"]
 
 
 class NotSetUp(TaskGraphError):
-    """Why a node ends: it cannot set up a replica, as others could."""
+    """The node ends: it cannot set up a replica, and others can."""
 
 
 class SetUps:
-    """One node's. A node that shares its process with others does not end for it: what it lacks, all lack.
+    """One node's failed set-ups. A node that shares its process does not end: the others lack the same.
 
     Args:
-        busy: whether it is primary of anything, or about to become that, whatever the view shows.
+        busy: True if the node is primary of a task, or about to be, whatever the view shows.
     """
 
     def __init__(self, node: NodeCore, busy: Callable[[], bool]) -> None:
@@ -33,7 +33,7 @@ class SetUps:
         self._error: NotSetUp | None = None
 
     def ends(self, error: UserCodeError | TaskGraphError, task: int) -> bool:
-        """Whether this node ends, and not the job. Of several set-ups that fail the first is told."""
+        """True if this node ends instead of the job. Of several failed set-ups the first is reported."""
         if self._error is not None:
             return True
         node = self._node

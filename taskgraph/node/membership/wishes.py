@@ -1,7 +1,7 @@
-"""Where placement wants every replica, as this node sees it, and when a job may begin.
+"""Where placement wants every replica, and when a job may begin.
 
-Every node computes the same from the same structure (`protocol.placement`), so that nobody has to be asked. The epoch
-is not looked at: a commit is no change of it.
+Every node computes the same placement from the same structure (`protocol.placement`), without asking anybody. Commits
+do not change it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["Wishes"]
 
 
 class Wishes:
-    """Placement, computed anew when the structure of the job changed: its nodes, primaries, members."""
+    """Placement, computed again when nodes, primaries or members change."""
 
     def __init__(self, node: NodeCore) -> None:
         self._node = node
         self.by_task: dict[int, Wish] = {}
         self.revision = -1
-        """The structure's revision they were computed from."""
+        """The structure's revision that placement was computed from."""
         self._told_missing = ""
 
     def may_start(self) -> bool:
-        """A job begins when enough nodes are there: `min_nodes`, and those its launcher started, for a while."""
+        """True when enough nodes are there: `min_nodes`, and for a while those that were started with the job."""
         node = self._node
         missing = self._missing
         if missing and missing != self._told_missing and node.speaks():
@@ -40,7 +40,7 @@ class Wishes:
 
     @property
     def _missing(self) -> str:
-        """Which nodes the job waits for before it begins; "": none, or it has ended."""
+        """Names the nodes that the job waits for before it begins; "": none, or it has ended."""
         node = self._node
         view, spec, job = node.keeper.view, node.spec, node.job
         if view.primaries or not view.running:
@@ -58,12 +58,12 @@ class Wishes:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Why the job does not begin, where this node tells it, for `status`."""
+        """Why the job does not begin, for `status`, if this node speaks for all."""
         missing = self._missing
         return (missing,) if missing and self._node.speaks() else ()
 
     def update(self) -> None:
-        """Computes them, unless nothing changed."""
+        """Computes placement, if the structure changed."""
         node = self._node
         view, job = node.keeper.view, node.job
         if self.revision == view.structure_revision:

@@ -1,8 +1,8 @@
-"""Asking every task for its ledger, where what they sent and what they received differ.
+"""Asks all tasks for their ledgers when the sums of what was sent and received differ.
 
-That two sums differ says nothing about why. A report may be on its way for as long as a link is slow; a task may be
-about to be taken over. So only ledgers that were seen to disagree fail a job, of the very runs that reported, and
-only while nobody was replaced since. A primary that lives and cannot be reached is asked again, and named.
+Unequal sums alone prove nothing: a report may be on its way, or a takeover about to come. The job fails only if two
+ledgers disagree, both of the attempts that reported, with no takeover since. A primary that is alive but cannot be
+reached is named, and asked again.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["Findings", "audit"]
 
 
 class Findings:
-    """What the tasks' ledgers say.
+    """Conclusions from the tasks' ledgers.
 
     Args:
-        reports: what the tasks reported last.
-        pages: the ledgers of those that answered.
+        reports: the tasks' latest reports.
+        pages: the ledgers of the tasks that answered.
 
     Attributes:
-        hidden: tasks whose ledger was not shown.
-        behind: tasks whose ledger moved on since their last report.
-        entries: of all ledgers together.
+        hidden: tasks that did not answer.
+        behind: tasks whose ledger changed since their last report.
+        entries: number of entries in all ledgers.
     """
 
     def __init__(self, reports: Mapping[int, Report], pages: Mapping[int, tuple[LedgerEntry, ...]]) -> None:
@@ -47,7 +47,7 @@ class Findings:
 
     @cached_property
     def disagreements(self) -> list[str]:
-        """Edges whose two ends were both seen, and differ: one line each."""
+        """Edges whose two ledgers were both seen, and differ: one line each."""
         # A task is not idle before what it sent was acknowledged: so what others show, asked later, has it. Only who
         # took, or sent, a message since it reported may have met another that was asked too early: of those, only
         # items are settled.
@@ -56,8 +56,9 @@ class Findings:
 
     @cached_property
     def differing(self) -> list[str]:
-        """Edges of which one end has what the other one has not, which is not `behind`, or would have counted it
-        before: one line each. What was asked for at different moments may differ for one of them.
+        """Edges of which one ledger lacks something that the other has: one line each.
+
+        Ledgers of different moments may differ if one task is `behind`, so such edges are left out.
         """
 
         def counts(edge: tuple[str, int, int, str], sent: bool, received: bool) -> bool:
@@ -72,7 +73,7 @@ class Findings:
         return explain(self._pages, counts=counts)
 
     def waits(self, node: NodeCore) -> Iterable[str]:
-        """What the leader waits for, where nothing is known to be wrong."""
+        """Names what the leader waits for, if nothing is known to be wrong."""
         why = "what was sent and what was received differ"
         for task in self.hidden:
             holder = node.keeper.view.primary_node(task)
@@ -94,7 +95,7 @@ def _reported(report: Report) -> tuple[int, int]:
 
 
 async def audit(node: NodeCore, stamp: Stamp, reports: Mapping[int, Report]) -> Findings:
-    """Asks all tasks at once; who does not answer in time, or is in another term by now, is `hidden`."""
+    """Asks all tasks at once. A task is `hidden` if it does not answer in time, or is in another term by now."""
     pages: dict[int, tuple[LedgerEntry, ...]] = {}
 
     async def ask(task: int) -> None:

@@ -1,6 +1,6 @@
-"""The job's checkpoints, as a node reads them: where the files are and what is in them is `taskgraph.checkpoint`'s.
+"""Reads the job's checkpoints; `taskgraph.checkpoint` knows the files and their contents.
 
-Whatever blocks or costs runs in threads of their own: neither the event loop nor user code waits for a place.
+Everything that blocks runs in threads of its own, so that neither the event loop nor user code waits for storage.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["FILES_AT_A_TIME", "SAME_PLACE", "CheckpointReader"]
 R = TypeVar("R")
 
 FILES_AT_A_TIME = 4
-"""Written or read by one node; more of them would not make a disk quicker."""
+"""Files that a node writes or reads at once; more make no disk quicker."""
 SAME_PLACE = "do all hosts see the same place?"
 
 
 class CheckpointReader:
-    """The job's checkpoints, as this node reads them; its calls run in threads."""
+    """Reads the job's checkpoints; its calls run in threads."""
 
     def __init__(self, node: NodeCore, threads: Threads, place: Place | None = None) -> None:
         self._node = node
@@ -42,7 +42,7 @@ class CheckpointReader:
 
     @property
     def store(self) -> Store:
-        """Where they are; the job has a place for them."""
+        """The checkpoints of a job that has a place for them."""
         spec = self._node.spec
         if self._store is None:
             assert spec.checkpoint is not None
@@ -57,19 +57,19 @@ class CheckpointReader:
 
     @staticmethod
     def writer_of(node: str) -> str:
-        """By what a file that is left half written is known as that node's: what is its process' own of its id."""
+        """The part of a node's id that marks its unfinished files."""
         return node.rpartition("-")[2]
 
     async def call(self, function: Callable[[], R]) -> R:
         return await self._threads.run(function)
 
     def name_of(self, boundary: Stamp) -> Name:
-        """What a checkpoint of this boundary is called."""
+        """The name of the checkpoint of this boundary."""
         spec = self._node.spec
         return Name(spec.checkpoint_series, boundary.attempt, boundary.epoch, spec.run[:8])
 
     async def newest_usable(self, pointer: CheckpointRecord) -> Found:
-        """The checkpoint the pointer names, or the newest before it of which every file can be read."""
+        """The newest checkpoint, from the pointer's backwards, of which every file can be read."""
 
         def look() -> Found:
             found = self.store.newest((pointer.name, *pointer.before))
@@ -81,7 +81,7 @@ class CheckpointReader:
         return await self.call(look)
 
     def _why_missing(self, pointer: CheckpointRecord) -> str:
-        """Why a file of a checkpoint may not be there: who keeps checkpoints here as well, or what to ask."""
+        """Says why a file may be missing: another run that keeps checkpoints here, or what to check."""
         current, mine = Name.parse(pointer.name), self._node.spec.run[:8]
         with contextlib.suppress(OSError):
             for other in self.store.of_others(mine, (pointer.name, *pointer.before)):
@@ -93,7 +93,7 @@ class CheckpointReader:
         return SAME_PLACE
 
     async def boundary_of(self, task: int, term: int) -> Boundary | None:
-        """The committed boundary of a task, where it is the checkpoint's; None where that has nothing of the task.
+        """The committed boundary of a task, from the checkpoint; None if the checkpoint has nothing of the task.
 
         Raises:
             CheckpointError: the file is missing, torn, corrupt or foreign.

@@ -2,9 +2,8 @@
 
     a primary read a commit ──► its file, in a thread ──► `WrittenFiles` ──► the leader (`checkpointer.py`)
 
-A file that cannot be written costs that checkpoint and nothing else; a place that takes longer than the epochs of a
-checkpoint makes the epochs wait, by name. A leader that hears late makes nobody wait: files are written meanwhile, and
-it is told of all of them at once.
+A file that cannot be written costs only that checkpoint. If the place takes longer than the epochs between two
+checkpoints, the epochs wait, and say so. A slow leader delays nothing: it later hears of several files at once.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointWriter"]
 
 _UNTOLD = 16
-"""Of files written, and of those that could not be, so many wait to be told. The leader looks at as many."""
+"""Files, written or failed, that may wait to be reported. The leader considers as many."""
 _TOLD = 16
-"""Of those that were told, a primary tells a new leader of so many."""
+"""Reported files that a primary reports again to a new leader."""
 
 
 class CheckpointWriter:
-    """One primary's part: its files, and the leader's knowledge of them."""
+    """Writes one primary's files, and reports them to the leader."""
 
     def __init__(self, node: NodeServices, task: int) -> None:
         self._node = node
@@ -43,7 +42,7 @@ class CheckpointWriter:
         self._failing = False
 
     def due(self, boundary: Stamp, *, stateful: bool) -> bool:
-        """Whether this boundary is to be written once it is read as committed, and was not yet."""
+        """True if this boundary is to be written once it is committed, and was not yet."""
         spec = self._node.spec
         return (
             spec.checkpoint is not None
@@ -54,24 +53,24 @@ class CheckpointWriter:
 
     @property
     def stage(self) -> str:
-        """What whoever waits for `room` waits for."""
+        """Names what callers of `room` wait for."""
         epoch = self._writing.epoch if self._writing is not None else 0
         return f"its file of the checkpoint of epoch {epoch}: {self._node.checkpoints.store} is slow"
 
     async def room(self) -> None:
-        """Waits while one file is being written and another waits for that: so nothing piles up."""
+        """Waits while one file is being written and another is queued, so that nothing piles up."""
         while self._waiting is not None:
             self._changed.clear()
             await self._changed.wait()
 
     def begin(self, stamp: Stamp, value: Callable[[], Encoded]) -> None:
-        """Writes this boundary, in the background. `value` is called in a thread."""
+        """Queues this boundary for writing. `value` is called in a thread."""
         self._begun = stamp
         self._waiting = (stamp, value)
         self._changed.set()
 
     async def write(self) -> None:
-        """Writes what was begun, until cancelled."""
+        """Writes queued files until cancelled."""
         while True:
             while self._waiting is None:
                 self._changed.clear()
@@ -114,10 +113,11 @@ class CheckpointWriter:
         self._written = {at: written for at, written in self._written.items() if at in kept}
 
     async def tell(self) -> None:
-        """Tells the leader of every file, and every new leader again, until the pointer is that far.
+        """Reports files to the leader, and to every new leader again, until the pointer includes them.
 
-        In the order in which they were written: the leader goes by that. It is told at once of all that it was not told
-        of yet: one by one it would hear of each later than of the one before, where epochs take less time than that.
+        Files are reported in the order they were written, all unreported ones together: one by one, short epochs would
+        outrun
+        the reports.
         """
         keeper = self._node.keeper
         while True:
@@ -142,10 +142,10 @@ class CheckpointWriter:
 
     @property
     def _leader(self) -> int:
-        """The revision of who leads; 0 while nobody does."""
+        """The revision of the leader's takeover; 0: no leader."""
         leader = self._node.keeper.view.primaries.get(0)
         return leader.mod_revision if leader is not None else 0
 
     def _untold(self, leader: int) -> list[Stamp]:
-        """What was written, in that order, and the leader of this revision was not told of."""
+        """Files that the leader of this revision has not heard of, in the order they were written."""
         return [stamp for stamp in self._written if (stamp, leader) not in self._told]

@@ -1,12 +1,12 @@
-"""The leader's part in checkpoints: what primaries wrote becomes one.
+"""The leader's part in checkpoints: makes one of the files that primaries wrote.
 
     `WrittenFiles`, from every primary (`checkpoint_writer.py`) ──► manifest, pointer, manifest
 
-What becomes a checkpoint, and when one is complete, is decided by `protocol.checkpointing`. A file that the leader does
-not find where it was written to costs that checkpoint and nothing else.
+`protocol.checkpointing` decides which boundaries become checkpoints, and when one is complete. A file that the leader
+does not find costs only that checkpoint.
 
-Files of which no leader is told were left by those that died. Whenever a task has another primary, and so, too, when it
-leads itself, the leader looks at the place for what so became nothing, and removes it.
+Files that are reported to no leader belong to dead primaries. After each takeover, its own included, the leader lists
+the place and removes files that can never be part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 _RETRY_S = 1.0
-"""How long the leader leaves a place alone that refused a manifest."""
+"""Pause after the place refused a manifest."""
 _LOOK_AGAIN_S = 1.0
-"""After which the leader looks once more for a file that it does not find: some stores list it a moment later."""
+"""Pause before the leader looks again for a missing file: some stores list files a moment late."""
 _MIB = 1 << 20
 
 
 class Checkpointer:
-    """The leader's part: manifests, the pointer, and the end of old checkpoints."""
+    """Writes manifests and the pointer, and removes old checkpoints."""
 
     def __init__(self, node: NodeServices, primary: Primary) -> None:
         self._node = node
@@ -89,7 +89,7 @@ class Checkpointer:
             stop()
 
     def _look_at_terms(self) -> None:
-        """Notes whose primaries began since, as which they write nothing of what was committed before."""
+        """Notes takeovers: new primaries write no files of boundaries committed before."""
         view = self._node.keeper.view
         if view.generation_revision != self._terms_of:  # every takeover writes it
             terms = {task: primary.record.term for task, primary in view.primaries.items()}
@@ -102,14 +102,14 @@ class Checkpointer:
             self._seen = view.stamp
 
     async def sweep(self) -> None:
-        """Removes what became nothing, until cancelled; beside `run`, which a slow place must not hold up."""
+        """Removes useless files until cancelled; apart from `run`, since the place may be slow."""
         while True:
             await self._to_sweep.wait()
             self._to_sweep.clear()
             await self._sweep()
 
     async def _sweep(self) -> None:
-        """What became nothing goes, of whomever it is, and whether anybody tells of it or not."""
+        """Removes useless files, whoever wrote them, reported or not."""
         node, view, checkpoints, spec = self._node, self._node.keeper.view, self._node.checkpoints, self._node.spec
         store = checkpoints.store
         lacking: tuple[Stamp, int] | None = None
@@ -140,16 +140,16 @@ class Checkpointer:
             self._count_given_up(*lacking)
 
     def _may_write(self, task: int, writer: str) -> bool:
-        """Whether it is the task's primary that is called so, and may be at work on its file. In any thread."""
+        """True if that primary may still be writing its file. May be called in any thread."""
         primary = self._node.keeper.view.primary_node(task)
         return primary is not None and self._node.checkpoints.writer_of(primary) == writer
 
     def _leads(self) -> bool:
-        """Whether it does, as far as it knows. May be called in any thread."""
+        """True if this node leads, as far as it knows. May be called in any thread."""
         return not self._node.paused and self._node.keeper.view.is_primary(0, self._node.id, self._primary.term)
 
     def _tell_of_leaders_before(self) -> None:
-        """Each of them told only of what failed while it led: that they were too short is seen by the next ones."""
+        """Reports terms of earlier leaders that were too short for any checkpoint."""
         node, pointer, at = self._node, self._node.keeper.view.checkpoint, self._primary.took_over_at
         base, term = (pointer.record.epoch, pointer.record.term) if pointer is not None else (0, 1)
         every, leaders = node.spec.checkpoint_every, self._primary.term - max(1, term)
@@ -170,7 +170,7 @@ class Checkpointer:
         return f"since that of epoch {pointer.record.epoch}" if pointer is not None else "yet"
 
     async def _give_up(self) -> None:
-        """What was written of checkpoints that never become complete goes: they would leave no room for another."""
+        """Removes files of checkpoints that cannot become complete: they would take the room of the next."""
         node, checkpoints, view = self._node, self._node.checkpoints, self._node.keeper.view
         for stamp, task in self._collected.give_up(view).items():
             name, still = checkpoints.name_of(stamp), partial(self._may_give_up, stamp)
@@ -195,14 +195,14 @@ class Checkpointer:
         )
 
     def _may_give_up(self, stamp: Stamp) -> bool:
-        """Whether this leader can still say that this one becomes nothing: another may lead by now, and complete it.
+        """True if this leader may still declare that checkpoint lost: a new leader could complete it.
 
         May be called in any thread.
         """
         return self._leads() and is_open(self._node.keeper.view, stamp)
 
     async def _complete(self, boundary: Stamp, files: tuple[Written, ...]) -> bool:
-        """Every file is written: manifest, pointer, manifest, and what is too old goes. False: try again."""
+        """Writes manifest, pointer, manifest, and removes old checkpoints. False: try again."""
         node, view, checkpoints = self._node, self._node.keeper.view, self._node.checkpoints
         old = view.checkpoint.record if view.checkpoint is not None else None
         kept = (old.name, *old.before)[: node.settings.checkpoints_kept - 1] if old is not None else ()
@@ -255,7 +255,7 @@ class Checkpointer:
         return True
 
     async def _all_seen(self, manifest: Manifest) -> bool:
-        """Whether this node finds what others wrote: in a place that each host has to itself no checkpoint is whole."""
+        """True if this node finds the files of all others; with a disk per host no checkpoint is whole."""
         node, store, epoch = self._node, self._node.checkpoints.store, manifest.parsed.epoch
         failed = f"{node.name} does not see all of its files"
         unseen: list[tuple[FileInfo, str]] = []
@@ -279,7 +279,7 @@ class Checkpointer:
         return False
 
     async def _finish(self, record: CheckpointRecord) -> bool:
-        """The pointer names it: those who will not know the pointer shall know it, too. Old ones go."""
+        """Writes the manifest again, for readers that do not know the pointer, and removes old checkpoints."""
         store = self._node.checkpoints.store
         if not await self._did(record.epoch, "its last manifest is not there", lambda: store.finish(record.name)):
             return False
@@ -297,10 +297,10 @@ class Checkpointer:
         return True
 
     def _tell_of_others(self, mine: Name, others: Iterable[Name]) -> None:
-        """Tells, once each, of other runs that write checkpoints of this job to the same place.
+        """Emits an event, once each, about other runs that write checkpoints of this job to the same place.
 
-        The run that began later removes those of the other, which could not know why its files are gone. Of two that
-        began at the same time, from the same checkpoint or from none, the one that is ahead removes the other's.
+        The run that began later removes the files of the other. Of two that began at the same time, the one that is
+        ahead does.
         """
         for other in others:
             later, beside = other > mine, (other.series, other.attempt) == (mine.series, mine.attempt)
@@ -322,7 +322,7 @@ class Checkpointer:
             )
 
     async def _did(self, epoch: int, failed: str, work: Callable[[], object]) -> bool:
-        """Whether `work` could be done; tells what `failed` where it could not."""
+        """True if `work` succeeded; otherwise emits what `failed`."""
         try:
             await self._node.checkpoints.call(work)
         except (OSError, CheckpointError) as error:
@@ -332,7 +332,7 @@ class Checkpointer:
         return True
 
     def _tell_failed(self, epoch: int, failed: str, why: str) -> None:
-        """Tried again every second, and with every checkpoint: told once of each, and what is kept is the first."""
+        """Emits a failure, once although it is retried each second; etcd keeps the first."""
         if self._failed.get(failed) == epoch:
             return
         again = failed in self._failed

@@ -1,4 +1,4 @@
-"""When what is gathered for a commit has to go; how long that is, is worked out in `gathering.py`."""
+"""The deadline for what is gathered for a commit; `gathering.py` computes the interval."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Due"]
 
 
 class Due:
-    """When what is gathered for the next commit has to go: some time before the leader commits again.
+    """The deadline for what is gathered for the next commit: some time before the leader commits again.
 
     Args:
-        part: of the time from one commit to the next, after which it goes.
+        part: the share of the interval between commits after which the deadline comes.
 
     Attributes:
-        ahead: as many epochs as the task may be ahead of the last commit.
+        ahead: how many epochs the task may be ahead of the last commit.
     """
 
     def __init__(self, node: NodeServices, part: float) -> None:
@@ -32,27 +32,27 @@ class Due:
         self.ahead = node.settings.epochs_ahead
 
     def committed(self) -> None:
-        """A commit was seen."""
+        """A commit was read."""
         self._at, self._went = self._loop.time() + self._part * self._seconds(), False
         self._of = self._node.keeper.view.generation_revision
 
     def forget(self) -> None:
-        """Nothing is known of a commit."""
+        """The time of the last commit is unknown."""
         self._at, self._went = 0.0, False
 
     def went(self) -> None:
-        """All that was gathered did."""
+        """Everything gathered was sent."""
         self._went = True
 
     def early(self, view: JobView) -> bool:
-        """Whether the leader waits for more, even where all have done the epoch at work."""
+        """True if the leader still waits for more, although all tasks have finished the epoch at work."""
         return self._loop.time() < self._at and view.generation_revision == self._of
 
     def at(self, overdue: float) -> float:
-        """When what is gathered from now on has to go, in the loop's time.
+        """The deadline for what is gathered from now on, in the loop's time.
 
         Args:
-            overdue: of the time between two commits, how long to wait where the next one is overdue.
+            overdue: how long to wait if the next commit is overdue, as a share of the interval.
         """
         now = self._loop.time()
         if self._went:

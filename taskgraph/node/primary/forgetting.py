@@ -1,4 +1,4 @@
-"""The leader's part in forgetting nodes that are gone for long: there are ever more, and all look at all of them."""
+"""The leader deletes records of gone nodes that nobody needs, so that etcd's part of the job stays bounded."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 __all__ = ["forget_gone"]
 
 KEPT = 1000
-"""Of the last ones it stays said."""
+"""The records of the last gone nodes stay."""
 BATCH = 64
-"""So many at a time: etcd takes 128 comparisons in one transaction."""
+"""Records per transaction: etcd takes 128 comparisons."""
 LOOK_AGAIN_S = 10.0
-"""Some may still be needed."""
+"""Pause before the next try, if all records are still needed."""
 
 
 async def forget_gone(node: NodeServices, primary: Primary) -> None:
-    """Deletes what was said of them, until cancelled.
+    """Deletes such records until cancelled.
 
-    A node that was away while others ended of whom that is said no more ends when it comes back, as it may be one of
-    them. So it is said for `lost_after_s`, however many end at once: who is away for longer than that is gone anyway.
+    A node that was absent at a deletion counts as gone, since it may be one of the deleted. So records stay for
+    `lost_after_s`: a node that is absent for longer is gone anyway.
     """
     keeper = node.keeper
     while True:

@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 __all__ = ["Gathered", "message_of"]
 
 _IN_TIME = 0.6
-"""Of the time that commits are gathered, from one on: what is offered then is held when its reports have to go."""
+"""Deadline, as a share of the commit interval: boundaries offered by then are acknowledged when reports have to go."""
 _OVERDUE = 0.1
-"""Of that time: so long a boundary waits for others where the next commit is overdue."""
+"""How long a boundary waits for others if the next commit is overdue, as a share of the interval."""
 _SMALL_BYTES = 16 << 10
-"""Larger boundaries are offered each by itself, where they are made: together they would be in each other's way."""
+"""Larger boundaries are offered at once, each in its own message."""
 _GATHERED_BYTES = 64 << 10
 
 
 class Gathered:
-    """Pending boundaries of one task that nobody was offered yet.
+    """Pending boundaries of one task that were not offered yet.
 
-    They go early enough to be held, and their dones reported, when the leader commits again. They go before that where
-    there are enough of them, or where somebody waits for one: who knows of that calls `flush`, or `flush_soon`.
+    They go in time to be acknowledged and reported for the leader's next commit; earlier if there are enough, or if
+    somebody waits for one and calls `flush` or `flush_soon`.
 
     Args:
-        offer: offers boundaries, in their order, to all members.
+        offer: offers boundaries, in order, to all members.
 
     Attributes:
-        boundaries: by their keys, in the order in which they were added.
+        boundaries: by key, in the order they were added.
     """
 
     def __init__(self, node: NodeServices, offer: Callable[[list[Boundary]], None]) -> None:
@@ -50,20 +50,20 @@ class Gathered:
         self.gather_by(node.settings.epochs_ahead)
 
     def gather_by(self, ahead: int) -> None:
-        """The task may be so many epochs ahead of the commit: half of that is enough for a message."""
+        """The task may be this many epochs ahead of the commit; half as many fill a message."""
         self._due.ahead = ahead
         self._enough = max(1, ahead // 2) if self._node.settings.gather_s else 1
 
     @staticmethod
     def takes(value: Encoded) -> bool:
-        """Whether such a boundary is to be gathered."""
+        """True if this boundary should be gathered."""
         return not value.buffers and value.size_bytes <= _SMALL_BYTES
 
     def add(self, boundary: Boundary, *, goes_on: bool) -> None:
-        """Gathers one.
+        """Gathers a boundary.
 
         Args:
-            goes_on: the task does, and somebody calls `flush` where it does not any more; else all of it goes now.
+            goes_on: the task goes on, and `flush` is called when it stops; False: offer everything now.
         """
         key, value, view = boundary.key, boundary.value, self._node.keeper.view
         self.boundaries[key] = boundary
@@ -78,10 +78,10 @@ class Gathered:
             self._arm(self._due.at(_OVERDUE))
 
     def committed(self, *, goes_on: bool) -> None:
-        """A commit was seen: what is here may be gathered for the next one.
+        """A commit was read: the next deadline counts from it.
 
         Args:
-            goes_on: so does the attempt; else nothing is known of when that comes.
+            goes_on: so does the attempt; False: no deadline is known.
         """
         if goes_on:
             self._due.committed()
@@ -91,7 +91,7 @@ class Gathered:
             self._arm(self._due.at(_OVERDUE))
 
     def flush(self) -> None:
-        """Offers what was gathered: somebody waits for it, or it is time."""
+        """Offers everything gathered."""
         if self.boundaries:
             gathered = list(self.boundaries.values())
             self.clear()
@@ -99,12 +99,12 @@ class Gathered:
             self._offer(gathered)
 
     def flush_soon(self) -> None:
-        """The same with what is made in this step of the event loop, too."""
+        """Offers everything gathered, including what this step of the event loop still adds."""
         if self.boundaries:
             self._arm(0.0)
 
     def clear(self) -> None:
-        """Nothing is gathered any more."""
+        """Drops everything gathered."""
         self.boundaries = {}
         self._bytes = 0
         self._last = None
@@ -119,7 +119,7 @@ class Gathered:
 
 
 def message_of(boundaries: list[Boundary], task: int, term: int, invitation: int) -> Offer | Offers:
-    """All of them in one message to a member. A value that is that of the boundary before is not in it twice."""
+    """One message with all these boundaries. A value equal to the one before is sent once."""
     first = boundaries[0]
     if len(boundaries) == 1:
         return Offer(first.stamp, term, task, False, False, invitation, first.value)

@@ -1,8 +1,9 @@
 """How long epochs wait to be committed together.
 
-A commit costs each node half a millisecond of processor time, most of it to be woken by etcd. Where many nodes share
-cores that is where the time goes: with 15 on two cores 50 commits a second take a fifth of both. So commits are rarer
-there, and take no larger a part of the time than where two nodes share a core.
+A commit costs each node half a millisecond of processor time, mostly for being woken by etcd. With 15 nodes on two
+cores, 50 commits a second take a fifth of both cores. So commits are rarer if many nodes share cores, and cost no
+larger
+share of the time than with two nodes per core.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _MOST = 5
 
 
 def longer(gather_s: float, nodes: int, cores: int) -> float:
-    """What becomes of `gather_s` where so many nodes share so many cores."""
+    """`gather_s`, adapted to that many nodes on that many cores."""
     return gather_s * min(_MOST, max(1.0, nodes / (_NODES_A_CORE * cores)))
 
 
 class Gathering:
-    """For one node: it looks at the host of the leader, and takes all hosts to have as many cores as its own.
+    """The commit interval for one node. It counts the nodes on the leader's host, and assumes its own number of cores
+    there.
 
-    Containers of one machine have names of their own, and share its cores: they count together, against all cores of
-    the machine, as each may have some for itself.
+    Containers of one machine count together, against all cores of the machine.
 
-    Nodes of one process are woken once for all: there it stays as it was set.
+    Nodes in one process are woken once for all, so the interval is not adapted.
     """
 
     def __init__(self, node: NodeCore) -> None:
@@ -41,11 +42,12 @@ class Gathering:
         self._known = -1
 
     def seconds(self, ahead: int) -> float:
-        """From a commit to the next one, where nobody waits for it, and not so many epochs come before.
+        """The time between two commits that nobody waits for.
 
         Args:
-            ahead: how many epochs who asks may be ahead of the last commit. Where that is fewer than was set, since
-                they are large, it would run out of them: it stays as it was set.
+            ahead: how many epochs the caller may be ahead of the last commit. If large epochs reduce that below the
+            setting,
+                the interval is not adapted: the task would run out of epochs.
         """
         node, view = self._node, self._node.keeper.view
         if ahead < node.settings.epochs_ahead:

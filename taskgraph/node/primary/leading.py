@@ -1,4 +1,4 @@
-"""What the primaries of a node ask of the leader's role, where it is on their own node."""
+"""What the primaries of a node ask of the leader on the same node."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["Leading"]
 
 
 class Leading(Protocol):
-    """`LeaderRole`, which is made of a primary, as primaries see it."""
+    """The interface of `LeaderRole`, for primaries."""
 
     def gather_by(self, ahead: int) -> None:
-        """Task 0 may be so many epochs ahead of the last commit."""
+        """Task 0 may be this many epochs ahead of the last commit."""
 
     def report_now(self, told: Report | Reports) -> Accepted | None:
-        """Takes a report; None where it has to be asked for in the usual way."""
+        """Takes a report; None if it has to be sent in the usual way."""
 
     def lacks_own(self) -> bool:
-        """Whether it lacks nothing but the report of task 0."""
+        """True if a commit lacks only the report of task 0."""
 
     def rows_now(self, stamp: Stamp, own: Mapping[str, float]) -> Rows | None:
-        """What tasks reported in the epoch before `stamp`'s; None where it has to be waited for."""
+        """The numbers that tasks reported in the epoch before `stamp`; None if some are missing."""
 
     async def rows_before(self, stamp: Stamp, own: Mapping[str, float]) -> Rows:
-        """The same, when it is known."""
+        """Waits for the numbers that tasks reported in the epoch before `stamp`."""

@@ -1,7 +1,7 @@
-"""Tells the leader what a primary reports: the latest report of each epoch, once to every leader.
+"""Sends a primary's reports to the leader: the latest of each epoch, once to every leader.
 
-Where tasks work ahead of the commit nobody waits for a report: several are gathered, and travel as one message, which
-is there shortly before the leader commits again. A report that somebody waits for goes at once.
+If tasks work ahead of the commit, reports are gathered into one message that arrives shortly before the leader's next
+commit. A report that somebody waits for goes at once.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 __all__ = ["Reporter"]
 
 _SHORTLY_BEFORE = 0.75
-"""Of the time that commits are gathered, from one on: then reports are on their way that the next commit may be of."""
+"""Deadline for gathered reports, as a share of the commit interval: they arrive before the next commit."""
 _FIRST = 0.5
-"""Of that time: so long the first one waits where the next commit is overdue already."""
+"""How long the first report waits if the next commit is overdue, as a share of the interval."""
 
 
 class Reporter:
-    """One primary's reports, of the epoch at work and of those it is ahead with.
+    """One primary's reports of the epoch at work and of later ones.
 
-    A report is sent from where it is made, where that takes no waiting. `run` does everything else: a leader that is
-    lost, new, not known yet or refuses, and a node that is paused.
+    A report is sent where it is made, if that needs no waiting. `run` does the rest: a leader that died, changed, is
+    unknown or refuses, and a paused node.
 
     Args:
-        leads: of task 0, whose primary leads: nothing is gathered, and nothing travels.
+        leads: True for task 0, whose primary leads: its reports are neither gathered nor sent.
     """
 
     def __init__(self, node: NodeServices, *, leads: bool = False) -> None:
@@ -52,12 +52,12 @@ class Reporter:
         self.gather_by(node.settings.epochs_ahead)
 
     def gather_by(self, ahead: int) -> None:
-        """The task may be so many epochs ahead: half of that is enough for a message, as it is for a commit."""
+        """The task may be this many epochs ahead; half as many fill a message."""
         self._due.ahead = ahead
         self._enough = 1 if self._leads or not self._node.settings.gather_s else max(1, ahead // 2)
 
     def set(self, report: Report) -> None:
-        """This is what the leader has to know of the report's epoch."""
+        """Reports, in place of an earlier report of the same epoch."""
         epoch, gathered, view = report.stamp.epoch, self._gathered, self._node.keeper.view
         if (before := self._reports.get(epoch)) is not None:
             before.forget()
@@ -79,11 +79,11 @@ class Reporter:
             self._arm()
 
     def _arm(self) -> None:
-        """What was gathered goes when the leader commits again; where that is overdue, or it has some already, soon."""
+        """Sets the timer for gathered reports."""
         self._timer = self._loop.call_at(self._due.at(_FIRST), self._send)
 
     def forget(self, before: int | None = None) -> None:
-        """There is nothing to tell any more of epochs before that one, which is at work; None: of any."""
+        """Drops reports of epochs before `epoch`, which is at work; None: all."""
         reports = self._reports
         if before is None:
             self._due.forget()
@@ -104,9 +104,9 @@ class Reporter:
                 self._arm()
 
     def tell_again(self, epoch: int) -> None:
-        """The leader lacks what was told of that epoch: it was lost on its way, though its session stands.
+        """Reports that epoch again: the leader lacks it, although no connection broke.
 
-        So may be all that was told together with it.
+        Whatever was sent in the same message may be lost, too.
         """
         if epoch not in self._reports:
             return
@@ -117,7 +117,7 @@ class Reporter:
         self._look.set()
 
     def _took(self, report: Report) -> bool:
-        """Whether the leader took it, which is of this very node: without a call."""
+        """True if the leader is on this node and took the report, without a call."""
         node = self._node
         role, since = node.leader, node.tracing.on and clock()
         if role is None or node.paused or role.report_now(report) is None:
@@ -132,7 +132,7 @@ class Reporter:
             self._timer = None
 
     def _send(self) -> None:
-        """Sends what was gathered; what cannot be sent from here is left to `run`."""
+        """Sends the gathered reports; `run` sends those that cannot be sent from here."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -155,7 +155,7 @@ class Reporter:
         reply.add_done_callback(partial(self._answered, way))
 
     def _answered(self, way: _Way, reply: asyncio.Future[Reply]) -> None:
-        """The leader has them where nothing is heard. What is heard may be that it does not."""
+        """Silence means that the leader has the reports; an error means: send again."""
         lost = reply.cancelled() or reply.exception() is not None
         for told in way.told:
             if told.way is way:
@@ -170,7 +170,7 @@ class Reporter:
             self._node.tracing.keep(kind, "", 0, since, clock(), report.task, report.stamp, report.term, -1)
 
     async def run(self) -> None:
-        """Tells the leader what could not be told at once, and every new leader all of it again."""
+        """Sends what could not be sent at once, and all reports again to every new leader."""
         while True:
             self._look.clear()
             leader = self._node.keeper.view.primaries.get(0)
@@ -189,7 +189,7 @@ class Reporter:
                     self._trace(told.report, since)
 
     async def _until_news(self, leader: Versioned[PrimaryRecord] | None) -> None:
-        """Returns when there is something to tell in `run`, or another leader."""
+        """Returns when `run` has something to send, or the leader changed."""
         other = self._node.keeper.when(partial(_other_leader, leader), structure=True)
         other.add_done_callback(self._look_again)
         try:
@@ -203,14 +203,14 @@ class Reporter:
 
 
 class _Told:
-    """A report, and the revision of the leader that has it, or to which it is on its way; 0: nobody."""
+    """A report, and the revision of the leader that has it or is receiving it; 0: none."""
 
     report: Report
     leader = 0
     way: _Way | None = None
 
     def forget(self) -> None:
-        """Nobody needs to hear what becomes of it."""
+        """The outcome of the report no longer matters."""
         way, self.way = self.way, None
         if way is not None:
             way.open -= 1
@@ -220,10 +220,10 @@ class _Told:
 
 @dataclass(slots=True, eq=False)
 class _Way:
-    """Reports on their way in one message.
+    """Reports in one message.
 
     Attributes:
-        open: how many of them somebody needs to hear of.
+        open: how many of them still matter.
     """
 
     told: list[_Told]

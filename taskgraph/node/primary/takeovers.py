@@ -1,7 +1,7 @@
-"""Becoming primary: of a task whose primary is suspected, of one that is handed over, of one that never had any.
+"""Becomes primary of a task: after a failure, at a handover, or as the task's first primary.
 
-When and by whom it may be tried is decided by `protocol.takeover`, whether it succeeds by the transaction; this
-module tries, and says what a task without a primary waits for.
+`protocol.takeover` decides who may try, and when; the transaction decides who succeeds. This module tries, and says
+what a task without a primary waits for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["TakeOvers"]
 
 
 class TakeOvers:
-    """One node's tries at becoming primary; at most one per task at a time."""
+    """One node's takeovers; at most one per task at a time."""
 
     def __init__(self, node: NodeServices, roles: Roles, *, suspicion: Suspicion, fatal_code: FatalCode) -> None:
         self._node = node
@@ -47,12 +47,12 @@ class TakeOvers:
         self._unseated_told: tuple[str, frozenset[int]] = ("", frozenset())
 
     def busy(self, task: int) -> bool:
-        """Whether this node is its primary, tries to become that, or still ends a term of it."""
+        """True if this node is the task's primary, tries to become it, or is still stepping down."""
         return task in self._roles.primaries or task in self._under_way or task in self._roles.stepping_down
 
     @property
     def under_way(self) -> bool:
-        """Whether any is."""
+        """True during a takeover."""
         return bool(self._under_way)
 
     def _decide(self, task: int) -> Succession:
@@ -73,7 +73,7 @@ class TakeOvers:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Why tasks have no primary, where this node tells it, for `status`."""
+        """Why tasks have no primary, for `status`, as far as this node has to say it."""
         unseated = [self._unseated_text()] if self._unseated else []
         reading = [
             f"task {task} lost every replica, and the files of its checkpoint are read before the job goes back to it: "
@@ -83,7 +83,7 @@ class TakeOvers:
         return (*unseated, *(why for _, why in sorted(self._orphans.items())), *reading)
 
     def consider(self, task: int) -> None:
-        """Looks at one task, and begins a takeover where it is called for."""
+        """Begins a takeover of this task if one is called for."""
         # Where the results were collected all leave, and nobody needs their tasks any more.
         if self.busy(task) or self._node.paused or self._node.keeper.view.collected:
             self._not_orphaned(task)
@@ -96,9 +96,9 @@ class TakeOvers:
             self._name_orphan(task)
 
     def _name_orphan(self, task: int) -> None:
-        """Says, once, why a task has no primary and nobody may take over; the first node by name speaks.
+        """Emits, once, why a task has no primary. Only the first node by name does so.
 
-        Of tasks that no node may hold there may be many, for one reason: `tell_unseated` says it for all.
+        Tasks that no node may hold share one reason: `tell_unseated` names them together.
         """
         self._unseated.discard(task)
         view = self._node.keeper.view
@@ -122,12 +122,12 @@ class TakeOvers:
             self._node.events.emit("waits", why, task=task)
 
     def _not_orphaned(self, task: int) -> None:
-        """There is nothing to say of it any more: it is taken over, or is not this node's to name."""
+        """Clears what was said about the task."""
         self._orphans.pop(task, None)
         self._unseated.discard(task)
 
     def tell_unseated(self) -> None:
-        """Says what tasks wait for a node that may hold them, when there are more of them, or for another reason."""
+        """Emits which tasks no node may hold, when more of them come up, or for another reason."""
         tasks, (why_told, told) = frozenset(self._unseated), self._unseated_told
         why = self._why_unseated() if tasks else ""
         if not tasks <= told or why != why_told:
@@ -161,7 +161,7 @@ class TakeOvers:
         return running
 
     async def _take_over(self, task: int, decision: Succession) -> None:
-        """Tries once; `reconcile` tries again where it is still called for."""
+        """Tries once; `reconcile` tries again if that is still called for."""
         if decision.rank:
             await asyncio.sleep(decision.rank * self._node.settings.takeover_stagger_s)
             if self._fatal_code.look():
@@ -178,7 +178,7 @@ class TakeOvers:
                 pass
 
     async def _become_primary(self, task: int, *, failure: bool) -> None:
-        """As a member: one transaction."""
+        """Takes over as a member, in one transaction."""
         view, replica = self._node.keeper.view, self._roles.replica(task)
         old = view.primaries.get(task)
         writer = self._node.writer()
@@ -201,7 +201,7 @@ class TakeOvers:
         )
 
     async def _become_first(self, task: int) -> None:
-        """The first primary of a fresh job, or the successor of nobody, who rolls the job back where need be."""
+        """Becomes the first primary, or follows after all members are gone; then the job may roll back."""
         replica = self._roles.replica(task)
         try:
             await replica.build()
@@ -245,9 +245,9 @@ class TakeOvers:
             )
 
     async def _usable_checkpoint(self, task: int, writer: str) -> CheckpointRecord | None:
-        """Which one the job can go back to. None: there is none, and the job fails; or that is not called for any more.
+        """The checkpoint to roll back to. None: the job failed for lack of one, or a roll-back is no longer called for.
 
-        Everybody will restore from it: so every file of it is read before.
+        All tasks will restore from it, so every file is read first.
         """
         node, view = self._node, self._node.keeper.view
         checkpoint = view.checkpoint
@@ -276,16 +276,16 @@ class TakeOvers:
         )
 
     def _begins_anew(self, task: int) -> bool:
-        """Whether every member is gone, still: the transaction compares that their keys are absent, which may pass."""
+        """True while every member is gone: the transaction compares only that their keys are absent."""
         return self._decide(task).move in (Move.FROM_NOTHING, Move.ROLL_BACK)
 
     async def _execute_takeover(
         self, replica: Replica, txn: Txn, writer: str, kind: str, old: str | None, *, anew: bool = False
     ) -> bool:
-        """Returns whether this node is primary now.
+        """Executes a takeover; returns True if this node is primary now.
 
         Args:
-            anew: from nothing, or from a checkpoint: what the replica may hold is no boundary of this term's.
+            anew: from nothing or from a checkpoint, so that boundaries held here are stale.
         """
         task, view = replica.task, self._node.keeper.view
         await self._node.point("takeover", task, view.epoch.record.epoch if view.epoch is not None else 0)
@@ -327,10 +327,10 @@ class TakeOvers:
         return True
 
     async def hand_over(self, message: HandOver) -> None:
-        """The task's primary hands over to this in-sync backup, right after a commit.
+        """Takes the task over from its primary, which asks for that right after a commit.
 
         Raises:
-            Refused: this node did not become primary: the old one need not wait, and goes on.
+            Refused: this node did not become primary, so the old one goes on.
         """
         task = message.task
         await self._node.keeper.wait_until_read(lambda v: v.stamp is not None and v.stamp >= message.stamp)
@@ -343,7 +343,7 @@ class TakeOvers:
             raise Refused(Reason.STALE, f"{node.name} tried to take over task {task}, and was not the one")
 
     async def _look_again(self) -> None:
-        """The view that called for this was behind: `reconcile` decides anew, from a newer one and not at once."""
+        """Refreshes a stale view after a refused write; `reconcile` then decides again."""
         await self._node.keeper.refresh()
         await self._node.breathe()
 
@@ -353,8 +353,7 @@ class TakeOvers:
         return f"run with more backups (backups={backups} now), or with checkpoints ({there}), to survive this"
 
     def _lost_with(self, task: int, epoch: int) -> list[str]:
-        """Nodes that are gone, and were members of the task or died of its code in this epoch: who was evicted before
-        it was lost may have died of the same."""
+        """Gone nodes that were members of the task, or that its code killed in this epoch, evicted or not."""
         view = self._node.keeper.view
         its = [n for n in view.deaths_from(epoch) if any(ran.task == task for ran in view.gone[n].record.ran)]
         return list(dict.fromkeys([*its, *(node for node in view.members_of(task) if node in view.gone)]))

@@ -1,4 +1,4 @@
-"""One other node of a task, as its primary tends it: what is under way to it, and what is waited for."""
+"""The state of one other node in its primary's care."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Key = tuple[int, int, int]
 
 @dataclass(eq=False, slots=True)
 class Tender:
-    """What goes on about one other node, from an invitation to its release.
+    """The state of one other node, from an invitation to its release.
 
     Attributes:
-        offered: offers under way that were made beside the tender, by what they offer.
-        caught_up_by: of a candidate that holds something: until when an epoch waits for it.
-        idle: there is nothing to do but to wait for something.
-        refused: why it cannot take what it was offered last, as it says; "" where it could.
-        wait: done when there is something to do, as `due` tells.
+        offered: offers under way that were made outside the tender.
+        caught_up_by: deadline until which an epoch waits for this candidate, once it holds something.
+        idle: the tender has nothing to do until something changes.
+        refused: why the node could not take the last offer, in its words; "": it could.
+        wait: done when the tender has something to do, by `due`.
     """
 
     node: str
@@ -35,18 +35,18 @@ class Tender:
     due: Callable[[], bool] = bool
 
     def until(self, due: Callable[[], bool]) -> asyncio.Future[None]:
-        """What it waits for from now on; cancel it when it is not needed."""
+        """Sets what the tender waits for; cancel the future when it is not needed."""
         self.wait, self.due = asyncio.get_running_loop().create_future(), due
         self.look()
         return self.wait
 
     def look(self) -> None:
-        """Something changed: perhaps what it waits for."""
+        """Wakes the tender if its condition holds."""
         if self.wait is not None and not self.wait.done() and self.due():
             self.wait.set_result(None)
 
     def withdraw(self) -> None:
-        """Nothing counts that is answered to what was offered beside it."""
+        """Ignores answers to offers made outside the tender."""
         offered, self.offered = self.offered, {}
         for reply in offered.values():
             reply.cancel()
