@@ -1,15 +1,15 @@
-"""The process: one asyncio event loop that hosts replicas, and the wiring of everything below it.
+"""The node's process: one asyncio event loop that hosts replicas, and the wiring of everything below it.
 
-`process` is a node as a process, `node` puts its parts together, `roles` is what runs here, which `reconciler` brings
-in line with what the view says, `replica` is one task. What all parts have is in `core`, what the tasks here share in
-`services`. In packages of their own are
+`process` is a node as a process, and `node` puts its parts together. `roles` holds what runs here, `reconciler` makes
+that follow the view, and `replica` is one task. `core` has what all parts need, `services` what the tasks here share.
+Packages:
 
-    `membership`  a node among nodes: its lease, whom it suspects, leaving in good order, dying
-    `primary`     a task's primary for one term: taking over, its boundaries, its backups, its checkpoints; the leader
-    `epochs`      what a primary works on: epochs, their attempts, what those pull, put, and ask of each other
-    `usercode`    where user code is called, and nowhere else
+    `membership`  a node among nodes: its lease, its suspicions, leaving in good order, dying
+    `primary`     a task's primary for one term: takeovers, boundaries, backups, checkpoints; the leader
+    `epochs`      what a primary works on: epochs, their attempts, and what those pull, put and ask
+    `usercode`    the only place where user code is called
 
-Of these, `primary` knows the other three, `epochs` and `membership` know `usercode`, and `usercode` none of them.
+`primary` knows the other three, `epochs` and `membership` know `usercode`, `usercode` knows none of them.
 
-Decisions are taken in `taskgraph.protocol`; this package does what they say. It must not speak etcd or open sockets.
+Decisions are taken in `taskgraph.protocol`. This package must not speak etcd or open sockets.
 """

@@ -1,4 +1,4 @@
-"""Pauses between tries."""
+"""Pauses between retries."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ _LAST_S = 0.05
 
 
 class Backoff:
-    """Short pauses at first: what is in the way is nearly always a view, here or there, that lags by a millisecond.
-
-    Doubled with every try up to 50 ms, so that what lasts is not asked for all the time.
+    """Growing pauses: short at first, since mostly a view lags by a millisecond, doubled with every retry up to
+    50 ms.
     """
 
     def __init__(self) -> None:
         self._next_s = _FIRST_S
 
     def reset(self) -> None:
-        """What was tried happened."""
+        """The try succeeded."""
         self._next_s = _FIRST_S
 
     def step(self) -> float:

@@ -1,7 +1,7 @@
-"""The node's control service: status, kill, drain, events, results, traces, over gRPC, for people and tools.
+"""The node's control service over gRPC, for people and tools: status, kill, drain, events, results, traces.
 
-Every call proves the job's token before anything is looked at. The service listens before the node is registered, since
-the node's key says where; until `attach` it answers that the node is starting.
+Every call proves the job's token first. The service listens before the node is registered, since the node's key holds
+its address; until `attach` it answers that the node is starting.
 """
 
 from __future__ import annotations
@@ -43,33 +43,31 @@ __all__ = ["ControlServer", "Controlled"]
 log = logging.getLogger("taskgraph.control")
 
 _CHUNK_BYTES = 1 << 20
-"""A message of a stream: well below the 4 MiB that gRPC clients take unless told otherwise."""
+"""Size of a streamed message: well below the 4 MiB that gRPC clients accept by default."""
 _REPLY_BYTES = 256 << 10
-"""Events that wait for one who follows go in one message up to about that size."""
+"""Waiting events go to a follower in messages of about this size."""
 _QUEUE = 10_000
-"""Events a slow follower may be behind; older ones are left out, and it is told how many."""
+"""Events that a slow follower may be behind. Older ones are dropped, and the follower learns how many."""
 _PACE_S = 0.05
-"""Commits come by the hundreds a second, for people to see: those of such a while go in one message. An event that is
-kept goes at once, with those that wait."""
+"""Commits of this interval go in one message, since hundreds come per second. A kept event goes at once, with all
+waiting ones."""
 _CLOSE_S = 0.5
-"""Calls under way get this long when the node ends."""
+"""Time for calls under way when the node ends."""
 _TAKEN_S = 2.0
-"""Whoever traces the node has this long to take the last spans: of a connection that its other end closed, what was not
-read yet is lost where something is still written, and gRPC writes while it reads."""
+"""Time to read the last spans of a trace. Data that the other end has not read is lost when a connection is closed, and
+gRPC writes while it reads."""
 _SIGNAL_AFTER_S = 0.05
-"""A reply is on its way by then; after SIGKILL nobody expects one."""
+"""Pause between the reply to a kill and the signal."""
 
 
 _CONNECTIONS = 1024
-"""At a time. gRPC turns away the newest, so those who say nothing must not fill it soon; each takes some 20 KiB."""
+"""Connections at a time. gRPC turns away the newest, so silent clients must not fill it; each takes some 20 KiB."""
 _OF_ITS_FILES = 4
-"""At most every so many of the files that the process may have open."""
+"""Connections take at most this share (1/n) of the files that the process may open."""
 _SILENT_MS = 5_000
-"""A connection with no call ends then: whoever only connects must not keep others out. Clients of ours, who hardly ever
-have one, connect again by themselves."""
+"""A connection without calls ends after this time, to make room for others. Our own clients reconnect by themselves."""
 _PINGS_APART_MS = 1_000
-"""Who pings more often is cut off. Ours do so every 5 s, also while nothing is sent to them, which
-gRPC allows every five minutes only."""
+"""A client that pings more often is cut off. Ours ping every 5 s; by default gRPC allows it every five minutes."""
 
 
 class Controlled(Traced, Protocol):
@@ -84,7 +82,7 @@ class ControlServer:
     """Serves one node.
 
     Args:
-        events: told to followers.
+        events: the events for followers.
         token: the job's token.
     """
 
@@ -118,19 +116,18 @@ class ControlServer:
         """Listens.
 
         Args:
-            unix_path: a socket for its owner only; its folder must be, too.
+            unix_path: a socket for its owner only; its folder must be private, too.
             tcp_host: a name or address to listen on.
-            tcp_ports: those to try, one after another; 0 takes a free one.
-            advertise: what others reach `tcp_host` by, where that is another name or address.
-            tls: for TCP; the socket needs none.
-            insecure: without TLS, listen on other addresses than loopback nevertheless.
+            tcp_ports: ports to try, in order; 0 takes a free one.
+            advertise: the name or address that others use for `tcp_host`, if it differs.
+            tls: for TCP; the unix socket needs none.
+            insecure: allows addresses other than loopback without TLS.
 
         Returns:
             The endpoints for the node's key: `unix:HOSTKEY:/path|tcp:host:port`, or one of them, or "".
 
         Raises:
-            TransportError: an address that cannot be listened on, or should not be without TLS; a certificate that
-                others would refuse.
+            TransportError: the address cannot be listened on, or needs TLS; or others would refuse the certificate.
         """
         if tcp_host:
             check_listener(tcp_host, tls is not None, insecure)
@@ -156,11 +153,11 @@ class ControlServer:
 
     @property
     def unreachable(self) -> bool:
-        """Whether the file of its unix socket is gone, so that nobody finds it; not where it removed that itself."""
+        """True if somebody removed the file of its unix socket."""
         return not self._ending and self._path is not None and not self._path.exists()
 
     async def listen_anew(self) -> None:
-        """Listens once more where that file was. Calls under way are left alone.
+        """Listens again at the removed file's path. Calls under way go on.
 
         Raises:
             OSError, TransportError: it cannot.
@@ -173,7 +170,7 @@ class ControlServer:
         self._servers.append(server)  # the one before removes that file when it is stopped, whosever it is
 
     async def stop(self) -> None:
-        """Tells followers what they have not heard yet, ends every call, removes the socket."""
+        """Sends followers their last events, ends every call, removes the socket."""
         self._ending = True
         self._end.set()
         for follower in self._followers:
@@ -333,7 +330,7 @@ class ControlServer:
 
 
 class _Gate(grpc.GenericRpcHandler):
-    """Looks at a call's token once its head is there: who has none must not keep a connection by sending no more."""
+    """Checks a call's token as soon as its head is there, so that a client without one cannot hold a connection."""
 
     def __init__(self, methods: grpc.GenericRpcHandler, credential: bytes, refusals: Refusals) -> None:
         self._methods = methods
@@ -354,7 +351,7 @@ class _Gate(grpc.GenericRpcHandler):
 
 
 class _Follower:
-    """What one caller of Events has not been sent yet."""
+    """The events that one caller of Events has not received yet."""
 
     def __init__(self) -> None:
         self._queue: deque[Event] = deque()  # bounded by `take`
@@ -376,14 +373,14 @@ class _Follower:
             self._timer = self._loop.call_at(self._sent_at + _PACE_S, self._look.set)
 
     def end(self) -> None:
-        """Nothing follows what was taken."""
+        """No more events follow."""
         self._over = True
         self._look.set()
         if self._timer is not None:
             self._timer.cancel()
 
     async def next(self) -> tuple[list[str], int] | None:
-        """The next events, as JSON, and how many were left out before the first; None at the end."""
+        """The next events, as JSON, and how many were dropped before the first; None at the end."""
         while True:
             await self._look.wait()
             self._look.clear()
@@ -406,7 +403,7 @@ class _Follower:
 
 
 def _server_options() -> list[tuple[str, int]]:
-    """What a stranger may cost: some connections, each of which has to speak soon, and small requests."""
+    """Limits for strangers: few connections, each of which has to speak soon, and small requests."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = files != resource.RLIM_INFINITY and files < _CONNECTIONS * _OF_ITS_FILES
     return [
@@ -491,7 +488,7 @@ def _bytes(message: Any) -> bytes:
 def _sealed(
     chunks: Callable[[Controlled, Any], AsyncGenerator[pb.ResultChunk, None]],
 ) -> Callable[[Controlled, Any], AsyncGenerator[bytes, None]]:
-    """These messages, and a digest of them: what a network damages without TLS may be a message all the same."""
+    """These messages and their digest: without TLS, damaged bytes may still parse as a message."""
 
     async def sealed(node: Controlled, request: Any) -> AsyncGenerator[bytes, None]:
         whole = xxhash.xxh3_128()

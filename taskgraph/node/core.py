@@ -1,6 +1,6 @@
-"""What every part of a node has: who it is, etcd, its peers, its clock, and work that ends with it.
+"""What every part of a node needs: its identity, etcd, its peers, its clock, and asyncio tasks that end with it.
 
-It knows none of the parts. They are given it, and what else they ask of each other; `node.py` puts them together.
+The core knows no other part; `node.py` puts the parts together.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Point = Callable[[str, int, int], Awaitable[None]]
 """(stage, task, epoch): called at named moments of an epoch; tests kill nodes there."""
 
 _RETRY_S = 0.05
-"""Pause before a failed call or transaction is tried again: long for a socket, short for a person."""
+"""Pause before a failed call or transaction is repeated."""
 _LEFT = "it left"
 _WHY_CHARS = 2000
 
 
 class CoreArguments(TypedDict):
-    """What a `NodeCore` is made of."""
+    """Arguments of `NodeCore`."""
 
     spec: JobSpec
     job: Job
@@ -64,16 +64,15 @@ class NodeCore:
     """One node of one job, as its parts see it.
 
     Attributes:
-        paused: whether it cannot prove its lease just now; every message asks for it. Set by `Registration`.
-        node_revision: of its key in etcd; 0: it is not registered. Set by `Registration`.
-        draining: whether it was asked to leave. Set by `Draining`.
-        left: tasks that it leaves to others for want of memory, each as often as it did.
-        announce: has its key say both. Set by `Registration`.
-        suspects: nodes that it takes for dead. Set by `Suspicion`.
-        gone: nodes that are dead for good, by what was read in etcd. Set by `Suspicion`.
-        injects: whether there is anything to call at `point`: an epoch comes by five of them.
-        injects_held: whether `held` is one of its stages: only for nodes that are processes of their own
-            (`inject.STAGES`).
+        paused: the node cannot prove its lease. Set by `Registration`.
+        node_revision: revision of its key in etcd; 0: it is not registered. Set by `Registration`.
+        draining: the node was told to leave. Set by `Draining`.
+        left: tasks that it left to others for want of memory, once for each time.
+        announce: writes `draining` and `left` to the node's key. Set by `Registration`.
+        suspects: nodes suspected dead. Set by `Suspicion`.
+        gone: nodes that are gone, as read from etcd. Set by `Suspicion`.
+        injects: True if `point` does something: it is called five times per epoch.
+        injects_held: True if `held` is one of its stages, as in nodes with their own process (`inject.STAGES`).
     """
 
     def __init__(
@@ -138,29 +137,29 @@ class NodeCore:
 
     @property
     def running(self) -> bool:
-        """Whether it still takes on anything; a node that leaves answers for a moment longer."""
+        """True while the node accepts work; a leaving node still answers for a moment."""
         return self._group is not None and not self._leaving and self._broken is None
 
     @property
     def leaving(self) -> bool:
-        """Whether what runs here is brought to its end: nobody would end what is begun from now on."""
+        """True while everything here is brought to its end; nothing new may begin."""
         return self._leaving
 
     def speaks(self) -> bool:
-        """Whether this is the first of the nodes by name, which tells what all of them see."""
+        """True for the first living node by name, which emits what all nodes see."""
         return min(self.keeper.view.live_nodes(self.spec.run), default="") == self.id
 
     @property
     def epoch(self) -> int:
-        """The epoch at work as it was read; -1: none yet."""
+        """The epoch at work in the view; -1: none yet."""
         return self.keeper.view.stamp.epoch if self.keeper.view.stamp else -1
 
     async def epoch_read(self, epoch: int) -> None:
-        """Returns when the view has come to `epoch`, or the job does not run any more."""
+        """Returns when the view has reached `epoch`, or the job has ended."""
         await self.keeper.wait_until(lambda v: not v.running or (v.stamp is not None and v.stamp.epoch >= epoch))
 
     def pause(self, paused: bool) -> None:
-        """Says whether it cannot prove its lease."""
+        """Sets whether the node is paused."""
         self.paused = paused
         if paused:
             self._proved.clear()
@@ -168,7 +167,7 @@ class NodeCore:
             self._proved.set()
 
     async def while_paused(self) -> None:
-        """Returns at once, or when the pause ends."""
+        """Returns when the node is not paused."""
         await self._proved.wait()
 
     async def breathe(self) -> None:
@@ -180,9 +179,9 @@ class NodeCore:
 
     @property
     def place(self) -> str:
-        """Where it runs, after its name: what is missing on one host, or in one directory, may be there on others.
+        """Host and working directory, to follow the node's name: other places may have what is missing here.
 
-        "" of one that shares its process: there is one place.
+        "" for a node that shares its process.
         """
         if not self.own_process:
             return ""
@@ -199,7 +198,7 @@ class NodeCore:
         return f"{self.id}:{next(self._write_numbers)}"
 
     async def from_etcd(self, call: Callable[[], Awaitable[T]]) -> T | None:
-        """What a call to etcd returns, as soon as etcd answers; None where this node is asked to leave before."""
+        """Repeats a call until etcd answers; None if the node is told to leave first."""
         told = False
         while not self.draining:
             try:
@@ -218,7 +217,7 @@ class NodeCore:
     # -- work that ends with the node -------------------------------------------------------------
 
     def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Runs something that lives as long as the node at most."""
+        """Runs a coroutine that is cancelled at the node's end."""
         if self._group is None:
             work.close()
             raise RuntimeError("the node is not running")
@@ -228,7 +227,7 @@ class NodeCore:
         return task
 
     def wait_for(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Runs something that is not cancelled when the node ends, but waited for."""
+        """Runs a coroutine that the node's end waits for."""
         if self._group is None:
             work.close()
         else:
@@ -255,11 +254,11 @@ class NodeCore:
         *,
         finished: bool = False,
     ) -> bool:
-        """Ends the job with an error. False where a fence broke, and where it had ended already.
+        """Fails the job with an error. False if a fence failed, or the job had ended already.
 
         Args:
-            also: what is said besides.
-            finished: also where its epochs are all committed (a `result()` that raises).
+            also: more to say.
+            finished: True to fail also a job whose epochs are all committed (a `result()` that raises).
         """
         writer = self.writer()
         status = failure_record(error, task, epoch, writer, also, node=f"{self.name}{self.place}" if self.place else "")
@@ -274,7 +273,7 @@ class NodeCore:
         return True
 
     async def write_failed(self, txn: Txn, status: StatusRecord) -> bool:
-        """Executes `txn`, which ends the job with `status`, and tells it. False where its comparisons failed."""
+        """Executes `txn`, which ends the job with `status`, and emits that. False if its comparisons failed."""
         keeper = self.keeper
         try:
             revision = await self.transact(txn, key=keeper.view.keys.status, writer=status.writer)
@@ -294,17 +293,17 @@ class NodeCore:
         self.events.emit("failed", status.reason, task=status.task, epoch=status.epoch)
 
     def end_with(self, error: TaskGraphError, ran: tuple[Ran, ...] = ()) -> None:
-        """This node cannot go on.
+        """Ends this node, which cannot go on.
 
         Args:
-            ran: what it ends for, where that may end its successors, too: it counts as a death does.
+            ran: the code to blame, if it may end successors, too: this end counts like a death.
         """
         if self._failure is not None and not self._failure.done():
             self._why_left, self._ran = ended_itself(error), ran
             self._failure.set_exception(error)
 
     def farewell(self) -> GoneRecord:
-        """What others read of this node's end."""
+        """The record of this node's end, for others."""
         return GoneRecord(reason=self._why_left, ran=self._ran, writer=self.writer())
 
 

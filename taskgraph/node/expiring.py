@@ -1,6 +1,6 @@
-"""Tells of certificates of this node that are about to end, or have: before they are missed.
+"""Warns of certificates of this node that are about to end, or have ended.
 
-Connections that stand go on, so that nothing else shows it, often until somebody asks for the job's results.
+Open connections go on without a valid certificate, so nothing else shows it until somebody connects.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from taskgraph.observe.events import EventLog
 __all__ = ["Expiring"]
 
 _PART = 10
-"""Told when less than this part of its validity is left,"""
+"""Warns when less than this part of the validity is left,"""
 _AT_MOST_S = 86_400.0
-"""and no sooner than a day before its end."""
+"""and a day before its end at the earliest."""
 _LOOK_S = 60.0
-"""Files are renewed at any time, and a clock may be set."""
+"""Files are renewed at any time, and clocks may be set."""
 _LEAST_S = 0.1
 
 
@@ -30,7 +30,7 @@ class Expiring:
     """One node's certificates.
 
     Args:
-        now: unix time, which is what certificates are judged by.
+        now: unix time, which decides when certificates end.
     """
 
     def __init__(self, tls: Tls, events: EventLog, node: str, host: str, now: Callable[[], float] = time.time) -> None:
@@ -46,10 +46,10 @@ class Expiring:
             await asyncio.sleep(next_s)
 
     def look(self) -> float:
-        """Tells what there is to tell, once for each certificate and once more when it has ended.
+        """Warns once for each certificate, and once more when it has ended.
 
         Returns:
-            In how many seconds to look again.
+            Seconds until the next look.
         """
         try:
             found = self._tls.validity()

@@ -1,17 +1,15 @@
-"""The process that nodes are forked from: it has loaded what they need, and then does what its launcher asks.
+"""The process that nodes are forked from: it has loaded what they need.
 
-That all nodes of a launcher are copies of one process does more than to start them sooner. Its code lies at the same
-addresses in all of them, and what the processor has learned about it (branches above all) in one node serves the next
-that it runs: with several nodes a core an epoch takes a third less processor time. It never runs an event loop, starts
-no thread and opens no connection, so that there is nothing a copy could share by mistake.
+Copies of one process start sooner, and run faster: their code lies at the same addresses, so what the processor has
+learned about branches in one node serves the others. With several nodes per core an epoch takes a third less processor
+time. This process never runs an event loop, starts a thread or opens a connection, so a copy can share none by mistake.
 
-A request is a line of JSON, with two descriptors: the read end of the node's pipe and the file its output goes to. The
-answer is a line, too: {"pid": ...} or {"error": ...}. A node is the launcher's child, not ours: it is forked by a child
-of ours that ends at once, and the launcher adopts orphans meanwhile (`taskgraph.system.processes.adopting`).
+A request is a line of JSON with two descriptors: the read end of the node's pipe, and the file for its output. The
+answer is a line, too: {"pid": ...} or {"error": ...}. A node is the launcher's child: a child of this process forks it
+and ends at once, and the launcher adopts orphans (`taskgraph.system.processes.adopting`).
 
-We lead a session. A node leaves it, and begins, when the answer with its process id was written: until then the
-launcher knows what that session forked, whichever of us was killed meanwhile
-(`taskgraph.system.processes.end_session`).
+This process leads a session. A node leaves that session, and begins, after the answer with its process id was written.
+Until then the launcher can find and end everything by the session (`taskgraph.system.processes.end_session`).
 """
 
 from __future__ import annotations
@@ -38,18 +36,20 @@ __all__ = ["serve"]
 
 _PIECE_BYTES = 1 << 16
 _PARENT_CHECK_S = 1.0
-"""The socket tells of the launcher's end at once, unless a process that the launcher forked still holds it."""
+"""How often the parent is checked: the socket shows the launcher's end, unless a child of the launcher holds it
+open."""
 _HELD = "code that runs at every fork (os.register_at_fork, a debugger that nobody is attached to) has held it up"
 _FORK_S = 30.0
-"""To fork takes milliseconds, and on a host that is short of everything seconds; what other code does then may last."""
+"""Timeout of a fork, which takes milliseconds, and seconds on a host without resources; code that runs at forks may
+hang."""
 
 
 def serve(server: socket.socket, main: Callable[[NodeConfig], NoReturn]) -> None:
-    """Does what is asked until nobody asks any more; in a node, it does not return.
+    """Answers requests until the launcher ends; in a node, it does not return.
 
     Args:
-        server: the launcher has the other end.
-        main: what a node does.
+        server: the socket whose other end the launcher has.
+        main: runs a node.
     """
     hear_of_children()
     parent = os.getppid()
@@ -81,9 +81,9 @@ def serve(server: socket.socket, main: Callable[[NodeConfig], NoReturn]) -> None
 def _fork(
     server: socket.socket, parent: int, config: NodeConfig, output: int, main: Callable[[NodeConfig], NoReturn]
 ) -> None:
-    """Forks a node whose parent is ours, by a child that ends at once; answers; and lets it begin.
+    """Forks a node by a child that ends at once, answers, and lets the node begin.
 
-    Where the parent is gone meanwhile we end, with what was forked.
+    If the launcher died meanwhile, this process and the node end.
     """
     with contextlib.ExitStack() as pipes:
         said, say = _pipe(pipes)
@@ -111,7 +111,7 @@ def _fork(
 
 
 def _told(said: io.FileIO, parent: int) -> bytes | None:
-    """What a child tells, to its end; None where it does not end in time."""
+    """Reads what a child writes, to its end; None after the timeout."""
     poll = select.poll()
     poll.register(said, select.POLLIN | select.POLLHUP)
     until, text = time.monotonic() + _FORK_S, b""

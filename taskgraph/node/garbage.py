@@ -1,4 +1,4 @@
-"""How often a process that nodes run in searches for garbage."""
+"""How often a process that hosts nodes searches for garbage."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import contextmanager
 __all__ = ["search_garbage_for", "search_garbage_less_often", "searching_garbage_less_often"]
 
 _YOUNG = 2000
-"""As many objects come before the youngest are searched for garbage, as in Python 3.13; older ones have 700. What waits
-for a commit is no garbage and soon gone, and would be searched again and again: 2 % of a node's time."""
+"""New objects before the youngest generation is searched, as in Python 3.13; earlier versions have 700. Objects that
+wait for a commit are no garbage, and searching them again and again costs a node 2 % of its time."""
 _EACH, _MOST = 200, 50_000
-"""More, where many tasks share a process, whose epochs wait for one commit: so many for each task, and at most."""
+"""More new objects for each task of the process, since epochs of many tasks wait for one commit; and the limit."""
 
 _set: tuple[int, int, int] | None = None
-"""What this process has from here; None: it has its own, which stays."""
+"""The thresholds set by this module; None: the process keeps its own."""
 
 
 def search_garbage_less_often() -> None:
-    """Has garbage searched for as seldom as newer Pythons do, unless it is more seldom, or never, already."""
+    """Searches for garbage as rarely as newer Pythons do, unless the process searches more rarely already."""
     global _set
     young, old, oldest = gc.get_threshold()
     if 0 < young <= _YOUNG:
@@ -28,7 +28,7 @@ def search_garbage_less_often() -> None:
 
 
 def search_garbage_for(tasks: int) -> None:
-    """So many tasks have their primaries on the node here now. What others have set since stays."""
+    """Adapts the threshold to the number of primaries on the node, unless somebody else has set it since."""
     global _set
     if _set is not None and gc.get_threshold() == _set:
         _set = (min(max(_YOUNG, _EACH * tasks), _MOST), *_set[1:])
@@ -37,7 +37,7 @@ def search_garbage_for(tasks: int) -> None:
 
 @contextmanager
 def searching_garbage_less_often() -> Iterator[None]:
-    """The same for a while, in a process that is the user's own; what is set there meanwhile stays."""
+    """Searches for garbage less often within a block, in a user's own process; a threshold set meanwhile stays."""
     global _set
     before, outer = gc.get_threshold(), _set
     search_garbage_less_often()

@@ -1,17 +1,18 @@
-"""Faults at named moments of an epoch, in real node processes: for tests, and to see what a job of yours does then.
+"""Faults at named moments of an epoch, in real node processes: for tests, and to see how a job of yours reacts.
 
-`TASKGRAPH_INJECT` names a directory. A file in it is one fault, and its name says which:
+`TASKGRAPH_INJECT` names a directory. Each file in it is one fault, described by its name:
 
     kill,commit                   the leader's process gets SIGKILL just before its next commit
     kill,snapshot,task=3,epoch=7  the process of task 3's primary, before its snapshot of epoch 7
     stop,done,task=0              SIGSTOP
     block=3,processor,task=2      the event loop stands still for 3 s
-    hold,commit,epoch=50          whoever comes there waits for as long as the file is there
+    hold,commit,epoch=50          a process at that moment waits until the file is removed
 
-A process that reaches the moment of a fault removes the file, and only who removed it fails: so a fault happens once,
-however many nodes there are, and whoever waits for it sees it gone. A hold is removed by who put it there. Epochs that
-are committed together come to `commit` one after another, and then are committed. Files may be put there while the job
-runs. Without the variable a node has no point to call at all.
+A process that reaches the moment removes the file, and fails if it was the one that removed it. So a fault happens
+once,
+however many nodes there are, and a test sees the file vanish. Whoever made a hold removes it. Epochs that are committed
+together reach `commit` one after another. Files may be added while the job runs. Without the variable nodes call
+nothing at these moments.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ log = logging.getLogger("taskgraph.node")
 VARIABLE = "TASKGRAPH_INJECT"
 
 _LOOK_S = 0.02
-"""How often a hold is looked at."""
+"""How often a hold is examined."""
 
 STAGES = (
     "compose",
@@ -52,9 +53,9 @@ STAGES = (
     "checkpoint",
     "checkpointed",
 )
-"""Those of `tg.testing.STAGES`, and: a backup holds a boundary and has not said so (`held`); a successor is about to
-write that it is primary (`takeover`), it is written and nothing came of it yet (`taken`); a primary is about to write
-its file of a checkpoint (`checkpoint`); a checkpoint was just completed (`checkpointed`)."""
+"""Those of `tg.testing.STAGES`, and: a backup holds a boundary and has not acknowledged it (`held`); a node is about to
+write a takeover (`takeover`), or has just written it (`taken`); a primary is about to write its file of a checkpoint
+(`checkpoint`); a checkpoint has just been completed (`checkpointed`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,10 @@ class Injection:
 
     @staticmethod
     def parse(name: str) -> Injection:
-        """An injection by its file's name.
+        """Parses the name of a file.
 
         Raises:
-            JobError: the name is none.
+            JobError: it names no fault.
         """
         first, *rest = name.split(",")
         action, _, seconds = first.partition("=")
@@ -88,11 +89,11 @@ class Injection:
             raise JobError(f"{VARIABLE}: {name!r} is no fault: {error}") from None
 
     def is_for(self, stage: str, task: int, epoch: int) -> bool:
-        """Whether this is its moment."""
+        """True at the moment of this fault."""
         return self.stage == stage and self.task in (None, task) and self.epoch in (None, epoch)
 
     def happen(self) -> None:
-        """The fault itself, in this process."""
+        """Executes the fault in this process."""
         if self.action == "block":
             time.sleep(self.seconds)
         else:
@@ -102,7 +103,7 @@ class Injection:
 
 
 def injected() -> Callable[[str, int, int], Awaitable[None]] | None:
-    """What a node is to call at its named moments; None without the variable."""
+    """The function that a node calls at its named moments; None without the variable."""
     given = os.environ.get(VARIABLE)
     if not given:
         return None
@@ -128,7 +129,7 @@ def injected() -> Callable[[str, int, int], Awaitable[None]] | None:
 
 
 def _names(folder: Path) -> list[str]:
-    """The faults that are left; files with a dot in front are being made."""
+    """The faults that are left; files that begin with a dot are being made."""
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except FileNotFoundError:

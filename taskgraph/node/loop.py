@@ -1,4 +1,4 @@
-"""The event loop of a node's process: uvloop's, but for what would end the node, and be told of nobody."""
+"""The event loop of a node's process: uvloop's, protected from user code that would stop it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["NodeLoop"]
 
 
 class NodeLoop(uvloop.Loop):
-    """Code of users that is a coroutine finds it by `asyncio.get_running_loop()`."""
+    """User coroutines get this loop from `asyncio.get_running_loop()`."""
 
     def default_exception_handler(self, context: Any) -> None:
-        """Tells what nobody took notice of, unless it is as it should be. Not called where users set a handler."""
+        """Logs errors that nobody retrieved, unless they are expected. Not called if user code sets a handler."""
         if not as_expected(context.get("exception")):
             super().default_exception_handler(context)
             unnoticed(context.get("exception"), "an asyncio task or callback")
 
     def stop(self) -> None:
-        """Ends `run_forever`, where nobody calls it in an asyncio task, as code of users would.
+        """Ends `run_forever`, unless an asyncio task calls it, as user code would.
 
         Raises:
-            JobError: somebody does: the node would end, and so would each that takes the task over.
+            JobError: an asyncio task calls it, which would end this node, and every node that takes the task over.
         """
         if asyncio.current_task(self) is not None:
             raise JobError(
@@ -36,10 +36,10 @@ class NodeLoop(uvloop.Loop):
         super().stop()
 
     def set_task_factory(self, factory: Any) -> None:
-        """Takes one whose tasks begin as asyncio's own do: all tasks of the node are made by it from then on.
+        """Accepts a factory whose tasks start like asyncio's own, since it makes all tasks of the node.
 
         Raises:
-            JobError: it raises, or gives no task, or its tasks begin before whoever made them goes on.
+            JobError: the factory raises, returns no task, or starts tasks before their creator goes on.
         """
         before, begun = self.get_task_factory(), False
 

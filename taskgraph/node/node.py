@@ -1,7 +1,9 @@
 """The node: what one process does for a job, from registering to leaving.
 
-Here its parts are put together, and here are its life's beginning and end. What every part has is in `core.py`, what
-runs here of the tasks in `roles.py`.
+    load the job ──► register ──► live: reconcile with the view ──► stop everything ──► leave
+                                   (until the job's end, a drain, or an error)
+
+This module puts the parts together. `core.py` has what every part needs, `roles.py` what runs here of the tasks.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ __all__ = ["Node", "Point"]
 
 _BESIDE = "asyncio tasks of its own"
 _STOP_S = 0.5
-"""A node that ends does not wait for running computes any longer."""
+"""How long an ending node waits for running computes."""
 _STOP_TOLD = 10
-"""After every so many of those it says what it still waits for."""
+"""The node logs what it still waits for after each of this many such waits."""
 
 
 class Node(NodeServices):
@@ -57,9 +59,9 @@ class Node(NodeServices):
         **services: Unpack[ServicesArguments],
     ) -> None:
         """Args:
-        control: where its control service listens.
-        token_mark: of the token that it has.
-        kept_on: results are kept for as long as it takes: whoever collects them has this node end with itself.
+        control: the address of its control service.
+        token_mark: the mark of its token.
+        kept_on: keep results without limit: the launcher that collects them ends this node with itself.
         """
         super().__init__(**services)
         self._control, self._token_mark = control, token_mark
@@ -96,7 +98,7 @@ class Node(NodeServices):
     # -- life -------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Takes part in the job until it ended, or until this node drained.
+        """Takes part in the job until the job ends, or this node has drained.
 
         Raises:
             TaskGraphError: the node cannot go on; the message says why.
@@ -208,7 +210,7 @@ class Node(NodeServices):
             )
 
     async def _until_over(self) -> None:
-        """Returns when there is nothing left to do here; raises what makes going on impossible."""
+        """Returns when there is nothing left to do here; raises an error that makes going on impossible."""
         assert self._failure is not None
         async with alongside(self._over()) as (over,):
             await any_done(over, self._failure)
@@ -233,7 +235,7 @@ class Node(NodeServices):
                 return
 
     async def _gave_results_up(self) -> bool:
-        """Whether this node may leave a finished job whose results nobody wanted; False: look at the job again."""
+        """True if this node may leave a finished job whose results nobody collected; False: look at the job again."""
         view, writer = self.keeper.view, self.writer()
         why = f"nobody collected them within {self.settings.results_kept_s:g} s (settings.results_kept_s)"
         txn = transactions.give_results_up(view, why, by=self.name, writer=writer)
@@ -248,15 +250,15 @@ class Node(NodeServices):
         return True
 
     async def _until_view(self, shows: Callable[[JobView], bool]) -> None:
-        """Returns when the view `shows` it, by something else than `epoch`, or when this node has drained.
+        """Returns when `shows` holds for the view, or this node has drained.
 
-        Who still holds a boundary depends on the epoch; only a node that drains asks for that, at every commit.
+        Only a draining node looks at every commit: the holders of a boundary depend on the epoch. `shows` must not.
         """
         await self.keeper.wait_until(lambda v: shows(v) or self.draining, structure=True)
         await self.keeper.wait_until(lambda v: shows(v) or self._draining.over)
 
     def _other_run(self) -> bool:
-        """Whether the job's name was given to another run, or deleted."""
+        """True if the job's name belongs to another run, or was deleted."""
         return self.keeper.view.superseded or self.keeper.view.spec is None
 
     def drain(self, why: str) -> None:
@@ -272,7 +274,7 @@ class Node(NodeServices):
             self.suspicion.uncallable(node)
 
     def _cut_off(self) -> None:
-        """Somebody cancelled the node: in a process of its own, code of the user's, of which task is not known."""
+        """Somebody cancelled the node. In a process of its own that was user code, of an unknown task."""
         self._why_left = (
             "was ended by user code (sys.exit in an asyncio task of its own, a cancel of all, or loop.stop)"
         )
@@ -308,5 +310,5 @@ class Node(NodeServices):
         return max(self.epoch, *(stamp.epoch for stamp in begun if stamp is not None), -1)
 
     async def results(self) -> list[TaskResult]:
-        """After the last commit: what the primaries here return. Waits until they computed it."""
+        """Waits for the results of the primaries here, after the last commit."""
         return await task_results(self.keeper, self.roles.primaries)

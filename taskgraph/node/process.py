@@ -1,12 +1,13 @@
 """A node as a process: connects, loads the driver, serves, and really ends.
 
-    python -P launch/begin.py taskgraph.node.process FD     (how a launcher starts them; this socket tells what to be)
+    python -P launch/begin.py taskgraph.node.process FD     (how launchers start it; the configuration comes by socket
+    FD)
 
-Exit codes: 0 the job is over, or the node drained; 1 it cannot go on; 3 etcd cannot be reached; 4 its driver is not
-the one the job was submitted with; 5 its CUDA device cannot be used any more; 130 and 143 told to end at once.
+Exit codes: 0 the job is over, or the node drained; 1 it cannot go on; 3 etcd cannot be reached; 4 its driver differs
+from the submitted one; 5 its CUDA device is lost; 130 and 143 ended at once by a signal.
 
-Its launcher tells it to leave by the pipe that is there for all its life, not by a signal: where a whole group of
-processes gets SIGTERM, that of the launcher would be the second one here, which means something else.
+The launcher tells a node to leave by their pipe, not by a signal: if a whole process group gets SIGTERM, another one
+from the launcher would be the second, which ends a node at once.
 """
 
 from __future__ import annotations
@@ -78,20 +79,21 @@ OK, CANNOT_GO_ON, UNREACHABLE, OTHER_DRIVER, DEVICE_LOST = 0, 1, 3, 4, 5
 _SAY_AGAIN_S = 5.0
 _ETCD_AGAIN_S = 0.5
 _PARENT_CHECK_S = 1.0
-"""The pipe tells of the launcher's death at once, unless a process that the launcher forked still holds it."""
+"""How often the parent is checked: the pipe shows the launcher's death, unless a child of the launcher holds it
+open."""
 _LAST_READ_S = 2.0
-"""What etcd told before it ended is read within this time."""
+"""Time to read the last events of an etcd that ended."""
 _EXIT_HANDLERS_S = 2.0
 _FILES = 65_536
-"""As many files a node may have open, where the system allows that. Not more: what closes all that it might have open,
-as a program that it starts may do, takes as long as there are numbers."""
+"""Open files that a node may have, if the system allows as many. Not more: a program that closes all possible
+descriptors takes time for each."""
 
 
 async def run_node(config: NodeConfig, untaken: Untaken | None = None) -> int:
     """Runs one node to its end; returns the exit code.
 
     Args:
-        untaken: knows of what the streams of this process did not take, for an event.
+        untaken: reports output that the streams of this process lost, for an event.
     """
     try:
         async with await _connected(config) as coordinator:
@@ -112,10 +114,10 @@ async def run_node(config: NodeConfig, untaken: Untaken | None = None) -> int:
 
 
 async def _connected(config: NodeConfig) -> EtcdCoordinator:
-    """A node that was launched waits for an etcd that is away: its launcher, which it ends with, has reached it.
+    """Connects to etcd. A launched node waits if etcd is away: its launcher, which it ends with, has reached it.
 
     Raises:
-        CoordinationError: etcd refuses; or nobody launched this node, so that the address may be wrong.
+        CoordinationError: etcd refuses; or it is away, and without a launcher the address may be wrong.
     """
     told = False
     while True:
@@ -136,18 +138,18 @@ def _say(text: str, code: int) -> int:
 
 
 def _say_last(text: str) -> None:
-    """By no logger: code of users may have silenced them all, and whoever asks why the node ended reads this."""
+    """Prints why the node ends. No logger is used: user code may have silenced them all."""
     with contextlib.suppress(OSError, ValueError):  # or closed this
         _say(text, CANNOT_GO_ON)
 
 
 async def wait_for_job(coordinator: Coordinator, name: str) -> tuple[JobSpec, int]:
-    """The spec of the running job, as soon as it is submitted, and its revision. Says now and then what it waits for.
+    """Waits for the running job's spec; returns it with its revision. Logs now and then what it waits for.
 
-    One that has finished still needs nodes, until its results were collected: those that had them may all be gone.
+    A finished job still needs nodes until its results are collected: all nodes that had them may be dead.
 
     Raises:
-        CoordinationError: etcd refuses. A pause of it is waited out.
+        CoordinationError: etcd refuses. An etcd that is away is waited for.
     """
     keys = Keys(name)
     while True:
@@ -168,7 +170,7 @@ async def wait_for_job(coordinator: Coordinator, name: str) -> tuple[JobSpec, in
 
 
 async def _changed(coordinator: Coordinator, key: str, revision: int) -> None:
-    """Returns when `key` was written after `revision`, or may have been."""
+    """Returns when `key` may have been written after `revision`."""
     if not revision:
         await asyncio.sleep(_SAY_AGAIN_S)
         return
@@ -191,7 +193,7 @@ async def _run(
     job: Job,
     untaken: Untaken | None,
 ) -> None:
-    """From the first socket to the last, with a node in between."""
+    """Runs the node with everything that has to be opened before it, and closed after it."""
     token = bytes.fromhex(config.token)
     listening = config.listening
     tls = Tls.of(config.node_tls)
@@ -266,7 +268,7 @@ async def _run(
 
 
 def _tell_end(job: str, status: StatusRecord) -> None:
-    """Who was launched has a launcher, which tells how the job ended. Of others the log is all that there is."""
+    """Logs how the job ended. With a launcher, that says it; otherwise the log is all there is."""
     if status.state == State.FAILED:
         log.error("job %r failed: %s", job, "\n\n".join(filter(None, (status.reason, status.traceback.rstrip()))))
     elif status.state == State.CANCELLED:
@@ -274,14 +276,14 @@ def _tell_end(job: str, status: StatusRecord) -> None:
 
 
 def _emit_soon(loop: asyncio.AbstractEventLoop, events: EventLog, kind: str, text: str) -> None:
-    """From whatever thread prints, or ends."""
+    """Emits an event from any thread."""
     with contextlib.suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(events.emit, kind, text)
 
 
 @contextlib.asynccontextmanager
 async def _while(service: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs a service within a block. That it failed is told, and costs the node nothing."""
+    """Runs a service within a block. An error of the service is logged, and costs the node nothing."""
     async with alongside(service) as (task,):
         task.add_done_callback(_tell_failed)
         yield
@@ -293,9 +295,9 @@ def _tell_failed(service: asyncio.Future[None]) -> None:
 
 
 def _keep_files_of_pools(folder: Path) -> None:
-    """Has `multiprocessing` make the sockets of user code in the node's own directory, which is removed however a node
-    ends. One for itself, as it needs for its fork server (the default from Python 3.14 on) and for managers, it would
-    remove at an exit of Python's alone, which a node has not.
+    """Puts the sockets of `multiprocessing` into the node's own directory, which is removed however the node ends.
+
+    By default a fork server or a manager would remove them only when Python exits normally.
     """
     said = getattr(multiprocessing.process.current_process(), "_config", None)  # what its children are told, too
     if isinstance(said, dict):
@@ -303,7 +305,7 @@ def _keep_files_of_pools(folder: Path) -> None:
 
 
 def _remove_sockets(config: NodeConfig, *, launcher_gone: bool = False) -> None:
-    """The node's own directory, and the one it is in where it was the last and no launcher is there to do that.
+    """Removes the node's directory, and its parent if it is empty and no launcher would do that.
 
     A launcher may be about to start more nodes there.
     """
@@ -316,7 +318,7 @@ def _remove_sockets(config: NodeConfig, *, launcher_gone: bool = False) -> None:
 
 
 def end_on_sigterm(config: NodeConfig | None = None) -> None:
-    """Until there is a node, SIGTERM ends this process at once; that of a container, too, which ignores it else."""
+    """Makes SIGTERM end this process at once until there is a node; a container's first process would ignore it."""
 
     def end(number: int, _: object) -> None:
         if config is not None:
@@ -327,15 +329,15 @@ def end_on_sigterm(config: NodeConfig | None = None) -> None:
 
 
 _leave: Callable[[], object] | None = None
-"""Has the node leave that runs here, from any thread; None: there is none yet."""
+"""Tells the node here to leave, from any thread; None: no node yet."""
 
 
 _view: JobView | None = None
-"""What the node that runs here has read of its job."""
+"""The view of the node here."""
 
 
 def _obey(config: NodeConfig, node: Node) -> None:
-    """SIGTERM, SIGINT and the launcher drain; a later signal ends at once."""
+    """SIGTERM, SIGINT and the launcher drain the node; a later signal ends it at once."""
     global _leave, _view
     orders, drained = Orders(), False
 
@@ -357,9 +359,9 @@ def _obey(config: NodeConfig, node: Node) -> None:
 
 
 def _follow_parent(config: NodeConfig) -> None:
-    """Ends this process when its launcher is gone: nothing it started outlives it. Has it leave when it is told to.
+    """Ends this process when its launcher is gone, and drains the node when the launcher says so.
 
-    In a thread of its own, since a main loop may be stuck in user code.
+    This runs in a thread of its own, since the event loop may be stuck in user code.
     """
     poll = select.poll()
     if config.parent_fd >= 0:
@@ -379,7 +381,7 @@ def _follow_parent(config: NodeConfig) -> None:
 
 
 def _end_with(gone: Callable[[], bool], config: NodeConfig) -> None:
-    """Ends this process when the job is gone, with the etcd that a node would wait for."""
+    """Ends this process when the job's etcd has ended with its launcher: the node would wait for it."""
     while not gone():
         time.sleep(_PARENT_CHECK_S)
     time.sleep(_LAST_READ_S)
@@ -390,10 +392,11 @@ def _end_with(gone: Callable[[], bool], config: NodeConfig) -> None:
 
 def _exit(code: int, *, meant: bool = True) -> NoReturn:
     """Ends the process now: a compute that never returns must not keep it. Without a launcher, the children of this
-    process are ended here.
+    process
+    are ended here.
 
     Args:
-        meant: False where code of the user's may have ended it.
+        meant: False if user code may have ended the process.
     """
     if meant:
         lastwords.mean()
@@ -418,12 +421,12 @@ def _run_exit_handlers() -> None:
 
 
 def log_to_stderr() -> None:
-    """A node tells what it does and what it waits for; twice is no error."""
+    """Logs to standard error. A second call changes nothing."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
 
 
 def allow_more_files() -> None:
-    """Lets this process have more files open at a time: many systems allow 1024 unless asked for more."""
+    """Raises the limit of open files, which is 1024 on many systems."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -435,7 +438,7 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
     """Runs a node and ends the process.
 
     Args:
-        gone: for a node that nobody launched, of a job whose etcd ends with a launcher: whether that is gone.
+        gone: for a node without a launcher, of a job whose etcd ends with one: True once that etcd is gone.
     """
     untaken = Untaken()
     log_to_stderr()

@@ -1,8 +1,13 @@
-"""Brings what runs here in line with what etcd says.
+"""Makes what runs here follow etcd.
 
-`reconcile` is the heart: whenever the view or a suspicion changes, it compares the two: primaries of gone terms step
-down, replicas nobody wishes for go, and tasks without a primary are taken over. It only starts and stops things; what
-they do is in their own modules.
+After each change of the view or of a suspicion, `reconcile` compares:
+
+    a primary whose term is over            steps down
+    a task without a living primary         is taken over, if this node may
+    a replica that nobody wishes or needs   is dropped
+    a backup of a job that begins           is set up
+
+It only starts and stops things; other modules do them.
 """
 
 from __future__ import annotations
@@ -20,16 +25,16 @@ from taskgraph.node.services import NodeServices
 __all__ = ["Reconciler"]
 
 _LOOK_S = 1.0
-"""For what no event announces: a start that waits for nodes, an absence that lasts."""
+"""How often it looks without a change: for starts that wait for nodes, and long absences."""
 _RESTS = 3
-"""So many times what a look took is the pause after it: it looks at all tasks of the job. Where hundreds of them begin
-or are taken over each is a change of its own, and nodes would look through all of them for each."""
+"""A look that took 1 ms is followed by a pause of 3 ms: each look goes through all tasks, and each of thousands of
+tasks that begin is a change."""
 _REST_S = 1.0
 """No pause is longer, even if the process was frozen during a look."""
 
 
 class Reconciler:
-    """One node's."""
+    """Compares what runs on one node with its view."""
 
     def __init__(
         self,
@@ -60,7 +65,7 @@ class Reconciler:
             self._roles.changed.set()
 
     async def run(self) -> None:
-        """For ever: looks again whenever something changed; at once, unless it took long just now."""
+        """Looks after every change, until cancelled; with a pause if the last look took long."""
         changed, now = self._roles.changed, self._node.now
         while True:
             changed.clear()
@@ -77,7 +82,7 @@ class Reconciler:
                 await asyncio.sleep(left_s)
 
     def reconcile(self) -> None:
-        """Synchronous: it decides and starts, others do."""
+        """Decides and starts, synchronously."""
         node, roles, view = self._node, self._roles, self._node.keeper.view
         if node.id in view.gone:
             node.end_with(
@@ -107,7 +112,7 @@ class Reconciler:
         node.keeper.notify_later()
 
     def _set_up_backups(self) -> None:
-        """Where a job begins, beside its primaries: else they would be after them, at the first offer."""
+        """Sets backups up beside their primaries when a job begins, not later with their first offer."""
         node, view = self._node, self._node.keeper.view
         if node.paused or not view.running or (view.stamp is not None and view.stamp.epoch > 0):
             return
@@ -119,8 +124,9 @@ class Reconciler:
     def _drop_replicas(self) -> None:
         """Drops replicas that are neither primary, nor member, nor wished for.
 
-        A paused node drops nothing: without its key in etcd, placement wishes for none of its replicas. A set-up that
-        runs may have read gigabytes and cannot be interrupted, so its replica stays until the set-up ends.
+        A paused node drops nothing: without its key in etcd, placement wishes for none of its replicas. A running
+        set-up
+        may have read gigabytes and cannot be interrupted, so its replica stays until the set-up ends.
         """
         node, roles, view = self._node, self._roles, self._node.keeper.view
         if node.paused:
@@ -137,5 +143,5 @@ class Reconciler:
 
 
 def rest_s(took_s: float) -> float:
-    """The pause after a look that took so long."""
+    """The pause after a look that took `took_s`."""
     return min(_RESTS * took_s, _REST_S)

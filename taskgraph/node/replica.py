@@ -1,7 +1,7 @@
 """One task on this node: the user's object, its set-up, and the boundaries it holds.
 
-A backup holds boundaries as bytes and does not touch the user's object after `setup`; a primary restores the object
-from a boundary and then lets it change in sync points.
+build ──► set up ──► backup: holds boundaries as bytes, does not touch the user's object
+               └───► primary: restores the object from a boundary; sync points change it
 """
 
 from __future__ import annotations
@@ -43,22 +43,24 @@ __all__ = ["COPIES", "Replica", "encode_fields", "intact", "named_fields"]
 R = TypeVar("R")
 
 _LOGGERS: Final = "taskgraph.task."
-"""What the names of the tasks' loggers begin with."""
+"""Prefix of the tasks' loggers."""
 COPIES: Final = "snapshot to the host"
-"""The call in which nothing of the user's runs. What computes meanwhile may spoil the device for it."""
+"""The name of the call that copies to the host. No user code runs in it, but a compute may spoil the device
+meanwhile."""
 _SPOILER_S: Final = 0.2
-"""An error of the device in there is told of so much later: what spoiled it may be known by then (`DeviceLoss`)."""
+"""Pause before a device error in such a copy is reported: by then the compute that caused it may have failed
+(`DeviceLoss`)."""
 
 
 def named_fields(state: Any) -> dict[str, Any]:
-    """What `snapshot()` returned, by name where it is a dict."""
+    """The fields of a snapshot by name, if it is a dict."""
     return state if isinstance(state, dict) and all(isinstance(name, str) for name in state) else {"snapshot()": state}
 
 
 def _check_given(task: Task, **given: int) -> None:
-    """Raises JobError where its `__init__` set something else under a name that is ours: it would be gone.
+    """Raises JobError if `__init__` set an attribute that the framework sets: its value would be lost.
 
-    None is nothing else: as some declare there what is set later.
+    None is allowed, since some classes declare attributes so.
     """
     own = vars(task)
     for name in GIVEN:
@@ -82,10 +84,10 @@ def _taken(task: Task, where: str, name: str) -> JobError:
 
 
 def encode_fields(state: Any, task: int) -> dict[str, Encoded]:
-    """What `snapshot()` returned, encoded by name where it is a dict.
+    """Encodes a snapshot field by field.
 
     Raises:
-        ValueNotEncodable: it names the field that cannot travel.
+        ValueNotEncodable: names the field that cannot travel.
     """
     fields = named_fields(state)
     if fields is not state:
@@ -94,7 +96,7 @@ def encode_fields(state: Any, task: int) -> dict[str, Encoded]:
 
 
 class Replica:
-    """A task's replica; `router`, `job` and the like are what its attempts work with."""
+    """A task's replica; `router`, `job` and the like are for its attempts."""
 
     def __init__(
         self,
@@ -119,14 +121,14 @@ class Replica:
         self.log = ReportLog()
         self.previous: Mapping[str, float] = {}  # the task's own numbers of the epoch before
         self.graph: Graph | None = None
-        """What it composed last, if it may compose the same again."""
+        """The last composed graph, if the next epoch may compose the same."""
         self.standing: Graph | None = None
-        """What it composes in every epoch of the attempt at work, where that is known: see `Attempt._compose`."""
+        """The graph of every epoch of this attempt, once known: see `Attempt._compose`."""
         self.may_stand = False
-        """Whether that may come to be known, of this attempt."""
+        """True if `standing` may become known in this attempt."""
         self._xp = xp
         self.user_task: Task
-        """The user's object; there is one after `build`, and its shape."""
+        """The user's object, and its shape, after `build`."""
         self.shape: TaskShape
         self._built = False
         self._building = asyncio.Lock()
@@ -137,7 +139,7 @@ class Replica:
         self._lineage = 0
 
     def follow(self, record: EpochRecord) -> None:
-        """`epoch` was read from etcd: what a roll-back undid goes, what a commit made history is freed."""
+        """Follows `epoch` as read from etcd: frees boundaries that were undone, or are history."""
         if record.lineage > self._lineage:
             self._lineage = record.lineage
             self.boundaries.roll_back(record.lineage)
@@ -147,20 +149,20 @@ class Replica:
             self.read_epoch(record.epoch)
 
     def promise(self, term: int, invitation: int) -> None:
-        """A boundary was acknowledged to the primary of `term`: it stays until that primary releases it."""
+        """Notes an acknowledgement to the primary of `term`: the boundary stays until that primary releases it."""
         self._promise = max(self._promise, (term, invitation))
 
     def release(self, term: int, invitation: int) -> None:
-        """The primary of `term` does not count on what was acknowledged under `invitation` or before."""
+        """The primary of `term` no longer needs what was acknowledged under `invitation` or before."""
         if self._promise <= (term, invitation):
             self._promise = (0, 0)
 
     def may_go(self, term: int) -> bool:
-        """Whether nobody counts on this replica's boundaries: no promise, or one to a primary of a gone term."""
+        """True if no primary needs this replica's boundaries: no promise, or one to a replaced primary."""
         return self._promise[0] < term
 
     def twin(self) -> Replica:
-        """A replica of the same task with an object of its own."""
+        """A replica of the same task with another object."""
         twin = Replica(self.task, self.job, self.router, self.threads, xp=self._xp, device=self.device)
         twin._is_twin = True
         return twin
@@ -197,16 +199,16 @@ class Replica:
 
     @property
     def setting_up(self) -> asyncio.Task[None] | None:
-        """The set-up that runs just now."""
+        """The set-up, while it runs."""
         return None if self._set_up is None or self._set_up.done() else self._set_up
 
     @property
     def begun(self) -> bool:
-        """Whether `set_up` was called."""
+        """True once `set_up` was called."""
         return self._set_up is not None
 
     async def set_up(self) -> None:
-        """Runs `setup()`, once; whoever comes while it runs waits for the same run."""
+        """Runs `setup()` once; concurrent callers wait for the same run."""
         if self._set_up is None:
             self._set_up = asyncio.create_task(self._run_setup())
         await asyncio.shield(self._set_up)
@@ -220,7 +222,7 @@ class Replica:
         self.ready = True
 
     def _check_attributes(self) -> None:
-        """What `setup()` set where we would set something else, or call something."""
+        """Raises if `setup()` set an attribute that the framework sets or calls."""
         check_attributes(self.user_task, self.shape)
         if not isinstance(self.user_task.primary, bool):
             raise _taken(self.user_task, "setup", "primary")
@@ -230,10 +232,10 @@ class Replica:
         return self.shape.stateful
 
     async def snapshot(self, numbers: dict[str, float], rows: dict[int, PlainRows], *, stays: bool = False) -> Encoded:
-        """The task's state as a boundary, with the reports that travel in it.
+        """Encodes the task's state as a boundary, with the reports that travel in it.
 
         Args:
-            stays: what is on a device is only copied there; `hosted` makes a boundary of it.
+            stays: device memory is only copied on the device; `hosted` completes the boundary.
         """
         task, shape = self.user_task, self.shape
 
@@ -257,7 +259,7 @@ class Replica:
         return await self.actor.call("snapshot", take)
 
     async def hosted(self, value: Encoded) -> Encoded:
-        """The same snapshot on the host. The task computes on meanwhile."""
+        """Copies such a snapshot to the host. The task computes on meanwhile."""
         copy = partial(hosted, value, allocate=self.router.allocate)
         try:
             return await self.actor.call(COPIES, copy, alone=False)
@@ -267,7 +269,7 @@ class Replica:
             raise
 
     async def restore(self, value: Encoded) -> None:
-        """Puts the user's object into the state of a boundary, from a fresh decode."""
+        """Restores the user's object from a boundary, from a fresh decode."""
         task = self.user_task
 
         def put() -> Mapping[str, float]:
@@ -284,41 +286,41 @@ class Replica:
         self.previous = await self.actor.call("restore", put)
 
     def read_epoch(self, epoch: int) -> None:
-        """`epoch` was read as committed from etcd."""
+        """Follows the number of the committed epoch."""
         passed = self.boundaries.until(epoch) if self.task == 0 else ()
         if self.boundaries.read_epoch(epoch) is not None:
             for boundary in passed:
                 self.log.fold(boundary.log if boundary.log is not None else carried(boundary.value))
 
     async def log_in(self, value: Encoded) -> dict[int, Rows] | ReportLog:
-        """The reports that travel in a boundary, for `log.fold`. A thread reads it where it may be large."""
+        """The reports in a boundary, for `log.fold`. A thread reads a large one."""
         if self.task != 0:
             return {}
         return await self._beside(partial(carried, value), value.size_bytes)
 
     async def with_whole_log(self, value: Encoded) -> Encoded:
-        """The same boundary for a replica that has none of the log yet; a thread makes it where it may be large."""
+        """The boundary with all reports, for a replica without any; a thread makes a large one."""
         log = self.log.packed() if self.task == 0 else []
         if not log:
             return value
         return await self._beside(partial(with_log, value, log), value.size_bytes + sum(map(len, log)))
 
     async def _beside(self, function: Callable[[], R], size_bytes: int) -> R:
-        """Runs something of ours that takes as long as the value is large: a large one in a thread."""
+        """Runs our own code whose time grows with `size_bytes`: in a thread if that is large."""
         return function() if size_bytes <= _SMALL_BYTES else await self.threads.run(function)
 
     def adding_log(self, value: Encoded) -> Callable[[], Encoded]:
-        """Makes what `with_whole_log` returns, of the log as it is now; to be called in any thread."""
+        """A function that makes `with_whole_log`'s boundary of the log as it is now, in any thread."""
         log = self.log.packed() if self.task == 0 else []
         return partial(with_log, value, log) if log else lambda: value
 
     async def with_rows(self, value: Encoded, rows: dict[int, PlainRows]) -> Encoded:
-        """The same boundary, which carried no reports yet, with these."""
+        """The boundary, which had no reports, with these."""
         add = partial(with_log, value, rows)
         return add() if value.size_bytes <= _SMALL_BYTES else await self.actor.call("reports", add, alone=False)
 
     async def on_commit(self, number: int, value: Encoded) -> None:
-        """Tells the user's object that epoch `number` committed with this boundary."""
+        """Calls the task's `on_commit` for epoch `number`, with this boundary's state."""
         if "on_commit" not in self.shape.overrides:
             return
         state = (await self.arrived(value, writable=True))["state"]
@@ -329,19 +331,19 @@ class Replica:
             raise
 
     async def arrived(self, value: Encoded, *, writable: bool = False) -> Any:
-        """A value for this task's code. No event loop waits for a large copy, or for one to a device: a thread does."""
+        """Decodes a value for the task's code; a thread copies a large one, or one for a device."""
         read = partial(decode, value, writable=writable, device=self.device)
         if self.device is None and (not writable or value.size_bytes <= _SMALL_BYTES):
             return read()
         return await self.actor.call("arrival", read, alone=False)
 
     async def tell(self, event: Event) -> None:
-        """Hands an event to the user's object."""
+        """Passes an event to the user's object."""
         if "on_event" in self.shape.overrides:
             await self.actor.call("on_event", self.user_task.on_event, event)
 
     async def result(self) -> Encoded | None:
-        """What `result()` returns, encoded; None for None."""
+        """The encoded result of the task; None for None."""
         task, what = self.user_task, f"result of task {self.task}"
 
         def take() -> Encoded | None:
@@ -354,7 +356,7 @@ class Replica:
         """Runs `teardown()` of a replica that was set up. No set-up may be running.
 
         Raises:
-            UserCodeError: `teardown()` raised, or that of a twin, whose node goes on, did not return within `cancel_s`.
+            UserCodeError: `teardown()` raised; or a twin's, whose node goes on, did not return within `cancel_s`.
             StuckError: `teardown()` did not return within `cancel_s`.
         """
         try:
@@ -372,7 +374,7 @@ _SMALL_BYTES = 16 << 10
 
 
 def _is_small_snapshot(task: Task, shape: TaskShape) -> bool:
-    """Whether the snapshot runs no code of the user's, and takes microseconds: not worth a hop to a thread."""
+    """True if a snapshot runs no user code and takes microseconds: not worth a hop to a thread."""
     if not shape.stateful:
         return True
     if "snapshot" in shape.overrides:
@@ -398,9 +400,9 @@ def _is_small(value: Any) -> bool:
 
 
 def intact(value: Encoded) -> bool:
-    """Whether a boundary in shared memory still is what its digest was taken of; one of this process alone is.
+    """True if a boundary in shared memory still has its digest; memory of this process needs no check.
 
-    It was not checked when it was lent, and whoever made it could write there for as long as it lived. Items are gone
-    within an epoch; boundaries are what everything else rests on, and are read when something went wrong.
+    Its lender could write to that memory for as long as it lived. Items are gone within an epoch, but takeovers rest on
+    boundaries, so these are verified when they are read.
     """
     return all(block_behind(buffer) is None for buffer in value.buffers) or verify(value)

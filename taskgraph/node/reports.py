@@ -1,22 +1,20 @@
-"""The numbers that tasks report, epoch by epoch, kept by the replicas of task 0 until the job's result is made.
+"""The numbers that tasks report per epoch; the replicas of task 0 keep them until the job's result is made.
 
-The numbers of epoch e come to the leader in the dones of e. They are kept in task 0's boundary e + 2, as the rows
-that were added, so that boundaries stay small; until then every task has its own in its boundary e + 1, and tells
-them to a new leader.
+Numbers of epoch e reach the leader in the reports of e. Task 0's boundary e + 2 carries them, as added rows, so that
+boundaries stay small. Until then every task has its own numbers in its boundary e + 1, and repeats them to a new
+leader.
 
-A job may report for days: so each epoch is packed when the next one comes, and nothing goes through all of them on the
-event loop. Blocks that are full are bytes for good. They travel and are written as they are, and nobody looks into them
-before the result is wanted.
+A job may report for days, so each epoch is packed when the next one comes, and nothing on the event loop goes through
+all epochs. Full blocks are immutable bytes: they travel and are written as they are, and are read only for the result.
 
-Where they come to `ReportLog.most_bytes`, each block more makes one of two that lie side by side, with every second
-epoch of theirs: the oldest two of those that were thinned least. So all of the job is told, early epochs not so
-densely; and what is left follows from what was reported alone, so that it is the same on all replicas, and the same
-after a failure.
+When all blocks exceed `ReportLog.most_bytes`, two neighbors are merged, with every second epoch of theirs: the oldest
+two among those thinned least. So early epochs stay, less densely, and the outcome depends only on what was reported: it
+is the same on all replicas and after failures.
 
 A block is level and length of its text; the text, JSON, padded to 8 bytes: [[epochs, [[task, [name, ...]], ...]], ...];
-then for each of these the numbers of the epochs, of 8 bytes, and what was reported in each of them, doubles, all
-little-endian. They are not compressed: the same rows must be the same bytes on all hosts, and zlib is not the same on
-all of them.
+then for each of these the epoch numbers, 8 bytes each, and the reported doubles of each epoch, little-endian. Blocks
+are
+not compressed: equal rows must be equal bytes on all hosts, and zlib differs between hosts.
 """
 
 from __future__ import annotations
@@ -41,24 +39,24 @@ from taskgraph.protocol.messages import Encoded
 __all__ = ["PlainRows", "ReportLog", "Rows", "carried", "plain", "with_log"]
 
 _BLOCK_BYTES: Final = 1 << 20
-"""A block that has as many is full. The names in it are 2 % of that for 3,000 numbers an epoch; and to copy what is not
-full yet, for somebody who has none of it, is done in a tenth of a millisecond."""
+"""A block of this size is full. The names in it are 2 % of that for 3,000 numbers an epoch, and copying an open block
+takes a tenth of a millisecond."""
 _HEAD: Final = struct.Struct("<iI")
 _OPEN: Final = -1
-"""In place of a level: of the block that is not full yet."""
+"""The level of the open block."""
 _NEWEST: Final = -2
-"""The same, of the newest epoch, which is in no block yet."""
+"""The level of the newest epoch, which is in no block yet."""
 
 Rows = Mapping[int, Mapping[str, float]]
 """task -> its numbers, of one epoch."""
 PlainRows = dict[int, dict[str, float]]
-"""The same as it is encoded, or shown."""
+"""The same as plain dicts, to be encoded or shown."""
 _Names = tuple[tuple[int, tuple[str, ...]], ...]
 """task -> the names of what it reported, by task."""
 
 
 class _Block:
-    """Rows of some epochs: of those in which the same names were reported, what was, one epoch after the other."""
+    """Rows of some epochs, grouped by the reported names."""
 
     __slots__ = ("groups", "size")
 
@@ -68,7 +66,7 @@ class _Block:
 
     @classmethod
     def of(cls, data: bytes) -> _Block:
-        """Reads one. Raises DecodeError."""
+        """Reads a block. Raises DecodeError."""
         made = cls()
         try:
             at = _HEAD.size + _HEAD.unpack_from(data)[1]
@@ -119,7 +117,7 @@ class _Block:
         self.size += 8 + 8 * (len(numbers) - before)
 
     def cut(self, epoch: int) -> None:
-        """Forgets the rows from `epoch` on."""
+        """Removes the rows from `epoch` on."""
         groups, self.groups, self.size = self.groups, {}, 0
         for names, (epochs, numbers) in groups.items():
             if kept := bisect_left(epochs, epoch):
@@ -129,9 +127,9 @@ class _Block:
                 self.size += 8 * kept * (1 + _width(names))
 
     def thinned_with(self, newer: _Block) -> _Block:
-        """A block with every second epoch of both: of those that report the same names, and of all others together.
+        """Merges two blocks, with every second epoch of each group.
 
-        So what is reported now and then is not what is always left out.
+        Groups with one epoch count together, so that rare reports are not always dropped.
         """
         made = _Block()
         for block in (self, newer):
@@ -165,7 +163,7 @@ class _Block:
         return {}
 
     def rows(self) -> Iterator[tuple[int, PlainRows]]:
-        """Epoch after epoch."""
+        """Yields epoch after epoch."""
 
         def of(names: _Names, epochs: array[int], numbers: array[float]) -> Iterator[tuple[int, PlainRows]]:
             width = _width(names)
@@ -176,10 +174,10 @@ class _Block:
 
 
 class ReportLog:
-    """Reports of committed epochs, in their order. Epochs without any are left out."""
+    """Reports of committed epochs, in order. Epochs without reports are left out."""
 
     most_bytes: ClassVar[int] = 64 << 20
-    """Of all that is full. In the process that asks for the result they take eight to thirty-five times as much."""
+    """Limit of all full blocks. The process that makes the result needs 8 to 35 times as much."""
 
     def __init__(self) -> None:
         self._full: list[bytes] = []
@@ -192,11 +190,11 @@ class ReportLog:
 
     @property
     def thinned(self) -> bool:
-        """Whether some epochs are left out, since there were too many."""
+        """True if some epochs were dropped because there were too many."""
         return bool(self._full) and _level(self._full[0]) > 0
 
     def add(self, epoch: int, rows: Mapping[int, Mapping[str, float]]) -> None:
-        """Adds rows of the newest epoch, or of one after it; those of earlier ones are here, and change nothing."""
+        """Adds rows of the newest epoch or of a later one; rows of earlier epochs are here already."""
         if epoch < self._newest:
             return
         given = {task: numbers for task, numbers in rows.items() if numbers}
@@ -223,7 +221,7 @@ class ReportLog:
             full[at : at + 2] = [older.thinned_with(newer).packed(max(levels[at : at + 2]) + 1)]
 
     def of(self, epoch: int) -> Rows:
-        """What was reported in it. It is the newest that is asked for, as a rule."""
+        """The rows of one epoch, usually the newest."""
         if epoch >= self._newest:
             return self._rows if epoch == self._newest else {}
         for block in chain([self._open], map(_Block.of, reversed(self._full))):
@@ -232,14 +230,14 @@ class ReportLog:
         return {}
 
     def rows(self) -> Iterator[tuple[int, PlainRows]]:
-        """All of them, epoch after epoch."""
+        """Yields all rows, epoch after epoch."""
         for block in chain(map(_Block.of, self._full), [self._open]):
             yield from block.rows()
         if self._rows:
             yield self._newest, plain(self._rows)
 
     def cut(self, epoch: int) -> None:
-        """Forgets the rows from `epoch` on: those epochs were undone."""
+        """Removes the rows from `epoch` on: those epochs were undone."""
         if self._newest < epoch:
             return
         self._newest, self._rows = -1, {}
@@ -253,10 +251,11 @@ class ReportLog:
             self._open.cut(last)
 
     def packed(self) -> list[bytes]:
-        """All of it; only what is not full is copied. Nothing of it changes later.
+        """All blocks; only the open one is copied. The result never changes.
 
-        The same bytes wherever the same rows are known, in whatever order they came: two primaries, one of them a
-        zombie, may write the same file of a checkpoint, and either may come last.
+        Equal rows give equal bytes, in whatever order they came: two primaries, one of them stale, may write the same
+        file of a
+        checkpoint, and either may come last.
         """
         if not self:
             return []
@@ -266,10 +265,10 @@ class ReportLog:
 
     @classmethod
     def unpacked(cls, blocks: Sequence[bytes]) -> ReportLog:
-        """What was packed, each block looked through once. May be called in any thread.
+        """Reads packed blocks, each once. May be called in any thread.
 
         Raises:
-            DecodeError: these are no such blocks.
+            DecodeError: the bytes are no such blocks.
         """
         made = cls()
         for at, data in enumerate(blocks):
@@ -285,10 +284,10 @@ class ReportLog:
         return made
 
     def fold(self, carried: Mapping[int, Mapping[int, Mapping[str, float]]] | ReportLog) -> None:
-        """Takes what a boundary carried: rows, or all of them, which count where they reach as far as those here.
+        """Takes what a boundary carried: added rows, or all rows, if they reach as far as those here.
 
-        Nothing is missing in between: a replica has all rows up to its newest, and what a primary sends may be behind
-        that by what it has not read yet.
+        There are no gaps: a replica has all rows up to its newest, and a primary lacks at most what it has not read
+        yet.
         """
         if not isinstance(carried, ReportLog):
             for epoch, by_task in carried.items():
@@ -336,7 +335,7 @@ def carried(value: Encoded) -> dict[int, Rows] | ReportLog:
     """The reports that travel in a boundary of task 0. May be called in any thread.
 
     Raises:
-        DecodeError: it is none.
+        DecodeError: the value is no such boundary.
     """
     try:
         log = decode(value)["log"]
@@ -346,7 +345,7 @@ def carried(value: Encoded) -> dict[int, Rows] | ReportLog:
 
 
 def with_log(value: Encoded, log: list[bytes] | dict[int, PlainRows]) -> Encoded:
-    """A boundary of task 0 that carries these reports: all, or an epoch's. May be called in any thread."""
+    """A boundary of task 0 with these reports: all, or those of one epoch. May be called in any thread."""
     raw: dict[str, Any] = decode(value)
     made = encode({**raw, "log": log}, what="snapshot of task 0", ordered=True)
     # Read on the host, the arrays that lived on a device did not come from one: the trailer still tells.

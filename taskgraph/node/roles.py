@@ -1,6 +1,6 @@
-"""What a node is to each task: its primary, one of its backups, or nothing; and whether it leads the job.
+"""What a node is to each task: its primary, a backup, or nothing; and whether it leads the job.
 
-Here is what runs, and how it is begun and brought to its end. When that is called for, `reconciler.py` finds out.
+This module begins and ends roles; `reconciler.py` decides when.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["Roles"]
 
 
 class Roles:
-    """One node's replicas, the terms of those that are primaries, and the leader's role.
+    """One node's replicas, its primaries, and the leader's role.
 
     Attributes:
-        changed: set where something has changed that the reconciler has to look at.
+        changed: set after changes that the reconciler has to see.
     """
 
     def __init__(self, node: NodeServices) -> None:
@@ -39,16 +39,16 @@ class Roles:
         self.replicas = node.replicas
         self.primaries: dict[int, Primary] = {}
         self.runs: dict[int, asyncio.Task[None]] = {}
-        """Of primaries: there until they have returned."""
+        """The primaries' `run`, until they have returned."""
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
         self._shared_by = 0  # primaries, when memory was shared among them last
         self._leading: asyncio.Task[None] | None = None
         self.leaving: list[Replica] = []
-        """Replicas whose code is brought to its end: others may be here of the same tasks."""
+        """Replicas that are being torn down; the same tasks may have new replicas here."""
         self.changed = asyncio.Event()
 
     def reconsider(self) -> None:
-        """Something has changed that the view does not tell."""
+        """Something changed that the view does not show."""
         self.changed.set()
         self._node.keeper.notify_later()
 
@@ -68,7 +68,8 @@ class Roles:
     def share(self) -> None:
         """Shares the memory for uncommitted epochs, and the searches for garbage, among the primaries here.
 
-        The reconciler asks for that: of thousands of tasks that begin each would go through all others.
+        The reconciler calls this once for many changes: each of thousands of tasks that begin would go through all
+        others.
         """
         if self._shared_by != len(self.primaries):
             self._shared_by = len(self.primaries)
@@ -77,7 +78,7 @@ class Roles:
                 primary.share()
 
     async def _run_primary(self, primary: Primary) -> None:
-        """A primary's term; what it cannot handle ends the node, so that others take over."""
+        """Runs a primary's term. An unexpected error ends the node, so that others take over."""
         node = self._node
         try:
             await primary.run()
@@ -116,7 +117,7 @@ class Roles:
 
     @property
     def leader(self) -> LeaderRole | None:
-        """The node's, whole: primaries see what they ask of it (`Leading`)."""
+        """The node's leader role; primaries see only `Leading`."""
         leader = self._node.leader
         assert leader is None or isinstance(leader, LeaderRole)
         return leader
@@ -134,7 +135,7 @@ class Roles:
     # -- replicas ---------------------------------------------------------------------------------
 
     def replica(self, task: int) -> Replica:
-        """This node's replica of a task, made where there is none."""
+        """This node's replica of a task, made on demand."""
         node, known = self._node, self.replicas.get(task)
         if known is None:
             xp, device = array_module(node.devices)
@@ -148,7 +149,7 @@ class Roles:
         return known
 
     def set_up(self, task: int) -> None:
-        """Begins to set a replica up, unless that has begun."""
+        """Begins to set a replica up, once."""
         if not (replica := self.replica(task)).begun:
             self._node.own(self._set_up(replica), f"set up task {task}")
 
@@ -159,14 +160,14 @@ class Roles:
             await self._node.fail_set_up(error, replica.task)
 
     def release(self, message: Release) -> None:
-        """A primary does not count on what this node holds for it any more."""
+        """A primary no longer needs what this node holds for it."""
         replica = self.replicas.get(message.task)
         if replica is not None:
             replica.release(message.term, message.invitation)
             self.changed.set()
 
     def drop(self, task: int) -> None:
-        """A replica goes, and its code is brought to its end."""
+        """Removes a replica and tears it down."""
         self._node.wait_for(self._tear_down(self.replicas.pop(task)), f"tear down task {task}")
 
     async def _tear_down(self, replica: Replica) -> None:
@@ -176,7 +177,7 @@ class Roles:
             await self._node.fail_early(error, replica.task)
 
     async def _torn_down(self, replica: Replica) -> None:
-        """Returns when a replica's code has ended, or is left behind. What takes long is told.
+        """Returns when a replica's code has ended, or is left behind. A slow end gets an event.
 
         Raises:
             UserCodeError: `teardown()` raised.
@@ -206,7 +207,7 @@ class Roles:
         return tuple([self._waits_for(replica) for replica in self.leaving])
 
     async def end(self) -> None:
-        """The node ends, and none of them works any more."""
+        """Tears all replicas down at the node's end."""
         self.primaries.clear()
         async with asyncio.TaskGroup() as group:  # all at a time: each may take long
             for replica in self.replicas.values():

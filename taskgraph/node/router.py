@@ -1,8 +1,9 @@
-"""Calls to whoever is a task's primary at the moment.
+"""Calls to the current primary of a task.
 
-The one place that decides what a failed call means: a lost peer or a "not primary" leads to another try as soon as
-the view says something new (or a moment later), until the caller is cancelled because its attempt is over. What
-cannot change by trying again is raised.
+This is the only place that decides what a failed call means. After a broken connection or "not primary", the call is
+repeated when the view changes, or a moment later, until the caller is cancelled because its attempt is over. Errors
+that
+a retry cannot change are raised.
 """
 
 from __future__ import annotations
@@ -38,16 +39,15 @@ _TRY_AGAIN = frozenset(
 
 
 _SWEEP_AT = 64
-"""Calls that are remembered before those that ended are looked for."""
+"""Calls that are remembered before ended ones are removed."""
 
 
 _FORGOTTEN_S = 20.0
-"""Failures to reach a node that are further apart belong to different troubles. One try may take `connect_s` (5 s) for
-each of its addresses."""
+"""Failures to reach a node that are further apart are unrelated. One try may take `connect_s` (5 s) per address."""
 
 
 class _Failing(NamedTuple):
-    """Calls to one node that failed `since` then, the `last` of them for `why`."""
+    """Failed calls to one node: `since` when, the `last` of them, and `why`."""
 
     since: float
     last: float
@@ -62,8 +62,8 @@ class Router:
     """Delivers calls to tasks.
 
     Attributes:
-        allocate: memory for what will travel, as the transport gives it.
-        on_gone: told of every registered node whose port refused a call.
+        allocate: the transport's memory for values that will travel.
+        on_gone: called with every registered node whose port refused a call.
     """
 
     def __init__(self, transport: Transport, keeper: ViewKeeper) -> None:
@@ -82,7 +82,7 @@ class Router:
         keeper.on_change(self._abandon, structure=True)
 
     def _abandon(self) -> None:
-        """Ends calls that the view shows to be in vain: a frozen process neither answers nor breaks its session."""
+        """Ends calls that are in vain by the view: a frozen process neither answers nor breaks its connection."""
         view = self._keeper.view
         if view.structure_revision == self._looked_at:
             return
@@ -99,21 +99,21 @@ class Router:
                         reply.cancel()
 
     def peer(self, node: str) -> Peer | None:
-        """How to reach a node; also one whose key is absent just now, if it was seen, and not forgotten since."""
+        """How to reach a node, even one whose key is absent, if it was seen and not dropped since."""
         registered, known = self._keeper.view.nodes.get(node), self._addresses.get(node)
         if registered is not None and (known is None or known[0] is not registered.record):
             known = self._addresses[node] = registered.record, peer_of(node, registered.record)
         return None if known is None else known[1]
 
     def keep(self, nodes: set[str]) -> None:
-        """Forgets how to reach nodes that are not among these: nobody will call them."""
+        """Drops the addresses of all other nodes: nobody will call them."""
         self._addresses = {node: known for node, known in self._addresses.items() if node in nodes}
 
     async def to_primary(self, task: int, message: Callable[[], Call], *, timeout_s: float | None = None) -> Reply:
         """Calls the primary of `task` until it answers. `message()` is made anew for every try.
 
         Raises:
-            Refused: an answer that trying again cannot change.
+            Refused: a retry cannot change the answer.
         """
         backoff = Backoff()
         while True:
@@ -134,13 +134,14 @@ class Router:
             await self._next_try(task, revision, backoff.step())
 
     def begin(self, task: int, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
-        """One try to call the primary of `task`, where that takes no waiting; None where it does.
+        """Tries once to call the primary of `task`, if that needs no waiting; otherwise None.
 
         Args:
-            quiet: an acceptance at once is not told (see `Transport.call_now`); cancel the future when it is over.
+            quiet: an immediate acceptance is not reported (see `Transport.call_now`); cancel the future when it is
+            over.
 
-        The future fails as the transport's does, and is cancelled where the view shows that it is in vain:
-        `to_primary` is for that.
+        The future fails as the transport's does, and is cancelled if the view shows that it is in vain: then use
+        `to_primary`.
         """
         primary = self._keeper.view.primaries.get(task)
         peer = self.peer(primary.record.node) if primary else None
@@ -152,7 +153,7 @@ class Router:
             return None
 
     def begin_all(self, task: int, pull: Pull) -> list[asyncio.Future[Reply]] | None:
-        """`begin` for each of the epochs that `pull` is of; None also where that would save nothing."""
+        """`begin` for each epoch of a pull; None also if that would save nothing."""
         primary = self._keeper.view.primaries.get(task)
         peer = self.peer(primary.record.node) if primary else None
         if primary is None or peer is None:
@@ -168,7 +169,7 @@ class Router:
         return begun
 
     def begin_at(self, node: str, message: Call) -> asyncio.Future[Reply] | None:
-        """One try to call that node, where that takes no waiting; None where it does. Cancelled once its lease ends."""
+        """Tries once to call that node, if that needs no waiting; otherwise None. Cancelled once its lease ends."""
         peer = self.peer(node)
         if peer is None or node not in self._keeper.view.nodes:
             return None
@@ -188,7 +189,7 @@ class Router:
         return reply
 
     def _sweep(self) -> None:
-        """Forgets calls that ended by themselves."""
+        """Drops calls that have ended."""
         kept = []
         for begun, in_vain in self._begun:
             for known in begun:
@@ -199,7 +200,7 @@ class Router:
         self._sweep_at = _SWEEP_AT + 2 * len(kept)
 
     def unreached(self, for_s: float) -> dict[str, str]:
-        """Registered nodes that every call of late has failed to reach, for that long, and why the last one did."""
+        """Registered nodes that all recent calls failed to reach, for that long, with the last error."""
         now = asyncio.get_running_loop().time()
         self._failing = {
             node: known
@@ -218,7 +219,7 @@ class Router:
     async def _call(
         self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]
     ) -> Reply:
-        """One try; raises TimeoutError as soon as the view shows that it is in vain."""
+        """Tries once; raises TimeoutError as soon as the view shows that it is in vain."""
         try:
             reply = await self._try(peer, message, timeout_s, in_vain)
         except Refused:
@@ -259,13 +260,13 @@ class Router:
                 timer.cancel()
 
     async def to_node(self, node: str, message: Call, *, timeout_s: float | None, task: int | None = None) -> Reply:
-        """One try, to one node.
+        """Tries once to call one node.
 
         Args:
-            task: the node is called as the primary of this task, and in vain once another is.
+            task: the node is called as the primary of this task, so the call is in vain once another is.
 
         Raises:
-            TransportError: no answer; at once where the node was registered, and its lease ends.
+            TransportError: no answer; at once if the node's lease ends.
         """
         peer = self.peer(node)
         if peer is None:

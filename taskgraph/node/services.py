@@ -1,4 +1,4 @@
-"""What a node's replicas and primaries use of it: the core, and the parts that serve all tasks alike."""
+"""What replicas and primaries use of their node: the core, and the parts that serve all tasks alike."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["NodeServices", "ServicesArguments"]
 
 
 class ServicesArguments(CoreArguments):
-    """What a `NodeServices` is made of."""
+    """Arguments of `NodeServices`."""
 
     file_threads: NotRequired[Threads | None]
     place: NotRequired[Place | None]
@@ -37,12 +37,11 @@ class NodeServices(NodeCore):
     """One node of one job, as its replicas and primaries see it.
 
     Attributes:
-        replicas: the tasks that are here, as primary, as backup, or on their way to be. Filled by `Roles`.
-        leader: the leader's role, where it is here. Set by `Roles`.
-        sharing: what uncommitted epochs of the primaries here may hold.
-        set_ups: what becomes of this node where a backup cannot be set up. Set by `Node`.
-        told_unheld: what was told of attributes that no snapshot holds (`Unheld`): of many tasks of a class it is the
-            same.
+        replicas: the tasks that are here. Filled by `Roles`.
+        leader: the leader's role, if it is here. Set by `Roles`.
+        sharing: how the primaries here share memory for uncommitted epochs.
+        set_ups: decides whether a failed set-up ends the node. Set by `Node`.
+        told_unheld: events about attributes outside of snapshots (`Unheld`), once for all tasks of a class.
     """
 
     set_ups: SetUps
@@ -64,7 +63,7 @@ class NodeServices(NodeCore):
         self.checkpoints = CheckpointReader(self, self.file_threads, place)
 
     def wish(self, task: int) -> Wish | None:
-        """Where placement wants the replicas of a task; None while nobody knows."""
+        """Where placement wants the replicas of a task; None: not computed yet."""
         return self.wishes.by_task.get(task)
 
     async def fail_job(
@@ -76,11 +75,12 @@ class NodeServices(NodeCore):
         *,
         finished: bool = False,
     ) -> bool:
-        """Ends the job with an error. False where a fence broke, where it had ended already, and where this process
-        ends instead, since its device cannot be used any more.
+        """Fails the job with an error. False if a fence failed, if the job had ended already, or if this process ends
+        instead
+        because its device is lost.
 
         Args:
-            finished: also where its epochs are all committed (a `result()` that raises).
+            finished: True to fail also a job whose epochs are all committed (a `result()` that raises).
         """
         also: str | None = ""
         if task is not None:
@@ -89,12 +89,12 @@ class NodeServices(NodeCore):
         return also is not None and await self.fail_with(error, task, epoch, fences, also, finished=finished)
 
     async def fail_set_up(self, error: UserCodeError | TaskGraphError, task: int) -> None:
-        """A backup cannot be set up: this node ends, where the job goes on without it. Otherwise as `fail_early`."""
+        """Handles a failed set-up of a backup: ends this node if the job can do without it; otherwise `fail_early`."""
         if met(error) is not None or not self.set_ups.ends(error, task):
             await self.fail_early(error, task)
 
     async def fail_early(self, error: UserCodeError | TaskGraphError, task: int, *, finished: bool = False) -> bool:
-        """User code failed before there was a primary: this node's own key is the fence. Otherwise as `fail_job`."""
+        """Fails the job for user code that failed before there was a primary, fenced by this node's own key."""
         view = self.keeper.view
         epoch = view.stamp.epoch if view.stamp and view.running else None  # of none: after the last
         fences = (Compare(view.keys.node(self.id), self.node_revision),)

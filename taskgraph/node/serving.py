@@ -1,7 +1,8 @@
 """Calls from other nodes: who may ask what, and when a call has to wait.
 
-The gate for everything of an epoch: a stamp the view has not reached yet waits until it is read from etcd; a stamp
-or a term that is behind is refused. What passes the gate is answered by the attempt, the leader, or a replica.
+stamp ahead of the view     wait until etcd shows it
+stamp or term behind        refuse
+same stamp                  the attempt, the leader or a replica answers
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ if TYPE_CHECKING:
 __all__ = ["Serving"]
 
 _PARKED = (Pull, Flag, Request)
-"""Calls of which any number may come, and which wait for user code. All others are few, and must not wait for room:
-what waits here may wait for a report, an offer or a seal."""
+"""Kinds of calls that may come in any number, and wait for user code. The others are few and must not wait for room:
+parked calls may wait for a report, an offer or a seal."""
 _REPORTS = (Report, Reports)
 _OFFERS = (Offer, Offers)
 _PULLED_AHEAD = 4
-"""Pulls of epochs to come may wait here. Who makes them is ahead of the commit, asks for several epochs, and may have
-read a commit that was not read here yet: so each of these may be as much as tasks may be ahead."""
+"""Pulls may be ahead of the view by this many times the epochs that tasks may be ahead of the commit: the caller pulls
+several epochs at once, and may have read a commit that this node has not."""
 
 
 class Serving:
@@ -78,7 +79,9 @@ class Serving:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """That no more calls are taken here, for `status`: those that wait may wait for one that comes in vain."""
+        """Says that no more calls are accepted here, for `status`: the parked ones may wait for a call that was
+        refused.
+        """
         limit = self._node.settings.max_parked
         if self._waiting.count < limit:
             return ()
@@ -88,9 +91,9 @@ class Serving:
         )
 
     def now(self, peer: str, message: Call) -> Reply | PendingReply | None:
-        """The answer to what most calls are, where the view and the attempt are where the caller is.
+        """The immediate answer to the usual calls, if view and attempt are where the caller is.
 
-        Everything else, and every doubt, is left to the call itself.
+        In all other cases the call itself answers.
         """
         node = self._node
         if node.paused:
@@ -132,13 +135,13 @@ class Serving:
     def _room(self, stamp: Stamp) -> int:
         """How many more calls of an epoch may wait here.
 
-        Half of the places are kept for the epoch at work: what those of epochs to come wait for, its calls may free.
+        Half of the room is kept for the epoch at work: its calls may free those of later epochs.
         """
         limit, at = self._node.settings.max_parked, self._node.keeper.view.stamp
         return (limit // 2 if at is None or stamp > at else limit) - self._waiting.count
 
     def _asked(self, pull: Pull) -> Primary | None:
-        """The primary that can say what there is to all that a pull is of."""
+        """The primary that can answer all parts of a pull."""
         primary, view = self._roles.primaries.get(pull.task), self._node.keeper.view
         if primary is None or view.term(pull.sender) != pull.sender_term:
             return None
@@ -148,7 +151,7 @@ class Serving:
         return primary if within_reach(last, _PULLED_AHEAD * self._ahead, view) else None
 
     def _offer_now(self, peer: str, offer: Offer | Offers) -> Accepted | None:
-        """Pending boundaries for a replica that is set up: all that a member is offered."""
+        """Takes pending boundaries for a replica that is set up, which is the usual case."""
         node, view = self._node, self._node.keeper.view
         replica = self._roles.replicas.get(offer.task)
         if replica is None or not replica.ready or offer.committed or node.injects_held:
@@ -256,7 +259,7 @@ class Serving:
         return await primary.attempts.at(stamp)
 
     async def _waits(self, message: Waits) -> WaitsPage:
-        """What a primary waits for; also one that has not begun its attempt yet."""
+        """What a primary waits for, also before it has begun its attempt."""
         node, keeper = self._node, self._node.keeper
         await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= message.stamp)
         if keeper.view.stamp != message.stamp:
@@ -268,7 +271,7 @@ class Serving:
         return WaitsPage(primary.term, primary.waits(message.stamp))
 
     async def _offer(self, peer: str, offer: Offer | Offers) -> Accepted:
-        """Holds boundaries for the task's primary; sets the replica up first where it is new."""
+        """Holds boundaries for the task's primary; sets a new replica up first."""
         node, keeper = self._node, self._node.keeper
         await keeper.wait_until_read(lambda view: view.term(offer.task) >= offer.term)
         # What it was made in was read from etcd by its primary: here, a roll-back that began it must be read, too.
@@ -298,7 +301,7 @@ class Serving:
         return Accepted(offer.term)
 
     async def _log_in(self, replica: Replica, offer: Offer | Offers) -> dict[int, Rows] | ReportLog:
-        """The reports that travel in a committed boundary: in what is offered to who has none yet, all there are."""
+        """The reports that travel in a committed boundary: all of them if the replica has none yet."""
         if not offer.committed:
             return {}
         try:
@@ -320,7 +323,7 @@ class Serving:
             replica.follow(epoch.record)  # it is not ahead of what was read already
 
     def _trace_hold(self, began: int, peer: str, offer: Offer | Offers) -> None:
-        """One span, of the first whose epoch is looked at, however many came."""
+        """Traces a message as one span, of the first traced epoch in it."""
         tracing = self._node.tracing
         numbers = [epoch for epoch, _, _ in offer.parts] if isinstance(offer, Offers) else [offer.stamp.epoch]
         for number in numbers:
@@ -345,10 +348,10 @@ class Serving:
 
 
 def _boundaries(offer: Offer | Offers) -> list[Boundary]:
-    """What is offered.
+    """The offered boundaries.
 
     Raises:
-        Refused: several, whose bytes are not what the message says of them.
+        Refused: the bytes of several are not as announced.
     """
     if type(offer) is Offer:
         return [Boundary(offer.stamp, offer.term, offer.value)]

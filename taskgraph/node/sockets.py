@@ -1,7 +1,6 @@
-"""The files of a node's sockets, which something else may remove while it runs, as a cleaner of temporary files does.
+"""Restores the files of a node's sockets if something removes them, as a cleaner of temporary files does.
 
-Connections that stand outlive that. But whoever has none finds nobody: a peer that dials again, a node that joins, and
-in the end who collects the results.
+Open connections outlive that, but nobody can open new ones: neither peers, nor the launcher that collects the results.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from taskgraph.system.files import put_back
 __all__ = ["Listens", "keep_sockets"]
 
 _LOOK_S = 2.0
-"""How often it is looked whether they are there: a few system calls."""
+"""How often the files are checked: a few system calls."""
 
 
 class Listens(Protocol):
-    """What has such a file."""
+    """A service with such a file."""
 
     @property
     def unreachable(self) -> bool: ...
@@ -31,7 +30,9 @@ class Listens(Protocol):
 
 
 async def keep_sockets(folder: Path, listeners: tuple[Listens, ...], events: EventLog) -> None:
-    """Has those listen anew whose files are gone from a node's folder, until cancelled. No other node has that path."""
+    """Lets services listen again whose files vanished from the node's folder, until cancelled. No other node has that
+    path.
+    """
     told, held = "", list[int]()
     what = f"the sockets of nodes in {folder.parent} were removed, as a cleaner of temporary files does"
     try:

@@ -1,4 +1,4 @@
-"""What a node says of itself: its status, and after the last commit its results."""
+"""What a node tells others: its status, and the results after the last commit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def node_status(node: NodeCore, roles: Roles, waits: Iterable[str]) -> NodeStatu
     """What runs here, and what it waits for.
 
     Args:
-        waits: what it waits for outside of its tasks.
+        waits: waits outside of its tasks.
     """
     view = node.keeper.view
     return NodeStatus(
@@ -72,7 +72,7 @@ def _replica_status(node: NodeCore, replica: Replica, primary: Primary | None) -
 
 
 async def task_results(keeper: ViewKeeper, primaries: Mapping[int, Primary]) -> list[TaskResult]:
-    """After the last commit: what the primaries here return. Waits until they computed it."""
+    """Waits for the results of the primaries here, after the last commit."""
 
     def all_final(view: JobView) -> bool:
         return not view.running and all(primary.final is not None for primary in primaries.values())

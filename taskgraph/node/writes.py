@@ -1,10 +1,9 @@
-"""Transactions until their outcome is known.
+"""Executes transactions until their outcome is known.
 
-A write whose answer was lost may or may not have happened. It is sent again (its comparisons make that harmless), and
-where it then fails, the key it puts is read linearizably: its writer's name tells whether the first one had succeeded.
-
-A write that is refused, since a permission was taken away or a password changed, was not executed, and waits: what it
-is about is in memory. A node's first write, by which it registers, fails instead: its user may be the wrong one.
+answer lost    send again (its comparisons make that harmless); if that fails, a linearizable read of the key shows
+               by its writer's name whether the first one had succeeded
+refused        wait: a permission was withdrawn or a password changed, and the work is in memory; but a node's first
+               write fails, since its user may be the wrong one
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["Writes"]
 log = logging.getLogger("taskgraph.node")
 
 _SAY_AGAIN_S = 10.0
-"""An etcd whose space is used up answers at once, and may say no for hours."""
+"""How often a repeated failure is logged: an etcd without space answers at once, and may refuse for hours."""
 
 
 class Writes:
@@ -37,7 +36,7 @@ class Writes:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """What etcd was asked for in vain, and is asked for again, for `status`."""
+        """Repeated requests to etcd, for `status`."""
         now = self._coordinator.now()
         return tuple(
             f"a write has waited for etcd for {now - tried.since:.1f} s: {tried.error}"
@@ -49,16 +48,16 @@ class Writes:
         """Executes a transaction until its outcome is known.
 
         Args:
-            key, writer: a put of the transaction, by which it is recognised when an answer was lost.
+            key, writer: a put of the transaction, by which it is recognised after a lost answer.
 
         Returns:
-            The revision at which it holds, or None where its comparisons failed.
+            Its revision, or None if its comparisons failed.
         """
         result = await self.execute(txn, key, writer)
         return result.revision if result is not None else None
 
     async def execute(self, txn: Txn, key: str, writer: str) -> TxnResult | None:
-        """The same, with what it read; no reads where its answer was lost, None where its comparisons failed."""
+        """As `transact`, and returns also the reads; none if its answer was lost."""
         since = self._coordinator.now()
         try:
             result = await self._coordinator.txn(txn)
@@ -72,7 +71,7 @@ class Writes:
     async def _execute_again(
         self, txn: Txn, key: str, writer: str, since: float, error: CoordinationError
     ) -> TxnResult | None:
-        """The first try failed with `error`."""
+        """Repeats a transaction whose first try failed with `error`."""
         uncertain = False
         with self._trying(since) as tried:
             while True:
@@ -94,14 +93,14 @@ class Writes:
                 return None
 
     async def attempt(self, txn: Txn) -> None:
-        """Executes a transaction that may as well not happen: whoever needs it tries again when it looks next."""
+        """Executes a transaction that may fail: its caller tries again with its next look."""
         try:
             await self._coordinator.txn(txn)
         except CoordinationError as error:
             log.info("left for later: %s", error)
 
     async def _written(self, key: str, writer: str) -> int | None:
-        """Whether `writer` wrote `key`, and at which revision, by a linearizable read."""
+        """The revision at which `writer` wrote `key`, by a linearizable read; None: it did not."""
         with self._trying(self._coordinator.now()) as tried:
             while True:
                 try:
@@ -122,7 +121,7 @@ class Writes:
 
 
 class _Tried:
-    """One request that is made until it is answered."""
+    """One request that is repeated until it is answered."""
 
     def __init__(self, coordinator: Coordinator, since: float) -> None:
         self._coordinator = coordinator
@@ -132,7 +131,7 @@ class _Tried:
         self.error: CoordinationError | None = None
 
     async def again(self, what: str, error: CoordinationError) -> None:
-        """It failed: says so, not each time, and returns when it is to be made again."""
+        """Logs a failure, not each time, and waits before the next try."""
         now = self._coordinator.now()
         if self.error is None or now - self._said_at >= _SAY_AGAIN_S:
             self._said_at = now
