@@ -294,5 +294,5 @@ async def test_a_child_that_a_coroutine_forks_leaves_its_parents_node_alone(cli:
     result = json.loads(done.out.splitlines()[-1])
     assert result["values"]["0"] == sum(number * (1 + 2 + 3) for number in range(40))
     assert (result["failovers"], result["restarts"]) == (0, 0)
-    assert "a function forked this process, and the child came back from it" in done.err
+    assert "a function forked this process, and the child returned from it" in done.err
     await cli.nothing_left()

@@ -441,10 +441,10 @@ def an_offer_counts_whatever_became_of_it(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def an_epoch_is_done_before_its_boundary_is_held(patch: pytest.MonkeyPatch) -> None:
-    async def be_held(self: Lanes, worked: Any) -> None:
-        await self._be_done(worked)
+    async def await_acks(self: Lanes, finished: Any) -> None:
+        await self._report(finished)
 
-    patch.setattr(Lanes, "_be_held", be_held)
+    patch.setattr(Lanes, "_await_acks", await_acks)
 
 
 @plant
@@ -956,7 +956,7 @@ def an_error_in_a_later_epoch_ends_the_earlier_ones(patch: pytest.MonkeyPatch) -
 
     def init(original: Any, self: Lanes, primary: Any, at: Stamp, *args: Any) -> None:
         original(self, primary, at, *args)
-        self._told = Hasty(at.epoch)
+        self._reported = Hasty(at.epoch)
 
     _changed(patch, Lanes, "__init__", init)
 

@@ -1,5 +1,5 @@
 """What a primary works on: one epoch after another or several in flight, each in one attempt or more.
 
-An attempt composes its graph, pulls what its processors take, runs them, serves what they put, and grows quiet; then
-its epoch is done, and reported.
+An attempt composes its graph, pulls items for its processors, runs them, serves the items they put, and grows quiet.
+Then its epoch is finished, and reported to the leader.
 """

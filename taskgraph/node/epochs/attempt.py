@@ -1,9 +1,9 @@
 """One attempt of one epoch on a task's primary: compose, pull, compute, grow quiet, be sealed, run the sync points.
 
-    composing ──► working ──► quiet ──(seal, where the task can take messages)──► closing ──► finished
+    composing ──► working ──► quiet ──(seal, if the task can take messages)──► closing ──► finished
 
-An attempt ends by finishing or by being cancelled; what it made belongs to it and to no other. It is driven by
-`Primary`; calls from other tasks (`pull`, `seal`, flags and requests) come in through `Serving`.
+An attempt ends when it has finished, or is cancelled. Its items and messages belong to no other attempt. `Primary`
+runs it; calls from other tasks (pulls, seals, flags and requests) arrive through `Serving`.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ __all__ = ["Attempt"]
 
 R = TypeVar("R")
 
-_MOST_IN_STEP = 2_000
-"""Coroutines of a task that wait for replies, in a test: where handlers ask each other without an end, there are more
-and more of them, and the run takes minutes to say that it hangs."""
-_LONG = 200
-"""Characters of why an epoch is held that are told: they go to etcd each time that is said."""
+_MAX_WAITING = 2_000
+"""Coroutines of one task that may wait for replies in a test. If handlers ask each other without an end, the run would
+take minutes to hang."""
+_REASON_CHARS = 200
+"""Limit on the reason of a hold, which is written to etcd."""
 
 
 class Attempt:
     """The attempt at work of one task; implements `taskgraph.epoch.Work` for user code.
 
     Args:
-        group: where what runs beside it belongs; there, too, an error ends all of it.
-        turns: of the task's epochs, where several are in flight: what is not stateless waits for that of this one.
-        traced: whether somebody looks at this epoch.
+        group: for asyncio tasks of the attempt; an error in one ends all of them.
+        turns: the order of epochs in flight: code that is not stateless waits for the turn of this epoch.
+        traced: the epoch is in a trace.
     """
 
-    # One is made for every epoch. Without slots, more than 30 attributes are kept in a dictionary of each one's own.
+    # One is made for every epoch. An object with more than 30 attributes has them in a dictionary, unless in slots.
     __slots__ = (
         "_began",
         "_group",
@@ -119,25 +119,25 @@ class Attempt:
         self.number = stamp.epoch
         self.attempt = stamp.attempt
         self.cancelled = False
-        self.finished = False  # all that it runs has ended, as it should
-        self.committed = False  # as far as the primary knew when it was dropped
+        self.finished = False  # all code has run
+        self.committed = False  # known when it was dropped
         self.scratch = Scratch()
         self.device = replica.device
         self.allocate = replica.router.allocate
         self.ledger = Ledger()
-        self.put_bytes = 0  # what is kept for those who pull it, until it commits: each value once
-        self.snapshot_bytes = 0  # and for the backups
-        self._mailbox: Mailbox | None = None  # most epochs have none
+        self.put_bytes = 0  # bytes of items, each value once
+        self.snapshot_bytes = 0
+        self._mailbox: Mailbox | None = None  # made when needed
         self.numbers: dict[str, float] = {}
         self.finishing = False
         self.recording = recording
         self._turns = turns
         self._loop = primary.loop
         self._thread = primary.thread
-        self._group: asyncio.TaskGroup | None = group  # until the attempt is over
+        self._group: asyncio.TaskGroup | None = group  # None when the attempt is over
         self.composing: Composition | None = None
-        self.graph: Graph | None = None  # once there is one it can say what it offers, also when it is over
-        self._ready: asyncio.Future[None] | None = None  # for who waits for that, which hardly anybody does
+        self.graph: Graph | None = None  # stays when the attempt is over
+        self._ready: asyncio.Future[None] | None = None  # made by the first call that waits for the graph
         self.inbound = Inbound(primary, stamp, self.ledger, recording)
         self.quiet = Quiet()
         self._began = self._loop.time()
@@ -154,7 +154,7 @@ class Attempt:
     # -- the run ----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Runs the attempt to its end: every processor and sync point of the task has run.
+        """Runs every processor and sync point of the task.
 
         Raises:
             UserCodeError, GraphError, ValueNotEncodable: the job's own errors.
@@ -202,17 +202,16 @@ class Attempt:
             self._group = None
             inbound.end()
             if self._ready is not None:
-                self._ready.cancel()  # it never composed, where somebody waits still
+                self._ready.cancel()  # calls still wait for a graph that was never composed
 
     async def call(self, to: int, message: Callable[[], Call], what: str, lost: str) -> Reply:
-        """As `Term.call`, of this attempt."""
+        """Makes a call of this attempt: `Term.call`."""
         return await self._primary.call(self.stamp, to, message, what, lost)
 
     async def _compose(self) -> Graph:
-        """Calls `compose`.
+        """Calls `compose`, and keeps the graph for later epochs if they would compose the same.
 
-        Where that is marked stateless, and asked the epoch for nothing that another epoch may answer otherwise, what it
-        declared stands for all epochs of the attempt at work: called again it would declare the same.
+        That is so if `compose` is stateless and asked its epoch for nothing that may differ in another epoch.
         """
         if self.recording is not None:
             await self.recording.begin()
@@ -236,7 +235,7 @@ class Attempt:
         return graph
 
     def _has_composed(self, graph: Graph) -> None:
-        """It can say what it offers."""
+        """Takes the graph: from now on pulls can be answered."""
         self.out = Items(self.stamp, self.term, graph.channels_out)
         self._states = dict.fromkeys(graph.names, "waiting")
         self.graph = graph
@@ -266,7 +265,7 @@ class Attempt:
         self._states[name] = "done"
 
     async def _process_recorded(self, recording: Recording, processor: Processor, epoch: Epoch) -> None:
-        """Calls a processor in strict mode: what it is given, and what it leaves, is looked at."""
+        """Calls a processor in strict mode, which records its input and what it leaves."""
         name, replica, alone = processor.name, self.replica, not processor.parallel
         items = self.inbound.items if self.device is None else await recording.items_for(processor)
         inputs = Inputs(self, processor, items)
@@ -284,7 +283,7 @@ class Attempt:
         await recording.returned(name, sync=processor.sync, looked=after is not close)
 
     async def turn(self, where: str) -> None:
-        """Returns when all earlier epochs are snapshotted: `where` rests on the state, or changes it."""
+        """Waits until all earlier epochs are snapshotted: `where` reads or changes the state."""
         if self._turns is None or self._turns.at >= self.number:
             return
         waiting = self.traced and clock()
@@ -293,12 +292,12 @@ class Attempt:
             self._tracing.add("turn", waiting, self.task, self.stamp, self.term, where)
 
     def check_open(self) -> None:
-        """Raises Refused where the task takes no message any more."""
+        """Raises Refused if the epoch is closed for messages."""
         if self.quiet.closed:
             raise Refused(Reason.DONE, f"task {self.task} is done with epoch {self.number}")
 
     def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Runs something of the attempt: while that goes on the task is not idle, and nobody cancels it."""
+        """Runs a coroutine of the attempt; until it ends, the task is not idle."""
         if self._group is None or self.cancelled:
             work.close()
             raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} of epoch {self.number} is over")
@@ -308,14 +307,14 @@ class Attempt:
         return task
 
     def _beside(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Runs something beside the attempt that ends it where it raises."""
+        """Runs a coroutine beside the attempt; an error in it ends the attempt."""
         assert self._group is not None
         task = self._group.create_task(work)
         task.add_done_callback(self._look_at)
         return task
 
     def _look_at(self, done: asyncio.Task[Any]) -> None:
-        """Nobody of ours cancels it while the attempt goes on: where users do, a group takes no notice of it."""
+        """Ends the attempt if user code failed or cancelled its own asyncio task, which a TaskGroup would ignore."""
         if not done.cancelled():
             if done.exception() is not None:
                 self._unwind()
@@ -323,7 +322,7 @@ class Attempt:
             self._beside(raised(cancelled_by_users(f"task {self.task}, epoch {self.number}: ")))
 
     def _unwind(self) -> None:
-        """Something of the attempt raised: it waits for its threads now, and they must not wait for its answers."""
+        """Wakes threads that wait for replies: the attempt ends, and waits for its threads."""
         self.cancelled = self.inbound.over = True
         if self._mailbox is not None:
             self._mailbox.end()
@@ -332,18 +331,18 @@ class Attempt:
 
     @property
     def mailbox(self) -> Mailbox:
-        """Its flags and requests. Made when first asked for."""
+        """The attempt's flags and requests."""
         if self._mailbox is None:
             self._mailbox = Mailbox(self)
         return self._mailbox
 
     @property
     def rests_on(self) -> Mapping[int, int]:
-        """task -> term of whoever acknowledged a flag of it, or answered with effects."""
+        """Task -> term of the primary that acknowledged a flag, or answered a request with effects."""
         return self._mailbox.terms if self._mailbox is not None else {}
 
     async def ready(self) -> None:
-        """Returns when compose has run; raises Refused where the attempt ended before."""
+        """Waits until compose has run; raises Refused if the attempt ends before."""
         if self.graph is not None:
             return
         if self._ready is None:
@@ -358,14 +357,14 @@ class Attempt:
             raise
 
     def drop(self) -> None:
-        """Nothing of this attempt is needed any more: a later epoch was read, or it was cancelled."""
+        """Frees everything: a later epoch was read as committed, or the attempt was cancelled."""
         self.cancelled = True
-        # Whatever still refers to this attempt must not keep its values: their memory takes those of the next one.
+        # An object that still refers to this attempt must not keep its values: their memory is used again.
         if self.graph is not None:
             self.out.drop()
         elif self._ready is not None:
             self._ready.cancel()
-        if not self.finished or self.recording is not None:  # else there is nothing left of what it took
+        if not self.finished or self.recording is not None:  # otherwise `Inbound.end` has freed the items
             self.inbound.drop()
         if self._mailbox is not None:
             self._mailbox.drop()
@@ -380,7 +379,7 @@ class Attempt:
             self.replica.threads.tell(function, *args)
 
     def ended(self) -> AttemptEnded:
-        """What ends code that goes on with this attempt, which is over."""
+        """Returns what unwinds user code of this attempt."""
         return AttemptEnded(held=self.quiet.held is not None and not self.finished)
 
     def neighbors(self, link: str) -> tuple[int, ...]:
@@ -399,10 +398,10 @@ class Attempt:
         if self.cancelled:
             raise self.ended()
         if threading.get_ident() != self._thread:
-            self.replica.threads.tell(self._put_told, tag, consumers, value)
+            self.replica.threads.tell(self._put_of_thread, tag, consumers, value)
             return
         size = value.size_bytes
-        kept, now = 0, self.traced and clock()  # before it goes: no pull of it ends before
+        kept, now = 0, self.traced and clock()  # before the item leaves: no pull of it ends earlier
         for consumer in consumers:
             if not self.out.put(tag, consumer, value):
                 continue  # the attempt is over
@@ -414,15 +413,15 @@ class Attempt:
                 self.recording.puts[(tag, consumer)] = value
         self.put_bytes += kept
 
-    def _put_told(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
-        """What a thread put, which does not hear any more that the attempt is over."""
+    def _put_of_thread(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
+        """Puts an item of a thread, unless the attempt has ended meanwhile."""
         if not self.cancelled:
             self.put(tag, consumers, value)
 
     def _check_not_quiet(self, where: str, what: str) -> None:
-        """Raises where nothing may be sent any more; it fails the job, too, since nobody may look at who sends then.
+        """Raises if it is too late to send, and fails the job: the sender's error may go unnoticed.
 
-        Its receiver may have been sealed. A restart would not help: it would be too late in every attempt.
+        The receiver may have been sealed. A restart would not help: it would be too late in every attempt.
         """
         if self.cancelled and not self.finished:
             raise self.ended()
@@ -453,7 +452,7 @@ class Attempt:
         if self.replica.threads.in_step and self._asks_without_end():
             raise GraphError(
                 f"task {self.task}, epoch {self.number}, {in_words(where)}: request {method!r} to task {to}: "
-                f"{_MOST_IN_STEP} coroutines of the task wait for replies already, and a test takes no more; does a "
+                f"{_MAX_WAITING} coroutines of the task wait for replies already, and a test takes no more; does a "
                 f"handler ask for ever, itself or in a circle?"
             )
         future: concurrent.futures.Future[Encoded] = concurrent.futures.Future()
@@ -466,13 +465,13 @@ class Attempt:
         return future
 
     def _asks_without_end(self) -> bool:
-        """In a test. Where many handlers wait for something else, such as an event, or one asks many, it does not."""
-        if self._mailbox is None or self.replica.actor.waiting <= _MOST_IN_STEP:
+        """In a test: whether too many coroutines wait for replies. Those that wait for something else do not count."""
+        if self._mailbox is None or self.replica.actor.waiting <= _MAX_WAITING:
             return False
-        return len(self._mailbox.awaited) > _MOST_IN_STEP  # it lists them: not at each of many requests
+        return len(self._mailbox.awaited) > _MAX_WAITING  # slow, so it comes last
 
     def _send(self, where: str, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """On the loop, where a thread of the user's own may be too late that was not when it asked."""
+        """On the loop: a user thread that was in time when it asked may be too late by now."""
         if self.quiet.closed:
             self._end_by(self._too_late(where, what))
             return False
@@ -487,8 +486,8 @@ class Attempt:
     def hold(self, where: str, why: str) -> Callable[[], None]:
         self._check_not_done()
         mark = object()
-        text = f"{in_words(where)}: {str(why)[:_LONG]}"
-        shown = text.encode("utf-8", "backslashreplace").decode()  # it travels, and whatever it is
+        text = f"{in_words(where)}: {str(why)[:_REASON_CHARS]}"
+        shown = text.encode("utf-8", "backslashreplace").decode()  # any text must travel
         self._on_loop(self.quiet.hold, mark, shown)
         return lambda: self._on_loop(self.quiet.release, mark)
 
@@ -502,14 +501,14 @@ class Attempt:
         self._primary.finishing()
 
     def _check_not_done(self) -> None:
-        """Raises where it is over, or done though not committed: its report may be on its way to the leader."""
+        """Raises if the attempt is over, or has finished: its report may be on its way to the leader."""
         if self.cancelled or self._group is None:
             raise self.ended()
 
     # -- what it waits for ------------------------------------------------------------------------
 
     def waits(self) -> tuple[Wait, ...]:
-        """What every unfinished processor, handler and hold waits for."""
+        """Returns what every unfinished processor, handler and hold waits for."""
         since = self._loop.time() - self._began
         graph = self.graph
         if graph is None:
@@ -531,13 +530,12 @@ class Attempt:
             asking.add(name)
             if name is not where:
                 found.append(Wait(name, "reply", to, method, since))
-        # What runs and asks nobody, of each handler the oldest: where the task has not reported anything yet, nothing
-        # else tells of it.
-        told = set(asking)
+        # Of each handler that runs and waits for no reply, the oldest call.
+        named = set(asking)
         for where, began in self.replica.actor.running:
             name = HANDLER + where if where == "on_flag" else where
-            if name.startswith(HANDLER) and name not in told:
-                told.add(name)
+            if name.startswith(HANDLER) and name not in named:
+                named.add(name)
                 found.append(Wait(name, "running", self.task, name, self._loop.time() - began))
         if holder := self.replica.actor.holder:
             kind = "turn of asking" if holder in asking else "turn"
@@ -549,11 +547,11 @@ class Attempt:
     def _waits_of(
         self, processor: Processor, replies: list[tuple[str, int, str]], earlier: str | None
     ) -> Iterator[tuple[str, int, str]]:
-        """Of which kind, task and name is what one that is not done waits for.
+        """Yields kind, task and name of everything that an unfinished processor waits for.
 
         Args:
-            replies: (where, task, method) of every request without an answer.
-            earlier: the last one before it that is not done.
+            replies: (where, task, method) of every pending request.
+            earlier: the last unfinished processor before this one.
         """
         if self._states[processor.name] == "running":
             asked = [("reply", to, method) for where, to, method in replies if where == processor.name]

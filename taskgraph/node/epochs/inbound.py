@@ -1,4 +1,4 @@
-"""The items that one attempt takes: pulled from their producers, awaited by its processors, each counted once."""
+"""The items that one attempt receives: pulled from their producers, awaited by its processors, each counted once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Channel = tuple[str, int]
 
 
 class Inbound:
-    """One attempt's inbound channels. All are pulled at once; an item stays until all that the attempt runs has run.
+    """One attempt's inbound channels. All are pulled at once; items stay until the attempt has run.
 
     Lives on the event loop.
     """
@@ -65,16 +65,16 @@ class Inbound:
         self._pulls = primary.pulls
         self._ledger = ledger
         self._recording = recording
-        self._since = 0  # of the pulls, while somebody traces
+        self._since = 0  # when the pulls began, if traced
         self._graph: Graph | None = None
         self._channels: tuple[Channel, ...] = ()
         self._spawn: Callable[[Coroutine[Any, Any, None]], object] | None = None
-        self._pulling: dict[asyncio.Future[Reply], None] = {}  # under way, without a task
-        self._awaited: list[tuple[asyncio.Future[None], set[Channel]]] = []  # who waits for items, and which it lacks
+        self._pulling: dict[asyncio.Future[Reply], None] = {}  # calls without an asyncio task
+        self._awaited: list[tuple[asyncio.Future[None], set[Channel]]] = []  # waiters, with the items that each lacks
         self.items: dict[Channel, Encoded] = {}
-        self.open = 0  # how many are still to come
+        self.open = 0  # items that have not arrived
         self.taken_bytes = 0
-        self.over = False  # what comes is not wanted any more
+        self.over = False  # items that arrive now are dropped
 
     # -- asked by the attempt ---------------------------------------------------------------------
 
@@ -82,8 +82,8 @@ class Inbound:
         """Asks for every item of the epoch.
 
         Args:
-            spawn: runs something that belongs to the attempt; where that raises, the attempt ends.
-            since: what `clock()` says, where somebody traces the epoch; else 0.
+            spawn: runs a coroutine of the attempt; an error in it ends the attempt.
+            since: `clock()` if the epoch is traced; otherwise 0.
         """
         self._graph, self._spawn, self._since = graph, spawn, since
         self._channels = graph.channels_in
@@ -104,29 +104,29 @@ class Inbound:
                     reply.add_done_callback(came)
 
     def until_here(self, lacking: set[Channel]) -> asyncio.Future[None]:
-        """Is done when all of these items are here; whoever waits is woken once, by the last of them."""
+        """Returns a future that is done when the last of these items has arrived."""
         arrived: asyncio.Future[None] = self._primary.loop.create_future()
         self._awaited.append((arrived, lacking))
         return arrived
 
     def until_all(self) -> asyncio.Future[None]:
-        """Is done when every item of the epoch is here."""
+        """Returns a future that is done when every item of the epoch has arrived."""
         return self.until_here(set(self._channels).difference(self.items))
 
     def end(self) -> None:
-        """The attempt runs no more. Where it came to its end, it may be long until it commits."""
+        """Cancels the pulls, and frees the items: the attempt has run. Its commit may be long in coming."""
         if not self.over:
             self._since = 0
             if self._recording is None:
                 self.items.clear()
         self.over = True
-        self._spawn = None  # it refers to the attempt, and that to us
+        self._spawn = None  # breaks a reference cycle
         if self._pulling:
             for reply in tuple(self._pulling):
                 reply.cancel()
 
     def drop(self) -> None:
-        """Nothing of the attempt is needed any more: its values' memory takes those of the next one."""
+        """Frees everything: the attempt is over."""
         self.over = True
         if self._since:
             for tag, producer in self._channels:
@@ -142,7 +142,7 @@ class Inbound:
         self._spawn(work)
 
     def _pulled(self, tag: str, producer: int, reply: asyncio.Future[Reply]) -> None:
-        """What was asked for without a task is answered."""
+        """Handles the reply to a pull; another try needs an asyncio task."""
         self._pulling.pop(reply, None)
         if self.over:
             return
@@ -157,7 +157,7 @@ class Inbound:
             self._beside(raised(error))
 
     async def _pull(self, tag: str, producer: int) -> None:
-        """Gets one item; keeps at it through failures of its producer."""
+        """Gets one item, with retries while its producer fails."""
         stamp, task, primary, what = self._stamp, self._task, self._primary, f"{tag!r} from task {producer}"
         pull, lost = partial(Pull, stamp, task, primary.term, producer, tag), f"task {task} cannot pull {what}"
         try:
@@ -185,7 +185,7 @@ class Inbound:
         self._ledger.received("item", producer, task, tag, value.digest)
         self.items[channel] = value
         self.open -= 1
-        if producer != task:  # else it was put here, and counted
+        if producer != task:  # otherwise the put has counted it
             self.taken_bytes += size
         if self._recording is not None:
             self._recording.items[channel] = value
@@ -200,7 +200,7 @@ class Inbound:
             self._trace("pull", tag, producer, reply)
 
     async def _take_to_host(self, tag: str, producer: int, item: Item) -> None:
-        """Takes an item that is on the device of another node in this process, for a task that has none."""
+        """Copies an item to the host that is on the device of another node in this process."""
         try:
             value = await self._primary.replica.threads.run(partial(hosted, item.value))
         except Exception as error:
@@ -213,12 +213,12 @@ class Inbound:
         self._take(tag, producer, Item(item.stamp, item.term, item.tag, value))
 
     def _trace(self, kind: str, tag: str, producer: int, item: Item | None) -> None:
-        """The term is the producer's: it tells which of several equal items came."""
+        """Keeps a span with the producer's term, which tells several equal items apart."""
         size, term = (item.value.size_bytes, item.term) if item is not None else (-1, 0)
         tracing = self._primary.replica.tracing
         tracing.keep(kind, tag, producer, self._since, clock(), self._task, self._stamp, term, size)
 
 
 async def raised(error: Exception) -> None:
-    """What a callback raises has nobody to hear it; what a task of the attempt raises ends the attempt."""
+    """Raises `error` in an asyncio task of the attempt, which ends it: an error in a callback would be lost."""
     raise error

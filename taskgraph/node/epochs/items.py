@@ -1,4 +1,4 @@
-"""The items that one attempt puts, and who waits for them."""
+"""The items that one attempt puts, and the pulls that wait for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Channel = tuple[str, int]
 
 
 class Items:
-    """One attempt's outbound channels. An item is kept from its `put` until `drop`, and given to whoever asks for it.
+    """One attempt's outbound channels. An item is kept from its `put` until `drop`, and answers all pulls for it.
 
     Lives on the event loop.
     """
@@ -31,44 +31,44 @@ class Items:
         self._stamp = stamp
         self._term = term
         self._there: dict[Channel, Encoded] = {}
-        # Every channel without an item, and who waits for that.
+        # Every channel without an item -> the replies that wait for it.
         self._awaited: dict[Channel, list[PendingReply] | None] = dict.fromkeys(channels)
         self._dropped = False
 
     def put(self, tag: str, consumer: int, value: Encoded) -> bool:
-        """Gives an item to those who wait for it; False where there is one already, or none is wanted any more."""
+        """Keeps an item and answers the pulls that wait for it. False if there is one already, or after `drop`."""
         channel = (tag, consumer)
         if channel not in self._awaited:
             return False
         self._there[channel] = value
         if (waiting := self._awaited.pop(channel)) is not None:
-            for coming in waiting:
-                coming.settle(Item(self._stamp, self._term, tag, value))
+            for reply in waiting:
+                reply.settle(Item(self._stamp, self._term, tag, value))
         return True
 
     def lacks(self, tag: str, consumer: int) -> bool:
-        """Whether that channel's item is still to be put."""
+        """Whether the channel's item has not been put."""
         return (tag, consumer) in self._awaited
 
     def ask(self, pull: Pull) -> Item | PendingReply | Refusal:
-        """The item, or a promise of it; a refusal where no such channel leads to who asks, or not any more."""
+        """Answers a pull: with the item, a pending reply, or a refusal if no such channel leads to the sender."""
         value = self._there.get((pull.tag, pull.sender))
         if value is not None:
             return Item(self._stamp, self._term, pull.tag, value)
-        coming = PendingReply()
-        refusal = self.promise(pull, coming)
-        return coming if refusal is None else refusal
+        reply = PendingReply()
+        refusal = self.promise(pull, reply)
+        return reply if refusal is None else refusal
 
-    def promise(self, pull: Pull, coming: PendingReply) -> Refusal | None:
-        """Settles `coming` as soon as there is the item; where there will not be, it says why."""
+    def promise(self, pull: Pull, reply: PendingReply) -> Refusal | None:
+        """Settles `reply` when the item is put; returns a refusal if it never will be."""
         channel, awaited = (pull.tag, pull.sender), self._awaited
         if channel in awaited:
             if (waiting := awaited[channel]) is None:
-                awaited[channel] = [coming]  # as a rule
+                awaited[channel] = [reply]  # most channels have one consumer
             else:
-                waiting.append(coming)
+                waiting.append(reply)
         elif (value := self._there.get(channel)) is not None:
-            coming.settle(Item(self._stamp, self._term, pull.tag, value))
+            reply.settle(Item(self._stamp, self._term, pull.tag, value))
         elif self._dropped:
             return self._over()
         else:
@@ -76,15 +76,15 @@ class Items:
         return None
 
     def drop(self) -> None:
-        """Nothing of the attempt is needed any more."""
+        """Frees the items, and refuses pulls: the attempt is over."""
         self._dropped = True
         self._there.clear()
         if not self._awaited:
-            return  # all were put, as of every epoch that is committed
+            return  # all were put
         awaited, self._awaited = self._awaited, {}
         for waiting in awaited.values():
-            for coming in waiting or ():
-                coming.settle(self._over())
+            for reply in waiting or ():
+                reply.settle(self._over())
 
     def _over(self) -> Refusal:
         return Refusal(Reason.ATTEMPT_GONE, f"attempt {self._stamp.attempt} of epoch {self._stamp.epoch} is over")

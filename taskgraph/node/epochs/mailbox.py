@@ -1,8 +1,8 @@
-"""Flags and requests of one attempt: sent, taken, answered, each counted once.
+"""Flags and requests of one attempt: sent, received and answered, each counted once.
 
-A request's effects count exactly once in an attempt: the same request again (its answer was lost, or its sender was
-replaced and computed the same) gets the same answer. A pure request has no effects and is in no sum: its handler may
-run again, but not while it still runs for the same request.
+A request's effects count exactly once in an attempt. If the same request comes again, because its reply was lost or
+another primary of the sender computed the same, it gets the same reply. A pure request has no effects and is in no sum:
+its handler may run again, but not while it runs for the same request.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ __all__ = ["Mailbox"]
 
 
 class Mailbox:
-    """What goes in and out of one task besides items, in one attempt. Lives on the event loop."""
+    """The messages of one task in one attempt. Lives on the event loop."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._answers: dict[tuple[int, str, int], tuple[bytes, asyncio.Task[Answer]]] = {}
-        self._pure: dict[tuple[int, str, int, bytes], asyncio.Task[Answer]] = {}  # under way
+        self._pure: dict[tuple[int, str, int, bytes], asyncio.Task[Answer]] = {}  # that run
         self._counts: dict[tuple[str, int, str], int] = {}
         self._awaited: dict[concurrent.futures.Future[Encoded], tuple[str, int, str]] = {}
-        self.terms: dict[int, int] = {}  # task -> term of whoever acknowledged a flag or answered with effects
+        self.terms: dict[int, int] = {}  # task -> term of the primary that replied
 
     @property
     def awaited(self) -> list[tuple[str, int, str]]:
-        """(where, task, method) of every request without an answer."""
+        """(where, task, method) of every pending request."""
         return list(self._awaited.values())
 
     def end(self) -> None:
-        """The attempt is over. Threads that wait for an answer unwind: the attempt waits for them, not they for it."""
+        """Unwinds threads that wait for a reply: the attempt is over, and waits for them."""
         for future in list(self._awaited):
             if not future.done():
                 future.set_exception(self._attempt.ended())
         self._awaited.clear()
 
     def drop(self) -> None:
-        """Nobody asks for an answer of this attempt any more: their memory takes other values."""
+        """Frees the replies: the attempt is over."""
         self.end()
         self._answers.clear()
 
     # -- out --------------------------------------------------------------------------------------
 
     async def send_flag(self, where: str, to: int, value: Encoded) -> None:
-        """Delivers a flag; returns when it is acknowledged."""
+        """Delivers a flag, and waits for its acknowledgement."""
         attempt = self._attempt
         attempt.ledger.sent("flag", attempt.task, to, value.digest.hex(), value.digest)
         if attempt.recording is not None:
@@ -76,9 +76,9 @@ class Mailbox:
     def request(
         self, where: str, to: int, method: str, value: Encoded, future: concurrent.futures.Future[Encoded]
     ) -> Coroutine[Any, Any, None]:
-        """Delivers a request, and resolves `future` with its answer; from now on `end` wakes whoever waits for that."""
+        """Delivers a request, and resolves `future` with its reply; `end` resolves it with an error."""
         kind = (where, to, method)
-        count = self._counts[kind] = self._counts.get(kind, 0) + 1  # which of its kind it is: a replay counts alike
+        count = self._counts[kind] = self._counts.get(kind, 0) + 1  # the same in every attempt
         self._awaited[future] = kind
         return self._send_request(where, to, method, count, value, future)
 
@@ -89,7 +89,7 @@ class Mailbox:
         replied = None
         if attempt.recording is not None:
             replied = attempt.recording.request_sent((where, to, method), value)
-        number = xxhash.xxh3_64_intdigest(f"{where}#{count}".encode()) >> 1  # of its place in the code that sends it
+        number = xxhash.xxh3_64_intdigest(f"{where}#{count}".encode()) >> 1  # the same in every attempt
         try:
             reply = await self._call(
                 to,
@@ -114,7 +114,7 @@ class Mailbox:
 
     async def _call(self, to: int, message: Callable[[], Flag | Request], what: str, where: str) -> Answer | Accepted:
         attempt = self._attempt
-        # DONE, CONFLICT: only a replaced primary can get these.
+        # Only a replaced primary can get DONE or CONFLICT.
         lost = f"{what} from task {attempt.task} to task {to} was refused"
         try:
             reply = await attempt.call(to, message, f"{what} to task {to}", lost)
@@ -127,7 +127,7 @@ class Mailbox:
     # -- in ---------------------------------------------------------------------------------------
 
     async def take_flag(self, message: Flag) -> Accepted:
-        """Acknowledges a flag; `on_flag` runs before the task is idle again."""
+        """Acknowledges a flag. `on_flag` runs before the task is idle again."""
         attempt = self._attempt
         if "on_flag" not in attempt.replica.shape.overrides:
             raise Refused(Reason.NOT_OFFERED, f"task {attempt.task} defines no on_flag(epoch, sender, meta)")
@@ -152,14 +152,14 @@ class Mailbox:
             await recording.returned("on_flag")
 
     async def take_request(self, message: Request) -> Answer:
-        """Runs the handler, once; returns its answer as often as it is asked for."""
+        """Runs the handler once for a request; returns the same reply to each copy of it."""
         attempt = self._attempt
         handler = attempt.replica.shape.handlers.get(message.method)
         if handler is None:
             known = ", ".join(repr(name) for name in attempt.replica.shape.handlers) or "none"
             raise Refused(Reason.NOT_OFFERED, f"it handles: {known}; add @tg.handles({message.method!r})")
         answer = self._pure_answer if handler.pure else self._answer
-        # The handler runs to its end whoever goes away meanwhile; it belongs to the attempt, not to this call.
+        # The handler belongs to the attempt: it runs to its end though this call may be cancelled.
         return await asyncio.shield(answer(message, handler.method_name))
 
     def _answer(self, message: Request, method_name: str) -> asyncio.Task[Answer]:
@@ -178,7 +178,7 @@ class Mailbox:
         return answer
 
     def _pure_answer(self, message: Request, method_name: str) -> asyncio.Task[Answer]:
-        """Who asks again waits for the handler that runs already: it may be one that nobody can stop."""
+        """Runs a pure handler, unless it runs for the same request already: a thread cannot be stopped."""
         attempt = self._attempt
         key = (message.sender, message.method, message.number, message.value.digest)
         answer = self._pure.get(key)
@@ -227,7 +227,7 @@ class Mailbox:
 
 
 def _call_and_encode(handler: Callable[..., Any], what: str, allocate: Allocate) -> Callable[..., Any]:
-    """The handler and the encoding of its answer, as one piece of user code: what cannot travel is its mistake."""
+    """Combines handler and encoding into one call: a reply that cannot travel is a mistake of the handler."""
     if is_async(handler):
 
         async def run_async(*args: Any) -> Encoded:
@@ -245,5 +245,5 @@ def _encode_answer(answer: Any, handler: Callable[..., Any], what: str, allocate
     try:
         return encode(answer, what=what, allocate=allocate)
     except ValueNotEncodable as error:
-        # It has returned: no frame of a traceback would be the handler's.
+        # The handler has returned, so the traceback does not show it.
         raise ValueNotEncodable(f"{error}{defined_at(handler)}") from None

@@ -1,4 +1,4 @@
-"""What one task pulls: each item of its epoch, and in the same call those of the next epochs."""
+"""Pulls of one task: of the items of its epoch and, in the same call, of those of the next epochs."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ Channel = tuple[str, int]
 """(tag, producer)."""
 
 _EARLY_BYTES = 32 << 20
-"""What comes before its epoch may be that much: each producer bounds what it puts ahead of the commit, and a task may
-have many producers."""
+"""Limit on items that arrive before their epoch: each producer bounds its own, but a task may have many producers."""
 _AT_ONCE = 16
-"""Of so many epochs an item is asked for at a time: of four times as many, each call costs more than it saves."""
+"""Epochs in one call. With four times as many, each call costs more than it saves."""
 LARGE_BYTES = 4 << 10
-"""An item of more bytes counts for that: all together they may be large."""
+"""Smaller items do not count for `_EARLY_BYTES`."""
 _EARLY_CALLS = 256
-"""So many calls of one task wait at its producers, besides those of the epoch at work."""
+"""Calls of one task that may wait at its producers, besides those of the epoch at work."""
 
 
 class Pulls:
     """One task's pulls in one term.
 
-    Most tasks pull the same channels in every epoch. So what was pulled in two epochs running is asked for in advance:
-    one frame tells its producer that the items of the next epochs are wanted, and each comes when it is put. That is
-    all there is to it: they are calls like others, which fail when the producer is lost, and whose items count for
-    nothing unless the attempt of their epoch takes them.
+    Most tasks pull the same channels in every epoch. So a channel that two consecutive epochs pulled is pulled in
+    advance: one frame asks the producer for the items of the next epochs, and it sends each when it is put. These are
+    calls like others: they fail if the producer dies, and their items count only if the attempt of their epoch takes
+    them.
 
     Args:
-        ahead: how many epochs may be asked for at a time; 1: no more than the one at work.
-        epochs: of the job, where that is known.
+        ahead: epochs in one call; 1 for the epoch at work only.
+        epochs: the job's number of epochs, if it is known.
     """
 
     def __init__(self, router: Router, *, ahead: int, epochs: int | None) -> None:
@@ -41,16 +40,17 @@ class Pulls:
         self._ahead = min(ahead, _AT_ONCE)
         self._epochs = epochs
         self._attempt = -1
-        self._latest: dict[Channel, int] = {}  # the epoch it was pulled in last
+        self._latest: dict[Channel, int] = {}  # channel -> the last epoch that pulled it
         self.large: dict[Channel, int] = {}
-        """The bytes of a channel's last item, where large. While there is none, `came` need not hear of small ones."""
-        self._early: dict[Channel, dict[int, asyncio.Future[Reply]]] = {}  # asked for, and not wanted yet
-        self._looked_at = -1  # the epoch in which it looked for channels to forget
+        """Channel -> bytes of its last item, if that was large. While this is empty, `came` may skip small items."""
+        self._early: dict[Channel, dict[int, asyncio.Future[Reply]]] = {}  # pulled in advance
+        self._looked_at = -1  # the epoch of the last `_forget_old`
 
     def begin(self, stamp: Stamp, sender: int, term: int, channel: Channel) -> asyncio.Future[Reply] | None:
-        """Asks for one item, unless it was asked for; None where that takes more than one try.
+        """Pulls one item, unless it was pulled in advance; None if that takes more than one try.
 
-        The future is the caller's: it ends as that of `Router.begin`.
+        Returns:
+            A future like that of `Router.begin`.
         """
         if stamp.attempt != self._attempt:
             self.drop()
@@ -74,7 +74,7 @@ class Pulls:
         return self._router.begin(producer, Pull(stamp, sender, term, producer, tag))
 
     def _count(self, epoch: int) -> int:
-        """Of how many epochs to ask for an item at a time."""
+        """Returns for how many epochs to pull in one call."""
         count = min(self._ahead, _EARLY_CALLS // len(self._latest))
         if self._epochs is not None:
             count = min(count, self._epochs - epoch)
@@ -83,21 +83,20 @@ class Pulls:
         return count
 
     def came(self, tag: str, producer: int, value: Encoded) -> None:
-        """This was the item of its epoch: how many more are asked for in advance depends on their size."""
+        """Notes the size of an item, on which the number of pulls in advance depends."""
         if value.size_bytes > LARGE_BYTES:
             self.large[(tag, producer)] = value.size_bytes
         elif self.large:
             self.large.pop((tag, producer), None)
 
     def _forget_old(self, epoch: int) -> None:
-        """A tag may have the epoch in it, and so never come again: what was not pulled in this epoch or the one before
-        is asked for in advance no more."""
+        """Forgets channels that were not pulled in this epoch or the one before: a tag may name its epoch."""
         self._looked_at = epoch
         for channel in [channel for channel, latest in self._latest.items() if latest < epoch - 1]:
             del self._latest[channel]
             if channel in self._early:
                 self._forget(channel)
-        for channel in self.large.keys() - self._latest.keys():  # an item may come after its channel was forgotten
+        for channel in self.large.keys() - self._latest.keys():  # an item may arrive after its channel was forgotten
             del self.large[channel]
 
     def _forget(self, channel: Channel) -> None:
@@ -105,7 +104,7 @@ class Pulls:
             reply.cancel()
 
     def drop(self) -> None:
-        """The attempt is over: what was asked for in advance is not wanted any more."""
+        """Cancels the pulls in advance: the attempt is over."""
         for channel in tuple(self._early):
             self._forget(channel)
         self._latest.clear()

@@ -1,4 +1,4 @@
-"""How the work of an attempt comes to rest: what still runs or is held, and the seal after which nothing is taken."""
+"""How an attempt comes to rest: what runs, which holds are open, and the seal after which no message is taken."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ __all__ = ["Quiet"]
 
 
 class Quiet:
-    """One task's part in finding out that nothing of an epoch runs, waits or travels any more.
+    """One task's part in finding out that nothing of an epoch runs, waits or travels.
 
-    `version` grows with everything that begins. What the leader seals is a version: a task that has moved on since it
-    said that it was idle refuses. Lives on the event loop; the attempt alone waits for it, in one place at a time.
+    `version` grows with everything that begins. The leader seals a version: a task that has moved on since it reported
+    to be idle refuses the seal. Lives on the event loop; only the attempt waits for it, in one place at a time.
     """
 
-    # One is made for every epoch, and hardly any is told anything: what has not changed is that of the class.
+    # One is made for every epoch, and most never change: defaults are attributes of the class.
     version = 0
     closed = False
     """The task takes no message of this epoch any more."""
     busy = 0
-    """How much runs that keeps the task from being idle."""
+    """Calls that run: the task is not idle."""
     held: dict[object, str] | None = None
-    """Why user code keeps the epoch open, by what stands for each hold, oldest first; None: it never did."""
-    _told = -1
-    """The version at which it was told last that the task is idle."""
+    """Open holds, oldest first: mark -> reason of the user; None before the first hold."""
+    _reported = -1
+    """The version of the last report that the task is idle."""
     _waiter: asyncio.Future[None] | None = None
 
     @property
     def holds(self) -> tuple[str, ...]:
-        """Why user code keeps the epoch open, oldest first."""
+        """The reasons of the open holds, oldest first."""
         return tuple(self.held.values()) if self.held else ()
 
     def busier(self) -> None:
-        """Something began that keeps the task from being idle; `calmer` follows."""
+        """Notes that a call began; `calmer` follows."""
         self.busy += 1
         self.version += 1
 
@@ -63,27 +63,27 @@ class Quiet:
         await self._waiter
 
     async def until_calm(self) -> None:
-        """Returns when nothing runs and nothing is held; either may begin again."""
+        """Waits until nothing runs and no hold is open; either may begin again."""
         while self.busy or self.held:
             await self._until_woken()
 
     async def until_sealed(self, on_idle: Callable[[int], None]) -> None:
-        """Returns when the leader has found everybody idle.
+        """Waits until the leader has found all tasks idle.
 
         Args:
-            on_idle: is told the version, each time that the task is idle at another one.
+            on_idle: called with the version whenever the task is idle at another one.
         """
         while not self.closed:
             await self.until_calm()
-            if self._told != self.version:
-                self._told = self.version
+            if self._reported != self.version:
+                self._reported = self.version
                 on_idle(self.version)
             if not self.closed:
                 await self._until_woken()
 
     def seal(self, version: int) -> bool:
-        """The leader found everything quiet. True if the task is still at `version`: it takes nothing more."""
-        if not self.closed and self._told == self.version == version:
+        """Closes the epoch for messages if the task is still idle at `version`; returns whether it is."""
+        if not self.closed and self._reported == self.version == version:
             self.closed = True
             self._wake()
         return self.closed and self.version == version

@@ -1,4 +1,4 @@
-"""What the uncommitted epochs of a node's primaries may hold: items and boundaries stay until they commit."""
+"""Memory of uncommitted epochs on one node: items and boundaries stay until their epoch commits."""
 
 from __future__ import annotations
 
@@ -7,56 +7,58 @@ from collections.abc import Callable
 __all__ = ["AHEAD_BYTES", "EPOCH_BYTES", "Share", "Sharing"]
 
 AHEAD_BYTES = 88 << 20
-"""Of all primaries of a node. That is below 150 MiB with what a node takes besides."""
+"""Limit for all primaries of a node. With everything else a node then takes less than 150 MiB."""
 EPOCH_BYTES = 3 << 10
-"""Of an epoch that holds nothing: the objects that it is made of."""
+"""Memory of an epoch without items and state: its Python objects."""
 _LEAST, _MOST = 2, 8
-"""So many of its epochs a task may have uncommitted at least, whatever its even share: as many as all tasks of the node
-find room for. Commits of four cost little more than of more, and with two the next epoch is worked on meanwhile."""
+"""Bounds on the uncommitted epochs that every task may have, whatever its even share. With two, the next epoch runs
+during a commit; more than eight save little."""
 
 
 class Sharing:
-    """One node's.
+    """Divides a node's memory among its primaries.
 
     Attributes:
-        primaries: how many there are.
-        epochs: so many of its epochs each may have, at least.
+        primaries: their number.
+        epochs: uncommitted epochs that each may have at least.
     """
 
     def __init__(self) -> None:
         self.primaries = 0
         self.epochs = _MOST
-        self._sum = 0  # of the largest epochs of all
+        self._sum = 0  # over all primaries, of the bytes of the largest epoch
 
     def changed(self, before: int, now: int) -> None:
-        """The largest epoch of one of them, of those that may be uncommitted, holds so many bytes."""
+        """Notes the bytes of the largest epoch of one primary."""
         self._sum += now - before
         self.epochs = max(_LEAST, min(_MOST, AHEAD_BYTES // max(1, self._sum)))
 
     def share(self, largest: int) -> int:
-        """What uncommitted epochs of one task may hold, in bytes, where its largest holds so many.
+        """Returns how many bytes the uncommitted epochs of one task may hold.
 
-        An even share at least; and what some of its epochs hold, but no more than all may: tasks that wait for no other
-        are as far ahead as they may, all of them at once.
+        That is an even share, or the room for `epochs` epochs if that is more.
+
+        Args:
+            largest: bytes of the task's largest epoch.
         """
         return max(AHEAD_BYTES // max(1, self.primaries), min(AHEAD_BYTES, self.epochs * largest))
 
 
 class Share:
-    """One task's, in one attempt: how far it may be ahead of the last commit.
+    """The share of one task in one attempt: how far it may be ahead of the last commit.
 
     Args:
-        ahead: so many epochs at most.
+        ahead: the limit in epochs.
         at: the epoch at work.
-        changed: is told what `far` is, where it may be another one.
+        changed: called with `far` when it may have changed.
 
     Attributes:
-        bytes: what uncommitted epochs may hold: then no other begins.
-        far: so many epochs of late may be uncommitted whatever each of them holds.
-        most: what the largest of them holds, and of as many before as it may be ahead.
-        recent: what the largest holds since that was looked at last.
-        until: it is looked at again once that epoch is committed.
-        epochs: of `sharing`, as it was made by.
+        bytes: no epoch begins while the uncommitted ones hold more.
+        far: epochs that may be uncommitted, as none of the recent ones is larger than `most`.
+        most: bytes of the largest epoch of the last two periods; a period is `ahead` epochs.
+        recent: bytes of the largest epoch of this period.
+        until: the period ends when this epoch commits.
+        epochs: `Sharing.epochs` when `bytes` was computed.
     """
 
     __slots__ = ("_ahead", "_changed", "bytes", "epochs", "far", "most", "recent", "sharing", "until")
@@ -73,16 +75,13 @@ class Share:
         self.until = at + ahead
 
     def holds(self, epoch_bytes: int) -> None:
-        """An epoch holds more than any `recent` one did."""
+        """Notes an epoch that is larger than `recent`."""
         self.recent = epoch_bytes
         if epoch_bytes > self.most:
             self._largest(epoch_bytes)
 
     def look_back(self, snapshotted: int) -> None:
-        """What was snapshotted when it was looked back last is committed: how large that was counts no more.
-
-        So one large epoch does not hold up all that come after it.
-        """
+        """Begins another period, so that one large epoch does not slow down all later ones."""
         self.until = snapshotted + self._ahead
         recent, self.recent = self.recent, 0
         if recent < self.most:
@@ -94,18 +93,18 @@ class Share:
         self.make()
 
     def look(self) -> None:
-        """There are more primaries on the node, or fewer."""
+        """Adapts to the number of primaries on the node."""
         if self.sharing.share(self.most) != self.bytes:
             self.make()
 
     def make(self) -> None:
-        """Anew, as the tasks of the node need room by now."""
+        """Computes the share from what the tasks of the node need now."""
         self.epochs = self.sharing.epochs
         self.bytes = self.sharing.share(self.most)
         self.far = min(self._ahead, self.bytes // max(1, self.most))
         self._changed(self.far)
 
     def end(self) -> None:
-        """Nothing of it is uncommitted any more."""
+        """Gives the share back."""
         self.sharing.changed(self.most, 0)
         self.most = 0

@@ -1,4 +1,4 @@
-"""What an attempt asks of its task's primary: `primary/primary.py: Primary`, which is made of attempts."""
+"""The interface of `primary/primary.py: Primary` that its attempts use."""
 
 from __future__ import annotations
 
@@ -48,27 +48,27 @@ class Term(Protocol):
     def thread(self) -> int: ...
 
     def finishing(self) -> None:
-        """The job ends with the epoch of an attempt."""
+        """Notes that an attempt asked for the end of the job."""
 
     def report_idle(self, attempt: Attempt, version: int) -> None:
-        """Tells the leader that the epoch of an attempt is quiet here, at that version."""
+        """Reports to the leader that the epoch of an attempt is quiet here, at that version."""
 
     async def call(
         self, stamp: Stamp, to: int, message: Callable[[], Call], what: str, lost: str, *, pulls: bool = False
     ) -> Reply:
-        """Makes a call of an attempt to the primary of a task, again where a pause may help.
+        """Calls the primary of a task for an attempt, with retries.
 
-        Where it is refused for good, the attempt cannot be completed: the epoch restarts, which cancels whoever waits.
+        If the call is refused for good, the attempt cannot finish: the epoch restarts, which cancels this.
 
         Args:
             what: the call, in words.
-            lost: the same where it is refused for good.
-            pulls: it is this node that has no memory, if one has none.
+            lost: its final refusal, in words.
+            pulls: a lack of memory is a lack on this node.
 
         Raises:
             Refused: the task does not offer that.
-            TaskGraphError: it would be refused again.
+            TaskGraphError: a retry would be refused, too.
         """
 
     def missed(self, attempt: Attempt, error: GraphError) -> None:
-        """A message that an attempt sent which had finished: the job fails, though that is committed perhaps."""
+        """Fails the job: an attempt that had finished, and may be committed, sent a message."""

@@ -1,4 +1,4 @@
-"""Epochs of one task that are in flight together, each of which comes to some point only after those before it."""
+"""Keeps epochs in flight in their order at one point, such as the snapshot."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """Epochs pass in their order.
+    """Lets epochs pass in their order.
 
     Attributes:
-        at: the one whose turn it is; all before it have passed. Where nobody is `waiting`, it may be set instead of a
-            call of `passed`.
+        at: the epoch whose turn it is. While `waiting` is empty, it may be set instead of a call of `passed`.
     """
 
     def __init__(self, at: int) -> None:
@@ -20,7 +19,7 @@ class Turns:
         self.waiting: dict[int, asyncio.Event] = {}
 
     async def wait(self, epoch: int) -> None:
-        """Returns when all before `epoch` have passed."""
+        """Waits until all epochs before `epoch` have passed."""
         if self.at < epoch:
             event = self.waiting.get(epoch)
             if event is None:
@@ -28,7 +27,7 @@ class Turns:
             await event.wait()
 
     def passed(self, epoch: int) -> None:
-        """`epoch`, whose turn it was, has passed."""
+        """Ends the turn of `epoch`."""
         assert epoch == self.at, f"epoch {epoch} passed at the turn of {self.at}"
         self.at = epoch + 1
         if self.waiting and (event := self.waiting.pop(self.at, None)) is not None:

@@ -1,16 +1,16 @@
-"""Attributes that an epoch changed and that no snapshot holds: told as an event, in ordinary runs too.
+"""Finds attributes that an epoch changed and that no snapshot has, and hints at them by an event, in ordinary runs.
 
-Who forgets an attribute in `state=[...]` gets the right result, until a backup takes over: it computes on with the
-attribute as `setup` left it there. Strict mode finds that, in tests. Here the first epochs of a term are looked at, in
-which nothing is computed twice: so a cache looks like state, and what is told is a hint. A task that overrides
-`snapshot` or `restore` makes by itself what is not in a snapshot, and is not looked at.
+A job whose `state=[...]` lacks an attribute gives the right result until a backup takes over: there the attribute is as
+`setup` left it. Strict mode finds that in tests. Here the first epochs of a term are checked, and nothing is computed
+twice: a cache looks like state, so the event is a hint. A task that overrides `snapshot` or `restore` is not checked:
+it may make the attribute by itself.
 
-What is kept outside of the object, in a global or an attribute of the class, no other process has, either. Such writes
-are read off the code of the class: others run in this process, too, and a backup's `setup` may fill what is there.
+A global, or an attribute of the class, is not in another process either. Writes to these are found in the bytecode of
+the class: the values alone do not tell which task wrote. Attributes of a global `threading.local` that `setup` sets are
+found likewise.
 
-It runs on the event loop, beside threads of users, and runs none of their code: numbers, texts and numpy's arrays are
-compared by what they hold, anything else by its identity, and so are types, whose metaclass may say what `==` is. Where
-it fails nevertheless it looks no more, since a hint is worth no node.
+The checks run on the event loop, beside user threads, and call no user code: numbers, texts and numpy arrays are
+compared by value, everything else by identity. After an unexpected error they stop: a hint is not worth a node.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
 __all__ = ["Unheld", "written_outside"]
 
 _EPOCHS = 2
-"""So many epochs of a term are looked at: the first one may be one in which nothing is there to be added up yet."""
+"""Epochs of a term that are checked: in the first one there may be nothing to add up."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _SMALL_BYTES = 4 << 10
-"""What is larger is known by its identity, and an array by its two ends, too: a step of a fit changes all of it."""
+"""Larger values are compared by identity, and arrays by their two ends, too: a step changes all of an array."""
 _ARRAYS_BYTES = 64 << 10
-"""So much of a task's arrays is looked at, in all."""
+"""Bytes of a task's arrays that are kept, in all."""
 _NAMES = 5
-"""So many are named, at most."""
+"""Names in one event, at most."""
 _AROUND = ("__init__", "setup", "teardown")
-"""What these write elsewhere they write on each node."""
+"""Methods that run on every node: what they write elsewhere is there, too."""
 
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 _Same = Callable[[object], bool]
-"""Whether an attribute is what it was."""
+"""Whether an attribute has the value that it had."""
 
 
 class Unheld:
-    """Looks at one task, in one term, until it has told something, or has seen enough."""
+    """Checks the first epochs of one task in one term."""
 
     def __init__(self, node: NodeServices, replica: Replica, term: int) -> None:
         self._node = node
@@ -64,12 +64,12 @@ class Unheld:
         self._term = term
         self._left = _EPOCHS
         self._before: dict[str, _Same] = {}
-        self._state_left = 0  # epochs in which the state is looked at before the sync points
+        self._state_left = 0  # epochs whose state is checked before the sync points
 
     def begin(self) -> bool:
-        """An attempt of the job begins, on the object as it is now. Returns whether its first epoch is to be looked at.
+        """Notes the attributes when an attempt begins. Returns whether its first epoch is to be checked.
 
-        What appears on the object in an epoch, and was not there before, is the epoch's own affair.
+        An attribute that appears during an epoch belongs to that epoch.
         """
         if self._left and not self._replica.shape.overrides & {"snapshot", "restore"}:
             try:
@@ -81,7 +81,7 @@ class Unheld:
         return bool(self._before)
 
     def look(self, epoch: int) -> bool:
-        """An epoch has run. Returns whether the next one is to be looked at, too."""
+        """Checks an epoch that has run. Returns whether the next one is to be checked, too."""
         try:
             self._look(epoch)
         except Exception as error:
@@ -90,7 +90,7 @@ class Unheld:
 
     def _look(self, epoch: int) -> None:
         names = _changed(self._before, self._replica.user_task)
-        # What `on_commit` remembers it does between two epochs.
+        # `on_commit` may change attributes between two epochs.
         self._left = 0 if names or "on_commit" in self._replica.shape.overrides else self._left - 1
         if not self._left:
             self._before = {}
@@ -98,7 +98,7 @@ class Unheld:
             self._tell(names, epoch)
 
     def state_now(self) -> dict[str, _Same] | None:
-        """The state at the beginning of an epoch, for `look_at_state`; None: this epoch is not looked at."""
+        """Returns the state at the beginning of an epoch, for `look_at_state`; None if this epoch is not checked."""
         if not self._state_left:
             return None
         self._state_left -= 1
@@ -128,16 +128,16 @@ class Unheld:
     def _give_up(self, error: Exception) -> None:
         self._left, self._before, self._state_left = 0, {}, 0
         kind = class_name(type(self._replica.user_task))
-        text = f"whether {kind} changes what no snapshot holds is not looked at any more: {worded(error)}"
+        text = f"{kind} is no longer checked for changes that no snapshot has: {worded(error)}"
         if text not in self._node.told_unheld:
             self._node.told_unheld.add(text)
             self._node.log.warning("task %d: %s", self._replica.task, text)
 
     def _tell_outside(self) -> None:
-        kind, told = type(self._replica.user_task), self._node.told_unheld
-        if (looked := f"class {id(kind)}") in told:
+        kind, seen = type(self._replica.user_task), self._node.told_unheld
+        if (checked := f"class {id(kind)}") in seen:
             return
-        told.add(looked)
+        seen.add(checked)
         for method, names in set_for_thread(kind).items():
             self._tell_once(
                 f"{class_name(kind)}.{method} sets {named(names, _NAMES)} of a threading.local: other calls may run in "
@@ -146,9 +146,9 @@ class Unheld:
             )
         for method, what in written_outside(kind).items():
             self._tell_once(
-                f"{class_name(kind)}.{method} writes {what}: no snapshot holds that, and another node has it as its "
-                f"module was imported. If results rest on it, which strict mode may not see, they differ after a "
-                f"failover: keep it in the state, or fill it in setup(), from what any node has"
+                f"{class_name(kind)}.{method} writes {what}: no snapshot has that, and another node has "
+                f"what the module set. If results depend on it, they differ after a failover: keep it in the state, or "
+                f"fill it in setup(), from what any node has"
             )
 
     def _tell(self, names: list[str], epoch: int) -> None:
@@ -156,14 +156,14 @@ class Unheld:
         changed = named([f"self.{name}" for name in names], _NAMES)
         it, them = ("it is", "it") if len(names) == 1 else ("they are", "them")
         self._tell_once(
-            f"{kind} changed {changed} in an epoch, and no snapshot holds {them}: after a failover {it} as "
-            f"setup() left {them}. If later epochs or result() rest on {them}, which tg.testing.run finds out, write "
+            f"{kind} changed {changed} in an epoch, and no snapshot has {them}: after a failover {it} as "
+            f"setup() left {them}. If later epochs or result() depend on {them}, which tg.testing.run finds out, write "
             f"state={names[:_NAMES]!r}; what is for one epoch alone is better kept in epoch.scratch",
             epoch,
         )
 
     def _tell_once(self, text: str, epoch: int | None = None) -> None:
-        """Once on a node, and not of each task of a class that does the same."""
+        """Emits the event once per node, though many tasks of a class do the same."""
         task = self._replica.task
         if text not in self._node.told_unheld:
             self._node.told_unheld.add(text)
@@ -171,9 +171,9 @@ class Unheld:
 
 
 def written_outside(kind: type) -> dict[str, str]:
-    """Methods of a task class that write to a global, or to an attribute of the class, and what that is.
+    """Returns the methods of a task class that write to a global or to an attribute of the class, and to which.
 
-    Of what is called by them nothing is known.
+    Functions that they call are not examined.
     """
     bases = list(itertools.takewhile(lambda base: base is not Task, kind.__mro__))
     codes: dict[str, CodeType] = {}
@@ -182,12 +182,12 @@ def written_outside(kind: type) -> dict[str, str]:
         for name, member in vars(base).items():
             code = getattr(inspect.unwrap(member), "__code__", None) if inspect.isfunction(member) else None
             if type(code) is CodeType:
-                codes.setdefault(name, code)  # what a subclass has in its place counts
+                codes.setdefault(name, code)  # the method of a subclass counts
                 for used in _names_in(code):
                     users.setdefault(used, set()).add(name)
     around = set(_AROUND)
     while more := {m for m in codes.keys() - around if (by := users.get(m, set()) - {m}) and by <= around}:
-        around |= more  # what these alone call writes on each node, too
+        around |= more  # methods that only these call run on every node, too
     names, found = {class_name(base) for base in bases}, {}
     for name, code in codes.items():
         if name not in around and (written := dict.fromkeys(_written(code, names))):
@@ -212,7 +212,7 @@ def set_for_thread(kind: type) -> dict[str, list[str]]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Of globals and of attributes."""
+    """Yields the names of globals and attributes in the code."""
     yield from code.co_names
     for inner in code.co_consts:
         if type(inner) is CodeType:
@@ -220,9 +220,9 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _written(code: CodeType, classes: set[str]) -> Iterator[str]:
-    """In words: `MODEL = ...` under `global MODEL`, `Fit.best = ...` and `Fit.steps += ...`."""
+    """Yields in words: `MODEL = ...` under `global MODEL`, `Fit.best = ...` and `Fit.steps += ...`."""
     steps: list[tuple[str, Any]] = []
-    if not classes.isdisjoint(code.co_names) or _STORE_GLOBAL in code.co_code[::2]:  # else it would only take time
+    if not classes.isdisjoint(code.co_names) or _STORE_GLOBAL in code.co_code[::2]:  # disassembling is slow
         steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
     for (before, of), (step, name), (after, later) in zip(steps, steps[1:], [*steps[2:], ("", "")], strict=False):
         of_class = before == "LOAD_GLOBAL" and of in classes
@@ -238,13 +238,13 @@ def _written(code: CodeType, classes: set[str]) -> Iterator[str]:
 
 
 def _attributes(task: object) -> dict[str, object]:
-    """A copy, made in one step. No `__getattribute__` of the user's is asked, nor an `__eq__` of a name."""
+    """Copies the attributes in one step, without calling a user's `__getattribute__` or the `__eq__` of a name."""
     found: dict[str, object] = object.__getattribute__(task, "__dict__").copy()
     return {name: value for name, value in found.items() if type(name) is str}
 
 
 def _seen(task: Any, *, state: bool = False) -> dict[str, _Same]:
-    """A test for each attribute, of the state or beside it: is its value the one of now?"""
+    """Returns a check for each attribute that is not state; for each that is, with `state`."""
     declared = type(task).__taskgraph_state__
     left, seen = _ARRAYS_BYTES, {}
     for name, value in _attributes(task).items():
@@ -261,9 +261,9 @@ def _changed(seen: dict[str, _Same], task: object) -> list[str]:
 
 
 def _ends(value: object) -> bytes:
-    """The bytes of an array of numbers, or of its two ends; of anything else none.
+    """Returns the bytes of an array of numbers, or of its two ends; b"" for other values.
 
-    Of what is not numpy's own memory, too: a file may be slow to read, and shared memory may be gone.
+    And b"" for memory that numpy does not own: a file may be slow to read, and shared memory may be gone.
     """
     if type(value) is not np.ndarray or value.dtype.kind not in "biufc":
         return b""
@@ -283,7 +283,7 @@ def _ends(value: object) -> bytes:
 def _same_as(value: Any, ends: bytes) -> _Same:
     kind = type(value)
     if any(kind is plain for plain in _PLAIN) and sys.getsizeof(value) <= _SMALL_BYTES:
-        return lambda now: type(now) is kind and (now is value or now == value)  # what is no number equals nothing
+        return lambda now: type(now) is kind and (now is value or now == value)  # a NaN is not equal to itself
     if ends and value.nbytes == len(ends):
         dtype, shape = value.dtype, value.shape
         return lambda now: _ends(now) == ends and now.dtype == dtype and now.shape == shape  # type: ignore[attr-defined]
@@ -292,7 +292,7 @@ def _same_as(value: Any, ends: bytes) -> _Same:
 
 
 def _is(value: object) -> _Same:
-    """By identity. It is not kept for that: it may hold much."""
+    """Compares by identity, without keeping a value that may be large."""
     try:
         at = weakref.ref(value)
     except TypeError:  # a list, a dict

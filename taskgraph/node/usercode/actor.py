@@ -1,10 +1,10 @@
-"""Where user code is called: every hook, compute and handler of one task goes through `Actor.call`.
+"""Calls user code: every hook, compute and handler of one task goes through `Actor.call`.
 
 Two pieces of user code of one task never run at the same time. A plain `def` runs in a worker thread and holds the
-task until it returns, or until it waits for a reply. An `async def` runs on the event loop and holds the task only
-between its awaits. What user code raises comes out as `UserCodeError`, with its own traceback as text.
+task's turn until it returns, or waits for a reply. An `async def` runs on the event loop and holds the turn only
+between its awaits. An exception of user code becomes a `UserCodeError`, with its own traceback as text.
 
-Where the node has a device, a task has a stream of its own on it, which is the current one wherever its code runs: in
+On a node with a device, each task has a stream of its own. It is the current stream wherever the task's code runs: in
 a thread, and around each step of a coroutine.
 """
 
@@ -44,22 +44,22 @@ R = TypeVar("R")
 
 _COROUTINE = inspect.CO_COROUTINE
 _BRIEF_S = 100e-6
-"""What takes no longer takes no longer than a hop to a thread and back: beside others it would gain nothing."""
+"""As long as a hop to a thread and back: a shorter call gains nothing from running beside the event loop."""
 _BRIEF_NAMES = 1000
-"""So many functions are known to be brief, at most."""
+"""Limit on the functions that are known to be brief."""
 _BRIEF_FOR = 3
-"""A function that was brief is not once it took long so many times in a row."""
+"""Long calls in a row after which a function is no longer brief."""
 
 
 class Ends(Protocol):
-    """What user code may be part of."""
+    """An attempt, or another piece of work that user code belongs to."""
 
     cancelled: bool
-    """Whether it is over: what runs of it unwinds."""
+    """The work is over: its code unwinds."""
 
 
 class Running(NamedTuple):
-    """User code at work: what, and since when (loop time, seconds)."""
+    """A call of user code that has not returned, and when it began (loop time, seconds)."""
 
     where: str
     since: float
@@ -69,7 +69,7 @@ class Actor:
     """Calls one task's user code."""
 
     stamp: Stamp | None = None
-    """What the next call is of, and in which term, for who traces and for last words. A call keeps what was there."""
+    """The epoch and attempt of the next call, for traces and last words."""
     term = 0
 
     def __init__(
@@ -84,7 +84,7 @@ class Actor:
         self.task = task
         self.contexts = Contexts(threads.context)
         self._device = device
-        self._streams: Aside | None = None  # made where the task's code runs first, which is in a thread
+        self._streams: Aside | None = None  # made in a thread, by the first call
         self._tracing = tracing or Tracing()
         self._threads = threads
         self._cancel_s = cancel_s
@@ -93,22 +93,22 @@ class Actor:
         self.forks = forks.count
         self._turn = asyncio.Lock()
         self.in_threads = 0
-        """Calls in threads that hold the turn or wait for it. Without one it is free: no coroutine keeps it."""
+        """Calls in threads that hold the turn or wait for it. If there are none, the turn is free."""
         self.queued: list[str] = []
-        """Calls that wait for the turn."""
+        """Names of the calls that wait for the turn."""
         self._holder = ""
         self._in_turn = threading.local()
         self._running: dict[int, tuple[str, float]] = {}
         self._calls = 0
-        self._brief: dict[str, int] = {}  # what is brief, and how often it may take long before it is not
-        self._ends_at: float | None = None  # where its last call is under way
+        self._brief: dict[str, int] = {}  # brief functions -> long calls until they are not
+        self._ends_at: float | None = None  # during the last call
         self.waiting = 0
-        """Coroutines that have begun and await something: what else these began on the event loop runs in no turn."""
+        """Coroutines that await something. asyncio tasks that they started run outside of turns."""
         self.abandoned = False
 
     @property
     def running(self) -> tuple[Running, ...]:
-        """User code that has begun and not returned, oldest first, but for what the event loop runs just now."""
+        """Calls that have not returned, oldest first, without the one that the event loop runs now."""
         return tuple([Running(where, since) for where, since in self._running.values()])
 
     async def call(
@@ -124,15 +124,15 @@ class Actor:
         """Calls user code and returns its result.
 
         Args:
-            alone: hold the task meanwhile; False for processors that declared `parallel=True`.
-            after: called right after it returned, where it ran; what that raises counts as raised by user code.
-            attempt: what it is part of. Code that is part of none, or of one that goes on, has no reason to unwind.
-            context: runs it there, instead of in a context of its own.
+            alone: take the turn; False for processors that declared `parallel=True`.
+            after: called right after `function`, in the same thread; its errors count as errors of user code.
+            attempt: the work that the call belongs to. AttemptEnded is a mistake if that goes on.
+            context: run in this context instead of a fresh one.
 
         Raises:
-            UserCodeError: it raised.
-            AttemptEnded: it unwound because its attempt is over.
-            StuckError: cancelled, and it did not return in time.
+            UserCodeError: user code raised.
+            AttemptEnded: user code unwound, since its attempt is over.
+            StuckError: user code was cancelled, and did not return in time.
         """
         stamp = self.stamp
         try:
@@ -147,7 +147,7 @@ class Actor:
             words, began = lastwords.here, self._tracing.on and self._tracing.began(stamp)
             if words is not None:
                 words.runs(self.task, stamp, where)
-            cancelling = current_task(self._loop).cancelling  # type: ignore[union-attr]  # it is one that awaits this
+            cancelling = current_task(self._loop).cancelling  # type: ignore[union-attr]  # an asyncio task awaits this
             context = context or self.contexts.fresh()
             try:
                 before, ended = cancelling(), True
@@ -158,7 +158,7 @@ class Actor:
                     finally:
                         if forks.count != self.forks:
                             self.end_child(where)
-                        times = cancelling() - before  # by the code itself: we do not run meanwhile
+                        times = cancelling() - before  # cancelled by user code
                         if times > 0 and ended:
                             raise CancelledItself(times)
                 except StopIteration as returned:  # without a wait, as most do
@@ -167,7 +167,7 @@ class Actor:
                     turn = self._turn if alone else None
                     result = await self._resumed(where, stamp, coroutine, context, waited, turn, times, attempt)
                     if attempt is not None and attempt.cancelled:
-                        # It caught that, and may have taken it back: what it is part of ends nevertheless.
+                        # It caught the cancellation; its attempt ends nevertheless.
                         raise asyncio.CancelledError
                 if after is not None:
                     after()
@@ -192,16 +192,16 @@ class Actor:
             over = attempt is not None and attempt.cancelled
             if over or not is_async(function) or (caller is not None and caller.cancelling()):
                 raise
-            raise UserCodeError(where, error) from error  # of something of its own: nobody cancelled the call
+            raise UserCodeError(where, error) from error  # user code awaited something that was cancelled
         except BaseException as error:
             raise UserCodeError(where, error) from error
 
     async def last_call(self, where: str, function: Callable[[], object]) -> None:
-        """Calls the last of a task's code. It has `cancel_s` to return, cancelled or not.
+        """Makes the last call of a task, which must return within `cancel_s`.
 
         Raises:
-            UserCodeError: it raised.
-            StuckError: it did not return in time.
+            UserCodeError: user code raised.
+            StuckError: user code did not return in time.
         """
         self._ends_at = self._loop.time() + self._cancel_s
         try:
@@ -211,7 +211,7 @@ class Actor:
             raise self.stuck(where) from None
 
     async def here(self, where: str, function: Callable[[], R]) -> R:
-        """Calls something of ours in the task's turn, on the event loop: for what is done in microseconds."""
+        """Calls a function of ours that takes microseconds on the event loop, in the task's turn."""
         stamp = self.stamp
         if self.in_threads and self._turn.locked():
             await self._turn_free(where)
@@ -225,7 +225,7 @@ class Actor:
                 self._tracing.add("code", began, self.task, stamp, self.term, where)
 
     def _stale(self, where: str, stamp: Stamp | None, ended: AttemptEnded) -> UserCodeError:
-        """It used the `epoch` of another attempt, which is over."""
+        """Returns the error of code that used the `epoch` of another attempt."""
         epoch = f", epoch {stamp.epoch}" if stamp is not None else ""
         error = GraphError(
             f"task {self.task}{epoch}, {where!r}: it uses an `epoch` that is over. What it is given may be used "
@@ -234,12 +234,12 @@ class Actor:
         return UserCodeError(where, error.with_traceback(ended.__traceback__))
 
     async def _turn_free(self, where: str) -> None:
-        """Returns when no thread holds the task. Nothing else takes it before the next await of who called this."""
+        """Waits until no thread holds the turn. It stays free until the caller's next await."""
         await self._take_turn(where)
         self._turn.release()
 
     async def _take_turn(self, where: str) -> None:
-        """The same as `acquire`, where it is to be waited for: others can see that."""
+        """Acquires the turn, and is listed in `queued` meanwhile."""
         self.queued.append(where)
         try:
             await self._turn.acquire()
@@ -248,7 +248,7 @@ class Actor:
 
     @property
     def holder(self) -> str:
-        """Which call holds the task in a thread, so that others wait for their turn; "" where none does."""
+        """The call that holds the turn in a thread; "" if none does."""
         return self._holder if self.in_threads and self._turn.locked() else ""
 
     async def _resumed(
@@ -262,7 +262,7 @@ class Actor:
         times: int,
         attempt: Ends | None,
     ) -> R:
-        """Drives a coroutine on that awaits something: from now on others can see that it is under way."""
+        """Drives a coroutine that awaits something to its end; lists it in `running`."""
         words = lastwords.here
         mark = self._begin(where, stamp)
         self.waiting += 1
@@ -278,7 +278,7 @@ class Actor:
             self._end(mark)
 
     def end_child(self, where: str) -> NoReturn:
-        """In a child that a coroutine forked, and that came back from it or awaits something."""
+        """Ends a child process that a coroutine forked, when the coroutine returns or awaits."""
         error = sys.exception()
         forks.end_child(f"task {self.task}, {where!r}", None if isinstance(error, StopIteration) else error)
 
@@ -336,10 +336,10 @@ class Actor:
                 self._turn.release()
 
     def _took(self, where: str, took_s: float) -> None:
-        """What ran briefly is taken to do so again; a few may take long before it is not, as on a busy machine."""
+        """Learns which functions are brief. A few long calls, as on a busy machine, change nothing."""
         if took_s <= _BRIEF_S:
             if len(self._brief) == _BRIEF_NAMES:
-                self._brief.clear()  # processors may have other names in every epoch
+                self._brief.clear()  # processors may have new names in every epoch
             self._brief[where] = _BRIEF_FOR
         elif (left := self._brief.pop(where, 0)) > 1:
             self._brief[where] = left - 1
@@ -364,7 +364,7 @@ class Actor:
                 after()
             return result
         except (StopIteration, GeneratorExit, asyncio.CancelledError) as error:
-            # No future can carry it as what it is: a coroutine that awaits one is closed by a GeneratorExit.
+            # No future can carry these: a GeneratorExit would close the coroutine that awaits it.
             raise RuntimeError(f"{type(error).__name__} left the function") from error
 
     def _stream_of(self, device: Device) -> Stream:
@@ -374,26 +374,26 @@ class Actor:
         return stream
 
     def _on_stream(self, device: Device, call: Callable[[], R]) -> R:
-        """In a thread: with the task's stream as the current one."""
+        """In a thread: runs `call` with the task's stream as the current one."""
         with device.on(self._stream_of(device)):
             return call()
 
     async def _outlast(self, future: asyncio.Future[R], where: str) -> None:
-        """The caller was cancelled; the thread cannot be. The task stays held until it returns or is left behind."""
-        # What comes out of a dead attempt is retrieved, and of no interest.
+        """Waits for a thread whose caller was cancelled. The turn stays taken until it returns or is abandoned."""
+        # Retrieves the result, so that asyncio does not log it.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         waiting = asyncio.ensure_future(asyncio.wait([future], timeout=self.grace_s))
         while not waiting.done():
-            with contextlib.suppress(asyncio.CancelledError):  # being told again changes nothing
+            with contextlib.suppress(asyncio.CancelledError):  # a second cancellation changes nothing
                 await asyncio.shield(waiting)
         if future.cancelled() or not future.done():
-            self.abandoned = True  # its thread runs on: nothing else of the task may run any more
+            self.abandoned = True  # its thread runs on: no other code of the task may run
         if not future.done():
             raise self.stuck(where)
 
     @property
     def grace_s(self) -> float:
-        """How long what is cancelled now may go on."""
+        """How long code that is cancelled now may run."""
         return self._cancel_s if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
 
     def stuck(self, where: str) -> StuckError:
@@ -401,7 +401,7 @@ class Actor:
         return StuckError(f"{where} did not return within {self._cancel_s:g} s{after}")
 
     def wait_in_thread(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
-        """In a worker thread: waits for a reply while other hooks of the task may run."""
+        """Waits for a reply in a worker thread; gives the turn up meanwhile."""
         if threading.get_ident() == self._loop_thread:
             raise would_block()
         held: str = getattr(self._in_turn, "held", "")
@@ -432,15 +432,12 @@ _CALLS = (Actor._in_thread.__code__, Actor.call.__code__)
 
 
 def in_user_code(innermost: FrameType) -> bool:
-    """Whether a thread runs user code just now, or is about to: read off its stack."""
+    """Whether a thread runs user code, or is about to, by its stack."""
     return any(frame.f_code in _CALLS for frame, _ in traceback.walk_stack(innermost))
 
 
 def call_under_way(innermost: FrameType) -> tuple[int, str, str] | None:
-    """Which user code a thread runs just now: its task, its hook, processor or handler, and its stack as text.
-
-    Read off the thread's stack, which costs nothing before somebody asks.
-    """
+    """Returns which user code a thread runs, by its stack: task, name of the call, and the stack as text."""
     stack = [frame for frame, _ in traceback.walk_stack(innermost)]
     for depth, frame in enumerate(stack):
         if frame.f_code in _CALLS:

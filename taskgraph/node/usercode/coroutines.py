@@ -1,4 +1,4 @@
-"""Coroutines of user code, driven by hand: in their task's turn, with its stream, for a limited time once cancelled."""
+"""Drives coroutines of user code: in their task's turn, with its stream, and for a limited time once cancelled."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _FUTURE = asyncio.Future
 
 
 class CancelledItself(BaseException):
-    """User code that has ended had cancelled the asyncio task it was called in. `times`: as often as it did."""
+    """User code cancelled the asyncio task that it was called in, `times` times, and has ended."""
 
     def __init__(self, times: int) -> None:
         self.times = times
 
 
 class Resumed:
-    """Drives a coroutine on from its first await. It holds the task's turn while it runs, and not while it awaits.
+    """Drives a coroutine from its first await to its end. It takes the task's turn for each step.
 
-    A coroutine that was cancelled may clean up, and may catch it and go on: for `cancel_s`.
+    A coroutine that was cancelled may clean up, or catch the cancellation and go on, for `cancel_s`.
 
     Args:
-        context: what it runs in.
+        context: the context of its steps.
         waited: what it awaits.
-        turn: None where it needs none. Only threads hold one for longer than it takes the event loop to notice.
-        times: how often it has cancelled the asyncio task it runs in. It hears of that at its await, cleans up, and may
-            take it back, as `asyncio.timeout` does; what counts is what is left when it ends.
-        attempt: what it is part of, if any: the end of that cannot be taken back.
+        turn: None if it needs none. Only threads hold a turn while the event loop runs.
+        times: how often it has cancelled its own asyncio task. It may take that back with `uncancel`, as
+            `asyncio.timeout` does; what counts is the number at its end.
+        attempt: the work that it belongs to, if any: the end of that cannot be taken back.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Resumed:
         self._times = times
         self._attempt = attempt
         self._task = _current_task()
-        self._limit: asyncio.TimerHandle | None = None  # since it was cancelled
-        self._over = False  # that time is over
+        self._limit: asyncio.TimerHandle | None = None  # runs since it was cancelled
+        self._over = False  # the time limit has passed
 
     def __await__(self) -> Generator[Any, Any, Any]:
         actor, coroutine, waited, turn = self._actor, self._coroutine, self._waited, self._turn
@@ -93,7 +93,7 @@ class Resumed:
                         yield from turn.acquire().__await__()
                     except asyncio.CancelledError as cancelled:
                         self._hear(times)
-                        error = cancelled  # before its turn came: it must hear of it, at its turn
+                        error = cancelled  # it is raised in the coroutine, at its turn
                     else:
                         turn.release()
                 before, ended = cancelling(), True
@@ -104,21 +104,21 @@ class Resumed:
                     finally:
                         if forks.count != actor.forks:
                             actor.end_child(self._where)
-                        times = max(0, times + cancelling() - before)  # it may take back what others did, too
+                        times = max(0, times + cancelling() - before)  # it may take back cancellations of others, too
                         if times and ended:
                             raise CancelledItself(times)
                 except StopIteration as stop:
                     return stop.value
                 if self._limit is not None and cancelling() <= times and not self._ends():
-                    self._unlimited()  # it was something of its own that cancelled it, which has taken that back
+                    self._unlimited()  # its own code cancelled it, and took that back
         finally:
             self._unlimited()
             if not self._over:
                 run(coroutine.close)
 
     def _until(self, waited: asyncio.Future[Any], times: int) -> Generator[Any, Any, None]:
-        """Returns when a task of the user's has ended, or several: when they are cancelled, they may go on, too."""
-        waited._asyncio_future_blocking = False  # it is us who wait for it
+        """Waits for asyncio tasks of user code; cancelled ones may go on, too, until the time limit."""
+        waited._asyncio_future_blocking = False  # `self` waits for it, not asyncio
         while not waited.done():
             ended: asyncio.Future[None] = self._task.get_loop().create_future()
             waited.add_done_callback(functools.partial(_wake, ended))
@@ -131,9 +131,9 @@ class Resumed:
                 waited.cancel()
 
     def _hear(self, times: int) -> None:
-        """It was cancelled, or what it awaits. Raises StuckError where it was long ago, and has not ended."""
+        """Handles a cancellation; raises StuckError if the time limit has passed."""
         if self._over:
-            self._task.uncancel()  # that was us
+            self._task.uncancel()  # `_give_up` cancelled it
             self._leave_behind()
         self._limited(times)
 
@@ -158,7 +158,7 @@ class Resumed:
         stuck = self._actor.stuck(self._where)
         try:
             self._context.run(self._coroutine.close)
-        except BaseException as error:  # it goes on after that, too, or unwound
+        except BaseException as error:  # the coroutine refuses to close
             raise stuck from error
         raise stuck
 
@@ -175,24 +175,24 @@ def _current_task() -> asyncio.Task[Any]:
 
 
 async def take_back(itself: CancelledItself) -> None:
-    """The caller goes on as if it had not been cancelled: who awaits it would else take it for one that was given up.
+    """Takes back the cancellations that user code made of its caller.
 
     Raises:
-        CancelledError: we cancelled it, too.
+        CancelledError: the framework cancelled the caller, too.
     """
     caller = _current_task()
     for _ in range(itself.times):
         caller.uncancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.sleep(0)  # where Python before 3.13 raises it nevertheless
+        await asyncio.sleep(0)  # Python before 3.13 raises it nevertheless
     if caller.cancelling():
         raise asyncio.CancelledError from itself
 
 
 class OnStream(Coroutine[Any, Any, R]):
-    """A coroutine that is driven with a stream as the current one.
+    """A coroutine whose steps run with a stream as the current one.
 
-    What it left as the current one itself is not kept over an await: others run there meanwhile.
+    Another stream that it makes current itself is current until its next await.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, R], device: Device, stream: Stream) -> None:
@@ -214,21 +214,21 @@ class OnStream(Coroutine[Any, Any, R]):
         self._step(self._coroutine.close)
 
     def __await__(self) -> Generator[Any, Any, R]:
-        raise NotImplementedError("it is driven by hand")
+        raise NotImplementedError("call send() and throw()")
 
 
 _ASYNC: weakref.WeakKeyDictionary[FunctionType, bool] = weakref.WeakKeyDictionary()
-"""What was found of functions before: looking at one takes longer than many a compute."""
+"""Results of `_looks_async`, which takes longer than many a compute."""
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine; looks through functools.partial and callable objects."""
+    """Whether a call returns a coroutine; looks through functools.partial and callable objects."""
     plain = function.__func__ if type(function) is MethodType else function
     if type(plain) is not FunctionType:
         return _looks_async(function)
     if plain.__code__.co_flags & _COROUTINE:
         return True
-    if not plain.__dict__:  # where a decorator's mark would be
+    if not plain.__dict__:  # no mark of a decorator
         return False
     known = _ASYNC.get(plain)
     if known is None:
@@ -243,8 +243,8 @@ def _looks_async(function: Callable[..., Any]) -> bool:
 
 
 def refuse_coroutine(function: Callable[..., Any], coroutine: CoroutineType[Any, Any, Any]) -> NoReturn:
-    """A plain function made a coroutine: nothing of that ran, and nobody would miss it where nothing is put."""
-    coroutine.close()  # else Python warns that it was never awaited, too
+    """Raises JobError: a plain function returned a coroutine, which would never run."""
+    coroutine.close()  # or Python warns that it was never awaited
     raise JobError(
         f"{getattr(function, '__qualname__', function)} is a plain function and returned a coroutine, of which nothing "
         f"ran: what wraps an `async def` (a decorator, a lambda) must be an `async def` itself, and await it"

@@ -1,9 +1,9 @@
-"""Threads and coroutines that users start in a node: how those end whose attempt ended is no news; of others it is.
+"""Errors that end threads and asyncio tasks of user code, which Python prints only.
 
-They are ended by `AttemptEnded`, which nobody catches: a failover would print a traceback for each. Who held the epoch
-open did what is asked for; of anything else Python tells as ever, in the node's log. A node tells it as an event, too:
-what waits for such a thread (a hold) waits for ever, and nothing else says why. What users set in the place of Python's
-hook is left alone.
+When an attempt ends, `AttemptEnded` ends threads that hold its epoch open. That is expected, and not printed, or a
+failover would print a traceback for each. Other errors are printed by Python, and a node emits an event, too: a hold of
+such a thread would stay open for ever, and nothing else would say why. A hook that users set in place of Python's
+stays.
 """
 
 from __future__ import annotations
@@ -18,42 +18,45 @@ from taskgraph.errors import worded
 
 __all__ = ["as_expected", "pass_ended_threads_over", "passing_ended_threads_over", "tell_unnoticed", "unnoticed"]
 
-_MOST = 20
-"""Places in code of users of which a node tells: a thread may raise in each epoch."""
-_tell_of: Callable[[str], object] | None = None
+_MAX_PLACES = 20
+"""Places in user code that a node reports, at most: a thread may raise in each epoch."""
+_on_unnoticed: Callable[[str], object] | None = None
 _places: set[str] = set()
 
 
 def as_expected(error: object) -> bool:
-    """Whether it ended somebody who held the epoch open, as it should."""
+    """Whether the error ended code that held an epoch open, when its attempt ended."""
     return isinstance(error, AttemptEnded) and error.held
 
 
 def tell_unnoticed(tell: Callable[[str], object] | None) -> None:
-    """What nobody took notice of is told here, too, from now on, in whatever thread that is; None: nowhere else."""
-    global _tell_of
-    _tell_of = tell
+    """Sets what is called, in any thread, with errors that no code handles; None for nothing."""
+    global _on_unnoticed
+    _on_unnoticed = tell
     _places.clear()
 
 
 def unnoticed(error: object, what: str) -> None:
-    """An error ended something that code of users started, as `what` says; of one that met no such code, it did not.
+    """Reports an error that ended a thread or asyncio task of user code, once per place in that code.
 
-    Who calls `sys.exit` in a thread wants it to end: Python says nothing of that, either.
+    SystemExit is not reported, as Python does not print it.
+
+    Args:
+        what: what ended, in words.
     """
-    if _tell_of is None or not isinstance(error, BaseException) or isinstance(error, AttemptEnded | SystemExit):
+    if _on_unnoticed is None or not isinstance(error, BaseException) or isinstance(error, AttemptEnded | SystemExit):
         return
     place = place_of(error)
-    if place and place not in _places and len(_places) < _MOST:
+    if place and place not in _places and len(_places) < _MAX_PLACES:
         _places.add(place)
-        _tell_of(
+        _on_unnoticed(
             f"{what} of the job's own code ended with {worded(error)}{place}: what waits for it, as a hold, waits on; "
             f"the log of this node has the traceback"
         )
 
 
 def pass_ended_threads_over() -> None:
-    """From now on, in this process; before code of users is loaded, which may have a hook of its own."""
+    """Silences expected ends of threads in this process; called before user code is loaded, which may set a hook."""
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _tell
 
@@ -65,7 +68,7 @@ def _tell(args: threading.ExceptHookArgs) -> None:
 
 
 class _Passing:
-    """A hook that goes on to the one before, for as long as there are blocks that want it."""
+    """A hook for all blocks of `passing_ended_threads_over`, which calls the hook before it."""
 
     def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
         self.before = before
@@ -81,9 +84,9 @@ _hooking = threading.Lock()
 
 @contextlib.contextmanager
 def passing_ended_threads_over() -> Iterator[None]:
-    """The same within a block, in a process that is the user's: its own hook is told of anything else.
+    """Silences expected ends of threads within the block, in a process of the user; its hook gets all others.
 
-    Blocks of several threads have one hook between them: they do not end in the order in which they began.
+    Blocks in several threads share one hook, since they end in any order.
     """
     with _hooking:
         hook = threading.excepthook
@@ -95,5 +98,5 @@ def passing_ended_threads_over() -> Iterator[None]:
     finally:
         with _hooking:
             hook.blocks -= 1
-            if not hook.blocks and threading.excepthook is hook:  # else somebody set one that may go on to this one
+            if not hook.blocks and threading.excepthook is hook:  # otherwise a later hook may call this one
                 threading.excepthook = hook.before

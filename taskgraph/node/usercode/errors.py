@@ -1,4 +1,4 @@
-"""What goes wrong in user code, worded for who wrote it: with a traceback that begins in it."""
+"""Errors of user code, with a traceback that begins in user code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class UserCodeError(Exception):
     """User code raised. `where` is the hook, processor or handler; `traceback_text` begins in user code."""
 
     epoch: int | None = None
-    """Which one it is of, where that is not the one at work: `on_commit` is of one before."""
+    """The epoch, if it is not the one at work: `on_commit` belongs to an earlier one."""
 
     def __init__(self, where: str, error: BaseException) -> None:
         super().__init__(worded(error))
@@ -33,12 +33,12 @@ class UserCodeError(Exception):
 class StuckError(Exception):
     """User code did not return within `cancel_s` after its attempt ended, or at its task's end.
 
-    Only the end of the process frees it.
+    Only the end of the process ends it.
     """
 
 
 def cancelled_by_users(of: str) -> JobError:
-    """What to say where an asyncio task of ours was cancelled, and not by us."""
+    """Returns the error for user code that cancelled an asyncio task of the framework."""
     return JobError(
         f"{of}code of the job cancelled the asyncio task it runs in, which is not its own (as "
         f"asyncio.current_task().cancel() does, a cancel of all tasks, or sys.exit in another one): to end a processor "
@@ -47,17 +47,17 @@ def cancelled_by_users(of: str) -> JobError:
 
 
 def would_block() -> JobError:
-    """What to say where a coroutine of a user waits for a reply as a thread does."""
+    """Returns the error for a coroutine that calls `reply.wait()`."""
     return JobError("reply.wait() would block the event loop: in an `async def`, write `await reply`")
 
 
 def met(error: BaseException | None) -> BaseException | None:
-    """The error of a CUDA device that user code met, if it did."""
+    """Returns the error of a CUDA device that is the cause, if any."""
     return device_error(error.error if isinstance(error, UserCodeError) else error)
 
 
 def defined_at(function: Callable[..., Any]) -> str:
-    """Where a function is defined, in the form of a traceback, to follow a message; "" where it is no plain one."""
+    """Says where a function is defined, in the form of a traceback; "" if it has no code."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return ""
@@ -66,17 +66,17 @@ def defined_at(function: Callable[..., Any]) -> str:
 
 
 def _user_traceback(error: BaseException) -> str:
-    """The traceback without our frames at its beginning: it starts where user code does, if it comes to that."""
+    """Formats the traceback from its first frame in user code on."""
     try:
         summary = traceback.TracebackException.from_exception(error)
         _without_ours(summary)
         return "".join(summary.format())
-    except Exception as failed:  # what is told of may be of any kind: too deep a nest of groups, a class that raises
-        return f"(its traceback cannot be told: {worded(failed)})\n{worded(error)}\n"
+    except Exception as failed:  # as a class whose __str__ raises, or groups nested too deeply
+        return f"(its traceback cannot be shown: {worded(failed)})\n{worded(error)}\n"
 
 
 def _without_ours(summary: traceback.TracebackException) -> None:
-    """The same of each exception of a chain. One that is ours says what became of the user's: it has no place there."""
+    """Removes our leading frames from each exception of a chain, and all frames of exceptions that we raised."""
     chain = [summary]
     while chain:
         at = chain.pop()
@@ -87,6 +87,6 @@ def _without_ours(summary: traceback.TracebackException) -> None:
 
 
 def from_users(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """From the first frame on that is not ours; all where there is none."""
+    """Returns the frames from the first one in user code on; all if there is none."""
     users = (i for i, frame in enumerate(frames) if not frame.filename.startswith(_OURS))
     return frames[next(users, 0) :]

@@ -1,11 +1,10 @@
-"""Children that user code forks end where they come back to us.
+"""Ends child processes that user code forks when they return into the framework.
 
-They have what their parent has: its sockets, what wakes its event loop and its threads. One that went on beside it
-would answer for it, and take what it was to read. One that runs another program, or ends by itself as those of
-`multiprocessing` do, is left alone.
+A child has its parent's sockets and event loop: it would answer calls in its parent's place, and read its parent's
+messages. A child that runs another program, or ends by itself as those of `multiprocessing` do, is left alone.
 
-A signal to a child is the child's: it has its parent's handlers and what these write to, so that the SIGTERM with which
-a pool of `multiprocessing` ends its workers would tell the node to leave, and end no worker.
+A child also inherits signal handlers, which write to its parent's event loop: the SIGTERM by which a pool of
+`multiprocessing` ends its workers would make the node leave. So the handlers are removed in the child.
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ from typing import NoReturn
 __all__ = ["count", "end_child", "kept_from_children"]
 
 count = 0
-"""How many forks lie between this process and the first one that imported this: dearer to ask for is its number."""
+"""Forks between this process and the one that imported this module; faster to read than the process id."""
 
 _loops: list[tuple[asyncio.AbstractEventLoop, int]] = []
-"""Event loops that nodes run in, and their threads."""
+"""Event loops of nodes, and their threads."""
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""What event loops that nodes run in may have handlers for."""
+"""Signals that the event loop of a node may handle."""
 
 _masks: dict[int, set[int | signal.Signals]] = {}
-"""Of threads that are about to fork: the signals that they had blocked before."""
+"""Thread that forks -> the signals that it had blocked before."""
 
 
 def end_child(who: str, error: BaseException | None = None) -> NoReturn:
-    """In a child: ends it, and says so. What cleans up at a process's end is its parent's."""
+    """In a child: prints why, and ends it without running exit handlers, which are its parent's."""
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         os._exit(error.code or 0)
     said = "".join(traceback.format_exception(error)) if error is not None else ""
-    text = f"{said}{who}: a function forked this process, and the child came back from it: the child ends here\n"
+    text = f"{said}{who}: a function forked this process, and the child returned from it: the child ends here\n"
     with contextlib.suppress(OSError):
-        os.write(2, text.encode(errors="replace"))  # `sys.stderr` may be locked by a thread that is the parent's alone
+        os.write(2, text.encode(errors="replace"))  # a thread of the parent may hold the lock of `sys.stderr`
     os._exit(1)
 
 
 @contextlib.contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Within, a child ends where it comes to the running event loop: also one of what user code starts there itself.
+    """Within the block, a child ends when it reaches the running event loop, in an asyncio task of user code too.
 
-    What `Actor` calls is looked at where it comes back, which is before.
+    Children of code that `Actor` calls end earlier: when that code returns.
     """
     mine = (asyncio.get_running_loop(), threading.get_ident())
     _loops.append(mine)
@@ -60,7 +59,7 @@ def kept_from_children() -> Iterator[None]:
 
 
 def _before_fork() -> None:
-    # A child may get its signal before it has come to `_after_fork`: it waits until then.
+    # A signal that reaches the child before `_after_fork` must wait until then.
     if _loops:
         _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
@@ -79,15 +78,14 @@ def _after_fork() -> None:
             loop.remove_signal_handler(number)
         if thread == threading.get_ident():
             _end_in(loop)
-            break  # it may be the loop of several nodes
+            break  # several nodes may share the loop
     _unblock()
 
 
 def _end_in(loop: asyncio.AbstractEventLoop) -> None:
-    """In a child: it ends when its task returns or awaits something, before the loop reads what is its parent's.
+    """In a child: ends it when its asyncio task returns or awaits, before the loop reads its parent's messages.
 
-    A task that ends calls its callbacks soon; one that awaits nothing in particular goes on soon; a future that it
-    awaits is cancelled, since it is itself, and calls its callbacks soon. What is no task ends one turn later.
+    Both make the loop call `call_soon`: for callbacks of the task, its next step, or a cancelled future that it awaits.
     """
     loop.call_soon(_came_back)
     loop.call_soon = _came_back  # type: ignore[method-assign]

@@ -1,9 +1,9 @@
-"""What user code a node's process runs, where its launcher finds it once the process is dead.
+"""Last words: a file that tells the launcher which user code a node's process ran when it died.
 
-`os._exit`, a crash in an extension or the kernel's out-of-memory killer leave no traceback. What is written here is a
-few bytes of a mapped file: no system call for each call of user code, and the kernel keeps them whatever ends the
-process. That an end is not the doing of what runs is written there, too: by the node that ends itself, and by who
-kills it (`taskgraph kill`, `taskgraph chaos`).
+`os._exit`, a crash in an extension or the kernel's out-of-memory killer leave no traceback. The file is mapped: a call
+of user code writes a few bytes without a system call, and the kernel keeps them however the process ends. One byte says
+that the end is intended, and no fault of that code: the node sets it before it ends itself, and `taskgraph kill` and
+`taskgraph chaos` set it.
 """
 
 from __future__ import annotations
@@ -42,30 +42,28 @@ log = logging.getLogger("taskgraph.node")
 
 _FILE = "running"
 _THREADS = 64
-"""Calls in threads that are named: as many as the threads of a node with few tasks. Where there are more, the last to
-begin are the likelier ones."""
+"""Slots for calls in threads, as many as a node with few tasks has. If there are more calls, the newest are kept."""
 _WAITING = 16
-"""Coroutines that are named while they wait, likewise. There may be one for every task and epoch in flight: their slots
-are their own, so that they take none from what threads run, which is likelier to end a process than what waits."""
+"""Slots for coroutines that wait. They are apart, since a call in a thread is likelier to have ended the process."""
 _SLOTS = 1 + _THREADS + _WAITING
-"""The first one is of the call that the event loop runs."""
+"""The first slot is for the call that the event loop runs."""
 _SLOT_BYTES = 512
 _LONG = 100
 """Characters of one call's name."""
 _HEAD = struct.Struct("<QQq")
-"""What a slot begins with: a number that grows with every call, 0 while the slot is free; the task; its epoch."""
+"""Head of a slot: the number of the call, 0 while the slot is free; the task; its epoch."""
 _ORDER = struct.Struct("<Q")
 IN_THREAD = 1 << 63
-"""Beside the task of what the event loop runs: a thread runs it, and the loop waits a moment for that."""
+"""Flag in the task of the first slot: a thread runs the call, and the event loop waits a moment for it."""
 NOTHING = bytes(_ORDER.size)
-"""What a slot begins with while it is free."""
+"""The beginning of a free slot."""
 _MEANT_AT = _SLOTS * _SLOT_BYTES
-"""One byte: whether the end of the process is meant."""
+"""Position of the byte that says that the end is intended."""
 _BYTES = _MEANT_AT + 1
 
 
 class _Slots(NamedTuple):
-    """Those for one kind of call."""
+    """Slots for one kind of call."""
 
     taken: dict[tuple[int, int], int]  # in the order their calls began
     free: list[int]
@@ -80,20 +78,20 @@ class LastWords:
         self._calls = 0
         descriptor = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            # Written, not only made as long: where a page finds no room later, the process dies of SIGBUS.
+            # Written, not only truncated to that length: without room for a page later, the process would get SIGBUS.
             if os.write(descriptor, bytes(_BYTES)) < _BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / _FILE))
             self._map = mmap.mmap(descriptor, _BYTES)
         finally:
             os.close(descriptor)
         self.running = memoryview(self._map)[: len(NOTHING)]
-        """What the slot of the event loop's call begins with."""
+        """The beginning of the first slot."""
 
     def runs(self, task: int, stamp: Stamp | None, where: str) -> None:
-        """The event loop runs this, and nothing else before `ran`: most calls neither wait nor need a thread.
+        """Notes that the event loop runs this call until `ran`.
 
         Args:
-            task: with `IN_THREAD` where the loop only waits for it.
+            task: with `IN_THREAD` if a thread runs the call, and the loop waits for it.
         """
         self._calls = calls = self._calls + 1
         said = _HEAD.pack(calls, task, stamp.epoch if stamp is not None else -1) + named(where)
@@ -103,11 +101,11 @@ class LastWords:
         self.running[:] = NOTHING
 
     def began(self, call: tuple[int, int], task: int, epoch: int, where: bytes) -> None:
-        """A call in a thread; or what the event loop runs begins to wait.
+        """Notes a call that runs in a thread, or that began to wait.
 
         Args:
-            epoch: -1 where the task has none at work here.
-            where: as `named` makes it.
+            epoch: -1 if the task is in no epoch.
+            where: the result of `named`.
         """
         taken, free = self._threads if self.running == NOTHING else self._waiting
         slot = taken[call] = free.pop() if free else taken.pop(next(iter(taken)))
@@ -118,7 +116,7 @@ class LastWords:
     def ended(self, call: tuple[int, int]) -> None:
         for taken, free in (self._threads, self._waiting):
             slot = taken.pop(call, None)
-            if slot is not None:  # else it is of the other kind, or had to make room
+            if slot is not None:  # otherwise it is of the other kind, or was overwritten
                 free.append(slot)
                 _ORDER.pack_into(self._map, slot * _SLOT_BYTES, 0)
 
@@ -128,18 +126,17 @@ class LastWords:
 
 @functools.lru_cache(maxsize=1024)
 def named(text: str) -> bytes:
-    """A call's name as it stands in the file."""
+    """Returns a call's name as it is in the file."""
     return text[:_LONG].encode() + b"\0"
 
 
 class Call(NamedTuple):
-    """One under way.
+    """A call that has not returned.
 
     Attributes:
-        order: its number. One that is the same again later is the same call: of an event loop, nothing else went on
-            there meanwhile.
-        in_thread: the event loop waits for a thread that runs it. It waits for no more than a moment: if it is there
-            still, the thread keeps the interpreter's lock.
+        order: its number: if an event loop shows the same number later, it has run nothing else meanwhile.
+        in_thread: a thread runs it, and the event loop waits for it. If that lasts longer than a moment, the thread
+            holds the GIL.
     """
 
     order: int
@@ -148,7 +145,7 @@ class Call(NamedTuple):
 
 
 def _call_at(data: bytes, at: int) -> Call | None:
-    """That of the slot which begins there, if it is taken."""
+    """Reads the slot at that position; None if it is free."""
     order, task, epoch = _HEAD.unpack_from(data, at)
     if not order:
         return None
@@ -157,26 +154,26 @@ def _call_at(data: bytes, at: int) -> Call | None:
 
 
 class Left(NamedTuple):
-    """What a process left: the calls under way, in the order they began, and whether its end was meant."""
+    """The last words of a process: its calls, in the order in which they began, and whether its end was intended."""
 
     ran: tuple[Ran, ...]
     meant: bool
 
 
 def read(folder: Path) -> Left | None:
-    """What the process left that ended whose folder this is; None where it left in good order, or told nothing."""
+    """Reads the last words of the process with that folder; None if it left in good order, or wrote nothing."""
     try:
         data = (folder / _FILE).read_bytes()
     except OSError:
         return None
-    if len(data) != _BYTES:  # it ended before it came to do anything
+    if len(data) != _BYTES:  # it died before the file was complete
         return None
     calls = [call for at in range(0, _MEANT_AT, _SLOT_BYTES) if (call := _call_at(data, at)) is not None]
     return Left(tuple(call.ran for call in sorted(calls)), bool(data[_MEANT_AT]))
 
 
 def on_loop(folder: Path) -> Call | None:
-    """What a living process's event loop runs at this moment; None where that is none of ours."""
+    """Returns the call that the event loop of a living process runs now; None if it runs none."""
     try:
         with (folder / _FILE).open("rb") as file:
             data = file.read(_SLOT_BYTES)
@@ -186,8 +183,8 @@ def on_loop(folder: Path) -> Call | None:
 
 
 def meant(folder: Path) -> None:
-    """Says of another process, of this host, that it is ended on purpose."""
-    # It may end, and its folder with it, at this very moment; nothing is left to say then.
+    """Says that the end of another process on this host is intended."""
+    # The process may end, and its folder be removed, at this moment.
     with contextlib.suppress(FileNotFoundError), (folder / _FILE).open("r+b") as file:
         file.seek(_MEANT_AT)
         file.write(b"\1")
@@ -212,25 +209,25 @@ def crashed_at(log_tail: str) -> str:
 
 
 here: LastWords | None = None
-"""Of this process, where it is a node's: nodes that share one have no launcher that would see it end."""
+"""The last words of this process, if it is one node with a launcher."""
 
 
 def listen(folder: Path) -> None:
-    """From now on this process writes down what it runs, unless there is no room for it."""
+    """Makes this process write its last words, if there is room for the file."""
     global here
     try:
         here = LastWords(folder)
     except OSError as error:
-        log.warning("what runs here when this process dies will not be known: %s", error)
+        log.warning("if this process dies, the code that it ran will not be known: %s", error)
 
 
 def listen_anew(folder: Path) -> None:
-    """The same, where something removed that file; what was under way then is not known any more."""
+    """Makes the file again if something removed it; calls that run then are not in it."""
     if here is not None and not (folder / _FILE).exists():
         listen(folder)
 
 
 def mean() -> None:
-    """This process is about to end itself, or was told to end: that is not the doing of what it runs."""
+    """Says that the end of this process is intended."""
     if here is not None:
         here.mean()

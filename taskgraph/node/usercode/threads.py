@@ -23,60 +23,59 @@ R = TypeVar("R")
 
 
 class Work(Protocol[R]):
-    """A function on its way through a thread and back. For the event loop's thread."""
+    """A call of a function in a thread, as the event loop sees it."""
 
     over: bool
-    """It ended before `start` returned, and all that it told was done by then."""
+    """The function returned before `start` did, and all its calls of `tell` are done."""
     took_s: float
-    """How long it ran; of one that ended."""
+    """How long the function ran, once it has returned."""
 
     def result(self) -> R:
-        """What it returned, or raises what it raised; of one that is over, once."""
+        """Returns or raises the function's result, once, if it is over."""
 
     def future(self) -> asyncio.Future[R]:
-        """Has its result once it ends. Cancelling that stops nothing: there may be another future then."""
+        """Makes a future of the result. To cancel it stops nothing, and there may be another future then."""
 
 
 class Threads(Protocol):
-    """Runs functions outside the event loop. `taskgraph.testing` has one that runs them in lock-step with it."""
+    """Runs functions in threads. That of `taskgraph.testing` runs them in lock-step with the event loop."""
 
     in_step: bool
-    """Whether it does: what is run again happens at the same moments then."""
+    """Threads run in lock-step: a run is deterministic."""
     context: Context
     """The context in which the node was made, after the driver was imported."""
 
     def clock(self) -> float:
-        """Seconds, by the clock that what runs in them takes its time of."""
+        """Returns seconds by the clock of functions in these threads."""
 
     def start(self, function: Callable[[], R], *, brief: bool) -> Work[R]:
         """Starts `function` in a thread.
 
         Args:
-            brief: it seems to take no longer than the way to a thread and back: the event loop waits for it for a
-                moment, and may find it over.
+            brief: expected to take no longer than a hop to a thread: the event loop waits a moment for it.
         """
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         """Starts `function` in a thread. Cancelling the future stops nothing that has begun."""
 
     def tell(self, function: Callable[..., object], *args: object) -> None:
-        """In any thread: calls `function` on the event loop, in the order told.
+        """Calls `function` on the event loop, from any thread, in the order of the calls of `tell`.
 
-        What is told before a function ends is done before anybody hears of its end.
+        Calls that a function made are done before its result is known on the loop.
         """
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
-        """In a worker thread: waits for `future`. Every wait of a worker thread goes through here."""
+        """Waits for `future` in a worker thread. All waits of worker threads are made here."""
 
     def abandon(self) -> None:
-        """Cancels the futures of functions that have not ended: whoever waits for them leaves them behind."""
+        """Cancels the futures of functions that have not returned."""
 
     def close(self) -> None:
-        """No more work is accepted; idle threads end."""
+        """Refuses further work, and ends idle threads."""
 
 
 class Begun(Generic[R]):
-    """`Work` that a future stands for."""
+    """`Work` made of a future."""
 
     over = False
     took_s = 0.0
@@ -92,27 +91,26 @@ class Begun(Generic[R]):
 
 
 _GIVES_WAY_S = 200e-6
-"""How long the event loop waits for a brief function. Some of it is for a thread that wakes up on another processor."""
+"""Limit on the event loop's wait for a brief function: 100 us for the function, the rest for a thread to wake up."""
 _SETTLED_S = 0.005
-"""How often it is looked, at a job's end, whether all has ended: a file on a disk takes about as long."""
+"""Interval of checks, at a job's end, whether all functions have returned."""
 
 _WAKES = (1).to_bytes(8, sys.byteorder)
 """What an eventfd takes: a number. Written once for each time that it is read."""
 
 
 class PooledThreads:
-    """Threads that are made when needed and reused.
+    """A pool of threads, which are made when needed.
 
-    They are daemons, unlike those of `concurrent.futures`, which the interpreter joins at its exit: a compute that
-    never returns must not keep the process.
+    They are daemons: the interpreter joins those of `concurrent.futures` at its exit, and a compute that never returns
+    must not keep the process.
 
-    A hop to a thread and back is switches between threads, and many of these are of one that wakes up only to wait for
-    the GIL. So an idle thread waits in `read`, and is woken by a `write`, which leaves it the GIL. And the event loop
-    waits for a brief function, with the GIL free: that saves a future and a round of the loop, and what the function
-    told is done at once. It waits for `_GIVES_WAY_S` at most: of what is not over by then, it hears as of any other.
+    A hop to a thread and back costs thread switches, many of them to a thread that only waits for the GIL. So an idle
+    thread waits in `read`, and is woken by a `write`, which releases the GIL. And the event loop waits for a brief
+    function, with the GIL free, for `_GIVES_WAY_S` at most: that saves a future and a round of the loop.
 
-    Where no thread can be made, work waits for one to come back. Where all there are wait for replies, it may be what
-    they wait for, and fails.
+    If no thread can be made, work waits until another one returns. If all threads wait for replies, they may wait for
+    this very work, so it fails.
     """
 
     in_step = False
@@ -125,14 +123,14 @@ class PooledThreads:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._threads = 0
-        self._blocked = 0  # threads that wait for what others are to do: they do not count
-        self._idle: list[_Thread] = []  # the last is the one whose memory is warm
+        self._blocked = 0  # threads in `block`, which do not count for the limit
+        self._idle: list[_Thread] = []  # the last one has the warmest caches
         self._waiting: deque[_Work[Any]] = deque()  # for a thread
-        self._why_none = ""  # why no more threads could be made, when that was so last
+        self._why_none = ""  # the last reason why no thread could be made
         self._closed = False
-        self.awaited: dict[_Work[Any], None] = {}  # of which somebody waits for a future
+        self.awaited: dict[_Work[Any], None] = {}  # whose future was made
         self._told: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
-        self._heard = False  # the loop is about to look at what is told
+        self._heard = False  # the loop will call `_hear`
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         work = self.start(function, brief=False)
@@ -164,17 +162,17 @@ class PooledThreads:
             thread.wake(work)
             over = ended.acquire(timeout=_GIVES_WAY_S)
         finally:
-            self._heard = heard  # from now on, who tells something wakes the loop again
+            self._heard = heard  # the next `tell` wakes the loop
         if self._told:
             self._hear()
         work.over = over
         return work
 
     def _made_for(self, work: _Work[Any]) -> bool:
-        """Whether there is another thread now, which does this."""
+        """Makes another thread for this work, if possible."""
         try:
             _Thread(self._serve, f"{self._name}_{self._threads}", work)
-        except (OSError, RuntimeError) as error:  # no thread is to be had at the moment
+        except (OSError, RuntimeError) as error:  # no thread can be made now
             if not self._threads:
                 raise JobError(f"none of its code can run: {no_thread(error) or error}") from error
             self._why_none = str(error)
@@ -183,7 +181,7 @@ class PooledThreads:
         return True
 
     def _fail_starved(self) -> None:
-        """Work that waits for a thread fails where none is left that could come to it."""
+        """Fails work that waits for a thread if all threads wait for replies."""
         if self._blocked < self._threads:
             return
         while self._waiting:
@@ -199,11 +197,11 @@ class PooledThreads:
         self._told.append((function, args))
         if not self._heard:
             self._heard = True
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._hear)
 
     def _hear(self) -> None:
-        """On the loop."""
+        """Calls, on the loop, what threads have told."""
         self._heard = False
         told = self._told
         while told:
@@ -214,14 +212,14 @@ class PooledThreads:
                 self._loop.call_exception_handler({"message": f"Exception in {function!r}", "exception": error})
 
     def _serve(self, thread: _Thread) -> None:
-        """In the thread."""
+        """Runs work in a thread until there is none left."""
         while (work := thread.work) is not None:
             thread.work = None
             work.do()
             if forks.count != self._forks:
                 work.end_child()
             with self._lock:
-                spare = self._threads - self._blocked > self._limit  # those that it stood in for are back
+                spare = self._threads - self._blocked > self._limit  # threads in `block` have come back
                 idle = not self._waiting and not self._closed and not spare
                 if idle and not thread.can_wait():
                     spare, idle = True, False
@@ -232,7 +230,7 @@ class PooledThreads:
                 elif self._waiting:
                     thread.work = self._waiting.popleft()
             work.end()
-            del work  # an idle thread keeps nothing of what it did
+            del work  # an idle thread must not keep values
             if idle:
                 thread.wait()
         thread.close()
@@ -241,7 +239,7 @@ class PooledThreads:
         with self._lock:
             self._blocked += 1
             if self._waiting:
-                if self._made_for(self._waiting[0]):  # it may be the very one that is waited for
+                if self._made_for(self._waiting[0]):  # `future` may wait for this very work
                     self._waiting.popleft()
                 else:
                     self._fail_starved()
@@ -258,21 +256,21 @@ class PooledThreads:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            for thread in self._idle:  # one at work ends after what was accepted
+            for thread in self._idle:  # the others end after their work
                 thread.wake(None)
             self._idle.clear()
 
     async def settled(self, timeout_s: float) -> None:
-        """Waits until what was run has ended, also what nobody waits for any more; not longer than that."""
+        """Waits until all functions have returned, cancelled ones too; `timeout_s` at most."""
         until = time.monotonic() + timeout_s
         while self.awaited and time.monotonic() < until:  # noqa: ASYNC110 (whose end tells that is on the hot path)
             await asyncio.sleep(_SETTLED_S)
 
 
 class _Thread:
-    """A thread, and what wakes it: an eventfd, which is one descriptor; elsewhere than on Linux a pipe.
+    """A thread, and the descriptor that wakes it: an eventfd on Linux, elsewhere a pipe.
 
-    That is made when it is first idle: of threads that wait for replies there may be more than descriptors.
+    That is made when the thread is first idle: more threads than there are descriptors may wait for replies.
     """
 
     __slots__ = ("_read", "_write", "work")
@@ -283,7 +281,7 @@ class _Thread:
         threading.Thread(target=serve, args=(self,), name=name, daemon=True).start()
 
     def can_wait(self) -> bool:
-        """Whether it can be woken from now on: False where there is no descriptor for that."""
+        """Makes the descriptor if there is none; False if that fails."""
         if self._read < 0:
             try:
                 if sys.platform == "linux":
@@ -295,7 +293,7 @@ class _Thread:
         return True
 
     def wake(self, work: _Work[Any] | None) -> None:
-        """It is idle, and has this to do."""
+        """Gives work to an idle thread."""
         self.work = work
         os.write(self._write, _WAKES)
 
@@ -331,7 +329,7 @@ class _Work(Generic[R]):
         self._future: asyncio.Future[R] | None = None
         self._given_up = False
         self.ending: threading.Lock | None = None
-        """Released at the end, where the loop gives way to it."""
+        """Released at the end of a brief function."""
         self.ended = False
         self.over = False
         self.took_s = 0.0
@@ -340,7 +338,7 @@ class _Work(Generic[R]):
 
     def do(self) -> None:
         if self._given_up:
-            return  # before its turn came
+            return  # before it began
         began = time.perf_counter()
         try:
             self._result = self._function()
@@ -349,18 +347,18 @@ class _Work(Generic[R]):
         self.took_s = time.perf_counter() - began
 
     def end_child(self) -> NoReturn:
-        """The function forked, and returned in the child, too, which has what wakes the threads."""
+        """Ends a child process that the function forked, and in which it returned, too."""
         forks.end_child(threading.current_thread().name, self._error)
 
     def end(self) -> None:
         self.ended = True
-        if self._future is not None:  # else who makes one sees that it ended
+        if self._future is not None:  # otherwise `future` sees `ended`
             self._pool.tell(self._settle)
         if self.ending is not None:
             self.ending.release()
 
     def fail(self, error: Exception) -> None:
-        """In any thread, in place of the other two: there is no thread for it."""
+        """Fails the work, in any thread: no thread can run it."""
         self._error = error
         self.end()
 
@@ -368,7 +366,7 @@ class _Work(Generic[R]):
 
     def result(self) -> R:
         if self._error is not None:
-            error, self._error = self._error, None  # its traceback refers to us
+            error, self._error = self._error, None  # its traceback refers to this frame
             raise error
         return self._result  # type: ignore[return-value]  # `typing.cast` is a call
 
@@ -378,7 +376,7 @@ class _Work(Generic[R]):
         if self._given_up:
             self._settle()
         elif self.ended:
-            self._pool.tell(self._settle)  # after what it told before
+            self._pool.tell(self._settle)  # after its calls of `tell`
         return future
 
     def _settle(self) -> None:
@@ -395,7 +393,7 @@ class _Work(Generic[R]):
             future.set_result(self._result)  # type: ignore[arg-type]
 
     def waited(self, future: asyncio.Future[R]) -> None:
-        """Nobody asks for another future: if this one was cancelled, it need not begin any more."""
+        """Notes that the only future was cancelled: a function that has not begun need not begin."""
         if future.cancelled():
             self._given_up = True
 

@@ -278,7 +278,7 @@ class AwaitsForEver(AsksForEver):
 
 def test_so_do_those_that_are_coroutines(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run took all of its time, and told the stack of the event loop."""
-    monkeypatch.setattr(attempt, "_MOST_IN_STEP", 20)
+    monkeypatch.setattr(attempt, "_MAX_WAITING", 20)
     with pytest.raises(
         tg.JobFailed, match=r"20 coroutines of the task wait for replies already, .* ask for ever"
     ) as caught:
@@ -318,7 +318,7 @@ class Opens(tg.Task):
 
 def test_many_that_wait_for_something_else_than_replies_are_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one request of the task that they waited for was refused."""
-    monkeypatch.setattr(attempt, "_MOST_IN_STEP", 20)
+    monkeypatch.setattr(attempt, "_MAX_WAITING", 20)
     assert tg.testing.run(tg.Job(tasks=3, epochs=2, builder=Opens)).epochs == 2
 
 

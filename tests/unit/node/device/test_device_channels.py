@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
-from taskgraph.device import afterwards, buffers
+from taskgraph.device import buffers
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import JobFailed
 from taskgraph.launch import inprocess
@@ -121,21 +120,6 @@ def test_on_real_threads(soft: SoftDevice) -> None:
     check(tg.run(RING, nodes=0))
 
 
-def test_memory_goes_back_also_where_the_thread_that_does_it_is_behind(
-    soft: SoftDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may = threading.Event()
-
-    def late(then: Callable[[], object]) -> None:
-        may.wait()
-        then()
-
-    monkeypatch.setattr(afterwards, "_calling", afterwards.Worker(late))
-    check(tg.run(RING, nodes=0))
-    assert kept_of(soft)
-    threading.Timer(0.2, may.set).start()
-
-
 KILLS = [
     {(0, 1): "processor", (1, 3): "sync"},
     {(1, 1): "sync", (2, 2): "done"},
@@ -183,90 +167,6 @@ def test_an_epoch_restarts_while_views_of_it_are_alive(soft: SoftDevice) -> None
     for view, then in kept:
         assert np.array_equal(view.elements, then.elements)
     kept.clear()
-
-
-class Keeps(tg.Task, state=["before", "total"]):
-    """Keeps the view it was given as its state, into the next epoch and over a takeover."""
-
-    def setup(self) -> None:
-        self.before = self.xp.zeros(SIZE)
-        self.total = self.xp.zeros(SIZE)
-        self.all = []
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.send, outbound={"row": "right"})
-        epoch.processor(self.take, inbound={"row": "left"})
-
-    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("row", self.xp.full(SIZE, 1.0 + epoch.number + 10 * self.task_id))
-
-    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.total = self.total + self.before[::1]
-        self.before = ins["row"]
-
-    def result(self) -> Any:
-        return self.total
-
-
-@pytest.mark.parametrize("kills", [{}, {(0, 2): "sync", (1, 4): "done"}])
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_view_may_be_kept(soft: SoftDevice, kills: dict[tuple[int, int], str], strict: bool) -> None:
-    job = tg.Job(tasks=3, epochs=6, builder=Keeps, topology=tg.ring())
-    result = tg.testing.run(job, kills=kills, strict=strict)
-    for task in range(3):
-        wanted = sum(1.0 + epoch + 10 * ((task - 1) % 3) for epoch in range(5))
-        assert np.array_equal(result.values[task], np.full(SIZE, wanted))
-
-
-class Relays(tg.Task, state=["got"]):
-    """A chain: the first puts, the others pass on what they were given."""
-
-    def setup(self) -> None:
-        self.got = 0.0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        last = self.task_id == self.tasks - 1
-        if self.task_id == 0:
-            epoch.processor(self.put, outbound={"row": [1]})
-        elif not last:
-            epoch.processor(self.relay, inbound={"row": [self.task_id - 1]}, outbound={"row": [self.task_id + 1]})
-        else:
-            epoch.processor(self.take, inbound={"row": [self.task_id - 1]})
-
-    def put(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("row", self.xp.arange(float(SIZE)) + 1.0 * epoch.number)
-
-    def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("row", ins["row"])
-
-    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.got += float(ins["row"].sum())
-
-    def result(self) -> float:
-        return self.got
-
-
-def test_what_is_passed_on_is_not_copied_again(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[tuple[int, ...]] = []
-    fill = SoftDevice.fill
-    monkeypatch.setattr(
-        SoftDevice,
-        "fill",
-        lambda soft, target, source, by: copies.append(source.shape) or fill(soft, target, source, by),
-    )
-    result = tg.testing.run(tg.Job(tasks=4, epochs=3, builder=Relays), strict=False)
-    assert result.values[3] == sum(np.arange(float(SIZE)).sum() + SIZE * epoch for epoch in range(3))
-    assert len(copies) == 3, "one an epoch, of who put it"
-
-
-class Reshapes(Relays):
-    def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("row", ins["row"][10:20])
-
-
-def test_a_part_of_it_is_a_value_of_its_own(soft: SoftDevice) -> None:
-    result = tg.testing.run(tg.Job(tasks=3, epochs=2, builder=Reshapes))
-    assert result.values[2] == 2 * np.arange(10.0, 20.0).sum() + 10
 
 
 # -- who has a device, and who has none -----------------------------------------------------------
@@ -332,6 +232,29 @@ def test_nodes_with_a_device_and_nodes_without(
 
 
 # -- who writes to what it was given --------------------------------------------------------------
+
+
+class Keeps(tg.Task, state=["before", "total"]):
+    """Keeps the view it was given as its state, into the next epoch and over a takeover."""
+
+    def setup(self) -> None:
+        self.before = self.xp.zeros(SIZE)
+        self.total = self.xp.zeros(SIZE)
+        self.all = []
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.send, outbound={"row": "right"})
+        epoch.processor(self.take, inbound={"row": "left"})
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("row", self.xp.full(SIZE, 1.0 + epoch.number + 10 * self.task_id))
+
+    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total = self.total + self.before[::1]
+        self.before = ins["row"]
+
+    def result(self) -> Any:
+        return self.total
 
 
 class Writes(Keeps):
@@ -405,29 +328,3 @@ def test_strict_mode_finds_who_writes_to_what_it_was_given(
     with pytest.raises(JobFailed) as failed:
         tg.testing.run(job, order=order)
     assert f"task 1, epoch 1: {told}: an array on a device is the memory that was put" in str(failed.value)
-
-
-class OneOfMany(tg.Task):
-    """Many are given the same, and one of them writes to it."""
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        if self.task_id == 0:
-            epoch.processor(self.send, outbound={"row": range(1, self.tasks)})
-        else:
-            epoch.processor(self.take, inbound={"row": [0]})
-
-    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("row", self.xp.full(SIZE, 1.0))
-
-    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        row = ins["row"]
-        if self.task_id == 3:
-            row += 1
-
-
-@pytest.mark.parametrize("order", range(12))
-def test_and_not_one_of_the_others_who_were_given_the_same(monkeypatch: pytest.MonkeyPatch, order: int) -> None:
-    soft = SoftDevice()
-    give(monkeypatch, soft)
-    with pytest.raises(JobFailed, match="task 3, epoch 0: 'take' wrote to what 'row' of task 0 brought"):
-        tg.testing.run(tg.Job(tasks=6, epochs=1, builder=OneOfMany), order=order, nodes=1)

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
-from taskgraph.errors import Refused
 from taskgraph.launch import inprocess
 from taskgraph.node import roles
 from taskgraph.node.epochs import inbound
 from taskgraph.node.epochs.items import Items
-from taskgraph.node.epochs.mailbox import Mailbox
-from taskgraph.protocol.messages import Answer, Pull, Reason, Refusal, Request
+from taskgraph.protocol.messages import Reason, Refusal
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
 
@@ -88,33 +86,6 @@ def test_an_item_of_which_there_will_be_no_copy_fails_the_job(monkeypatch: pytes
     monkeypatch.setattr(Items, "promise", lambda items, pull, coming: refusal)
     job = tg.Job(tasks=3, epochs=3, builder=Talks, topology=tg.ring())
     with pytest.raises(tg.JobFailed, match=r"^epoch 0: task \d cannot pull 'row' from task \d: it cannot be copied"):
-        tg.testing.run(job, strict=False, timeout_s=30)
-
-
-def test_a_device_that_never_copies_an_item_and_is_well_else_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be that its task meets the same, so that its process ends: the epoch restarts, but not for ever."""
-    asked: list[int] = []
-
-    def ask(items: Items, pull: Pull) -> Refusal:
-        asked.append(pull.stamp.attempt)
-        return Refusal(Reason.DEVICE_ERROR, "it cannot be copied to the host: CUDARuntimeError: it will not")
-
-    monkeypatch.setattr(Items, "ask", ask)
-    monkeypatch.setattr(Items, "promise", lambda items, pull, coming: ask(items, pull))
-    job = tg.Job(tasks=3, epochs=3, builder=Talks, topology=tg.ring())
-    with pytest.raises(tg.JobFailed, match=r"^epoch 0: task \d cannot pull 'row' from task \d: it cannot be copied"):
-        tg.testing.run(job, strict=False, timeout_s=30)
-    assert len(set(asked)) == 3, "two attempts, by device_failures, and the last one"
-
-
-@pytest.mark.parametrize("reason", [Reason.NOT_COPIED, Reason.DEVICE_ERROR])
-def test_an_answer_of_which_there_will_be_no_copy_fails_the_job(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    async def refuse(mailbox: Mailbox, message: Request) -> Answer:
-        raise Refused(reason, "it cannot be copied to the host: MemoryError: Unable to allocate 4.0 GiB")
-
-    monkeypatch.setattr(Mailbox, "take_request", refuse)
-    job = tg.Job(tasks=3, epochs=3, builder=Talks, topology=tg.ring())
-    with pytest.raises(tg.JobFailed, match=r"^epoch 0: request 'double' from task \d to task \d was refused: it"):
         tg.testing.run(job, strict=False, timeout_s=30)
 
 

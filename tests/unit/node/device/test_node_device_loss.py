@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Gated, holder, job, play, told
+from cluster_kit import Gated, holder, job, play
 
-import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
@@ -53,63 +52,6 @@ def test_it_ends_when_another_node_holds_what_it_held() -> None:
         view = cluster.nodes[-1].keeper.view
         await cluster.nodes[-1].keeper.wait_until(lambda _: left.id in view.gone)
         assert (view.gone[left.id].record.task, view.gone[left.id].record.epoch) == (0, 1)
-        Gated.gate.set()
-        assert (await cluster.result()).values == {0: 3, 1: 3}
-
-    play(job(Gated, epochs=3), scenario, nodes=2)
-
-
-class Shy(Gated, state=["total"]):
-    """Once `closed`, no replica more is set up."""
-
-    closed = False
-
-    async def setup(self) -> None:
-        if self.closed:
-            await asyncio.Event().wait()
-        self.total = 0
-
-
-def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(cluster: InProcessCluster) -> None:
-        left = await alone(cluster)
-        monkeypatch.setattr(Shy, "closed", True)
-        cluster.add()
-        await left.keeper.wait_until(lambda view: len(view.nodes) == 2)
-        began = left.now()
-        cluster._members[left.id].crashed = True
-        assert left.device_loss.why_fail(ERROR, 0, 1) is None
-        with pytest.raises(DeviceLost):
-            await left._failure
-        assert left.now() - began == pytest.approx(60, abs=2)
-        assert (
-            "its node n1 ends, and waits for another node to hold the state of task 0, 1" in told(cluster, "waits")[0]
-        )
-        why = r"OutOfMemoryError: 1 GiB; n1 waited 60 s \(drain_s\) for another node to hold the state of task 0, 1"
-        with pytest.raises(tg.JobFailed, match=why):
-            await cluster.result()
-
-    play(job(Shy), scenario, nodes=2)
-
-
-def test_that_whoever_met_the_error_is_replaced_keeps_no_node_alive() -> None:
-    """Its caller is cancelled where another node takes the task over: the node must end nevertheless."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        left = await alone(cluster)
-        cluster.add()
-        await left.keeper.wait_until(lambda view: len(view.nodes) == 2)
-        cluster._members[left.id].crashed = True
-
-        async def meets() -> None:
-            await left.fail_job(ERROR, 0, 1, ())
-
-        caller = asyncio.ensure_future(meets())
-        await asyncio.sleep(0)
-        caller.cancel()
-        with pytest.raises(DeviceLost):
-            await left._failure
-        await asyncio.gather(caller, return_exceptions=True)
         Gated.gate.set()
         assert (await cluster.result()).values == {0: 3, 1: 3}
 

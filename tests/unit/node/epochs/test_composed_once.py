@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import pytest
-from cluster_kit import play, restart
-from flight_kit import at_work
+from cluster_kit import play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
@@ -91,16 +88,6 @@ def test_what_it_declared_stands_for_all_epochs(in_flight: int) -> None:
     assert composed_of(Counting, epochs_in_flight=in_flight) == [Stamp(1, 0)]
 
 
-def test_so_does_what_a_plain_function_declared() -> None:
-    class Plain(Counting, state=["seen"]):
-        @tg.stateless
-        def compose(self, epoch: tg.Epoch) -> None:
-            self.noted(epoch)
-            self.declare(epoch)
-
-    assert composed_of(Plain, epochs_in_flight=1) == [Stamp(1, 0)]
-
-
 def test_one_without_the_mark_is_called_in_every_epoch() -> None:
     class Unmarked(Counting, state=["seen"]):
         async def compose(self, epoch: tg.Epoch) -> None:
@@ -156,11 +143,6 @@ def test_one_that_asks_the_epoch_for_anything_is_called_in_every_epoch(
     assert composed_of(Plain if plain else Waiting, epochs_in_flight=1) == every_epoch()
 
 
-def test_all_of_an_epoch_but_what_it_declares_with_counts_as_asked() -> None:
-    public = {name for name in dir(tg.Epoch) if not name.startswith("_")}
-    assert public - ASKED.keys() == {"processor", "neighbors"}
-
-
 def links(changing: bool) -> tg.Topology:
     def here(task: int, tasks: int, epoch: int) -> tuple[int, ...]:
         return (task,)
@@ -182,93 +164,6 @@ def test_a_link_that_may_lead_elsewhere_in_another_epoch_is_asked_for_in_each(
             epoch.processor(self.take, inbound={"x": to})
 
     assert composed_of(Linked, topology=links(changing), epochs_in_flight=1) == expected
-
-
-def test_what_was_made_for_one_epoch_does_not_stand_for_others() -> None:
-    class Made(Counting, state=["seen"]):
-        def declare(self, epoch: tg.Epoch) -> None:
-            epoch.processor(functools.partial(self.give_more, 0), outbound={"x": self.task_id})
-            epoch.processor(self.take, inbound={"x": self.task_id})
-
-        async def give_more(self, more: int, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            outs.put("x", epoch.number + more)
-
-    assert composed_of(Made, epochs_in_flight=1) == every_epoch()
-
-
-class Gatherer:
-    """What two processors of one epoch share."""
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-
-    async def gather(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.numbers.append(epoch.number)
-        outs.put("x", sum(self.numbers))
-
-
-def of_another_object(_: tg.Epoch) -> Any:
-    return Gatherer().gather
-
-
-def with_a_default(_: tg.Epoch) -> Any:
-    async def gather(epoch: Any, ins: Any, outs: Any, gatherer: Gatherer = Gatherer()) -> None:  # noqa: B008
-        await gatherer.gather(epoch, ins, outs)
-
-    return gather
-
-
-def with_a_default_by_name(_: tg.Epoch) -> Any:
-    async def gather(epoch: Any, ins: Any, outs: Any, *, gatherer: Gatherer = Gatherer()) -> None:  # noqa: B008
-        await gatherer.gather(epoch, ins, outs)
-
-    return gather
-
-
-@pytest.mark.parametrize("made", [of_another_object, with_a_default, with_a_default_by_name])
-def test_what_knows_of_one_epoch_does_not_stand_for_others(made: Callable[[tg.Epoch], Any]) -> None:
-    """It stood, so a helper that was made for one epoch gathered what all of them sent: the result was wrong."""
-
-    class Helped(Counting, state=["seen"]):
-        def declare(self, epoch: tg.Epoch) -> None:
-            epoch.processor(made(epoch), outbound={"x": self.task_id})
-            epoch.processor(self.take, inbound={"x": self.task_id})
-
-    assert composed_of(Helped, epochs_in_flight=1) == every_epoch()
-
-
-def numbered(epoch: Any, ins: Any, outs: Any) -> None:
-    outs.put("x", epoch.number)
-
-
-def test_what_a_function_of_its_module_declares_stands_for_all_epochs() -> None:
-    class Helped(Counting, state=["seen"]):
-        def declare(self, epoch: tg.Epoch) -> None:
-            epoch.processor(numbered, outbound={"x": self.task_id})
-            epoch.processor(self.take, inbound={"x": self.task_id})
-
-    assert composed_of(Helped, epochs_in_flight=1) == [Stamp(1, 0)]
-
-
-@pytest.mark.parametrize("in_flight", [1, 4])
-def test_every_attempt_composes_anew(in_flight: int) -> None:
-    reached = asyncio.Event()
-
-    async def stays(cluster: InProcessCluster, name: str) -> None:
-        reached.set()
-        await asyncio.Event().wait()
-
-    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
-        await reached.wait()
-        await asyncio.sleep(3)  # until all before it is committed
-        await restart(cluster, at_work(cluster))
-        found = await cluster.result()
-        assert found.restarts == 1
-        return found
-
-    stages = {("processor", 0, 3): stays}
-    composed = composed_of(Counting, scenario, stages=stages, epochs_in_flight=in_flight)
-    assert [stamp.attempt for stamp in composed] == [1, 2]
 
 
 def test_so_does_who_takes_over() -> None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_kit import holder, play, set_up_when_offered, told
-from flight_kit import Early, Script, at_work, boundaries, early, job, result, stamps, whole
+from cluster_kit import holder, play, set_up_when_offered
+from flight_kit import Early, Script, at_work, boundaries, early, job, result, whole
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.epochs import sharing
-from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.protocol.messages import Stamp
 
 __all__ = ["early", "set_up_when_offered"]
@@ -213,74 +210,6 @@ def test_the_results_are_the_same_bits_however_many_epochs_are_in_flight(way: st
 # -- who does not -------------------------------------------------------------------------------------
 
 
-class Handling(Early, state=["seen"]):
-    @tg.handles("push")
-    def push(self, epoch: tg.Epoch, sender: int, payload: Any) -> None:
-        """Nobody asks for it."""
-
-
-class Flagged(Early, state=["seen"]):
-    def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
-        """Nobody sends one."""
-
-
-class Committed(Early, state=["seen"]):
-    def on_commit(self, number: int, state: Any) -> None:
-        assert state["seen"] == list(range(number + 1)) == self.seen
-
-
-class Composing(Early, state=["seen"]):
-    """Its graph may depend on the state."""
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        assert self.seen == list(range(epoch.number))
-        super().compose(epoch)
-
-
-@pytest.mark.parametrize(
-    ("kind", "strict"), [(Handling, False), (Flagged, False), (Committed, False), (Composing, False), (Early, True)]
-)
-def test_where_epochs_have_an_order_there_is_one_at_a_time(kind: type[Early], strict: bool) -> None:
-    class Fresh(kind, state=["seen"]):  # type: ignore[misc, valid-type]
-        script = Script()
-
-    script = Fresh.script
-    gate = script.hold("early", 0, 2)
-
-    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
-        await script.until("early", 0, 2)
-        await asyncio.sleep(3)
-        assert stamps(cluster, 0)[-1] == Stamp(1, 2)
-        assert set(script.epochs("early", 0)) == {0, 1, 2}
-        assert holder(cluster, 0).roles.primaries[0]._lanes._count == 1  # type: ignore[union-attr]
-        gate.set()
-        return await cluster.result()
-
-    whole(play(job(Fresh, settings=tg.Settings(strict=strict)), scenario, nodes=2))
-
-
-def test_every_checkpoint_that_is_due_is_written_of_the_committed_boundary(early: type[Early], tmp_path: Path) -> None:
-    """No epoch begins early that begins with one."""
-    script = early.script
-    gates = [script.hold("early", 0, epoch) for epoch in (2, 5)]
-
-    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
-        await asyncio.sleep(3)
-        assert script.epochs("early", 0) == [0, 1, 2, 3]
-        gates[0].set()
-        await script.until("early", 0, 5)
-        await asyncio.sleep(3)
-        assert script.epochs("early", 0) == list(range(8))
-        gates[1].set()
-        found = await cluster.result()
-        written = [int(n) for text in told(cluster, "checkpoint") for n in re.findall(r"epoch (\d+)", text)]
-        assert written == [4, 8]
-        return found
-
-    given = job(early, checkpoint=f"file://{tmp_path}", checkpoint_every=4)
-    whole(play(given, scenario, nodes=2))
-
-
 @pytest.mark.parametrize("task", [0, 1])
 def test_a_node_that_leaves_hands_over_when_what_is_in_flight_is_committed(early: type[Early], task: int) -> None:
     script = early.script
@@ -341,57 +270,3 @@ def test_large_epochs_begin_when_there_is_room(monkeypatch: pytest.MonkeyPatch) 
         return await cluster.result()
 
     whole(play(job(Large), scenario, nodes=2))
-
-
-def test_nobody_adds_up_what_uncommitted_epochs_hold_while_they_are_small(
-    early: type[Early], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was done for every epoch, over all of those that are not committed."""
-    looks: list[int] = []
-    held_bytes = Attempts.held_bytes
-
-    def looked(self: Attempts, before: int) -> int:
-        looks.append(before)
-        return held_bytes(self, before)
-
-    monkeypatch.setattr(Attempts, "held_bytes", looked)
-    whole(play(job(early, epochs=40), result, nodes=2), epochs=40)
-    assert not [before for before in looks if before > 0], "but while it is not known how large an epoch is"
-
-
-def test_what_uncommitted_epochs_hold_is_each_item_once_at_whoever_put_it_and_took_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sharing, "AHEAD_BYTES", 100_000)
-
-    class Feeds(tg.Task):
-        """Tasks 0 and 2 feed task 1, task 0 also tasks 3 and 4, and task 4 is stuck."""
-
-        script = Script()
-
-        async def compose(self, epoch: tg.Epoch) -> None:
-            takers: dict[int, tuple[int, ...]] = {0: (1, 3, 4), 2: (1,)}
-            if self.task_id in takers:
-                epoch.processor(self.give, outbound={"x": takers[self.task_id]})
-            else:
-                givers = [giver for giver, to in takers.items() if self.task_id in to]
-                epoch.processor(self.take, inbound={"x": givers})
-
-        async def give(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            await self.script.at("work", self.task_id, epoch.number)
-            outs.put("x", bytes(40_000))
-
-        async def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            await self.script.at("work", self.task_id, epoch.number)
-
-    script = Feeds.script
-    commit = script.hold("work", 4, 0)
-
-    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
-        await asyncio.sleep(3)
-        begun = [len(script.epochs("work", task)) for task in range(5)]
-        assert begun == [3, 2, 3, 3, 1], "40 kB an epoch; task 1 takes 80"
-        commit.set()
-        return await cluster.result()
-
-    assert play(tg.Job(tasks=5, epochs=12, builder=Feeds), scenario, nodes=2).epochs == 12

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 
 import pytest
@@ -57,23 +56,6 @@ def test_a_mistake_fails_the_job_when_all_epochs_before_it_are_committed() -> No
     play(job(made), scenario, nodes=2)
 
 
-def test_of_two_mistakes_that_of_the_earlier_epoch_is_told() -> None:
-    """Though the other one came first."""
-    made = wrong((0, 3), (0, 4))
-    gate = made.script.hold("early", 0, 3)
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await made.script.until("early", 0, 4)
-        await asyncio.sleep(3)
-        assert not told(cluster, "failed")
-        gate.set()
-        with pytest.raises(tg.JobFailed, match="wrong in 3") as caught:
-            await cluster.result()
-        assert caught.value.epoch == 3
-
-    play(job(made), scenario, nodes=2)
-
-
 def test_a_mistake_in_an_epoch_that_never_comes_is_none() -> None:
     class Finishing(Wrong, state=["seen"]):
         script = Script()
@@ -93,127 +75,6 @@ def test_a_mistake_in_an_epoch_that_never_comes_is_none() -> None:
         return await cluster.result()
 
     whole(play(job(Finishing, epochs=None), scenario, nodes=2), epochs=4)
-
-
-def test_what_later_epochs_raise_when_they_are_given_up_does_not_hide_the_mistake() -> None:
-    """They are cancelled, since one before them failed, and their clean-up fails, too."""
-
-    class Unwilling(Wrong, state=["seen"]):
-        script = Script()
-        wrong = frozenset({(0, 3)})
-
-        async def first(self, epoch: tg.Epoch) -> None:
-            await super().first(epoch)
-            if (self.task_id, epoch.number) == (0, 4):
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    raise RuntimeError("while it was given up")
-
-    gate = Unwilling.script.hold("early", 0, 3)
-    held = Unwilling.script.hold("early", 1, 2)  # epoch 3 is not the one at work when it fails
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await Unwilling.script.until("early", 0, 4)
-        gate.set()
-        await asyncio.sleep(3)
-        held.set()
-        with pytest.raises(tg.JobFailed, match="wrong in 3") as caught:
-            await cluster.result()
-        assert caught.value.epoch == 3
-
-    play(job(Unwilling), scenario, nodes=2)
-
-
-def test_a_mistake_of_ours_is_told_at_once(early: type[Early]) -> None:
-    """It says nothing of the job: others take over."""
-    early.script.hold("early", 0, 2)
-
-    async def ours(cluster: InProcessCluster, node: str) -> None:
-        await asyncio.sleep(3)
-        raise AssertionError("ours")
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        with pytest.raises(tg.JobFailed, match=r"task 0 on n\d cannot go on: AssertionError: ours"):
-            await cluster.result()
-        assert at_work(cluster) == Stamp(1, 2)
-
-    play(job(early), scenario, nodes=2, stages={("processor", 0, 4): ours})
-
-
-def test_an_item_that_nobody_offers_in_an_epoch_in_flight_fails_the_job_when_that_one_comes() -> None:
-    class Asking(Early, state=["seen"]):
-        """In epoch 4 task 1 has nothing for task 0."""
-
-        script = Script()
-
-        @tg.stateless
-        def compose(self, epoch: tg.Epoch) -> None:
-            super().compose(epoch)
-            if self.task_id == 0:
-                epoch.processor(self.ask, inbound={"z": 1})
-            elif epoch.number != 4:
-                epoch.processor(self.give, outbound={"z": 0})
-
-        async def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            """A sync point that changes nothing."""
-
-        @tg.stateless
-        async def give(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            outs.put("z", 1)
-
-    gate = Asking.script.hold("early", 0, 2)
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await Asking.script.until("early", 0, 5)
-        await asyncio.sleep(3)
-        assert not told(cluster, "failed")
-        gate.set()
-        says = r"task 0, epoch 4: 'ask' pulls 'z' from task 1, which does not offer it in this epoch"
-        with pytest.raises(tg.JobFailed, match=says):
-            await cluster.result()
-        assert at_work(cluster) == Stamp(1, 4)
-
-    play(job(Asking), scenario, nodes=2)
-
-
-async def test_a_thread_of_an_epoch_that_was_given_up_and_does_not_return_ends_the_node() -> None:
-    """Also where another epoch failed before it: nothing of the task may run beside that thread."""
-    end, began = threading.Event(), threading.Event()
-    failing, gate = asyncio.Event(), asyncio.Event()
-
-    class Stuck(tg.Task):
-        @tg.stateless
-        def compose(self, epoch: tg.Epoch) -> None:
-            epoch.processor(self.hang, outbound={"x": self.task_id}, parallel=True)
-            epoch.processor(self.late, inbound={"x": self.task_id})
-
-        @tg.stateless
-        def hang(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            if (self.task_id, epoch.number) == (0, 2):
-                began.set()
-                end.wait(20)
-            outs.put("x", 1)
-
-        async def late(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            if self.task_id == 1:
-                await gate.wait()
-            elif epoch.number == 1:
-                await asyncio.to_thread(began.wait, 20)
-                failing.set()
-                raise ValueError("nothing yet: the epoch at work is another")
-
-    cluster = InProcessCluster(job(Stuck, settings=tg.Settings(cancel_s=0.05)))
-    try:
-        await cluster.start(2)
-        await failing.wait()
-        await restart(cluster, Stamp(1, 0))
-        gate.set()
-        with pytest.raises(tg.JobFailed, match=r"task 0 on n\d cannot go on: hang did not return within 0.05 s"):
-            await cluster.result(20)
-    finally:
-        end.set()
-        await cluster.stop()
 
 
 # -- the end of an attempt ----------------------------------------------------------------------------
@@ -248,35 +109,6 @@ def test_a_restart_ends_all_epochs_in_flight(early: type[Early]) -> None:
     assert found.restarts == 1
 
 
-@pytest.mark.parametrize("what", ["returns", "raises"])
-def test_code_of_a_later_epoch_that_takes_the_end_of_its_attempt_back_ends_with_it(what: str) -> None:
-    """Where it raised, that waited for the epochs before it, which were over: the job waited for ever."""
-
-    class Taking(Early, state=["seen"]):
-        script = Script()
-
-        async def first(self, epoch: tg.Epoch) -> None:
-            if (self.task_id, epoch.number, epoch.attempt) == (0, 4, 1):
-                try:
-                    await asyncio.Event().wait()
-                except asyncio.CancelledError:
-                    running = asyncio.current_task()
-                    assert running is not None
-                    running.uncancel()
-                if what == "raises":
-                    raise RuntimeError("while it was given up")
-
-    gate = Taking.script.hold("early", 0, 2)
-
-    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
-        await Taking.script.until("early", 0, 4)
-        await restart(cluster, Stamp(1, 2))
-        gate.set()
-        return await cluster.result()
-
-    whole(play(job(Taking), scenario, nodes=2))
-
-
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_takeover_begins_at_the_committed_epoch_and_works_on_several_again(early: type[Early], dies: int) -> None:
     script = early.script
@@ -298,29 +130,6 @@ def test_a_takeover_begins_at_the_committed_epoch_and_works_on_several_again(ear
     whole(found)
     assert found.failovers >= 1
     assert script.epochs("late", dies) == list(range(2, 12))
-
-
-def test_a_mistake_of_an_attempt_that_is_over_is_none() -> None:
-    class Once(Wrong, state=["seen"]):
-        script = Script()
-        wrong = frozenset({(0, 4)})
-
-        async def first(self, epoch: tg.Epoch) -> None:
-            if epoch.attempt == 1:
-                await super().first(epoch)
-
-    gate = Once.script.hold("early", 0, 2)
-
-    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
-        await Once.script.until("early", 0, 4)
-        await asyncio.sleep(3)
-        await restart(cluster, Stamp(1, 2))
-        gate.set()
-        return await cluster.result()
-
-    found = play(job(Once), scenario, nodes=2)
-    whole(found)
-    assert found.restarts == 1
 
 
 def test_a_roll_back_ends_all_epochs_in_flight(early: type[Early], tmp_path: Path) -> None:
@@ -388,16 +197,3 @@ def test_the_job_ends_with_the_epoch_that_says_so_though_others_are_under_way(wh
 
     whole(play(job(Finishing, epochs=None), scenario, nodes=2), epochs=5)
     assert script.epochs("early", 0) == list(range(last + 1)), "none begins when one is known to be the last"
-
-
-def test_no_epoch_begins_behind_the_jobs_last_one(early: type[Early]) -> None:
-    script = early.script
-    gate = script.hold("early", 0, 3)
-
-    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
-        await asyncio.sleep(3)
-        assert script.epochs("early", 0) == [0, 1, 2, 3, 4]
-        gate.set()
-        return await cluster.result()
-
-    whole(play(job(early, epochs=5), scenario, nodes=2), epochs=5)

@@ -116,32 +116,3 @@ def test_a_mistake_after_a_takeover_of_the_attempt_restarts_it_though_an_epoch_w
     assert met
     assert (found.failovers, found.restarts) == (1, 1)
     assert found.values == {0: EPOCHS, 1: EPOCHS}
-
-
-@pytest.mark.usefixtures("blindable")
-def test_a_restart_that_a_leader_heard_of_and_did_not_write_is_told_to_the_next_one() -> None:
-    """It was acknowledged, and is the only way on: an epoch that lacks a message that was refused waits for ever."""
-    asks = asyncio.Event()
-
-    class Fresh(Reporting, state=["total"]):
-        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            if (self.task_id, epoch.number, epoch.attempt) == (1, 1, 1):
-                asks.set()
-                await asyncio.Event().wait()
-            await super().count(epoch, ins, outs)
-
-    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
-        await asks.wait()
-        leader, asking = holder(cluster, 0), holder(cluster, 1)
-        assert leader is not asking
-        await asking.keeper.wait_until(lambda view: view.stamp == Stamp(1, 1))
-        eyes(leader).lose(cluster.keys.epoch)
-        asking.roles.primaries[1].ask_restart(Stamp(1, 1), "it was refused")
-        while not eyes(leader).losses:  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0.01)
-        cluster.crash(leader.id)
-        return await cluster.result(timeout_s=300)
-
-    found = play(job(Fresh), scenario, nodes=2)
-    assert found.restarts == 1
-    assert found.values == {0: EPOCHS, 1: EPOCHS}

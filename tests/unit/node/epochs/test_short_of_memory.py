@@ -10,13 +10,11 @@ from cluster_kit import IN_STEP, holder, play, told
 
 import taskgraph as tg
 from taskgraph.errors import Refused
-from taskgraph.graph.values import encode
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.router import Router
 from taskgraph.protocol import shortage
-from taskgraph.protocol.messages import Flag, Pull, Reason, Request
+from taskgraph.protocol.messages import Flag, Pull, Reason
 from taskgraph.protocol.records import name_of
-from taskgraph.system.alongside import alongside
 
 NO_MEMORY = "n2 has no memory for a reply of 72000019 bytes"
 
@@ -87,91 +85,6 @@ def test_what_a_node_has_no_memory_for_is_asked_for_again_and_the_epoch_starts_a
     assert result.values == {0: 0, 1: sum(range(8))}
     assert 1 <= len(told_of) <= restarts and all(NO_MEMORY in text for text in told_of)
     assert ended - began[0] < for_s + 3.0, "it is asked for once a second"
-
-
-@pytest.mark.parametrize("kind", [Pull, Flag])
-def test_who_waits_for_memory_is_told(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> None:
-    """It was said that the task waits for what was there long since, and of whoever sent a flag nothing."""
-    call, short = Router._call, True
-
-    async def calling(self: Router, peer: Any, message: Any, *args: Any) -> Any:
-        if isinstance(message, kind) and message.stamp.epoch == 3 and short:
-            raise Refused(Reason.NO_MEMORY, NO_MEMORY)
-        return await call(self, peer, message, *args)
-
-    monkeypatch.setattr(Router, "_call", calling)
-    monkeypatch.setattr(Router, "begin", lambda *args, **options: None)
-    monkeypatch.setattr(Router, "begin_all", lambda *args: None)
-    job = tg.Job(tasks=2, epochs=8, builder=lambda _: Sends(), topology=LINKS, settings=IN_STEP)
-
-    async def scenario(cluster: InProcessCluster) -> tuple[dict[int, Any], set[str]]:
-        nonlocal short
-        said: set[str] = set()
-        for _ in range(40):
-            await asyncio.sleep(0.5)
-            said.update(wait for node in cluster.nodes for each in node.status().replicas for wait in each.waits)
-        short = False
-        result = await cluster.result()
-        said_last = {wait for node in cluster.nodes for each in node.status().replicas for wait in each.waits}
-        assert not any("memory" in wait for wait in said_last)
-        return result.values, said
-
-    values, said = play(job, scenario, nodes=2)
-    assert values == {0: 0, 1: sum(range(8))}
-    what = "'v' from task 0" if kind is Pull else "a flag to task 1"
-    assert f"memory for {what}: {NO_MEMORY}" in said
-
-
-class Asks(tg.Task):
-    """Task 0 asks task 1 for something large, and for small things meanwhile."""
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        if self.task_id == 0:
-            epoch.processor(self.ask, outbound={"v": "next"})
-        else:
-            epoch.processor(self.take, inbound={"v": "last"})
-
-    async def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        async def small() -> None:
-            while True:
-                await epoch.request(1, "get", 1)
-                await asyncio.sleep(0.1)
-
-        async with alongside(small()):
-            outs.put("v", await epoch.request(1, "get", -1))
-
-    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        assert ins["v"] == -1
-
-    @tg.handles("get", pure=True)
-    def get(self, epoch: tg.Epoch, sender: int, payload: int) -> int:
-        return payload
-
-
-def test_who_waits_for_memory_is_told_whatever_else_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each answer to another request for the same took back what was told of the one that waits."""
-    call, short, large = Router._call, True, encode(-1).digest
-
-    async def calling(self: Router, peer: Any, message: Any, *args: Any) -> Any:
-        if isinstance(message, Request) and message.value.digest == large and short:
-            raise Refused(Reason.NO_MEMORY, NO_MEMORY)
-        return await call(self, peer, message, *args)
-
-    monkeypatch.setattr(Router, "_call", calling)
-    job = tg.Job(tasks=2, epochs=1, builder=lambda _: Asks(), topology=LINKS, settings=IN_STEP)
-
-    async def scenario(cluster: InProcessCluster) -> list[bool]:
-        nonlocal short
-        told_of: list[bool] = []
-        for _ in range(30):
-            await asyncio.sleep(0.25)
-            said = [wait for node in cluster.nodes for each in node.status().replicas for wait in each.waits]
-            told_of.append(f"memory for request 'get' to task 1: {NO_MEMORY}" in said)
-        short = False
-        await cluster.result()
-        return told_of
-
-    assert all(play(job, scenario, nodes=2)[4:]), "from when it began on"
 
 
 class Pulls(Sends, state=["sum"]):
@@ -254,53 +167,3 @@ def test_a_task_for_which_no_node_has_memory_goes_round_ever_more_rarely(short: 
         assert (await cluster.result()).values == {0: 0, 1: sum(range(8))}
 
     play(pulling(), scenario, nodes=3)
-
-
-def test_a_node_that_has_memory_again_is_found_where_the_other_one_has_none(short: set[str]) -> None:
-    """It left the task, and would hold it for ever as a backup; whoever has it now never gets memory."""
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        first = await led_by(cluster, 1)
-        short.update(f"n{n}" for n in range(1, 4))
-        await asyncio.sleep(45)
-        assert len(left(cluster)) == 1 and await led_by(cluster, 1) != first
-        short.remove(first)
-        assert (await cluster.result()).values == {0: 0, 1: sum(range(8))}
-        assert asyncio.get_running_loop().time() < 300
-        assert len(left(cluster)) == 2 and await led_by(cluster, 1) == first
-
-    play(pulling(), scenario, nodes=3)
-
-
-class Ring(Pulls, state=["sum"]):
-    """Each task sends to the next one."""
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.give, outbound={"v": "next"})
-        epoch.processor(self.take, inbound={"v": "last"})
-
-
-def test_tasks_that_are_left_at_once_are_said_at_once(short: set[str]) -> None:
-    """The key was written once for each of them, and all nodes placed all tasks anew each time."""
-    links = {
-        "next": lambda task, tasks, epoch: [(task + 1) % tasks],
-        "last": lambda task, tasks, epoch: [task - 1 if task else tasks - 1],
-    }
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        short.add(first := await led_by(cluster, 19))
-        written, other = set[int](), next(node for node in cluster.nodes if node.name != first)
-
-        def look() -> None:
-            nodes = other.keeper.view.nodes
-            written.update(known.mod_revision for known in nodes.values() if known.record.left)
-
-        other.keeper.on_change(look)
-        assert (await cluster.result()).values == dict.fromkeys(range(20), sum(range(8)))
-        assert len(left(cluster)) == 10 and 1 <= len(written) <= 3
-
-    play(
-        tg.Job(tasks=20, epochs=8, builder=lambda _: Ring(), topology=links, settings=IN_STEP, min_nodes=2),
-        scenario,
-        nodes=2,
-    )

@@ -10,9 +10,7 @@ import pytest
 from cluster_kit import holder, play
 
 import taskgraph as tg
-from taskgraph.graph.values import decode
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.replica import Replica
 
 EPOCHS = 12
 
@@ -88,18 +86,6 @@ def test_a_state_that_nothing_can_have_changed_is_not_snapshotted_again(
     assert counting.taken == {0: NEW, 1: NEW}
 
 
-def test_what_is_not_marked_is_snapshotted_whatever_it_did(counting: type[Counting]) -> None:
-    """Nobody promises that a plain compute leaves the state alone."""
-
-    class Unmarked(counting, state=["total"]):  # type: ignore[misc, valid-type]
-        async def look(self, number: int, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            await super().look(number, epoch, ins, outs)
-
-    found = play(job(lambda _: Unmarked()), result, nodes=2)
-    assert found.values == {0: TOTAL, 1: TOTAL}
-    assert [len(taken) for taken in counting.taken.values()] == [EPOCHS + 1] * 2
-
-
 @pytest.mark.parametrize("hook", ["on_event", "on_flag", "on_commit", "handler"])
 def test_where_other_hooks_may_run_every_epoch_is_snapshotted(counting: type[Counting], hook: str) -> None:
     hooks: dict[str, Any] = {
@@ -112,26 +98,6 @@ def test_where_other_hooks_may_run_every_epoch_is_snapshotted(counting: type[Cou
     found = play(job(lambda _: hooked()), result, nodes=2)
     assert found.values == {0: TOTAL, 1: TOTAL}
     assert [len(taken) for taken in counting.taken.values()] == [EPOCHS + 1] * 2
-
-
-@pytest.fixture
-def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The task of every boundary that is encoded."""
-    made: list[int] = []
-    snapshot = Replica.snapshot
-
-    async def counted(self: Replica, *args: Any, **named: Any) -> Any:
-        made.append(self.task)
-        return await snapshot(self, *args, **named)
-
-    monkeypatch.setattr(Replica, "snapshot", counted)
-    return made
-
-
-def test_in_strict_mode_every_epoch_is(counting: type[Counting], snapshots: list[int]) -> None:
-    found = play(job(lambda _: counting(), settings=tg.Settings(strict=True)), result, nodes=2)
-    assert found.values == {0: TOTAL, 1: TOTAL}
-    assert sorted(snapshots) == [0] * (EPOCHS + 1) + [1] * (EPOCHS + 1)
 
 
 @pytest.mark.parametrize("epoch", range(1, 8))
@@ -148,46 +114,6 @@ def test_whoever_takes_over_has_the_state_that_was_not_snapshotted_again(countin
 
     found = play(job(lambda _: counting()), result, nodes=3, stages={("done", 1, epoch): crash})
     assert found.values == {0: TOTAL, 1: TOTAL} and found.failovers >= 1
-
-
-def test_every_boundary_is_held_under_its_own_number(counting: type[Counting]) -> None:
-    held: dict[int, Any] = {}
-
-    async def look(cluster: InProcessCluster, node: str) -> None:
-        await asyncio.sleep(3)
-        for boundary in holder(cluster, 1).roles.primaries[1].backups._boundaries.values():
-            held[boundary.stamp.epoch] = decode(boundary.value)
-
-    play(job(lambda _: counting()), result, nodes=2, stages={("done", 1, 7): look})
-    assert len(held) >= 3
-    for epoch, boundary in held.items():  # boundary e is what there is before epoch e
-        assert boundary["state"] == {"total": sum(number for number in range(epoch) if number % 3 == 2)}
-
-
-def test_what_is_reported_travels_in_the_boundary_of_its_epoch_and_in_no_other(counting: type[Counting]) -> None:
-    """Two epochs of three report something, and change nothing."""
-
-    class Reports(counting, state=["total"]):  # type: ignore[misc, valid-type]
-        @tg.stateless
-        async def look(self, number: int, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            if number % 3 == 0:
-                epoch.report(**{f"seen {self.task_id}": number})
-
-    held: dict[int, Any] = {}
-
-    async def look(cluster: InProcessCluster, node: str) -> None:
-        await asyncio.sleep(3)
-        for boundary in holder(cluster, 1).roles.primaries[1].backups._boundaries.values():
-            held[boundary.stamp.epoch] = decode(boundary.value)["numbers"]
-
-    found = play(job(lambda _: Reports()), result, nodes=2, stages={("done", 1, 7): look})
-    assert found.values == {0: TOTAL, 1: TOTAL}
-    assert [(row.epoch, dict(row.numbers)) for row in found.reports] == [
-        (epoch, {"seen 0": epoch, "seen 1": epoch}) for epoch in range(0, EPOCHS, 3)
-    ]
-    assert len(held) >= 3
-    for epoch, numbers in held.items():
-        assert numbers == ({"seen 1": epoch - 1} if epoch % 3 == 1 else {})
 
 
 def test_a_restart_begins_with_the_restored_state(counting: type[Counting]) -> None:
@@ -214,22 +140,3 @@ def test_a_restart_begins_with_the_restored_state(counting: type[Counting]) -> N
 
     found = play(job(lambda _: Erratic()), result, nodes=2, stages={("done", 1, 5): restart})
     assert asked and Erratic.asked and found.values == {0: TOTAL, 1: TOTAL}
-
-
-class Stateless(tg.Task):
-    """It declares no state, and marks nothing."""
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.send, outbound={"x": self.task_id})
-        epoch.processor(self.take, inbound={"x": self.task_id})
-
-    async def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("x", epoch.number)
-
-    async def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        assert ins["x"] == epoch.number
-
-
-def test_a_task_without_state_is_snapshotted_once(snapshots: list[int]) -> None:
-    assert play(job(lambda _: Stateless()), result, nodes=2).epochs == EPOCHS
-    assert sorted(snapshots) == [0, 0, 1, 1], "boundary 0, and one for all that follow"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import dis
 import mmap
 import threading
 from collections.abc import Callable
@@ -15,8 +13,7 @@ from cluster_kit import Counting, job, play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.epochs import unheld
-from taskgraph.node.epochs.unheld import Unheld, written_outside
+from taskgraph.node.epochs.unheld import written_outside
 from taskgraph.observe.events import Event
 
 
@@ -127,7 +124,7 @@ def test_what_is_changed_and_not_named_is_told_once(
 ) -> None:
     (event,) = alone(change)
     assert (event.task, event.epoch, event.term, event.transient) == (0, epoch, 1, False)
-    assert event.text.startswith(f"task 0: Fit changed self.{name} in an epoch, and no snapshot holds it: ")
+    assert event.text.startswith(f"task 0: Fit changed self.{name} in an epoch, and no snapshot has it: ")
     assert f"state=['{name}']" in event.text and "tg.testing.run" in event.text and "epoch.scratch" in event.text
 
 
@@ -166,104 +163,12 @@ def test_what_is_remembered_of_commits_is_no_epochs() -> None:
     assert alone(lambda task, epoch: None, on_commit=on_commit) == []
 
 
-def test_many_names_are_not_all_told() -> None:
-    class Many(Careful):
-        def setup(self) -> None:
-            super().setup()
-            vars(self).update({f"a{n}": n for n in range(40)})
-
-        def change(self, epoch: tg.Epoch) -> None:  # type: ignore[override]
-            vars(self).update({f"a{n}": -1 for n in range(40)})
-
-    (event,) = told(job(Many, tasks=1, epochs=1, backups=0))
-    assert "self.a4 and 35 more in an epoch, and no snapshot holds them: " in event.text
-
-
 def test_of_many_tasks_of_a_class_one_is_told_of_on_each_node() -> None:
     class Fit(Careful):
         change = grown
 
     events = told(job(Fit, tasks=12, epochs=3), nodes=2)
     assert {event.node for event in events} == {"n1", "n2"} and len(events) == 2
-
-
-def test_a_successor_tells_it_again_on_its_node() -> None:
-    class Fit(Careful):
-        change = grown
-
-    async def crash(cluster: InProcessCluster, node: str) -> None:
-        cluster.crash(node)
-        await asyncio.Event().wait()  # a killed process does nothing more
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await cluster.result()
-        events = [event for event in cluster.events if event.kind == "unheld"]
-        assert [(event.epoch, event.term) for event in events] == [(0, 1), (3, 2)]
-
-    play(job(Fit, tasks=1, epochs=6), scenario, nodes=2, stages={("compose", 0, 3): crash})
-
-
-def test_two_epochs_of_a_term_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[int] = []
-    look = Unheld.look
-
-    def noted(self: Unheld, epoch: int) -> bool:
-        looked.append(epoch)
-        return look(self, epoch)
-
-    monkeypatch.setattr(Unheld, "look", noted)
-    assert alone(lambda task, epoch: None) == []
-    assert looked == [0, 1]
-
-
-def test_where_epochs_are_in_flight_each_is_looked_at_when_it_has_run() -> None:
-    class Fit(Careful):
-        change = grown
-
-        @tg.stateless
-        def compose(self, epoch: tg.Epoch) -> None:
-            epoch.processor(self.count)
-
-    (event,) = told(job(Fit, tasks=1, epochs=6, backups=0, settings=tg.Settings(epochs_in_flight=3)))
-    assert event.epoch == 0
-
-
-class Kept(Counting, state=["total", "odd"]):
-    def setup(self) -> None:
-        super().setup()
-        self.odd = Odd()
-
-    def result(self) -> int:
-        return int(self.total)
-
-
-def test_a_state_whose_class_may_not_be_compared_is_snapshotted() -> None:
-    tg.codec(Odd, lambda odd: None, lambda none: Odd())
-    result = play(job(Kept, tasks=1, epochs=3), InProcessCluster.result, nodes=2)
-    assert result.value == 3
-
-
-@pytest.mark.parametrize("where", ["_seen", "_changed"])
-def test_where_a_look_fails_nothing_is_looked_at_any_more(
-    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Told once, of many tasks of a class: it ended the node, and those that took over."""
-    fails: list[object] = []
-
-    def failing(*seen: object) -> NoReturn:
-        fails.append(seen)
-        raise AttributeError("mistaken")
-
-    class Fit(Careful):
-        change = grown
-
-    monkeypatch.setattr(unheld, where, failing)
-    assert told(job(Fit, tasks=3, epochs=4)) == []
-    (line,) = [record.getMessage() for record in caplog.records if "not looked at" in record.getMessage()]
-    assert line.endswith(
-        "whether Fit changes what no snapshot holds is not looked at any more: AttributeError: mistaken"
-    )
-    assert len(fails) == 3, "once of each task"
 
 
 MODEL: Any = None
@@ -334,12 +239,6 @@ class Loads(Inside, state=["total"]):
 def test_what_setup_alone_calls_writes_on_each_node() -> None:
     """It was told, with the advice to do that in setup()."""
     assert written_outside(Loads) == {"make": "the global MODEL"}
-
-
-def test_code_that_can_write_neither_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class of 100 methods held its node's event loop up for a fifth of a second."""
-    monkeypatch.setattr(dis, "get_instructions", None)
-    assert written_outside(Careful) == {}
 
 
 def test_what_is_written_to_a_global_or_to_the_class_is_told() -> None:

@@ -57,7 +57,7 @@ print(tg.run(job, nodes=0, timeout_s=30).values, [os.waitstatus_to_exitcode(os.w
 """
 
 
-_SAID = "a function forked this process, and the child came back from it"
+_SAID = "a function forked this process, and the child returned from it"
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from taskgraph.node.membership.failing import deaths_text, fatal_record, memory_text
-from taskgraph.node.usercode import lastwords
+from taskgraph.node.membership.failing import fatal_record
 from taskgraph.node.usercode.lastwords import LastWords, Left, meant, named, read
 from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import OUT_OF_MEMORY, GoneRecord, Ran
+from taskgraph.protocol.records import GoneRecord, Ran
 
 SEND, LONGER = Ran("send", 1, 3), Ran("a longer name", 2, 4)
 
@@ -49,29 +46,6 @@ def test_what_runs_is_read_in_the_order_it_began(tmp_path: Path) -> None:
     words.ended((1, 1))
     words.ended((1, 1))
     assert read(tmp_path) == Left((), False)
-
-
-def test_all_room_is_taken_at_once(tmp_path: Path) -> None:
-    """On a disk that fills up, the first write to a page without room would end the process, and blame what runs."""
-    LastWords(tmp_path)
-    (file,) = tmp_path.iterdir()
-    assert file.stat().st_blocks * 512 >= file.stat().st_size > 0
-
-
-@pytest.mark.parametrize("wrote", [100, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], ids=["a part", "nothing"])
-def test_without_room_a_process_runs_on(
-    wrote: int | OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def write(descriptor: int, data: bytes) -> int:
-        if isinstance(wrote, OSError):
-            raise wrote
-        return wrote
-
-    monkeypatch.setattr(lastwords, "here", None)
-    monkeypatch.setattr(os, "write", write)
-    lastwords.listen(tmp_path)
-    assert lastwords.here is None and "No space left on device" in caplog.text
-    assert read(tmp_path) is None
 
 
 def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
@@ -136,32 +110,6 @@ def test_it_outlives_the_process_however_that_ends(tmp_path: Path, end: str) -> 
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode != 0
     assert read(tmp_path) == Left((Ran("send", 7, -1),), False)
-
-
-def test_of_several_deaths_the_code_that_ran_each_time_is_named() -> None:
-    send, add, record = Ran("send", 1, 3), Ran("add", 2, 3), Ran("record", 0, 3)
-    one = GoneRecord(reason="exited with code 11", ran=(send, add))
-    other = GoneRecord(reason="killed by SIGSEGV", ran=(record, send))
-    killed = GoneRecord(reason="killed by SIGKILL", ran=(add,))
-    idle = GoneRecord(reason="killed by SIGKILL")
-    assert deaths_text({}) == ""
-    assert deaths_text({"n2": idle}) == "n2 was killed by SIGKILL"
-    short = GoneRecord(reason=f"killed by SIGKILL, {OUT_OF_MEMORY} (the kernel killed 1)", ran=(add,))
-    assert (short.out_of_memory, killed.out_of_memory) == (True, False)
-    told = deaths_text({"n1": short, "n2": short})
-    assert f"was killed by SIGKILL, as memory was used up (the kernel killed 1) while it ran {add}; n2" in told
-    assert told.endswith("ran each time: it may be what takes the memory. " + memory_text({"n1": short}))
-    assert memory_text({"n1": killed}) == "" and "dmesg" in deaths_text({"n1": short, "n2": killed})
-    meant = GoneRecord(reason="killed by SIGKILL", ran=(add,), meant=True)
-    assert meant.told == f"was killed by SIGKILL while it ran {add} (it was told to end)"
-    assert deaths_text({"n2": one}) == f"n2 exited with code 11 while it ran {send} and {add}"
-    assert deaths_text({"n2": one, "n3": other}).endswith(
-        f"n3 was killed by SIGSEGV while it ran {record} and {send}. {send} ran each time: it may have ended the "
-        f"process itself, by os._exit or a crash in an extension"
-    )
-    assert "each time: unless somebody killed them, it may take more memory" in deaths_text({"a": killed, "b": killed})
-    assert "each time" not in deaths_text({"a": killed, "b": other, "c": one})
-    assert "each time" not in deaths_text({"a": killed, "b": idle})
 
 
 def test_a_job_that_fails_for_them_says_which_code_how_often_where_and_what_to_do() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from taskgraph.node.usercode.actor import Actor
-from taskgraph.node.usercode.errors import StuckError, UserCodeError
+from taskgraph.node.usercode.errors import StuckError
 from taskgraph.node.usercode.threads import PooledThreads
 
 
@@ -54,14 +54,6 @@ async def test_it_is_held_however_often_it_is_cancelled(held: Held) -> None:
     assert await after == 7
     assert held.call.cancelled()
     assert not held.actor.abandoned
-
-
-async def test_it_is_left_behind_when_its_threads_are_abandoned(held: Held) -> None:
-    await held.cancel()
-    held.threads.abandon()
-    with pytest.raises(asyncio.CancelledError):
-        await held.call
-    assert held.actor.abandoned
 
 
 @pytest.mark.parametrize("held", [0.05], indirect=True)
@@ -182,36 +174,6 @@ async def test_a_coroutine_that_cleans_up_in_time_is_cancelled(patient: Actor) -
     assert not patient.abandoned
 
 
-async def test_what_a_coroutine_cancels_itself_takes_as_long_as_it_likes(actor: Actor) -> None:
-    """As `asyncio.timeout` and a group of its own do, which take it back."""
-
-    async def goes_on() -> int:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.001):
-                await asyncio.sleep(60)
-        with pytest.raises(ExceptionGroup):
-            async with asyncio.TaskGroup() as group:
-                group.create_task(fails())
-                await asyncio.sleep(60)
-        gone = asyncio.create_task(asyncio.sleep(60))
-        asyncio.get_running_loop().call_soon(gone.cancel)
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-        for _ in range(20):
-            await asyncio.sleep(0.005)
-        return 7
-
-    async def fails() -> None:
-        raise ValueError("x")
-
-    assert await actor.call("send", goes_on) == 7
-    assert not actor.abandoned
-
-
-async def never() -> None:
-    await asyncio.get_running_loop().create_future()
-
-
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_the_last_call_has_its_time_and_no_more(actor: Actor, cancelled: bool) -> None:
     may_return, loop = threading.Event(), asyncio.get_running_loop()
@@ -225,23 +187,3 @@ async def test_the_last_call_has_its_time_and_no_more(actor: Actor, cancelled: b
     with pytest.raises(StuckError, match=r"teardown did not return within 0.05 s$"):
         call.result()
     assert actor.abandoned
-
-
-async def test_the_last_call_ends_a_coroutine_after_its_time(actor: Actor, going: Going) -> None:
-    with pytest.raises(StuckError, match=r"teardown did not return within 0.05 s$"):
-        await actor.last_call("teardown", never)
-    assert not actor.abandoned
-    with pytest.raises(StuckError, match=r"teardown did not return within 0.05 s$"):
-        await actor.last_call("teardown", going.spins)
-    assert actor.abandoned
-    caller = asyncio.current_task()
-    assert caller is not None
-    assert caller.cancelling() == 0
-
-
-async def test_the_last_call_raises_what_it_raises(patient: Actor) -> None:
-    ran: list[int] = []
-    await patient.last_call("teardown", lambda: ran.append(1))
-    assert ran == [1]
-    with pytest.raises(UserCodeError, match="ZeroDivisionError"):
-        await patient.last_call("teardown", lambda: 1 // 0)

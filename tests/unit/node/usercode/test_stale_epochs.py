@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import uvloop
-from cluster_kit import Counting, holder, job, play
+from cluster_kit import Counting, job, play
 
 import taskgraph as tg
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import JobFailed
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.loop import NodeLoop
-from taskgraph.node.usercode.ended import as_expected, pass_ended_threads_over, passing_ended_threads_over
 
 OVER = r"uses an `epoch` that is over"
 
@@ -127,113 +122,3 @@ def test_what_is_sent_after_the_job_ended_is_logged(
 def test_who_hears_of_it_in_a_thread_of_its_own_is_told_what_it_is() -> None:
     assert "keeps it open with epoch.hold" in str(AttemptEnded())
     assert "epoch.hold" not in str(AttemptEnded(held=True)), "it did what is asked for"
-
-
-@pytest.mark.parametrize("kind", ["thread", "coroutine"])
-def test_who_held_an_epoch_that_ends_is_given_no_advice(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was told to keep the epoch open, as it did."""
-    ended: list[BaseException | None] = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: ended.append(args.exc_value))
-    asked, gate, beside = asyncio.Event(), asyncio.Event(), set()
-
-    class Holding(Counting, state=["total"]):
-        def compose(self, epoch: tg.Epoch) -> None:
-            epoch.processor(self.ask, outbound={"x": self.task_id})
-            epoch.processor(self.count, inbound={"x": self.task_id})
-
-        async def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            outs.put("x", 1)
-            if (self.task_id, epoch.number) != (0, 1) or beside:
-                return
-            hold, reply = epoch.hold("asks"), epoch.request(1, "late")
-            if kind == "thread":
-                thread = threading.Thread(target=self.in_thread, args=(hold, reply))
-                beside.add(thread)
-                thread.start()
-            else:
-                task = asyncio.create_task(self.as_coroutine(hold, reply))
-                beside.add(task)
-                task.add_done_callback(lambda task: ended.append(task.exception()))
-
-        def in_thread(self, hold: tg.Hold, reply: tg.Reply) -> None:
-            with hold:
-                reply.wait()
-
-        async def as_coroutine(self, hold: tg.Hold, reply: tg.Reply) -> None:
-            with hold:
-                await reply
-
-        @tg.handles("late")
-        async def late(self, epoch: tg.Epoch, sender: int, payload: None) -> None:
-            asked.set()
-            await gate.wait()
-
-    async def scenario(cluster: InProcessCluster) -> None:
-        await asked.wait()
-        cluster.crash(holder(cluster, 0).id)
-        while not ended:  # noqa: ASYNC110 (a thread tells)
-            await asyncio.sleep(0.01)
-        gate.set()
-        assert (await cluster.result()).values == {0: 3, 1: 3}
-
-    play(job(Holding), scenario, nodes=3)
-    (error,) = ended
-    assert isinstance(error, AttemptEnded) and "epoch.hold" not in str(error)
-    assert as_expected(error)
-
-
-def test_how_they_end_is_printed_of_nobody_else(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    errors = [AttemptEnded(held=True), AttemptEnded(), ValueError("mine")]
-    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
-    pass_ended_threads_over()
-    for error in errors:
-        threading.excepthook(threading.ExceptHookArgs((type(error), error, None, None)))
-    printed = capsys.readouterr().err
-    assert printed.count("AttemptEnded") == 1 and "keeps it open with epoch.hold" in printed and "mine" in printed
-
-    async def unseen() -> None:
-        for error in errors:
-            asyncio.get_running_loop().call_exception_handler({"message": "never retrieved", "exception": error})
-
-    with caplog.at_level(logging.ERROR):
-        uvloop.run(unseen(), loop_factory=NodeLoop)
-    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == errors[1:]
-
-
-def test_after_runs_of_several_threads_the_hook_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each that did not end in the order in which they began left one more hook, until an error in a thread was a
-    RecursionError."""
-    told: list[object] = []
-
-    def mine(args: Any) -> None:
-        told.append(args.exc_value)
-
-    def ends(error: BaseException) -> None:
-        threading.excepthook(threading.ExceptHookArgs((type(error), error, None, None)))
-
-    monkeypatch.setattr(threading, "excepthook", mine)
-    error, first, second = ValueError("mine"), passing_ended_threads_over(), passing_ended_threads_over()
-    first.__enter__()
-    second.__enter__()
-    ends(error)
-    first.__exit__(None, None, None)
-    ends(AttemptEnded(held=True))
-    ends(error)
-    second.__exit__(None, None, None)
-    assert threading.excepthook is mine and told == [error, error]
-    with passing_ended_threads_over():
-        its_own = threading.excepthook = lambda args: told.append("its own")
-        with passing_ended_threads_over():
-            ends(error)
-        assert threading.excepthook is its_own
-    assert threading.excepthook is its_own and told[2:] == ["its own"]
-
-
-def test_a_hook_that_users_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mine(args: Any) -> None: ...
-
-    monkeypatch.setattr(threading, "excepthook", mine)
-    pass_ended_threads_over()
-    assert threading.excepthook is mine

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import errno
-import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -137,110 +133,6 @@ async def test_a_brief_function_is_over_at_once_and_what_it_told_is_done(pool: P
         told.clear()
 
 
-@pytest.mark.usefixtures("patient")
-async def test_the_loop_that_gives_way_is_not_woken(pool: PooledThreads, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, woken = asyncio.get_running_loop(), []
-    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *call: woken.append(call))
-    assert pool.start(lambda: pool.tell(int), brief=True).over
-    assert woken == []
-    pool.tell(int)
-    assert len(woken) == 1, "nor does it give way any more"
-    pool.tell(int)
-    assert len(woken) == 1, "it is woken already"
-
-
-@pytest.mark.usefixtures("patient")
-async def test_a_loop_that_is_interrupted_while_it_gives_way_hears_what_is_told(pool: PooledThreads) -> None:
-    """Ctrl-C, the second time."""
-    told, go, loops = asyncio.Event(), threading.Event(), threading.get_ident()
-
-    def interrupts() -> None:
-        signal.pthread_kill(loops, signal.SIGUSR1)
-        assert go.wait(30)
-
-    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            pool.start(interrupts, brief=True)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    pool.tell(told.set)
-    await asyncio.wait_for(told.wait(), 30)
-    go.set()
-
-
-@pytest.mark.usefixtures("patient")
-async def test_what_a_brief_function_raises(pool: PooledThreads) -> None:
-    def fails() -> None:
-        raise KeyError("zz")
-
-    work = pool.start(fails, brief=True)
-    assert work.over
-    with pytest.raises(KeyError, match="zz"):
-        work.result()
-
-
-async def test_the_loop_does_not_wait_for_what_takes_long_after_all(pool: PooledThreads) -> None:
-    told: list[str] = []
-    early, may_end = asyncio.Event(), threading.Event()
-
-    def takes() -> int:
-        pool.tell(told.append, "early")
-        pool.tell(early.set)
-        assert may_end.wait(60)
-        pool.tell(told.append, "late")
-        return 7
-
-    began = time.monotonic()
-    work = pool.start(takes, brief=True)
-    assert time.monotonic() - began < 30
-    assert not work.over
-    await asyncio.wait_for(early.wait(), 30)  # what it tells travels before it ends
-    assert told == ["early"]
-    result = work.future()
-    may_end.set()
-    assert await result == 7
-    assert told == ["early", "late"]
-
-
-def stand_until_ended(work: Any) -> None:
-    """Not one step of the event loop."""
-    while not work.ended:
-        time.sleep(0.001)
-
-
-@pytest.mark.parametrize("brief", [False, True])
-async def test_nobody_hears_of_an_end_before_what_was_told(
-    pool: PooledThreads, brief: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though it is over before anybody asks."""
-    monkeypatch.setattr(threads_module, "_GIVES_WAY_S", 0.0)
-    told: list[int] = []
-    go = threading.Event()
-
-    def function() -> int:
-        assert go.wait(30)
-        pool.tell(told.append, 1)
-        return 2
-
-    work = pool.start(function, brief=brief)
-    assert not work.over
-    go.set()
-    stand_until_ended(work)
-    assert await work.future() == 2
-    assert told == [1]
-
-
-async def test_another_future_has_the_result_where_one_was_cancelled(pool: PooledThreads) -> None:
-    go = threading.Event()
-    work = pool.start(lambda: go.wait(30), brief=False)
-    work.future().cancel()
-    await asyncio.sleep(0)
-    other = work.future()
-    go.set()
-    assert await other
-
-
 async def test_one_that_nobody_waits_for_any_more_does_not_begin(pool: PooledThreads) -> None:
     go, did = threading.Event(), []
     first, second = pool.run(lambda: go.wait(30)), pool.run(lambda: did.append("second"))
@@ -264,30 +156,6 @@ async def test_what_was_told_and_fails_hinders_nothing_else(pool: PooledThreads)
     await pool.run(function)
     assert told == [1]
     assert [type(context["exception"]) for context in failed] == [ZeroDivisionError]
-
-
-async def test_nothing_told_is_lost_while_the_loop_gives_way_again_and_again() -> None:
-    """Who tells something while the loop is about to look does not wake it: it must look then."""
-    pool, count, told = PooledThreads("t", limit=5), 2000, [0]
-    over = asyncio.Event()
-
-    def one() -> None:
-        told[0] += 1
-        if told[0] == 4 * count:
-            over.set()
-
-    def tells() -> None:
-        for _ in range(count):
-            pool.tell(one)
-
-    telling = [pool.run(tells) for _ in range(4)]
-    await pool.run(lambda: None)
-    while not all(future.done() for future in telling):
-        for _ in range(20):
-            pool.start(lambda: None, brief=True)
-        await asyncio.sleep(0)
-    await asyncio.wait_for(over.wait(), 30)
-    pool.close()
 
 
 def _until(so: Callable[[], bool]) -> None:
@@ -342,79 +210,6 @@ async def test_where_all_threads_wait_and_no_more_can_be_made_work_fails(
     answer.set_result(7)
     assert await asyncio.gather(*waiting) == [7, 7, 7]
     pool.close()
-
-
-async def test_threads_that_wait_for_replies_need_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is one that finds none kept: another is made when there is more to do."""
-    pool, answer = PooledThreads("t", limit=1), concurrent.futures.Future[int]()
-
-    def none_left(*arguments: object) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    with monkeypatch.context() as patched:
-        for name in ("eventfd", "pipe"):
-            patched.setattr(os, name, none_left, raising=False)
-        waiting = [pool.run(lambda: pool.block(answer, 60)) for _ in range(20)]
-        last = pool.run(lambda: answer.set_result(5))
-        assert await asyncio.gather(*waiting, last) == [5] * 20 + [None]
-        used = [await pool.run(threading.current_thread) for _ in range(2)]
-        assert used[0] is not used[1]
-    used = []
-    for _ in range(2):
-        used.append(await pool.run(threading.current_thread))
-        _until(lambda: len(pool._idle) == 1)
-    assert used[0] is used[1]
-    pool.close()
-
-
-_DESCRIPTORS = """
-import asyncio, os, threading
-from taskgraph.node.usercode.threads import PooledThreads
-
-def eventfds():
-    numbers = set(os.listdir("/proc/self/fd"))
-    return sum("eventfd" in os.readlink(f"/proc/self/fd/{n}") for n in numbers if os.path.islink(f"/proc/self/fd/{n}"))
-
-async def main():
-    before = eventfds()
-    pool, together = PooledThreads("t", limit=8), threading.Barrier(8)
-
-    def meets():
-        together.wait(30)
-        return threading.current_thread()
-
-    used = await asyncio.gather(*(pool.run(meets) for _ in range(8)))
-    during = eventfds()
-    pool.close()
-    for thread in used:
-        thread.join(30)
-    print(during - before, eventfds() - before)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it takes the two of a pipe")
-def test_a_thread_takes_one_descriptor_and_gives_it_back() -> None:
-    """In a process of its own: what other tests left here, as threads of gRPC, opens and closes some meanwhile."""
-    done = subprocess.run([sys.executable, "-c", _DESCRIPTORS], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "8 0\n", done.stderr
-
-
-async def test_an_idle_thread_keeps_nothing_of_what_it_did(pool: PooledThreads) -> None:
-    class Large:
-        pass
-
-    def make() -> tuple[Callable[[], object], Any]:
-        large = Large()
-        return (lambda: large), weakref.ref(large)
-
-    function, large = make()
-    work = pool.start(function, brief=False)
-    await work.future()
-    del function, work
-    while large() is not None:  # noqa: ASYNC110 - nobody tells
-        await asyncio.sleep(0.001)
 
 
 _FORKS = """

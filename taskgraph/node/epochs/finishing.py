@@ -1,0 +1,107 @@
+"""Epochs whose code has run and that are not reported yet, while the task works on the next ones.
+
+There are three reasons. The boundary of task 0 lacks what other tasks reported in the epoch before: other nodes may
+still gather these reports (`node/primary/reporter.py`). A snapshot is still on its device. Or not all members have
+acknowledged the boundary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from taskgraph.node.epochs.attempt import Attempt
+from taskgraph.node.usercode.errors import StuckError
+from taskgraph.protocol.messages import Encoded, Stamp
+
+if TYPE_CHECKING:
+    from taskgraph.node.reports import Rows
+
+__all__ = ["FinishQueue", "FinishedEpoch"]
+
+
+@dataclass(slots=True, eq=False)
+class FinishedEpoch:
+    """An attempt whose processors have all run.
+
+    Attributes:
+        following: the stamp of the next epoch, and of the boundary before it.
+        value: the snapshot; it may be on a device.
+        numbers: what the task reported in this epoch, as in the snapshot.
+        finishing: the task asked for the end of the job.
+        previous: what the task reported in the epoch before.
+        rows: the reports that travel in the snapshot; None if they have not arrived.
+        since: when the boundary was offered, if the epoch is traced; otherwise 0.
+    """
+
+    attempt: Attempt
+    following: Stamp
+    value: Encoded
+    numbers: Mapping[str, float]
+    finishing: bool
+    previous: Mapping[str, float]
+    rows: Rows | None = None
+    since: int = 0
+
+
+class FinishQueue:
+    """Finishes epochs one after another, in their order.
+
+    Args:
+        finish: does what is left to do for one epoch.
+        failed: called once if `finish` raised; later epochs are not finished then.
+    """
+
+    def __init__(self, finish: Callable[[FinishedEpoch], Awaitable[None]], failed: Callable[[], None]):
+        self._finish = finish
+        self._failed = failed
+        self.error: BaseException | None = None
+        self.pending: deque[FinishedEpoch] = deque()
+        self._running: asyncio.Task[None] | None = None
+
+    def add(self, finished: FinishedEpoch) -> None:
+        """Queues an epoch, without waiting for it."""
+        self.pending.append(finished)
+        if self._running is None and self.error is None:
+            self._start()
+
+    def _start(self) -> None:
+        self._running = asyncio.get_running_loop().create_task(self._finish_all())
+        self._running.add_done_callback(self._ended)
+
+    async def until_empty(self) -> None:
+        """Waits until all epochs are finished, or one has failed."""
+        while self._running is not None:
+            await asyncio.wait([self._running])
+
+    async def end(self) -> None:
+        """Drops what is pending: the attempt is over.
+
+        Raises:
+            StuckError: a thread does not return.
+        """
+        while self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+        self.pending.clear()
+        error, self.error = self.error, None
+        if isinstance(error, StuckError):
+            raise error
+
+    async def _finish_all(self) -> None:
+        while self.pending:
+            await self._finish(self.pending[0])
+            self.pending.popleft()
+
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        self._running = None
+        if running.cancelled():
+            return
+        if (error := running.exception()) is not None:
+            self.error = error
+            self._failed()
+        elif self.pending:  # added after the last one, before this callback
+            self._start()
