@@ -71,10 +71,10 @@ def chosen(keys: str, names: str, *, barred: bool = False) -> list[Work]:
         )
     only = [name.strip() for name in names.split(";") if name.strip()]
     works = [work for work in found.values() if work is not None] if wanted else list(WORKS)
-    nobody = sorted(set(only) - {one.name for work in works for one in work.contenders})
-    if nobody:
+    unknown = sorted(set(only) - {one.name for work in works for one in work.contenders})
+    if unknown:
         there = dict.fromkeys(one.name for work in works for one in work.contenders)
-        raise SystemExit(f"no contender {'; '.join(nobody)}; there are: {'; '.join(there)}")
+        raise SystemExit(f"no contender {'; '.join(unknown)}; there are: {'; '.join(there)}")
     if barred:
         works = [_with_bars(work) for work in works]
     return [_reduced(work, only) if only else work for work in works]
@@ -123,8 +123,10 @@ def contest(
                 out.add(one.name)  # it failed twice
             if outcome.why_not:
                 missing[one.name] = outcome.why_not
-            told = ", ".join(f"{value:,.4g} {UNITS[name]}" for name, value in outcome.figures.items() if name in UNITS)
-            print(f"  {number + 1}/{repeats} {one.name}: {told} {outcome.why_not} ({outcome.wall_s:.1f} s)", flush=True)
+            shown = ", ".join(f"{value:,.4g} {UNITS[name]}" for name, value in outcome.figures.items() if name in UNITS)
+            print(
+                f"  {number + 1}/{repeats} {one.name}: {shown} {outcome.why_not} ({outcome.wall_s:.1f} s)", flush=True
+            )
 
 
 def _command(python: str, one: Contender, seconds: float) -> list[str]:
@@ -187,9 +189,9 @@ def main(given: argparse.Namespace) -> int:
             print("interrupted; what was measured until now:", flush=True)
     print(f"\n{table(lines)}" if lines else "nothing was measured")
     if given.json:
-        told = {"machine": described, "repeats": repeats, "seconds": seconds, "runs": raw}
+        found = {"machine": described, "repeats": repeats, "seconds": seconds, "runs": raw}
         Path(given.json).write_text(
-            json.dumps({**told, "lines": [{**asdict(x), "met": x.met} for x in lines]}, indent=1)
+            json.dumps({**found, "lines": [{**asdict(x), "met": x.met} for x in lines]}, indent=1)
         )
     if given.into and not interrupted:
         page = Path(given.into)

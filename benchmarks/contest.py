@@ -27,7 +27,7 @@ from typing import Any
 __all__ = ["SEGMENTS_IN", "Outcome", "adopt_orphans", "descendants", "ended_by", "run"]
 
 _END_S = 5.0
-"""A contender that is told to end gets this long before it is killed: ours stops its nodes and its etcd."""
+"""A contender gets this long to end before it is killed: ours stops its nodes and its etcd."""
 _GONE_S = 30.0
 """Killed processes get this long to be gone: gigabytes of memory take a busy machine seconds to give back."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -104,14 +104,14 @@ def run(command: list[str], *, env: dict[str, str], timeout_s: float) -> Outcome
 
 
 def _wait(process: subprocess.Popen[bytes], out: Path, timeout_s: float) -> int | None:
-    """The exit code; None: it did not end in time, or not soon after it told its figures."""
+    """The exit code; None: it did not end in time, or not soon after it printed its figures."""
     deadline = time.monotonic() + timeout_s
-    told = False
+    printed = False
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(0.1)
-        if not told and _figures_in(out):
-            told, deadline = True, min(deadline, time.monotonic() + _END_S)
+        if not printed and _figures_in(out):
+            printed, deadline = True, min(deadline, time.monotonic() + _END_S)
     return None
 
 
@@ -182,16 +182,16 @@ def _figures_in(out: Path) -> dict[str, float]:
 
 @contextlib.contextmanager
 def ended_by(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """The first signal becomes KeyboardInterrupt, so that whatever ends us, contexts are left; no other one is heeded.
+    """The first signal becomes KeyboardInterrupt, so that contexts are left; later signals are ignored.
 
-    One that came while they are left would cut that short: it is bounded.
+    A later one would cut that short, which is bounded anyway.
     """
-    told = False
+    ended = False
 
     def interrupt(number: int, frame: object) -> None:
-        nonlocal told
-        if not told:
-            told = True
+        nonlocal ended
+        if not ended:
+            ended = True
             raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in signals}

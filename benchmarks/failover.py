@@ -11,7 +11,7 @@ A tree job runs without pause. Again and again a node is ended in one of four wa
   the TTL and 300 ms is counted, too.
 
 The time of a failure is counted until the first commit *after* the takeover, as read from etcd by a watcher; a
-commit that was on its way already does not count. A kill is told by the launcher of the node and by the peers'
+commit that was on its way already does not count. A kill is noticed by the launcher of the node and by the peers'
 connections, whichever is first.
 """
 

@@ -107,9 +107,9 @@ def put_into(page: str, described: str, lines: Sequence[Line]) -> str:
         raise ValueError(f"the page has no {_BEGIN.strip()} and {_END}")
     missed = sum(line.met is False for line in lines)
     unknown = sum(line.bar is not None and line.met is None for line in lines)
-    told = f"{sum(line.met is True for line in lines)} bars are met, {missed} are not"
-    told += f", {unknown} could not be looked at." if unknown else "."
-    return f"{before}{found}\n{described}\n\n{told}\n\n{table(lines)}\n\n{again}{after}"
+    summary = f"{sum(line.met is True for line in lines)} bars are met, {missed} are not"
+    summary += f", {unknown} could not be looked at." if unknown else "."
+    return f"{before}{found}\n{described}\n\n{summary}\n\n{table(lines)}\n\n{again}{after}"
 
 
 def _cells(line: Line) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ class Computes(tg.Task):
 
 
 class Changes(Computes):
-    """The same, and an array changes that nobody keeps."""
+    """Likewise, and an array changes that no snapshot has."""
 
     def __init__(self, side: int, count: int, mib: int) -> None:
         super().__init__(side, count)

@@ -60,7 +60,7 @@ def producer(n: int, token: bytes, over: str, folder: str, pipe: Connection) -> 
 
 
 async def refuse(caller: str, call: Call) -> Reply:
-    raise RuntimeError("nobody calls the consumer")
+    raise RuntimeError("the consumer is never called")
 
 
 async def consume(given: argparse.Namespace, token: bytes, folder: str, endpoints: tuple[str, ...]) -> None:

@@ -36,7 +36,7 @@ class RunningJob:
         self._listen = listen
         self._stack = AsyncExitStack()
         self.events: deque[Event] = deque(maxlen=_KEPT)
-        """The last that were told, commits aside."""
+        """The last events, without commits."""
         self.commits: deque[tuple[float, int]] = deque(maxlen=_KEPT)
         """The last ones: (time.monotonic() at which it was read from etcd, committed epoch)."""
 
@@ -113,7 +113,7 @@ class RunningJob:
             raise SystemExit(f"waited for {what}; the job {status.record.state}: {status.record.reason}")
 
     async def start_another(self) -> None:
-        """One more node, under a name that nobody has or had."""
+        """One more node, under a new name."""
         await self.nodes.start(1)
 
     async def result(self) -> tg.JobResult:

@@ -88,7 +88,7 @@ if __name__ == "__main__":
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--tasks", type=int, default=7)
     parser.add_argument("--n", type=int, default=1, help="float64 values an item (1)")
-    parser.add_argument("--every", type=int, default=0, help="one epoch of so many; 0: as `taskgraph trace` (0)")
+    parser.add_argument("--every", type=int, default=0, help="one epoch in this many; 0: as `taskgraph trace` (0)")
     parser.add_argument("--backups", type=int, default=1)
     given = parser.parse_args()
     if given.pairs < 2:

@@ -1,4 +1,4 @@
-"""What all contenders share: the tree, the check, how long is measured, how a figure is told.
+"""What all contenders share: the tree, the check, how long to measure, how to print a figure.
 
 A contender is a script: it runs the work for a while and prints one JSON line, {"rate": epochs per second, ...}. Where
 nothing else is said, task 0, the root, is the script's own process, and every other task has one that ends with it.

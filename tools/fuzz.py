@@ -1,4 +1,4 @@
-"""Feeds bytes nobody would send to everything that reads bytes of others: no crash, no hang, no allocation bomb.
+"""Feeds random and mutated bytes to every reader of bytes from others: no crash, no hang, no allocation bomb.
 
     python tools/fuzz.py values --inputs 1000000        one reader
     python tools/fuzz.py all --inputs 200000            each of them, one after another
@@ -45,7 +45,7 @@ _MAX_INPUT = 4096
 #: Memory that one input may take: what a reader has anyway, and a multiple of what came.
 _PEAK_BYTES, _PEAK_PER_BYTE = 1 << 20, 300
 _TRACED = 32
-"""One input in so many is run with memory traced: that takes several times as long."""
+"""One input in this many is run with memory traced: that takes several times as long."""
 
 
 class Finding(Exception):
@@ -305,7 +305,7 @@ def damaged(seeds: list[bytes], rng: random.Random) -> Iterator[bytes]:
 def fuzz_plain(
     target: Target, seeds: list[bytes], inputs: int, seed: int, keep: Path | None = None
 ) -> tuple[int, bytes | None]:
-    """Runs so many inputs; returns how many, and the one that was a finding.
+    """Runs this many inputs; returns how many, and the one that was a finding.
 
     Args:
         keep: a file that gets each input before it is run: it is there when the process is not.

@@ -24,7 +24,7 @@ _LOWEST = re.compile(r">=\s*([\w.]+)")
 
 
 def lowest(requirement: str) -> str:
-    """What pip is told of a requirement: `numpy==1.26` for `numpy>=1.26,<3`."""
+    """A requirement as pip's argument: `numpy==1.26` for `numpy>=1.26,<3`."""
     parts = _REQUIREMENT.fullmatch(requirement)
     bound = parts and _LOWEST.search(parts["bounds"])
     if not parts or not bound:

@@ -17,7 +17,7 @@ from work import WARM_EPOCHS, WARM_PART, arguments, check, plan, tasks_of, tell
 
 
 def epochs(task: int, x: torch.Tensor, first: int, count: int) -> None:
-    """So many epochs, in buffers that stay."""
+    """Runs the epochs, in buffers that stay."""
     total = torch.empty_like(x)
     tasks = dist.get_world_size()
     for number in range(first, first + count):

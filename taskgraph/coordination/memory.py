@@ -317,7 +317,7 @@ class MemoryCoordinator:
 
     @property
     def gone(self) -> bool:
-        """Whether this handle was closed or crashed."""
+        """This handle was closed, or crashed."""
         return bool(self._gone)
 
     def now(self) -> float:

@@ -223,9 +223,9 @@ class ViewKeeper:
 
     async def refresh(self) -> None:
         """A linearizable re-read; concurrent callers share one. Returns without it if etcd does not answer."""
-        begun = self._reads
+        reads = self._reads
         async with self._refreshing:
-            if self._reads > begun:  # another caller began one after we asked
+            if self._reads > reads:  # another caller began one after we asked
                 return
             self._reads += 1
             try:

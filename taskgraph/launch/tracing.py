@@ -122,7 +122,7 @@ class Tracer:
         self._follows: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Returns once every node sent its part, or cannot any more.
+        """Returns once every node sent its part, or was given up.
 
         Raises:
             JobError: the job does not run, or none of its nodes can be traced.

@@ -83,7 +83,7 @@ class Listening:
         return (*found[first:], *found[:first])
 
     @property
-    def told(self) -> str:
+    def advertised(self) -> str:
         """The name or address to advertise; "": the resolved `host`."""
         return self.advertise or (socket.gethostname() if self.host in _WILDCARDS else "")
 

@@ -214,7 +214,7 @@ async def _run(
             unix_dir=folder,
             tcp_host=listening.host or None,
             tcp_ports=listening.to_try(),
-            advertise=listening.told or None,
+            advertise=listening.advertised or None,
             tls=tls,
             insecure=listening.insecure,
         )
@@ -234,7 +234,7 @@ async def _run(
                 unix_path=folder / "c" if folder is not None else None,
                 tcp_host=listening.host or None,
                 tcp_ports=listening.to_try(),
-                advertise=listening.told or None,
+                advertise=listening.advertised or None,
                 tls=tls,
                 insecure=listening.insecure,
             ),

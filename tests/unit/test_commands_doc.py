@@ -47,7 +47,7 @@ def table() -> dict[str, set[str]]:
     return found
 
 
-def test_every_command_is_on_the_page_with_its_own_options() -> None:
+def test_page_has_commands_and_options() -> None:
     found = table()
     assert found.keys() == COMMANDS.keys()
     run = found["run"]
@@ -56,7 +56,7 @@ def test_every_command_is_on_the_page_with_its_own_options() -> None:
         assert shown == options(made) - SHARED, name
 
 
-def test_the_options_all_share_are_on_the_page() -> None:
+def test_page_has_shared_options() -> None:
     access = PAGE.partition("## Access")[2].partition("## How")[0]
     assert set(re.findall(r"`(--[\w-]+)", access)) == SHARED
 
@@ -68,7 +68,7 @@ def test_options_that_pages_show_exist(page: str) -> None:
             assert set(re.findall(r"(?<!\S)--?[a-z][\w-]*", rest)) <= options(COMMANDS[name]) | HELP, f"{name}{rest}"
 
 
-def test_commands_that_are_lists_of_words_are_commands() -> None:
+def test_word_lists_are_commands() -> None:
     """As Kubernetes wants them: they have no shell that would read a line."""
     found = re.findall(r"command: \[taskgraph, ([^\]]*)\]", "".join(PAGES.values()))
     assert found
@@ -77,7 +77,7 @@ def test_commands_that_are_lists_of_words_are_commands() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_variables_that_pages_name_are_read(page: str) -> None:
+def test_named_variables_are_read(page: str) -> None:
     code = "".join(path.read_text("utf-8") for room in ("taskgraph", "tests") for path in (ROOT / room).rglob("*.py"))
     for name in set(re.findall(r"\bTASKGRAPH_([A-Z_]+[A-Z])\b", PAGES[page])):
         assert f"TASKGRAPH_{name}" in code or f'"{name.lower()}"' in code, name

@@ -78,7 +78,7 @@ def test_files_and_names_in_them_exist(page: str) -> None:
     assert not missing, f"docs/{page} speaks of what is not there: {missing}"
 
 
-def test_the_pages_do_refer_to_the_code() -> None:
+def test_pages_refer_to_code() -> None:
     """So that a change of how they are written does not empty the test above."""
     assert sum(1 for page, _, name in references() if page in OURS and name) > 60
 
@@ -98,12 +98,12 @@ def rooms() -> dict[str, str]:
     return dict(rows)
 
 
-def test_every_module_has_a_line_among_the_rooms_and_no_other_has() -> None:
+def test_every_module_has_a_row() -> None:
     assert sorted(rooms()) == sorted(modules())
     assert all(rooms().values())
 
 
-def test_what_packages_say_of_their_modules_is_there() -> None:
+def test_package_docstrings_name_modules() -> None:
     """In what a package says of itself at its top, a small name in backticks is a module: of its own, or of ours."""
     missing, found = [], 0
     for path in sorted(PACKAGE.rglob("__init__.py")):
@@ -153,7 +153,7 @@ def test_every_dependency_has_its_reason() -> None:
     assert declared == {name for cell in cells for name in re.findall(r"`([\w-]+)`", cell.split(" (")[0])}
 
 
-def test_the_keys_of_a_job_are_all_in_the_table() -> None:
+def test_table_of_keys_is_complete() -> None:
     source = (PACKAGE / "protocol" / "keys.py").read_text("utf-8")
     parts = set(re.findall(r"self\.root \+ \"([a-z]+)", source)) | set(re.findall(r"/(primary|members)", source))
     section = DOCS["protocol.md"].read_text("utf-8").split("\n## Keys\n")[1].split("\n## ")[0]
@@ -161,7 +161,7 @@ def test_the_keys_of_a_job_are_all_in_the_table() -> None:
     assert parts <= written
 
 
-def test_every_message_and_every_refusal_is_told() -> None:
+def test_messages_and_refusals_are_documented() -> None:
     source = (PACKAGE / "protocol" / "messages.py").read_text("utf-8")
     calls = re.search(r"^Call = (\(.+?^\)|.+?$)", source, re.M | re.S)
     reasons = re.findall(r"^    [A-Z_]+ = \"([a-z ]+)\"", source, re.M)
@@ -171,7 +171,7 @@ def test_every_message_and_every_refusal_is_told() -> None:
     assert not [reason for reason in reasons if f"`{reason}`" not in text]
 
 
-def test_every_reference_to_a_test_names_one() -> None:
+def test_referenced_tests_exist() -> None:
     """`test_...` in backticks is a test function somewhere below tests/."""
     named = {name for page in DOCS for name in re.findall(r"`(test_\w+)`", prose(page))}
     source = "\n".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
@@ -231,7 +231,7 @@ def test_imports_go_where_the_diagram_points() -> None:
     assert not astray, f"docs/architecture.md does not draw these imports: {sorted(astray)}"
 
 
-def test_the_rooms_of_a_node_know_each_other_in_one_direction() -> None:
+def test_rooms_of_a_node_import_one_way() -> None:
     """As `taskgraph/node/__init__.py` says. What all of them use lies beside them."""
     may = {
         "primary": {"epochs", "membership", "usercode"},
@@ -245,7 +245,7 @@ def test_the_rooms_of_a_node_know_each_other_in_one_direction() -> None:
     assert not {(room, to) for room, to in found if to not in may[room] | beside}
 
 
-def test_what_modules_say_of_each_other_makes_no_circles_but_these() -> None:
+def test_known_import_cycles() -> None:
     """What they import for types alone is looked at, too: no part of a node says of itself that it takes all of it."""
     modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     named: dict[str, set[str]] = {}

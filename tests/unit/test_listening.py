@@ -49,7 +49,7 @@ def taken() -> Iterator[int]:
                 return
 
 
-def test_a_port_is_free_though_the_kernel_still_keeps_a_connection_that_ended_there() -> None:
+def test_port_in_time_wait_is_free() -> None:
     """As after a node that has just ended: whoever is started in its place has the same --ports."""
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
@@ -62,12 +62,12 @@ def test_a_port_is_free_though_the_kernel_still_keeps_a_connection_that_ended_th
 @pytest.mark.parametrize(
     "ports", ["7000", "7000-", "-7000", "7001-7000", "0-9", "65535-65536", "a-b", "7000-7002x", "\u0663-\u0669"]
 )
-def test_ports_that_are_none_are_refused(ports: str) -> None:
+def test_bad_ports_are_refused(ports: str) -> None:
     with pytest.raises(JobError, match=f"--ports {ports}: must read FIRST-LAST, two ports between 1 and 65535"):
         Listening(host=HOST, ports=ports)
 
 
-def test_too_few_ports_are_refused_before_anything_starts() -> None:
+def test_too_few_ports_are_refused() -> None:
     with pytest.raises(JobError, match="--ports 7000-7000 are 1: a node takes 2"):
         Listening(host=HOST, ports="7000-7000")
     listening = Listening(host=HOST, ports="7000-7006")
@@ -79,20 +79,20 @@ def test_too_few_ports_are_refused_before_anything_starts() -> None:
     NOWHERE.check(1000)
 
 
-def test_all_ports_of_the_range_are_tried_from_anywhere_on() -> None:
+def test_ports_are_tried_from_a_random_one() -> None:
     tried = {tuple(Listening(host=HOST, ports="7000-7002").to_try()) for _ in range(200)}
     assert tried == {(7000, 7001, 7002), (7001, 7002, 7000), (7002, 7000, 7001)}
     assert Listening(host=HOST).to_try() == ANY_PORT
 
 
 @pytest.mark.parametrize("given", [{"ports": "7000-7009"}, {"advertise": "host1"}])
-def test_what_is_about_listening_wants_a_place_to_listen(given: dict[str, str]) -> None:
+def test_ports_need_a_host(given: dict[str, str]) -> None:
     with pytest.raises(JobError, match=r"is about where other hosts reach a node: give --listen HOST, too"):
         Listening(**given)
 
 
 @pytest.mark.parametrize("host", ["[::1]", "127.0.0.1:5000", "localhost:0"])
-def test_where_to_listen_has_no_port_and_no_brackets(host: str) -> None:
+def test_host_has_no_port(host: str) -> None:
     """Of these it was said that nobody knows such a name."""
     with pytest.raises(JobError, match="must be a name or an address of this host, no port, and no brackets"):
         Listening(host=host)
@@ -100,17 +100,17 @@ def test_where_to_listen_has_no_port_and_no_brackets(host: str) -> None:
         Listening(host=usable)
 
 
-def test_others_are_told_what_they_can_dial() -> None:
-    assert Listening(host="0.0.0.0").told == Listening(host="::").told == socket.gethostname()
-    assert Listening(host=HOST).told == "", "the address itself"
-    assert Listening(host="0.0.0.0", advertise="host1").told == "host1"
-    assert Listening(host="::", advertise="2001:db8::7").told == "2001:db8::7"
+def test_advertised_address() -> None:
+    assert Listening(host="0.0.0.0").advertised == Listening(host="::").advertised == socket.gethostname()
+    assert Listening(host=HOST).advertised == "", "the address itself"
+    assert Listening(host="0.0.0.0", advertise="host1").advertised == "host1"
+    assert Listening(host="::", advertise="2001:db8::7").advertised == "2001:db8::7"
     for not_told in ("0.0.0.0", "::", "host1:7000", "[2001:db8::7]"):
         with pytest.raises(JobError, match="must be a name or an address that others can dial, no port"):
             Listening(host="0.0.0.0", advertise=not_told)
 
 
-def test_a_node_process_is_told_all_of_it() -> None:
+def test_config_of_a_node_process() -> None:
     import dataclasses
     import json
 
@@ -132,7 +132,7 @@ def test_from_options_environment_and_toml(tmp_path: Path, monkeypatch: pytest.M
     assert found == Listening(host=HOST, ports="8000-8099", advertise="host2")
 
 
-def test_a_port_that_is_taken_is_passed_over(taken: int) -> None:
+def test_taken_port_is_skipped(taken: int) -> None:
     assert not endpoints.is_free(HOST, taken)
     with endpoints.listen_tcp(HOST, (taken, taken + 1)) as listener:
         assert listener.getsockname() == (HOST, taken + 1)
@@ -140,12 +140,12 @@ def test_a_port_that_is_taken_is_passed_over(taken: int) -> None:
         endpoints.listen_tcp(HOST, (taken,))
 
 
-def test_what_is_wrong_with_the_address_is_no_reason_to_try_other_ports() -> None:
+def test_bad_address_is_tried_once() -> None:
     with pytest.raises(TransportError, match=r"cannot listen on 192\.0\.2\.1 port 7000: .*assign requested address"):
         endpoints.listen_tcp("192.0.2.1", (7000, 7001))
 
 
-async def test_the_control_service_passes_it_over_too(taken: int, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_control_service_skips_a_taken_port(taken: int, capfd: pytest.CaptureFixture[str]) -> None:
     server = ControlServer(EventLog("n1"), bytes(32))
     try:
         found = await server.start(tcp_host=HOST, tcp_ports=(taken, taken + 1), advertise="localhost")
@@ -162,7 +162,7 @@ async def test_the_control_service_passes_it_over_too(taken: int, capfd: pytest.
     assert "bind" not in capfd.readouterr().err, "gRPC logs what it cannot bind to"
 
 
-def test_a_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_names_the_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "token").write_text("ab" * 32)
     command = ["node", "--job", "j", "--etcd", "h:1", "--token-file", "token"]
     assert main([*command, "--ports", "7000-7009"]) == 2

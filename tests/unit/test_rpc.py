@@ -33,7 +33,7 @@ def no_collection() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collection")
-async def test_a_connection_that_is_closed_leaves_no_channel_in_its_tasks_nor_in_errors() -> None:
+async def test_closed_connection_leaves_no_channel() -> None:
     before = len(rpc.alive())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         connection = Connection(EtcdOptions.make(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.05))
@@ -63,7 +63,7 @@ async def test_a_connection_that_is_closed_leaves_no_channel_in_its_tasks_nor_in
     assert len(rpc.alive()) == before
 
 
-def test_an_exception_keeps_where_it_came_from_and_nothing_that_was_there() -> None:
+def test_forgotten_frames_keep_lines() -> None:
     class Held:
         there = 0
 
@@ -141,7 +141,7 @@ for _ in range(2):
 
 
 @pytest.mark.parametrize("how", ["collected", "kept", "open"])
-def test_a_forked_child_waits_for_no_channel_of_its_parent(how: str) -> None:
+def test_forked_child_does_not_hang(how: str) -> None:
     """It hung in its first garbage collection, at full speed."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS, how], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -180,7 +180,7 @@ os._exit(0)
 """
 
 
-def test_children_of_several_threads_know_of_it_all_alike() -> None:
+def test_forks_of_several_threads() -> None:
     """What one thread was about to leave to its child another one had forgotten: the child crashed."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _FORKS_OF_THREADS], capture_output=True, text=True, timeout=60
@@ -188,7 +188,7 @@ def test_children_of_several_threads_know_of_it_all_alike() -> None:
     assert done.stdout.split() == ["80", "80"], done
 
 
-def test_to_look_for_channels_runs_no_code_of_classes() -> None:
+def test_search_runs_no_user_code() -> None:
     class Nameless(type):
         @property
         def __name__(cls) -> str:  # type: ignore[override]
@@ -221,7 +221,7 @@ class Answering(grpc.GenericRpcHandler):
         return request
 
 
-async def test_an_answer_that_came_while_the_loop_stood_still_counts() -> None:
+async def test_answer_during_a_standstill_counts() -> None:
     """As with gRPC's own timeout: a call that was given up for it had etcd left, and the job listed again."""
     ours, theirs = socket.socketpair()
 
@@ -237,7 +237,7 @@ async def test_an_answer_that_came_while_the_loop_stood_still_counts() -> None:
         assert await answering == b"x"
 
 
-async def test_a_call_goes_by_the_loops_clock_and_is_cancelled_at_the_other_side(
+async def test_timeout_cancels_the_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Code of users may have stopped `time.time`: every call failed at once, and the job hung."""

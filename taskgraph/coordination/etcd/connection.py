@@ -411,7 +411,7 @@ class Connection:
         return answer
 
     @contextlib.contextmanager
-    def told_apart(self, what: str) -> Iterator[None]:
+    def closed_as_error(self, what: str) -> Iterator[None]:
         """Tells the caller's cancellation from the errors that gRPC raises if the channel of a call is closed.
 
         Raises:

@@ -38,10 +38,10 @@ def key_value(kv: v3.KeyValue) -> KeyValue:
     return KeyValue(kv.key.decode(errors=_BACK), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
-def event(told: v3.Event) -> KeyEvent:
-    kv = told.kv
+def event(message: v3.Event) -> KeyEvent:
+    kv = message.kv
     found = KeyValue(kv.key.decode(errors=_BACK), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
-    return KeyEvent("delete" if told.type == _DELETE else "put", found)
+    return KeyEvent("delete" if message.type == _DELETE else "put", found)
 
 
 def writes(txn: Txn) -> bool:

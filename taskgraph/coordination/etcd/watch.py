@@ -48,7 +48,7 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
         stream: Stream[v3.WatchResponse] | None = None
         endpoint = connection.endpoint
         try:
-            with connection.told_apart(f"watch of {prefix!r}"):  # once, not for every event: that would cost
+            with connection.closed_as_error(f"watch of {prefix!r}"):  # once, not for every event: that would cost
                 stream = await connection.stream(WATCH)
                 await stream.write(_create(prefix, position))
                 reason = "etcd ended the stream"
@@ -173,8 +173,8 @@ def _batch(answer: v3.WatchResponse, position: int) -> WatchBatch | None:
         revision = answer.header.revision
         return WatchBatch(revision, ()) if revision >= position else None
     found = []
-    for told in answer.events:
-        event = convert.event(told)
+    for message in answer.events:
+        event = convert.event(message)
         if event.kv.mod_revision >= position:
             found.append(event)
     return WatchBatch(found[-1].kv.mod_revision, tuple(found)) if found else None

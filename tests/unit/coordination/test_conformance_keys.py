@@ -11,12 +11,12 @@ from taskgraph.errors import CoordinationError, LeaseGone, OutcomeUnknown, Unava
 from taskgraph.protocol.kv import Compare, Delete, Get, KeyValue, Put, Txn
 
 
-async def test_a_key_that_was_never_put_is_absent(cluster, node: Coordinator) -> None:
+async def test_unknown_key_is_absent(cluster, node: Coordinator) -> None:
     assert await node.get(cluster.key("nothing")) is None
     assert (await node.list(cluster.prefix)).items == ()
 
 
-async def test_a_put_makes_one_revision_and_is_read_by_every_node(cluster, node: Coordinator) -> None:
+async def test_put_makes_one_revision(cluster, node: Coordinator) -> None:
     other = await cluster.node()
     before = (await node.list(cluster.prefix)).revision
     result = await cluster.put(node, "a", b"1")
@@ -31,7 +31,7 @@ async def test_a_second_put_keeps_the_create_revision(cluster, node: Coordinator
     assert kv == KeyValue(cluster.key("a"), b"2", first, second) and second == first + 1
 
 
-async def test_a_key_deleted_and_put_again_is_created_anew(cluster, node: Coordinator) -> None:
+async def test_deleted_key_is_created_anew(cluster, node: Coordinator) -> None:
     await cluster.put(node, "a")
     await node.txn(Txn(success=(Delete(cluster.key("a")),)))
     again = (await cluster.put(node, "a")).revision
@@ -45,21 +45,21 @@ async def test_values_are_bytes_of_any_kind(cluster, node: Coordinator) -> None:
     assert [(kv.key, kv.value) for kv in (await node.list(cluster.prefix)).items] == [(cluster.key("ключ/é"), value)]
 
 
-async def test_a_listing_is_in_key_order_and_stops_at_the_prefix(cluster, node: Coordinator) -> None:
+async def test_listing_is_in_key_order(cluster, node: Coordinator) -> None:
     for name in ("b/2", "b/10", "c", "a", "b/1", "b", "bb"):
         await cluster.put(node, name)
     listing = await node.list(cluster.key("b/"))
     assert [kv.key for kv in listing.items] == [cluster.key(name) for name in ("b/1", "b/10", "b/2")]
 
 
-async def test_all_puts_of_a_transaction_share_a_revision(cluster, node: Coordinator) -> None:
+async def test_puts_of_a_transaction_share_a_revision(cluster, node: Coordinator) -> None:
     puts = tuple(Put(cluster.key(name), b"x") for name in ("a", "b", "c"))
     revision = (await node.txn(Txn(success=puts))).revision
     items = (await node.list(cluster.prefix)).items
     assert [kv.mod_revision for kv in items] == [kv.create_revision for kv in items] == [revision] * 3
 
 
-async def test_reads_in_a_transaction_see_the_writes_before_them(cluster, node: Coordinator) -> None:
+async def test_transaction_reads_its_writes(cluster, node: Coordinator) -> None:
     await cluster.put(node, "a", b"old")
     result = await node.txn(
         Txn(
@@ -98,7 +98,7 @@ async def test_revision_zero_means_absent(cluster, node: Coordinator, target) ->
     assert (await node.txn(create)).succeeded
 
 
-async def test_the_failure_branch_reads_what_was_in_the_way_and_changes_nothing(cluster, node: Coordinator) -> None:
+async def test_failure_branch_reads_the_key(cluster, node: Coordinator) -> None:
     revision = (await cluster.put(node, "a", b"theirs")).revision
     result = await node.txn(
         Txn(
@@ -118,7 +118,7 @@ async def test_the_failure_branch_may_write(cluster, node: Coordinator) -> None:
     assert kv is not None and kv.mod_revision == result.revision
 
 
-async def test_a_prefix_delete_takes_everything_below_and_nothing_beside(cluster, node: Coordinator) -> None:
+async def test_prefix_delete_takes_all_below(cluster, node: Coordinator) -> None:
     for name in ("b/1", "b/2", "b", "c"):
         await cluster.put(node, name)
     before = (await node.list(cluster.prefix)).revision
@@ -127,19 +127,19 @@ async def test_a_prefix_delete_takes_everything_below_and_nothing_beside(cluster
     assert [kv.key for kv in (await node.list(cluster.prefix)).items] == [cluster.key("b"), cluster.key("c")]
 
 
-async def test_deleting_what_is_absent_makes_no_revision(cluster, node: Coordinator) -> None:
+async def test_deleting_an_absent_key_makes_no_revision(cluster, node: Coordinator) -> None:
     before = (await cluster.put(node, "a")).revision
     result = await node.txn(Txn(success=(Delete(cluster.key("no")), Delete(cluster.key("no/"), prefix=True))))
     assert result.succeeded and result.revision == before
 
 
-async def test_a_read_only_transaction_tells_the_revision_it_read_at(cluster, node: Coordinator) -> None:
+async def test_read_only_transaction_has_a_revision(cluster, node: Coordinator) -> None:
     revision = (await cluster.put(node, "a", b"1")).revision
     result = await node.txn(Txn(success=(Get(cluster.key("a")),)))
     assert result.revision == revision and result.reads[0][0].value == b"1"
 
 
-async def test_of_many_who_create_a_key_at_once_one_wins(cluster, node: Coordinator) -> None:
+async def test_one_of_many_creates_a_key(cluster, node: Coordinator) -> None:
     nodes = [await cluster.node() for _ in range(5)]
     results = await asyncio.gather(
         *(
@@ -153,7 +153,7 @@ async def test_of_many_who_create_a_key_at_once_one_wins(cluster, node: Coordina
 
 
 @pytest.mark.parametrize("branch", ["success", "failure"])
-async def test_a_key_written_twice_in_a_branch_is_refused_and_nothing_done(cluster, node: Coordinator, branch) -> None:
+async def test_key_written_twice_is_refused(cluster, node: Coordinator, branch) -> None:
     a = cluster.key("a")
     for ops in (
         (Put(a, b"1"), Put(a, b"2")),
@@ -177,7 +177,7 @@ async def test_deletes_may_overlap(cluster, node: Coordinator) -> None:
     assert result.succeeded and (await node.list(cluster.prefix)).items == ()
 
 
-async def test_what_is_refused_is_neither_unavailable_nor_unknown(cluster, node: Coordinator) -> None:
+async def test_refusal_is_a_coordination_error(cluster, node: Coordinator) -> None:
     many = tuple(Put(cluster.key(str(number)), b"") for number in range(129))
     large = (Put(cluster.key("large"), bytes(2 * 1024 * 1024)),)
     for txn in (Txn(success=many), Txn(success=large), Txn(success=(Put("", b""),))):
@@ -187,13 +187,13 @@ async def test_what_is_refused_is_neither_unavailable_nor_unknown(cluster, node:
     assert (await node.list(cluster.prefix)).items == ()
 
 
-async def test_as_many_operations_as_etcd_allows_are_allowed(cluster, node: Coordinator) -> None:
+async def test_most_operations_of_a_transaction(cluster, node: Coordinator) -> None:
     names = [cluster.key(f"{number:03}") for number in range(128)]
     result = await node.txn(Txn(tuple(Compare(name, 0) for name in names), tuple(Put(name, b"") for name in names)))
     assert result.succeeded and len((await node.list(cluster.prefix)).items) == 128
 
 
-async def test_a_put_on_a_lease_that_is_gone_is_refused_and_nothing_done(cluster, node: Coordinator) -> None:
+async def test_put_on_a_gone_lease_is_refused(cluster, node: Coordinator) -> None:
     lease = await cluster.lease(node)
     await node.revoke(lease.id)
     with pytest.raises(LeaseGone):
@@ -201,7 +201,7 @@ async def test_a_put_on_a_lease_that_is_gone_is_refused_and_nothing_done(cluster
     assert (await node.list(cluster.prefix)).items == ()
 
 
-async def test_a_closed_handle_is_unavailable_and_the_others_are_not(cluster, node: Coordinator) -> None:
+async def test_closed_handle_is_unavailable(cluster, node: Coordinator) -> None:
     other = await cluster.node()
     await node.close()
     for call in (node.get("/x"), node.list("/x"), cluster.put(node, "a"), node.revoke(1)):

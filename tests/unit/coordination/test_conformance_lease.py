@@ -26,7 +26,7 @@ async def lost(lease: Lease, limit_s: float = 30.0) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_lease_has_an_id_and_at_least_two_seconds(cluster, node: Coordinator) -> None:
+async def test_lease_has_two_seconds_at_least(cluster, node: Coordinator) -> None:
     short, long = await cluster.lease(node, 0.5), await cluster.lease(node, 4.2)
     assert short.ttl_s == 2.0 and long.ttl_s == 5.0
     assert short.id != long.id and short.id > 0
@@ -36,7 +36,7 @@ async def test_a_lease_has_an_id_and_at_least_two_seconds(cluster, node: Coordin
         assert not lease.lost()
 
 
-async def test_a_revoke_deletes_the_keys_at_one_revision_and_reaches_watchers(cluster, node: Coordinator) -> None:
+async def test_revoke_deletes_keys_at_one_revision(cluster, node: Coordinator) -> None:
     observer = await cluster.node()
     lease = await cluster.lease(node)
     for name in ("b", "a", "c"):
@@ -52,14 +52,14 @@ async def test_a_revoke_deletes_the_keys_at_one_revision_and_reaches_watchers(cl
     assert [kv.key for kv in (await node.list(cluster.prefix)).items] == [cluster.key("kept")]
 
 
-async def test_a_key_says_which_lease_it_hangs_on(cluster, node: Coordinator) -> None:
+async def test_key_names_its_lease(cluster, node: Coordinator) -> None:
     lease = await cluster.lease(node)
     await cluster.put(node, "a", b"", lease.id)
     kv = await node.get(cluster.key("a"))
     assert kv is not None and kv.lease == lease.id
 
 
-async def test_a_key_put_again_without_the_lease_outlives_it(cluster, node: Coordinator) -> None:
+async def test_key_put_without_a_lease_stays(cluster, node: Coordinator) -> None:
     first, second = await cluster.lease(node), await cluster.lease(node)
     await cluster.put(node, "freed", b"", first.id)
     await cluster.put(node, "moved", b"", first.id)
@@ -77,14 +77,14 @@ async def test_revoking_a_lease_without_keys_makes_no_revision(cluster, node: Co
     assert (await node.list(cluster.prefix)).revision == before
 
 
-async def test_revoking_what_does_not_exist_is_no_error(cluster, node: Coordinator) -> None:
+async def test_revoking_an_unknown_lease(cluster, node: Coordinator) -> None:
     lease = await cluster.lease(node)
     await node.revoke(lease.id)
     await node.revoke(lease.id)
     await node.revoke(0x7FFFFFFF)
 
 
-async def test_a_lease_revoked_by_somebody_else_is_found_lost(cluster, node: Coordinator) -> None:
+async def test_lease_revoked_by_another_node_is_lost(cluster, node: Coordinator) -> None:
     lease = await cluster.lease(node)
     other = await cluster.node()
     await other.revoke(lease.id)
@@ -92,7 +92,7 @@ async def test_a_lease_revoked_by_somebody_else_is_found_lost(cluster, node: Coo
     assert lease.valid_until() <= node.now() + lease.ttl_s
 
 
-async def test_closing_with_revoke_deletes_the_keys_at_once(cluster, node: Coordinator) -> None:
+async def test_closing_with_revoke_deletes_keys(cluster, node: Coordinator) -> None:
     lease = await cluster.lease(node)
     await cluster.put(node, "a", b"", lease.id)
     await lease.close(revoke=True)
@@ -101,7 +101,7 @@ async def test_closing_with_revoke_deletes_the_keys_at_once(cluster, node: Coord
 
 
 @pytest.mark.slow
-async def test_renewal_keeps_a_lease_beyond_its_ttl_without_the_loop_doing_anything(cluster, node: Coordinator) -> None:
+async def test_renewal_keeps_a_lease(cluster, node: Coordinator) -> None:
     lease = await cluster.lease(node, 2.0, stall_limit_s=60.0)
     await cluster.put(node, "a", b"", lease.id)
     loop, last = asyncio.get_running_loop(), lease.valid_until()
@@ -115,7 +115,7 @@ async def test_renewal_keeps_a_lease_beyond_its_ttl_without_the_loop_doing_anyth
 
 
 @pytest.mark.slow
-async def test_a_lease_closed_without_revoke_expires_and_its_keys_go_with_it(cluster, node: Coordinator) -> None:
+async def test_closed_lease_expires_with_its_keys(cluster, node: Coordinator) -> None:
     observer = await cluster.node()
     lease = await cluster.lease(node)
     start = (await cluster.put(node, "a", b"", lease.id)).revision + 1
@@ -128,7 +128,7 @@ async def test_a_lease_closed_without_revoke_expires_and_its_keys_go_with_it(clu
 
 
 @pytest.mark.slow
-async def test_a_loop_that_does_not_tick_loses_the_lease(cluster, node: Coordinator) -> None:
+async def test_stuck_loop_loses_the_lease(cluster, node: Coordinator) -> None:
     observer = await cluster.node()
     lease = await cluster.lease(node, 2.0, stall_limit_s=0.5)
     start = (await cluster.put(node, "a", b"", lease.id)).revision + 1
@@ -138,7 +138,7 @@ async def test_a_loop_that_does_not_tick_loses_the_lease(cluster, node: Coordina
 
 
 @pytest.mark.slow
-async def test_a_tick_after_a_stall_resumes_the_renewal(cluster, node: Coordinator) -> None:
+async def test_tick_resumes_the_renewal(cluster, node: Coordinator) -> None:
     lease = await cluster.lease(node, 4.0, stall_limit_s=0.3)
     await cluster.put(node, "a", b"", lease.id)
     await asyncio.sleep(2.0)
@@ -152,9 +152,7 @@ async def test_a_tick_after_a_stall_resumes_the_renewal(cluster, node: Coordinat
 
 
 @pytest.mark.slow
-async def test_anybody_is_told_what_a_lease_has_left_in_whole_seconds_and_that_it_is_gone(
-    cluster, node: Coordinator
-) -> None:
+async def test_seconds_left_of_any_lease(cluster, node: Coordinator) -> None:
     observer = await cluster.node()
     renewed, lease = await cluster.lease(node, 3.0), await cluster.lease(node, 3.0)
     await cluster.put(node, "a", b"", lease.id)

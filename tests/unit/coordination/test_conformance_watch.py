@@ -35,7 +35,7 @@ def events(batches: list[WatchBatch]) -> list[KeyEvent]:
     return [event for batch in batches for event in batch.events]
 
 
-async def test_a_watch_from_the_past_tells_everything_since(cluster, node: Coordinator) -> None:
+async def test_watch_from_the_past(cluster, node: Coordinator) -> None:
     revisions = [(await cluster.put(node, "a", bytes([number]))).revision for number in range(10)]
     told = events(await collect(node, cluster.prefix, revisions[3], until(revisions[-1])))
     assert told == [
@@ -44,7 +44,7 @@ async def test_a_watch_from_the_past_tells_everything_since(cluster, node: Coord
     ]
 
 
-async def test_a_watch_tells_what_comes_in_order_and_once(cluster, node: Coordinator) -> None:
+async def test_watch_delivers_in_order_once(cluster, node: Coordinator) -> None:
     other = await cluster.node()
     start = (await node.list(cluster.prefix)).revision + 1
     watching = asyncio.create_task(collect(node, cluster.prefix, start, lambda b: len(events(b)) == 30))
@@ -62,9 +62,7 @@ async def test_a_watch_may_start_in_the_future(cluster, node: Coordinator) -> No
     assert [event.kv.mod_revision for event in events(await watching)] == [now + 3]
 
 
-async def test_events_of_one_revision_come_in_one_batch_in_the_order_of_the_operations(
-    cluster, node: Coordinator
-) -> None:
+async def test_one_revision_is_one_batch(cluster, node: Coordinator) -> None:
     await cluster.put(node, "old/2")
     start = (await cluster.put(node, "old/1")).revision + 1
     result = await node.txn(
@@ -86,14 +84,14 @@ async def test_events_of_one_revision_come_in_one_batch_in_the_order_of_the_oper
     ]
 
 
-async def test_a_delete_event_has_no_value_and_the_revision_of_the_delete(cluster, node: Coordinator) -> None:
+async def test_delete_event_has_no_value(cluster, node: Coordinator) -> None:
     start = (await cluster.put(node, "a", b"value")).revision + 1
     revision = (await node.txn(Txn(success=(Delete(cluster.key("a")),)))).revision
     told = events(await collect(node, cluster.prefix, start, until(revision)))
     assert told == [KeyEvent("delete", KeyValue(cluster.key("a"), b"", 0, revision))]
 
 
-async def test_a_watch_tells_nothing_of_other_prefixes(cluster, node: Coordinator) -> None:
+async def test_watch_ignores_other_prefixes(cluster, node: Coordinator) -> None:
     start = (await cluster.put(node, "b/1")).revision
     for name in ("a", "b", "bb", "c", "b/2"):
         last = (await cluster.put(node, name)).revision
@@ -101,7 +99,7 @@ async def test_a_watch_tells_nothing_of_other_prefixes(cluster, node: Coordinato
     assert [event.kv.key for event in told] == [cluster.key("b/1"), cluster.key("b/2")]
 
 
-async def test_two_watches_of_a_node_are_told_the_same(cluster, node: Coordinator) -> None:
+async def test_two_watches_of_a_node(cluster, node: Coordinator) -> None:
     start = (await node.list(cluster.prefix)).revision + 1
     async with asyncio.TaskGroup() as group:
         watches = [
@@ -113,7 +111,7 @@ async def test_two_watches_of_a_node_are_told_the_same(cluster, node: Coordinato
     assert first == second and len(first) == 5
 
 
-async def test_a_watch_of_compacted_history_says_so(cluster, node: Coordinator) -> None:
+async def test_watch_of_compacted_history(cluster, node: Coordinator) -> None:
     first = (await cluster.put(node, "a", b"1")).revision
     last = first
     for _ in range(5):
@@ -127,7 +125,7 @@ async def test_a_watch_of_compacted_history_says_so(cluster, node: Coordinator) 
     assert kv is not None and kv.create_revision == first
 
 
-async def test_a_watch_that_is_up_to_date_does_not_mind_compaction(cluster, node: Coordinator) -> None:
+async def test_compaction_behind_a_watch(cluster, node: Coordinator) -> None:
     other = await cluster.node()
     start = (await cluster.put(node, "a")).revision
     async with asyncio.timeout(30), aclosing(node.watch(cluster.prefix, start)) as watch:
@@ -157,7 +155,7 @@ async def test_cancelling_a_watch_leaves_the_handle_usable(cluster, node: Coordi
     assert await node.get(cluster.key("a")) is not None
 
 
-async def test_closing_the_handle_ends_its_watches_with_a_reason(cluster, node: Coordinator) -> None:
+async def test_closed_handle_ends_its_watches(cluster, node: Coordinator) -> None:
     start = (await cluster.put(node, "a")).revision
     told = asyncio.Event()
 
@@ -174,7 +172,7 @@ async def test_closing_the_handle_ends_its_watches_with_a_reason(cluster, node: 
             await following
 
 
-async def test_a_slow_reader_gets_everything(cluster, node: Coordinator) -> None:
+async def test_slow_reader_gets_all_events(cluster, node: Coordinator) -> None:
     start = (await node.list(cluster.prefix)).revision + 1
     async with asyncio.timeout(60), aclosing(node.watch(cluster.prefix, start)) as watch:
         await cluster.put(node, "a")
@@ -188,7 +186,7 @@ async def test_a_slow_reader_gets_everything(cluster, node: Coordinator) -> None
     assert [event.kv.mod_revision for event in events(batches)] == list(range(start, last + 1))
 
 
-async def test_much_history_arrives_whole_although_etcd_tells_it_in_parts(cluster, node: Coordinator) -> None:
+async def test_long_history_arrives_whole(cluster, node: Coordinator) -> None:
     start = (await node.list(cluster.prefix)).revision + 1
     async with asyncio.TaskGroup() as group:
         for number in range(2500):

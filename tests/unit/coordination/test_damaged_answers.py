@@ -71,7 +71,7 @@ async def etcd() -> AsyncIterator[tuple[Damaging, EtcdCoordinator]]:
         await server.stop(None)
 
 
-async def test_a_read_is_asked_for_again(etcd: tuple[Damaging, EtcdCoordinator]) -> None:
+async def test_damaged_read_is_retried(etcd: tuple[Damaging, EtcdCoordinator]) -> None:
     handler, coordinator = etcd
     handler.plans["Range"] = iter("110")
     found = await coordinator.get("/a")
@@ -79,14 +79,14 @@ async def test_a_read_is_asked_for_again(etcd: tuple[Damaging, EtcdCoordinator])
     assert handler.calls.count("Range") == 3
 
 
-async def test_what_becomes_of_a_write_is_not_known(etcd: tuple[Damaging, EtcdCoordinator]) -> None:
+async def test_damaged_answer_of_a_write_is_unknown(etcd: tuple[Damaging, EtcdCoordinator]) -> None:
     handler, coordinator = etcd
     handler.plans["Txn"] = iter("1")
     with pytest.raises(OutcomeUnknown, match="its answer cannot be read"):
         await coordinator.txn(Txn(success=(Put("/a", b"w"),)))
 
 
-async def test_a_watch_begins_again_where_it_was(etcd: tuple[Damaging, EtcdCoordinator]) -> None:
+async def test_damaged_watch_goes_on(etcd: tuple[Damaging, EtcdCoordinator]) -> None:
     """It ended with an AttributeError, and its node with it."""
     handler, coordinator = etcd
     handler.plans["Watch"] = iter("10")

@@ -43,19 +43,19 @@ Code = grpc.StatusCode
         ("unix:/run/etcd.sock", "unix:/run/etcd.sock", False),
     ],
 )
-def test_endpoints_are_read_as_users_write_them(text: str, target: str, tls: bool) -> None:
+def test_endpoints_of_users(text: str, target: str, tls: bool) -> None:
     assert Endpoint.parse(text, tls_default=False) == Endpoint(target, tls)
 
 
 @pytest.mark.parametrize(
     "text", ["ftp://host:1", "http://host:1/path", "http://", "127.0.0.1:99999", "https://[::1]:65536"]
 )
-def test_what_is_no_endpoint_is_refused_by_name(text: str) -> None:
+def test_bad_endpoint_is_refused(text: str) -> None:
     with pytest.raises(CoordinationError, match="is not an etcd endpoint"):
         Endpoint.parse(text, tls_default=False)
 
 
-def test_several_endpoints_and_a_given_authority_mean_tls() -> None:
+def test_authority_means_tls() -> None:
     options = EtcdOptions.make("a:1, b:2,http://c:3", ca="/ca.pem")
     assert options.endpoints == (Endpoint("a:1", True), Endpoint("b:2", True), Endpoint("c:3", False))
 
@@ -73,7 +73,7 @@ def test_half_given_options_are_refused(arguments, message: str) -> None:
         EtcdOptions.make(**arguments)
 
 
-def test_a_tls_file_that_cannot_be_read_is_named() -> None:
+def test_unreadable_tls_file_is_named() -> None:
     options = EtcdOptions.make("a:1", ca="/no/such/ca.pem")
     with pytest.raises(CoordinationError, match=r"/no/such/ca\.pem"):
         options.channel_credentials()
@@ -86,7 +86,7 @@ def test_a_lease_is_renewed_five_times_in_its_ttl() -> None:
     assert rounds.due(14.5) and rounds.next_at == 15.5, "from when it was sent: what was missed is not made up for"
 
 
-def test_a_lease_whose_stream_breaks_is_renewed_at_the_next_endpoint_within_a_quarter_of_the_interval() -> None:
+def test_broken_stream_moves_to_the_next_endpoint() -> None:
     rounds = Rounds(5.0, endpoints=3, endpoint=1, now=10.0)
     rounds.broke(10.1)
     assert rounds.endpoint == 2 and rounds.next_at == 10.35
@@ -95,7 +95,7 @@ def test_a_lease_whose_stream_breaks_is_renewed_at_the_next_endpoint_within_a_qu
     assert rounds.due(10.35) and rounds.next_at == 11.35
 
 
-def test_a_lease_that_waited_for_a_login_is_renewed_at_once_and_after_one_that_failed_elsewhere() -> None:
+def test_renewal_after_a_login() -> None:
     rounds = Rounds(5.0, endpoints=2, endpoint=0, now=10.0)
     rounds.entered(10.5, failed=False)
     assert rounds.endpoint == 0 and rounds.due(10.5)
@@ -103,7 +103,7 @@ def test_a_lease_that_waited_for_a_login_is_renewed_at_once_and_after_one_that_f
     assert rounds.endpoint == 1 and not rounds.due(10.8) and rounds.due(10.85)
 
 
-def test_a_lease_at_one_endpoint_stays_there() -> None:
+def test_single_endpoint_is_kept() -> None:
     rounds = Rounds(5.0, endpoints=1, endpoint=0, now=10.0)
     rounds.broke(10.0)
     rounds.entered(10.0, failed=True)
@@ -115,9 +115,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == EtcdLease.__module__]
 
 
-async def test_a_lease_waits_for_a_tls_file_that_is_being_replaced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_lease_waits_for_a_missing_tls_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = EtcdOptions.make("127.0.0.1:1", ca=tmp_path / "made" / "ca.pem")
     lease = lease_of(options, Login(options))
     lease.start()
@@ -136,9 +134,7 @@ async def test_a_lease_waits_for_a_tls_file_that_is_being_replaced(
         await lease.close(revoke=False)
 
 
-async def test_an_etcd_that_is_away_for_long_is_told_of_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_log_names_a_dead_etcd_rarely(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Each try was a line in the logs of all nodes: 300 MB of each over a weekend."""
     options, tries, opened = EtcdOptions.make("127.0.0.1:1"), 0, EtcdOptions.sync_channel
 
@@ -179,7 +175,7 @@ class Answering:
         self.closed = True
 
 
-async def test_a_lease_outlives_a_want_of_threads_and_files_and_says_why(
+async def test_lease_survives_lack_of_threads_and_files(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The thread that renews it ended for good."""
@@ -221,35 +217,6 @@ async def test_a_lease_outlives_a_want_of_threads_and_files_and_says_why(
     finally:
         await lease.close(revoke=False)
     assert good.closed
-
-
-async def test_validity_counts_from_the_sending_of_a_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """etcd counts from a renewal's arrival: a lease that counts from a slow answer outlives its keys."""
-    arrived: list[float] = []
-
-    class SlowAnswers(Answering):
-        def stream_stream(self, *_: object) -> Callable[..., Iterator[v3.LeaseKeepAliveResponse]]:
-            def call(requests: Iterator[v3.LeaseKeepAliveRequest], **_: object) -> Iterator[v3.LeaseKeepAliveResponse]:
-                for request in requests:
-                    arrived.append(time.monotonic())
-                    time.sleep(0.1)
-                    yield v3.LeaseKeepAliveResponse(id=request.id, ttl=60)
-
-            return call
-
-    monkeypatch.setattr(EtcdOptions, "sync_channel", lambda *_: SlowAnswers())
-    options = EtcdOptions.make("127.0.0.1:1")
-    lease = lease_of(options, Login(options), ttl_s=1.0)
-    lease.start()
-    try:
-        for answers in range(1, 4):
-            before = lease.valid_until()
-            async with asyncio.timeout(30):
-                while lease.valid_until() == before:  # noqa: ASYNC110 - a thread of its own renews it
-                    await asyncio.sleep(0.001)
-            assert lease.valid_until() <= arrived[-1] + 60, f"answer {answers}"
-    finally:
-        await lease.close(revoke=False)
 
 
 class FarAway(Answering):
@@ -294,7 +261,7 @@ async def test_lease_behind_a_slow_link_waits_longer_for_each_connection(monkeyp
     assert 1 < len(made) <= 4
 
 
-async def test_a_lease_that_no_thread_can_renew_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lease_without_a_thread_is_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended the node with a RuntimeError, and whoever closed the client waited for its thread."""
 
     def start(_: threading.Thread) -> None:
@@ -316,7 +283,7 @@ async def test_a_lease_that_no_thread_can_renew_is_given_back(monkeypatch: pytes
         await node.close()
 
 
-def test_a_tls_file_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path) -> None:
+def test_unusable_tls_file_is_named(tmp_path: Path) -> None:
     """gRPC said that nothing answered at etcd's address."""
     ours, other = tmp_path / "ours", tmp_path / "other"
     for folder in (ours, other):
@@ -334,11 +301,11 @@ def test_a_tls_file_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path)
         assert said in str(caught.value)
 
 
-def test_a_password_is_never_shown() -> None:
+def test_repr_hides_the_password() -> None:
     assert "secret" not in repr(EtcdOptions.make("a:1", username="root", password="secret"))
 
 
-def test_a_password_that_was_changed_is_read_anew(tmp_path: Path) -> None:
+def test_password_file_is_read_anew(tmp_path: Path) -> None:
     file = tmp_path / "word"
     options = EtcdOptions.make("a:1", username="worker", password="word", password_file=file)
     assert options.login().password == "word", "there is none at this moment"
@@ -348,7 +315,7 @@ def test_a_password_that_was_changed_is_read_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "/", "/a/", "/a/é", "\x7f", "/\U0010ffff"])
-def test_a_prefix_covers_what_starts_with_it(prefix: str) -> None:
+def test_range_of_a_prefix(prefix: str) -> None:
     start, end = range_of(prefix, prefix=True)
     for key in (prefix, prefix + "\0", prefix + "zz", prefix + "\U0010ffff"):
         raw = key.encode()
@@ -358,7 +325,7 @@ def test_a_prefix_covers_what_starts_with_it(prefix: str) -> None:
         assert not start <= prefix.encode()[:-1] < end
 
 
-def test_a_key_that_is_no_text_is_read_and_deleted_like_any_other() -> None:
+def test_key_that_is_no_utf_8() -> None:
     """Whatever somebody put under a job's keys, UnicodeDecodeError ended all that read them."""
     raw = b"/taskgraph/demo/events/\xff\xfe"
     found = key_value(v3.KeyValue(key=raw, value=b"x", create_revision=2, mod_revision=2))
@@ -388,11 +355,11 @@ def test_a_key_that_is_no_text_is_read_and_deleted_like_any_other() -> None:
         (Code.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded", Verdict.UNKNOWN),
     ],
 )
-def test_a_failure_counts_as_not_executed_only_where_that_is_certain(code, details: str, verdict) -> None:
+def test_verdict_on_a_failed_call(code, details: str, verdict) -> None:
     assert judge(code, details) is verdict
 
 
-def test_a_refusal_says_what_was_refused_and_why() -> None:
+def test_refusals_have_kinds() -> None:
     error = refusal("transaction on /a", Code.PERMISSION_DENIED, "etcdserver: permission denied")
     assert str(error) == "etcd refused transaction on /a: etcdserver: permission denied"
     gone = refusal("transaction on /a", Code.NOT_FOUND, "etcdserver: requested lease not found")
@@ -411,7 +378,7 @@ def test_a_refusal_says_what_was_refused_and_why() -> None:
         assert isinstance(refusal("transaction on /a", code, said), AccessRefused)
 
 
-async def test_the_cluster_is_the_first_that_answers_and_another_one_where_nobody_is_left_of_it() -> None:
+async def test_first_answer_decides_the_cluster() -> None:
     connection = Connection(EtcdOptions.make("a:1,b:1"))
     a, b = connection.options.endpoints
 
@@ -430,7 +397,7 @@ async def test_the_cluster_is_the_first_that_answers_and_another_one_where_nobod
     await connection.close()
 
 
-async def test_of_calls_that_fail_at_one_endpoint_the_first_alone_leaves_it() -> None:
+async def test_failed_endpoint_is_left_once() -> None:
     connection = Connection(EtcdOptions.make("a:1,b:1"))
     a, b = connection.options.endpoints
     for failed, then in ((a, b), (a, b), (b, a), (b, a)):
@@ -439,7 +406,7 @@ async def test_of_calls_that_fail_at_one_endpoint_the_first_alone_leaves_it() ->
     await connection.close()
 
 
-def test_the_numbers_that_a_program_draws_are_not_others_after_a_pause() -> None:
+def test_pauses_draw_no_seeded_numbers() -> None:
     before = random.getstate()
     pause_s(1)
     assert random.getstate() == before
@@ -450,7 +417,7 @@ def test_pauses_grow_and_are_bounded() -> None:
     assert pause_s(1) <= 0.05 and pause_s(50) >= 0.5
 
 
-def test_only_a_transaction_without_writes_in_either_branch_is_a_read() -> None:
+def test_read_only_transactions() -> None:
     assert not writes(Txn(success=(Get("a"),), failure=(Get("b"),)))
     assert writes(Txn(success=(Get("a"),), failure=(Put("b", b""),)))
     assert writes(Txn(success=(Delete("a"),)))
@@ -466,9 +433,7 @@ def test_only_a_transaction_without_writes_in_either_branch_is_a_read() -> None:
     ],
     ids=["format", "interpreter", "silent", "another"],
 )
-async def test_an_etcd_that_cannot_be_run_is_named_with_why_and_a_way_on(
-    binary: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unusable_etcd_binary(binary: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "_START_S", 0.3)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     path = tmp_path / "etcd"

@@ -45,7 +45,7 @@ async def test_late_keep_alive_answer_extends_from_sending(monkeypatch: pytest.M
     channel = LateAnswers()
     monkeypatch.setattr(EtcdOptions, "sync_channel", lambda *_: channel)
     options = EtcdOptions.make("127.0.0.1:1")
-    lease = lease_of(options, Login(options))
+    lease = lease_of(options, Login(options), ttl_s=1.0)
     granted_until = lease.valid_until()
     lease.start()
     try:

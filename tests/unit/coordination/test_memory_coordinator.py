@@ -46,7 +46,7 @@ def put(key: str, lease: int = 0) -> Txn:
     return Txn(success=(Put(key, b"", lease),))
 
 
-def test_a_crashed_node_loses_its_keys_after_its_ttl_and_the_others_are_told() -> None:
+def test_crashed_node_loses_its_keys() -> None:
     async def main() -> None:
         store = MemoryStore()
         node, observer = MemoryCoordinator(store), MemoryCoordinator(store)
@@ -65,7 +65,7 @@ def test_a_crashed_node_loses_its_keys_after_its_ttl_and_the_others_are_told() -
     run_in_virtual_time(main())
 
 
-def test_every_call_of_a_crashed_node_is_unavailable_also_those_under_way() -> None:
+def test_calls_of_a_crashed_node_fail() -> None:
     async def main() -> None:
         store = MemoryStore()
         node, other = MemoryCoordinator(store), MemoryCoordinator(store)
@@ -84,7 +84,7 @@ def test_every_call_of_a_crashed_node_is_unavailable_also_those_under_way() -> N
     run_in_virtual_time(main())
 
 
-def test_a_loop_blocked_for_longer_than_the_ttl_keeps_the_lease_within_the_stall_limit() -> None:
+def test_blocked_loop_keeps_the_lease() -> None:
     async def main() -> None:
         store = MemoryStore()
         node = MemoryCoordinator(store)
@@ -101,7 +101,7 @@ def test_a_loop_blocked_for_longer_than_the_ttl_keeps_the_lease_within_the_stall
     run_in_virtual_time(main())
 
 
-def test_lagging_watches_keep_the_order_and_lose_nothing() -> None:
+def test_lagging_watches_keep_order() -> None:
     async def main() -> None:
         store = MemoryStore()
         writer = MemoryCoordinator(store)
@@ -130,7 +130,7 @@ def test_lagging_watches_keep_the_order_and_lose_nothing() -> None:
     run_in_virtual_time(main())
 
 
-def test_the_same_seed_gives_the_same_lags() -> None:
+def test_seed_decides_the_lags() -> None:
     async def arrivals(seed: int, into: list[float]) -> None:
         store = MemoryStore()
         writer, reader = MemoryCoordinator(store), MemoryCoordinator(store, rng=random.Random(seed))

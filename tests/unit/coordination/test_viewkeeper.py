@@ -53,7 +53,7 @@ async def job(cluster, node: Coordinator) -> AsyncIterator[Job]:
         await watching
 
 
-async def test_a_commit_wakes_who_looks_at_the_epoch_and_nobody_else(job: Job) -> None:
+async def test_commit_wakes_waiters_for_the_epoch(job: Job) -> None:
     asked: list[int] = []
 
     def of_the_structure(view: JobView) -> bool:
@@ -74,7 +74,7 @@ async def test_a_commit_wakes_who_looks_at_the_epoch_and_nobody_else(job: Job) -
     assert (job.changes - changes, job.structures - structures) == (3, 1)
 
 
-async def test_what_changes_beside_the_epoch_in_one_transaction_wakes_all(job: Job) -> None:
+async def test_change_beside_a_commit_wakes_all(job: Job) -> None:
     waiting = job.keeper.when(lambda view: 0 in view.primaries, structure=True)
     structures = job.structures
     keys = job.keeper.view.keys
@@ -86,7 +86,7 @@ async def test_what_changes_beside_the_epoch_in_one_transaction_wakes_all(job: J
     assert job.structures == structures + 1
 
 
-async def test_a_listing_and_a_nudge_wake_all(job: Job) -> None:
+async def test_listing_and_nudge_wake_all(job: Job) -> None:
     beside = False
     waiting = job.keeper.when(lambda _: beside, structure=True)
     await job.keeper.load()
@@ -105,9 +105,7 @@ async def test_a_listing_and_a_nudge_wake_all(job: Job) -> None:
     assert (job.changes, job.structures) == (5, 4), "each nudge is told, not the first one alone"
 
 
-async def test_who_need_not_hear_of_commits_lists_again_when_something_else_changed(
-    cluster, node: Coordinator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_run_by_prefixes_ignores_commits(cluster, node: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = 0
     listing = node.list
 
@@ -164,7 +162,7 @@ class Slow(MemoryCoordinator):
         return await super().list(prefix)
 
 
-async def test_a_listing_that_takes_long_is_named_as_what_is_waited_for() -> None:
+async def test_slow_listing_is_named() -> None:
     etcd = Slow()
     keeper = ViewKeeper(etcd, "fit", refresh_s=1.0)
     loading = asyncio.ensure_future(keeper.load())
@@ -199,7 +197,7 @@ class Anew(MemoryCoordinator):
 
 
 @pytest.mark.parametrize("by", [False, True], ids=["all", "by prefixes"])
-async def test_what_a_watch_that_was_broken_does_not_tell_is_listed(by: bool) -> None:
+async def test_reopened_watch_lists_again(by: bool) -> None:
     """Whoever watched an etcd without its data, which had as many revisions again, waited for ever."""
     etcd = Anew()
     keeper = ViewKeeper(etcd, "fit", refresh_s=1.0)
@@ -216,7 +214,7 @@ async def test_what_a_watch_that_was_broken_does_not_tell_is_listed(by: bool) ->
         await watching
 
 
-async def test_an_etcd_from_an_older_backup_has_lost_what_it_had_told() -> None:
+async def test_older_backup_is_noticed() -> None:
     etcd = Anew()
     keeper = ViewKeeper(etcd, "fit", refresh_s=1.0)
     keys = keeper.view.keys
@@ -238,7 +236,7 @@ async def test_an_etcd_from_an_older_backup_has_lost_what_it_had_told() -> None:
         await keeper.refresh()
 
 
-async def test_who_gave_up_waiting_is_not_asked_again_and_a_listener_stops(job: Job) -> None:
+async def test_cancelled_waiter_is_not_called(job: Job) -> None:
     asked = 0
 
     def never(_: JobView) -> bool:
@@ -258,9 +256,7 @@ async def test_who_gave_up_waiting_is_not_asked_again_and_a_listener_stops(job: 
     assert asked == 0
 
 
-async def test_a_re_read_shows_what_was_written_before_it_was_asked_for(
-    cluster, node: Coordinator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_re_read_is_linearizable(cluster, node: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where another one, that began before, is under way; those who wait for it share the next."""
     keeper = ViewKeeper(node, cluster.prefix.strip("/").replace("/", "-"), refresh_s=1.0)
     keys, gate, listing = keeper.view.keys, asyncio.Event(), node.list
@@ -288,9 +284,7 @@ async def test_a_re_read_shows_what_was_written_before_it_was_asked_for(
     assert listed == 2
 
 
-async def test_whoever_waits_for_a_re_read_that_is_cancelled_reads_itself(
-    cluster, node: Coordinator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelled_re_read_is_not_shared(cluster, node: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     """It returned as if that had been one, and its view was as old as before."""
     keeper = ViewKeeper(node, cluster.prefix.strip("/").replace("/", "-"), refresh_s=1.0)
     listing, begun, gates = node.list, [asyncio.Event(), asyncio.Event()], [asyncio.Event(), asyncio.Event()]
@@ -319,7 +313,7 @@ async def test_whoever_waits_for_a_re_read_that_is_cancelled_reads_itself(
     assert keeper.view.stamp is not None and keeper.view.stamp.epoch == 2
 
 
-async def test_changes_that_come_while_all_are_told_of_the_last_one_are_told_together(
+async def test_changes_during_a_notification_are_gathered(
     job: Job, node: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     took_s, now = 3600.0, node.now()
@@ -341,9 +335,7 @@ async def test_changes_that_come_while_all_are_told_of_the_last_one_are_told_tog
     assert job.changes - changes <= 10
 
 
-async def test_a_commit_waits_for_nothing_and_brings_what_was_not_told_yet(
-    job: Job, node: Coordinator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_commit_notifies_at_once(job: Job, node: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     now = node.now()
 
     def look() -> None:
@@ -368,7 +360,7 @@ async def test_a_commit_waits_for_nothing_and_brings_what_was_not_told_yet(
     assert job.structures == structures + 1
 
 
-async def test_events_wake_nobody_who_looks_at_the_structure_nor_hurry_what_is_told_soon(
+async def test_events_do_not_wake_structure_waiters(
     job: Job, node: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failover of hundreds of tasks is told in as many events, when nodes are busy with it."""
@@ -398,9 +390,7 @@ async def test_events_wake_nobody_who_looks_at_the_structure_nor_hurry_what_is_t
 
 
 @pytest.mark.parametrize("how", ["nudged", "in time", "at once"])
-async def test_what_somebody_raises_who_is_told_of_a_change_ends_the_watch(
-    monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+async def test_error_of_a_listener_ends_the_watch(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Where it was told a moment later, the event loop logged it, and who was to be told after that waited for ever."""
     keeper = ViewKeeper(node := MemoryCoordinator(MemoryStore()), "fit", refresh_s=1.0)
     await keeper.load()
@@ -426,23 +416,6 @@ async def test_what_somebody_raises_who_is_told_of_a_change_ends_the_watch(
         with pytest.raises(AssertionError, match="a mistake"):
             await watching
     waiting.cancel()
-    await node.close()
-
-
-async def test_a_watch_that_is_cancelled_as_somebody_raises_was_cancelled() -> None:
-    keeper = ViewKeeper(node := MemoryCoordinator(MemoryStore()), "fit", refresh_s=1.0)
-    await keeper.load()
-    watching = asyncio.create_task(keeper.run())
-    await asyncio.sleep(0)
-    watching.cancel()
-
-    def breaks() -> None:
-        raise AssertionError("a mistake")
-
-    keeper.on_change(breaks)
-    keeper._notify_by_itself()
-    with pytest.raises(asyncio.CancelledError):
-        await watching
     await node.close()
 
 

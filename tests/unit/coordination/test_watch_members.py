@@ -61,7 +61,7 @@ async def served(member: Member) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-async def test_a_watch_that_is_opened_again_tells_nothing_of_another_cluster(caplog: pytest.LogCaptureFixture) -> None:
+async def test_reopened_watch_ignores_another_cluster(caplog: pytest.LogCaptureFixture) -> None:
     ours, other = Member(1, 5), Member(2, 3, 8, 9)
     async with (
         served(ours) as here,

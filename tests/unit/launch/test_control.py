@@ -103,12 +103,12 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
         yield found
 
 
-async def test_status_arrives_as_it_was_told(service: Service) -> None:
+async def test_status_travels(service: Service) -> None:
     async with service.client() as client:
         assert await client.status() == STATUS
 
 
-async def test_the_socket_is_its_owners_and_goes_with_the_service(tmp_path: Path) -> None:
+async def test_socket_is_its_owners(tmp_path: Path) -> None:
     async with serving(tmp_path / "c") as service:
         assert stat.S_IMODE((tmp_path / "c").stat().st_mode) == 0o600
         assert service.control == f"unix:{host_key()}:{tmp_path / 'c'}"
@@ -116,9 +116,7 @@ async def test_the_socket_is_its_owners_and_goes_with_the_service(tmp_path: Path
 
 
 @pytest.mark.parametrize(("tcp", "answered", "hint"), [(True, False, True), (True, True, False), (False, False, False)])
-async def test_only_of_who_never_answered_from_afar_it_is_said_that_it_may_speak_tls(
-    tmp_path: Path, tcp: bool, answered: bool, hint: bool
-) -> None:
+async def test_hint_at_tls(tmp_path: Path, tcp: bool, answered: bool, hint: bool) -> None:
     """It was said of every node that was killed while somebody looked, on a unix socket too."""
     calls = 0
 
@@ -138,7 +136,7 @@ async def test_only_of_who_never_answered_from_afar_it_is_said_that_it_may_speak
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-async def test_over_tcp(host: str) -> None:
+async def test_status_over_tcp(host: str) -> None:
     try:
         async with serving(tcp_host=host) as service, service.client() as client:
             assert service.control.startswith("tcp:")
@@ -147,7 +145,7 @@ async def test_over_tcp(host: str) -> None:
         assert host == "::1", "only IPv6 may be missing here"
 
 
-async def test_an_address_that_cannot_be_listened_on_is_said(tmp_path: Path) -> None:
+async def test_unusable_address_is_named(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match="cannot listen on"):
         await ControlServer(EventLog("n1"), TOKEN).start(unix_path=tmp_path / "no" / "folder")
     with pytest.raises(TransportError, match=r"cannot listen on 192\.0\.2\.9 port .any.: .*Cannot assign"):
@@ -155,7 +153,7 @@ async def test_an_address_that_cannot_be_listened_on_is_said(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("token", [b"", bytes(32), TOKEN[:-1], TOKEN + b"\0"])
-async def test_without_the_jobs_token_nothing_is_told(service: Service, token: bytes) -> None:
+async def test_wrong_token_is_refused(service: Service, token: bytes) -> None:
     async with service.client(token) as client:
         for call in (client.status(), client.kill(signal.SIGTERM), client.drain("why"), client.results()):
             with pytest.raises(TaskGraphError, match="token is missing or wrong") as raised:
@@ -167,7 +165,7 @@ async def test_without_the_jobs_token_nothing_is_told(service: Service, token: b
     assert service.node.drains == []
 
 
-async def test_a_node_that_is_starting_says_so(tmp_path: Path) -> None:
+async def test_starting_node_says_so(tmp_path: Path) -> None:
     async with serving(tmp_path / "c", attach=False) as service, service.client() as client:
         with pytest.raises(PeerLost, match="the node is starting"):
             await client.status()
@@ -193,9 +191,7 @@ async def test_kill_sends_the_signal_after_the_reply(service: Service) -> None:
         loop.remove_signal_handler(signal.SIGUSR1)
 
 
-async def test_the_first_process_of_a_container_ends_itself_and_says_what_does_not_reach_it(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_signals_to_the_first_process_of_a_container(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel drops what is sent from within: it was said to be sent, and nothing happened."""
     ended = asyncio.Queue[int]()
     monkeypatch.setattr(host, "first", lambda: True)
@@ -211,13 +207,13 @@ async def test_the_first_process_of_a_container_ends_itself_and_says_what_does_n
             assert await ended.get() == how
 
 
-async def test_a_signal_that_is_none_is_refused(service: Service) -> None:
+async def test_unknown_signal_is_refused(service: Service) -> None:
     async with service.client() as client:
         with pytest.raises(TaskGraphError, match="400 is not a valid Signals"):
             await client.kill(400)
 
 
-async def test_a_node_that_is_not_there_any_more_is_gone(tmp_path: Path) -> None:
+async def test_dead_node_is_gone(tmp_path: Path) -> None:
     async with serving(tmp_path / "c") as service:
         client = service.client()
     async with client:
@@ -256,7 +252,7 @@ class Breaking(grpc.GenericRpcHandler):
     ],
     ids=["answered", "the order was lost", "it ended", "it lives on", "who knows"],
 )
-async def test_a_connection_that_breaks_is_not_taken_for_the_end_of_who_was_killed(
+async def test_broken_connection_is_no_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: list[str], clocks: list[str], lost: str | None
 ) -> None:
     """It was: `sent SIGKILL`, and the node lived."""
@@ -274,7 +270,7 @@ async def test_a_connection_that_breaks_is_not_taken_for_the_end_of_who_was_kill
     assert [node.asked.count("Kill"), node.asked.count("Clock")] == [len(kills), len(clocks)]
 
 
-async def test_a_drain_that_is_not_answered_may_have_been_heard(tmp_path: Path) -> None:
+async def test_unanswered_drain_is_unknown(tmp_path: Path) -> None:
     """A node with hundreds of tasks did not answer within two seconds, and drained: it was told as if it did not."""
     heard = asyncio.Event()
 
@@ -297,7 +293,7 @@ async def test_a_drain_that_is_not_answered_may_have_been_heard(tmp_path: Path) 
     assert heard.is_set()
 
 
-async def test_who_listens_and_says_nothing_gave_no_answer_in_time(tmp_path: Path) -> None:
+async def test_silent_node_gives_no_answer(tmp_path: Path) -> None:
     """It was told in gRPC's words: DEADLINE_EXCEEDED."""
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind(f"{tmp_path}/c")
@@ -308,7 +304,7 @@ async def test_who_listens_and_says_nothing_gave_no_answer_in_time(tmp_path: Pat
     assert caught.value.within_s == 0.1
 
 
-async def test_values_of_any_size_and_any_number_of_reports_arrive_whole(service: Service) -> None:
+async def test_large_results_arrive_whole(service: Service) -> None:
     big = {"rows": np.arange(700_000, dtype="f8"), "empty": np.zeros((0, 3)), "bytes": b"x" * 3_000_001, "text": "ok"}
     rows = tuple(ReportRow(e, t, {"loss": e / 3, f"of task {t}": 1.0}) for e in range(12_000) for t in range(3))
     log = (b"packed", b"y" * 5_000_001, b"", b"reports")
@@ -341,7 +337,7 @@ async def test_values_of_any_size_and_any_number_of_reports_arrive_whole(service
     ],
     ids=["a number", "its name", "its epoch", "the result's epoch", "the attempt", "the value"],
 )
-async def test_of_results_no_bit_is_taken_that_was_flipped_on_the_way(damaged: bytes) -> None:
+async def test_flipped_bit_in_results_is_found(damaged: bytes) -> None:
     """Of all but the value it was: the result had another number, in a job that finished."""
     told = [TaskResult(0, 78, 5, encode("a text"), (ReportRow(77, 0, {"loss": 0.1}),)), TaskResult(1, 78, 5, None, ())]
     async with serving(tcp_host="127.0.0.1") as service:
@@ -363,7 +359,7 @@ async def test_reported_names_keep_their_order(service: Service) -> None:
     assert list(found.numbers.items()) == list(row.numbers.items())
 
 
-async def test_results_are_waited_for_and_a_caller_may_leave(service: Service) -> None:
+async def test_caller_of_results_may_leave(service: Service) -> None:
     service.node.results_wait.clear()
     async with service.client() as client:
         with pytest.raises(StillAtWork, match=r"sent nothing of Results for 0\.05 s"):
@@ -374,7 +370,7 @@ async def test_results_are_waited_for_and_a_caller_may_leave(service: Service) -
         assert [r.task for r in await waiting] == [0]
 
 
-async def test_results_may_take_longer_than_a_node_may_be_silent() -> None:
+async def test_results_may_take_long() -> None:
     """Behind a slow network they were given up half-way, again and again."""
 
     async def slowly(request: bytes, context: object) -> AsyncIterator[pb.ResultChunk]:
@@ -402,7 +398,7 @@ async def test_results_may_take_longer_than_a_node_may_be_silent() -> None:
     assert found.task == 3 and found.value is not None and found.value.meta == b"slowpart"
 
 
-async def test_events_that_were_and_events_that_come(service: Service) -> None:
+async def test_past_and_coming_events(service: Service) -> None:
     service.events.emit("restart", "before", epoch=1)
     async with service.client() as client:
         assert [(e.text, lost) async for e, lost in client.events(follow=False)] == [("before", 0)]
@@ -413,7 +409,7 @@ async def test_events_that_were_and_events_that_come(service: Service) -> None:
             assert (event.text, event.epoch, event.fields, lost) == ("after", 2, {"loss": 0.5}, 0)
 
 
-async def test_events_that_come_together_go_in_one_message(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_share_a_message(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     replies: list[int] = []
     following_next = control._Follower.next
 
@@ -436,9 +432,7 @@ async def test_events_that_come_together_go_in_one_message(service: Service, mon
     assert replies == [1, 10, 2], "no message is much larger than it has to be"
 
 
-async def test_commits_of_a_while_go_in_one_message_and_what_is_kept_takes_them_along_at_once(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_commits_share_a_message(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_PACE_S", 3.0)
     replies: list[list[str]] = []
     following_next = control._Follower.next
@@ -473,9 +467,7 @@ async def test_commits_of_a_while_go_in_one_message_and_what_is_kept_takes_them_
     assert replies == [["first"], ["second", "third", "kept"], ["fourth", "fifth"]]
 
 
-async def test_a_follower_hears_the_last_event_and_does_not_delay_the_end(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_follower_gets_the_last_event(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_CLOSE_S", 30.0)
     async with service.client() as client:
         following = client.events(follow=True)
@@ -489,9 +481,7 @@ async def test_a_follower_hears_the_last_event_and_does_not_delay_the_end(
         assert [event.text async for event, _ in following] == ["last"]
 
 
-async def test_a_slow_follower_loses_the_oldest_and_is_told_how_many(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_follower_loses_the_oldest_events(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taskgraph.node.control._QUEUE", 100)
     text = "x" * 10_000  # gRPC itself buffers some; the rest waits in the queue
     async with service.client() as client, contextlib.aclosing(client.events(follow=True)) as following:
@@ -508,7 +498,7 @@ async def test_a_slow_follower_loses_the_oldest_and_is_told_how_many(
     assert left_out == 200 and epochs == list(range(200, 300))
 
 
-async def test_a_follower_that_leaves_is_not_told_any_more(service: Service) -> None:
+async def test_follower_that_leaves(service: Service) -> None:
     async with service.client() as client:
         service.events.emit("commit", "first")
         async with contextlib.aclosing(client.events(follow=True)) as following:
@@ -556,7 +546,7 @@ async def between(port: int, *flip: bytes) -> AsyncIterator[tuple[str, list[asyn
             await asyncio.gather(*ways)
 
 
-async def test_a_connection_that_is_half_open_is_noticed_and_keeps_nobody_from_another(
+async def test_half_open_connection_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A launcher listened to it for ever, and every try to collect the results went the same way."""
@@ -600,7 +590,7 @@ HALF_A_CALL = SILENT + frame(1, 4, 1, head(STATUS_CALL))
 
 
 @pytest.mark.parametrize("said", [SILENT, HALF_A_CALL], ids=["nothing", "half a call"])
-async def test_strangers_who_say_nothing_keep_nobody_out_for_long(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_strangers_block_no_client(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """They filled it for five minutes, or for ever, and the results of a finished job could not be collected."""
     monkeypatch.setattr(control, "_CONNECTIONS", 8)
     monkeypatch.setattr(control, "_SILENT_MS", 3000)
@@ -661,7 +651,7 @@ asyncio.run(knock())
 
 
 @pytest.mark.parametrize("asked", [None, "ERROR"])
-async def test_a_stranger_cannot_make_grpc_fill_the_log(asked: str | None) -> None:
+async def test_strangers_do_not_fill_the_log(asked: str | None) -> None:
     """Nodes begin as commands do, or get the same from the launcher (`test_forkserver.py`)."""
     env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
     process = await asyncio.create_subprocess_exec(
@@ -673,7 +663,7 @@ async def test_a_stranger_cannot_make_grpc_fill_the_log(asked: str | None) -> No
     assert (process.returncode, said.count(b":status")) == (0, 50 if asked else 0), said
 
 
-async def test_who_only_listens_may_ask_whether_the_connection_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_listening_client_may_ping(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC's own measure is a ping in five minutes: who asks more often while nothing is told is sent away."""
     monkeypatch.setattr(control, "_PINGS_APART_MS", 10)
     asked = pb.EventsRequest(follow=True).SerializeToString()
@@ -689,7 +679,7 @@ async def test_who_only_listens_may_ask_whether_the_connection_stands(monkeypatc
                 await reader.readuntil(frame(6, 1, 0, struct.pack(">Q", number)))
 
 
-async def test_a_process_that_may_have_few_files_open_keeps_some_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def most() -> int:
         return dict(control._server_options())["grpc.max_allowed_incoming_connections"]
 
@@ -718,7 +708,7 @@ class Damaging(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(once)
 
 
-async def test_an_answer_that_was_damaged_is_lost(tmp_path: Path) -> None:
+async def test_damaged_answer_is_lost(tmp_path: Path) -> None:
     """gRPC hands over None for it, which ended whoever asked, with an AttributeError."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((Damaging(),))
@@ -738,7 +728,7 @@ async def test_an_answer_that_was_damaged_is_lost(tmp_path: Path) -> None:
         await server.stop(0)
 
 
-def test_an_address_that_cannot_be_used_here_says_what_would() -> None:
+def test_unreachable_address_says_what_to_do() -> None:
     assert control_address(f"unix:{host_key()}:/run/x/c|tcp:h:12", host_key()) == "unix:/run/x/c"
     assert control_address("unix:elsewhere:/run/x/c|tcp:[::1]:12", host_key()) == "[::1]:12"
     assert control_address("unix:here.1:/run/x/c|tcp:h:12", "here.2") == "h:12"

@@ -86,17 +86,17 @@ def theirs(tmp_path: Path) -> Tls:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-async def test_with_a_certificate_of_the_authority_and_the_token(ours: Tls, host: str) -> None:
+async def test_certificate_and_token(ours: Tls, host: str) -> None:
     async with serving(tcp_host=host, tls=ours) as service, service.client(tls=ours) as client:
         assert await client.status() == STATUS
 
 
-async def test_the_socket_needs_none(ours: Tls, tmp_path: Path) -> None:
+async def test_socket_needs_no_certificate(ours: Tls, tmp_path: Path) -> None:
     async with serving(tmp_path / "c", tls=ours) as service, service.client(tls=ours) as client:
         assert await client.status() == STATUS
 
 
-async def test_a_certificate_does_not_replace_the_token(ours: Tls, caplog: pytest.LogCaptureFixture) -> None:
+async def test_certificate_without_token(ours: Tls, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(tcp_host="127.0.0.1", tls=ours) as service, service.client(bytes(32), ours) as client:
         for _ in range(5):
             with pytest.raises(TaskGraphError, match="token is missing or wrong"):
@@ -106,7 +106,7 @@ async def test_a_certificate_does_not_replace_the_token(ours: Tls, caplog: pytes
     assert bytes(32).hex() not in said[0] and credential(bytes(32)) not in said[0]
 
 
-async def test_the_token_does_not_replace_a_certificate(ours: Tls, theirs: Tls) -> None:
+async def test_token_without_certificate(ours: Tls, theirs: Tls) -> None:
     async with serving(tcp_host="127.0.0.1", tls=ours) as service:
         async with service.client(tls=theirs) as client:
             with pytest.raises(PeerLost, match="signed by the same --tls authority"):
@@ -118,7 +118,7 @@ async def test_the_token_does_not_replace_a_certificate(ours: Tls, theirs: Tls) 
                 await client.kill(signal.SIGKILL)
 
 
-async def test_a_drain_that_could_not_be_sent_is_not_said_to_be_perhaps_under_way(ours: Tls, theirs: Tls) -> None:
+async def test_drain_that_was_never_sent(ours: Tls, theirs: Tls) -> None:
     async with serving(tcp_host="127.0.0.1", tls=ours) as service:
         for tls in (theirs, None):
             async with service.client(tls=tls) as client:
@@ -127,7 +127,7 @@ async def test_a_drain_that_could_not_be_sent_is_not_said_to_be_perhaps_under_wa
             assert "is not known" not in str(told.value)
 
 
-async def test_a_client_does_not_tell_an_impostor(ours: Tls, tmp_path: Path) -> None:
+async def test_impostor_gets_no_call(ours: Tls, tmp_path: Path) -> None:
     """Whoever listens there with a certificate of another authority gets no call, and so no credential."""
     make_certs(tmp_path / "alien", force=False)
     alien = files(tmp_path / "alien")
@@ -136,7 +136,7 @@ async def test_a_client_does_not_tell_an_impostor(ours: Tls, tmp_path: Path) -> 
             await client.status()
 
 
-async def test_a_certificate_that_does_not_name_the_host_is_said_by_the_node_that_has_it(ours: Tls) -> None:
+async def test_certificate_must_name_the_host(ours: Tls) -> None:
     server = ControlServer(EventLog("n1"), TOKEN)
     with pytest.raises(TransportError, match=r"cert\.pem cannot be used.*others reach this node as 'far\.example'"):
         await server.start(tcp_host="127.0.0.1", advertise="far.example", tls=ours)
@@ -159,7 +159,7 @@ async def test_keys_that_grpc_takes(authority: str, leaf: str, tmp_path: Path) -
     [("P-256", kind) for kind in ("P-521", "secp256k1", "Ed25519", "Ed448")]
     + [(kind, "P-256") for kind in ("secp256k1", "Ed448")],
 )
-async def test_keys_that_grpc_does_not_take_are_told_by_who_has_them(authority: str, leaf: str, tmp_path: Path) -> None:
+async def test_keys_that_grpc_refuses(authority: str, leaf: str, tmp_path: Path) -> None:
     """Between nodes they would do: the job would go on, and nobody could ask for its results."""
     tls = issued(tmp_path / "tls", authority, leaf)
     told = f"an authority's key is {authority}, " if leaf == "P-256" else f"its key is {leaf}, "
@@ -171,7 +171,7 @@ async def test_keys_that_grpc_does_not_take_are_told_by_who_has_them(authority: 
 
 
 @pytest.mark.parametrize(("ended", "file"), [("ca", CA), ("leaf", CERT)])
-def test_of_an_authority_that_has_ended_its_own_file_is_named(ended: str, file: str, tmp_path: Path) -> None:
+def test_ended_authority_is_named(ended: str, file: str, tmp_path: Path) -> None:
     """It was said of the certificate, which was to be renewed in vain."""
     tls = issued(tmp_path / "files", "P-256", "P-256", ended)
     with pytest.raises(TransportError, match=rf"/{file} cannot be used: certificate has expired"):
@@ -179,7 +179,7 @@ def test_of_an_authority_that_has_ended_its_own_file_is_named(ended: str, file: 
 
 
 @pytest.mark.parametrize("marked", [CA, CERT, KEY])
-async def test_the_mark_that_editors_put_before_utf_8_does_no_harm(ours: Tls, marked: str) -> None:
+async def test_mark_before_utf_8(ours: Tls, marked: str) -> None:
     """OpenSSL does not mind it, and of gRPC the node said that its port could not be bound."""
     path = ours.ca.with_name(marked)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
@@ -187,7 +187,7 @@ async def test_the_mark_that_editors_put_before_utf_8_does_no_harm(ours: Tls, ma
         assert await client.status() == STATUS
 
 
-async def test_an_authority_that_nobody_here_depends_on_may_have_any_key(ours: Tls, tmp_path: Path) -> None:
+async def test_other_authority_may_have_any_key(ours: Tls, tmp_path: Path) -> None:
     other = issued(tmp_path / "other", "Ed448", "Ed448")
     ours.ca.write_bytes(ours.ca.read_bytes() + other.ca.read_bytes())
     async with serving(tcp_host="127.0.0.1", tls=ours) as service, service.client(tls=ours) as client:
@@ -195,7 +195,7 @@ async def test_an_authority_that_nobody_here_depends_on_may_have_any_key(ours: T
 
 
 @pytest.mark.parametrize("cut", [False, True])
-async def test_what_a_comment_says_is_no_certificate(ours: Tls, tmp_path: Path, cut: bool) -> None:
+async def test_certificate_in_a_comment(ours: Tls, tmp_path: Path, cut: bool) -> None:
     """OpenSSL and gRPC look at the beginning of lines alone."""
     old = issued(tmp_path / "old", "Ed448", "Ed448").cert.read_bytes()
     if cut:
@@ -207,7 +207,7 @@ async def test_what_a_comment_says_is_no_certificate(ours: Tls, tmp_path: Path, 
         assert await client.status() == STATUS
 
 
-async def test_strangers_without_a_word_cost_nothing_else(ours: Tls) -> None:
+async def test_silent_strangers(ours: Tls) -> None:
     async with serving(tcp_host="127.0.0.1", tls=ours) as service:
         host, port = service.control.removeprefix("tcp:").rsplit(":", 1)
         silent = [socket.create_connection((host, int(port))) for _ in range(50)]
@@ -221,13 +221,13 @@ async def test_strangers_without_a_word_cost_nothing_else(ours: Tls) -> None:
                 sock.close()
 
 
-async def test_what_travels_for_the_token_is_not_the_token() -> None:
+async def test_token_does_not_travel() -> None:
     assert TOKEN.hex() not in credential(TOKEN) and len(credential(TOKEN)) == 64
     async with ControlClient("127.0.0.1:1", TOKEN) as client:
         assert TOKEN.hex() not in repr(vars(client))
 
 
-async def test_servers_end_while_strangers_are_about(ours: Tls) -> None:
+async def test_servers_end_beside_strangers(ours: Tls) -> None:
     """Where gRPC was given certificates anew before each handshake, be they the same, this crashed the process."""
     for _ in range(20):
         async with serving(tcp_host="127.0.0.1", tls=ours) as service:
@@ -265,7 +265,7 @@ def in_file(tls: Tls) -> bytes:
     return x509.load_pem_x509_certificate(tls.cert.read_bytes()).public_bytes(serialization.Encoding.DER)
 
 
-async def test_renewed_files_are_used_for_the_next_connection(ours: Tls) -> None:
+async def test_renewed_files_are_used(ours: Tls) -> None:
     """A job outlives its certificates, and nobody could ask its nodes for their results."""
     folder, loop = ours.ca.parent, asyncio.get_running_loop()
     async with serving(tcp_host="127.0.0.1", tls=ours) as service, service.client(tls=ours) as before:
@@ -286,7 +286,7 @@ async def test_renewed_files_are_used_for_the_next_connection(ours: Tls) -> None
         assert await before.status() == STATUS  # whose connection stands
 
 
-async def test_who_has_a_certificate_of_a_former_authority_is_refused_from_then_on(ours: Tls, tmp_path: Path) -> None:
+async def test_former_authority_is_refused(ours: Tls, tmp_path: Path) -> None:
     shutil.copytree(ours.ca.parent, tmp_path / "former")
     former = files(tmp_path / "former")
     make_certs(tmp_path / "next", force=False)
@@ -302,7 +302,7 @@ async def test_who_has_a_certificate_of_a_former_authority_is_refused_from_then_
             assert await client.status() == STATUS
 
 
-async def test_of_a_certificate_that_has_ended_it_is_said_where_to_renew_it(ours: Tls, tmp_path: Path) -> None:
+async def test_ended_certificate_is_named(ours: Tls, tmp_path: Path) -> None:
     now, former = datetime.datetime.now(datetime.UTC), trustme.CA()
     ended = former.issue_cert(
         "127.0.0.1", not_before=now - datetime.timedelta(2), not_after=now - datetime.timedelta(1)

@@ -63,7 +63,7 @@ async def pruned(store: MemoryStore, kept: int, last: str) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_burst_of_events_is_one_write_and_all_of_them_are_kept_in_their_order() -> None:
+def test_burst_of_events_is_one_write() -> None:
     """Around a failure or a drain every node tells several within some milliseconds; each write wakes all nodes."""
 
     async def scenario() -> None:
@@ -83,7 +83,7 @@ def test_a_burst_of_events_is_one_write_and_all_of_them_are_kept_in_their_order(
     at_its_own_pace(scenario())
 
 
-async def test_what_was_told_before_is_kept_and_what_is_told_last_is_not_left_behind() -> None:
+async def test_first_and_last_events_are_kept() -> None:
     events, store = EventLog("n1"), submitted()
     events.emit("began", "before anybody kept it")
     async with kept(events, store):
@@ -92,7 +92,7 @@ async def test_what_was_told_before_is_kept_and_what_is_told_last_is_not_left_be
     assert in_etcd(store) == ["before anybody kept it", "just before the end"]
 
 
-def test_who_waits_for_events_to_be_kept_has_them_written_at_once() -> None:
+def test_waiting_for_kept_events_writes_them() -> None:
     """A job may be over before a burst is gathered."""
 
     async def scenario() -> None:
@@ -110,9 +110,7 @@ def test_who_waits_for_events_to_be_kept_has_them_written_at_once() -> None:
     at_its_own_pace(scenario())
 
 
-def test_events_are_waited_for_a_second_at_most(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_waiting_for_kept_events_is_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async def away(txn: Txn) -> None:
             raise Unavailable("etcd is away")
@@ -136,9 +134,7 @@ def test_events_are_waited_for_a_second_at_most(
     at_its_own_pace(scenario())
 
 
-async def test_an_etcd_that_is_away_for_long_is_told_now_and_then_and_what_was_left_out_for_it_when_it_is_back(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_events_wait_for_a_dead_etcd(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     events, store = EventLog("n1"), submitted()
     coordinator, tries, away = MemoryCoordinator(store), 0, True
     write = coordinator.txn
@@ -174,7 +170,7 @@ async def test_an_etcd_that_is_away_for_long_is_told_now_and_then_and_what_was_l
         await keeping
 
 
-async def test_what_is_on_its_way_to_etcd_when_the_node_ends_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_survive_the_end_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     events, store = EventLog("n1"), submitted()
     coordinator, written = MemoryCoordinator(store), asyncio.Event()
     write = coordinator.txn
@@ -198,7 +194,7 @@ async def test_what_is_on_its_way_to_etcd_when_the_node_ends_is_not_lost(monkeyp
     assert in_etcd(store) == ["began", "finished"]
 
 
-async def test_of_two_hosts_whose_clocks_differ_the_events_that_came_first_are_pruned(
+async def test_oldest_events_are_pruned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The keys begin with the time, and so those of a clock that is late were pruned as soon as they were there."""
@@ -245,7 +241,7 @@ async def test_takeovers_of_one_failure_are_one_event() -> None:
     assert (many(first), first.fields["from"], first.epoch, first.task) == (100, "n1", 3, None)
 
 
-async def test_late_events_of_a_run_are_not_told_of_the_next_one_of_its_name() -> None:
+async def test_late_events_of_an_earlier_run_are_dropped() -> None:
     """As those of nodes that leave while the job is submitted again: `events` of the new run began with them."""
     events, store = EventLog("n1"), submitted()
     async with kept(events, store):
@@ -259,7 +255,7 @@ async def test_late_events_of_a_run_are_not_told_of_the_next_one_of_its_name() -
     assert in_etcd(store) == []
 
 
-async def test_events_of_a_job_that_etcd_has_lost_are_not_kept() -> None:
+async def test_events_of_a_lost_job_are_dropped() -> None:
     """They were all that there was of it, for ever."""
     events, store = EventLog("n1"), submitted()
     async with kept(events, store):
@@ -271,12 +267,12 @@ async def test_events_of_a_job_that_etcd_has_lost_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("data", [b"\xff{}", b"{", b"[]", b'{"at": 1}', b"{}{}", b'{"unknown": 1}'])
-def test_what_is_no_event_is_named(data: bytes) -> None:
+def test_bad_event_is_named(data: bytes) -> None:
     with pytest.raises(DecodeError, match="not an event"):
         Event.from_bytes(data)
 
 
-def test_the_log_says_of_which_kind_an_event_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_names_the_kind(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "taskgraph.events")
     events = EventLog("n1")
     events.emit("failed", "task 0: ValueError: boom")
@@ -288,9 +284,7 @@ def test_the_log_says_of_which_kind_an_event_is(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize(("fields", "remembered"), [(0, 40), (1, 40), (10, 10), (60, 1), (200, 1)])
-def test_a_node_remembers_fewer_events_that_say_much(
-    fields: int, remembered: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_for_events_is_bounded(fields: int, remembered: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With commits these are all that the tasks reported, of thousands of epochs."""
     monkeypatch.setattr("taskgraph.observe.events._RING", 40)
     monkeypatch.setattr("taskgraph.observe.events._RING_FIELDS", 100)
@@ -300,7 +294,7 @@ def test_a_node_remembers_fewer_events_that_say_much(
     assert [event.text for event in events.recent()] == [f"{number}" for number in range(100 - remembered, 100)]
 
 
-def test_what_is_packed_beside_an_event_travels_as_it_is() -> None:
+def test_packed_fields_travel() -> None:
     fields, events = {f"loss of part {part}": part / 8 for part in range(50)}, EventLog("n1")
     for beside in (fields, held(fields)):
         events.emit("commit", "an epoch", epoch=1, transient=True, fields=beside)

@@ -13,7 +13,7 @@ import pytest
 from taskgraph.observe.usage import Usage
 
 
-async def test_without_a_descriptor_there_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_usage_without_a_free_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that has none left is asked for its status all the more."""
     before = Usage.now()
 
