@@ -1,13 +1,16 @@
 """Calls between the nodes of one job.
 
-`api` is the interface, and nothing else: what the rest of the framework sees. It is there twice: `stream` between
-processes, by unix sockets on one host and by TCP between hosts; `memory` within one process, with seeded order, crashes
-and cut links, for tests and simulations. What they are made of is in the other modules.
+`api` is the interface for the rest of the framework. It has two implementations: `stream` connects processes, by unix
+sockets on one host and by TCP between hosts; `memory` connects nodes within one process, with seeded order, crashes and
+cut links, for tests and simulations. The other modules are their parts.
 
-Rules: only this package opens sockets between nodes. What arrives is never unpickled, and believed only after the
-hello. A session breaks as a whole; then every call in it fails at once. A call fails in three ways and no others:
-`Refused`, `PeerGone`, `PeerLost`.
+Rules:
 
-It must not know what a message means, who is primary, or what etcd says: it imports the messages and nothing else
-of `protocol`, how values lie in memory and nothing else of `graph`, and nothing of `coordination` or `node`.
+1. Only this package opens sockets between nodes.
+2. Received bytes are never unpickled, and trusted only after the hello.
+3. A session breaks as a whole: all its calls fail at once.
+4. A call fails in three ways: `Refused`, `PeerGone`, `PeerLost`.
+
+The package does not know what a message means, which node is primary, or what etcd says. It imports messages from
+`protocol` and the memory layout of values from `graph`, and nothing of `coordination` or `node`.
 """

@@ -1,7 +1,6 @@
-"""Accepting over TLS: nothing of a session exists before the handshake is done.
+"""Accepting TLS connections: a session exists only after the handshake.
 
-Why not the event loop's own servers: they neither bound how many connections are shaking hands, nor tell why a
-handshake failed.
+The event loop's own servers do not bound the number of handshakes, and do not say why a handshake failed.
 """
 
 from __future__ import annotations
@@ -19,22 +18,21 @@ __all__ = ["CLOSE_S", "TlsListener"]
 
 log = logging.getLogger("taskgraph.transport")
 
-#: How long an ended session waits for the peer's goodbye inside TLS.
+#: Time that an ended session waits for the TLS close of the peer.
 CLOSE_S = 1.0
-#: Where no connection can be accepted: without a free descriptor, until somebody else lets go of one; or for what a
-#: firewall, or the network, did to one that waited.
+#: Pause after a failed accept: no descriptor is free, or a firewall dropped the connection.
 _PAUSE_S = 1.0
 
 
 class TlsListener:
-    """Accepts, shakes hands, makes sessions.
+    """A listening TLS socket that makes sessions.
 
     Args:
-        listener: the listening socket, which is ours from now on.
-        make: the protocol of a connection whose handshake is done.
-        handshake_s: the limit for one handshake.
-        limit: connections shaking hands at a time. Beyond it the oldest is given up: honest ones take milliseconds.
-        refused: (where, why) of a connection that came to nothing.
+        listener: the listening socket; this object closes it.
+        make: makes the protocol of a connection after its handshake.
+        handshake_s: the time limit of a handshake.
+        limit: handshakes at a time. The oldest is cancelled beyond that: an honest one takes milliseconds.
+        refused: called with (where, why) of a failed connection.
     """
 
     def __init__(
@@ -57,10 +55,10 @@ class TlsListener:
         self._refused = refused
         self._shaking: dict[asyncio.Task[None], None] = {}  # oldest first
         self._accepting = tasks.spawn(self._accept(), name="accept over TLS")
-        self._accepting.add_done_callback(lambda _: listener.close())  # it may be cancelled before it began
+        self._accepting.add_done_callback(lambda _: listener.close())  # also if the task never ran
 
     def close(self) -> None:
-        """Stops listening; handshakes under way come to nothing."""
+        """Stops listening and cancels all handshakes."""
         self._accepting.cancel()
         for task in self._shaking:
             task.cancel()
@@ -73,7 +71,7 @@ class TlsListener:
         while True:
             try:
                 sock, address = await loop.sock_accept(self._listener)
-            except ConnectionAbortedError:  # it left before we came
+            except ConnectionAbortedError:  # the peer left first
                 continue
             except OSError as error:
                 log.error("cannot accept a connection: %s", error)
@@ -82,7 +80,7 @@ class TlsListener:
             self._begin(sock, str(address))
 
     def _begin(self, sock: socket.socket, where: str) -> None:
-        ours = [sock]  # until the event loop takes it
+        ours = [sock]  # until the event loop owns it
         task = self._tasks.spawn(self._shake(ours, where), name=f"TLS handshake with {where}")
         self._shaking[task] = None
 
@@ -114,5 +112,5 @@ class TlsListener:
                 self._refused(where, "too many connections without a TLS handshake")
             raise
         except (OSError, TransportError) as error:
-            why = str(error) or "its end closed the connection"  # of which asyncio says no word
+            why = str(error) or "its end closed the connection"  # asyncio gives no text
             self._refused(where, f"no TLS handshake: {why}{advice(error)}")

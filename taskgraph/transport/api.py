@@ -1,7 +1,7 @@
-"""What the rest of the framework sees of a transport.
+"""The interface of a transport.
 
-Two implementations: `stream.StreamTransport` (unix sockets on one host, TCP between hosts) and
-`memory.MemoryTransport` (one process). A conformance suite runs on both.
+Implementations: `stream.StreamTransport` (unix sockets on one host, TCP between hosts) and `memory.MemoryTransport`
+(one process). A conformance suite runs on both.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["CallFuture", "Counted", "OnLost", "Peer", "PendingReply", "Serve", "
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A node as others reach it.
+    """The address of a node.
 
     Attributes:
-        node: its id, unique for ever; the session's hello proves that this node, and no other, answers.
-        endpoints: in order of preference, each `unix:HOSTKEY:/path` (usable where HOSTKEY is one's own) or
+        node: its id, never used again. The hello of a session proves that this node answers.
+        endpoints: in order of preference, each `unix:HOSTKEY:/path` (for processes with the same HOSTKEY) or
             `tcp:host:port`; `memory:` in one process.
     """
 
@@ -32,16 +32,17 @@ class Peer:
 
 
 Serve = Callable[[str, Call], Awaitable[Reply]]
-"""(node of the caller, call) -> reply. May wait as long as it likes: calls do not block each other. Raising
-`errors.Refused` answers with that refusal; any other exception answers BAD_MESSAGE and is logged with its traceback.
-It is cancelled when the caller cancels its call or its session breaks.
+"""(node of the caller, call) -> reply. The handler of calls.
 
-It may have an attribute `now`, a `ServeNow`: most calls of an epoch need no task of their own; and an
-attribute `all_now`, a `ServeAll`."""
+It may wait without a limit: calls do not block each other. `errors.Refused` becomes a refusal; any other exception is
+logged with its traceback, and becomes a refusal with BAD_MESSAGE. The handler is cancelled when the caller cancels its
+call or the session breaks.
+
+An attribute `now` (a `ServeNow`) and an attribute `all_now` (a `ServeAll`) may answer calls without a task."""
 
 
 class Counted:
-    """How many replies are still to be made."""
+    """The number of pending replies."""
 
     __slots__ = ("count",)
 
@@ -50,16 +51,16 @@ class Counted:
 
 
 class PendingReply:
-    """A reply that is still to be made. Who makes it settles it; who wants it listens, awaits it, or cancels it.
+    """A reply to come, with one listener. The handler settles it; the caller listens, awaits or cancels it.
 
-    In place of a future: its one listener is called where it is settled, without a turn of the event loop in between,
-    and a reply may be a `Refusal`. Lives on the event loop.
+    Unlike a future it calls its listener at once, without a turn of the event loop. A `Refusal` is a reply, too. To be
+    used on the event loop.
 
     Attributes:
-        reply: None until there is one.
+        reply: the reply, or None.
         done: it was settled or cancelled.
-        among: one of these it is, until it is done.
-        listener: called with (number, reply) where it is settled; to be set here only where there is no reply yet.
+        among: counts it until it is done.
+        listener: called with (number, reply) by `settle`. May be set directly while there is no reply.
     """
 
     __slots__ = ("among", "done", "listener", "number", "reply")
@@ -72,7 +73,7 @@ class PendingReply:
         self.number = 0
 
     def settle(self, reply: Reply) -> None:
-        """This is the reply. Nothing happens where there is one, or nobody wants it any more."""
+        """Sets the reply. Does nothing if it was settled or cancelled before."""
         if self.done:
             return
         self.reply = reply
@@ -83,7 +84,7 @@ class PendingReply:
             self.listener(self.number, reply)
 
     def cancel(self) -> None:
-        """Nobody wants it any more."""
+        """Drops the listener. A later reply is ignored."""
         if not self.done:
             self.listener = None
             self.done = True
@@ -91,7 +92,7 @@ class PendingReply:
                 self.among.count -= 1
 
     def listen(self, listener: Callable[[int, Reply], object], number: int = 0) -> None:
-        """Calls `listener(number, reply)` once there is one, and at once where there is. It must not raise."""
+        """Calls `listener(number, reply)` when the reply is there, maybe now. The listener must not raise."""
         if self.reply is not None:
             listener(number, self.reply)
         else:
@@ -116,76 +117,70 @@ class PendingReply:
 
 
 ServeNow = Callable[[str, Call], "Reply | PendingReply | None"]
-"""(node of the caller, call) -> the reply, or one that is coming where that is all there is to wait for, or None:
-`Serve` has to be asked. It raises as `Serve` does. What is coming is cancelled where `Serve` would be."""
+"""(node of the caller, call) -> the reply, or a pending reply, or None: `Serve` has to be called. It raises as `Serve`
+does. A pending reply is cancelled when `Serve` would be."""
 
 ServeAll = Callable[[str, Pull], "list[Reply | PendingReply | None] | None"]
-"""(node of the caller, a pull of several epochs) -> what `ServeNow` has for each of them, in order. None: it has to be
-asked about each."""
+"""(node of the caller, a pull for several epochs) -> the results of `ServeNow` for each epoch, in order. None: call
+`ServeNow` for each."""
 
 
 class CallFuture(asyncio.Future[Reply]):
-    """A call under way, as `Transport.call_now` may return it.
+    """The future of a call, as `Transport.call_now` may return it.
 
     Attributes:
-        listener: in place of a done callback, of which there can be one: called with this once it is done. A reply it
-            is told where that comes in, without a turn of the event loop in between: it must neither raise nor call
-            anything that waits for the transport. The rest it is told as a done callback is.
+        listener: one faster done callback. A reply calls it at once, without a turn of the event loop; it must neither
+            raise nor wait for the transport. Errors and cancellation call it soon, as they call other callbacks.
     """
 
-    # Whoever makes one sets all of them: without slots, each would have a dictionary of its own.
+    # The creator sets all attributes. Slots save a dictionary for each call.
     __slots__ = ("listener",)
     listener: Callable[[asyncio.Future[Reply]], object] | None
 
 
 OnLost = Callable[[str], None]
-"""(node): the last session with that node broke without a goodbye. Called on the event loop, must not block."""
+"""(node): the last session with the node broke without a goodbye. Called on the event loop; must not block."""
 
 
 class Transport(Protocol):
-    """Calls between nodes of one job. Every session proves the job's token on both sides."""
+    """Calls between nodes of one job. Both sides of a session prove that they know the token of the job."""
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where others reach this node; known after `start`."""
+        """The endpoints of this node; known after `start`."""
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Memory for a large value that will travel; None: any memory is as good. May be called from every thread."""
+        """Allocates memory for a value that will be sent; None: use any memory. May be called in any thread."""
 
     async def start(self, node: str, serve: Serve, on_lost: OnLost) -> None: ...
 
     async def call(self, peer: Peer, message: Call, *, timeout_s: float | None = None) -> Reply:
-        """Delivers `message` and returns the reply. Connects where no session is open. A call to oneself is served too.
+        """Makes a call and returns the reply. Dials if there is no session. A node may call itself.
 
         Raises:
-            Refused: the peer answered with a refusal.
-            PeerGone: its port refuses: the process does not exist any more.
+            Refused: the peer refused the call.
+            PeerGone: the port of the peer refuses connections: its process has ended.
             PeerLost: the session broke or could not be made, or `timeout_s` passed.
         """
 
     def call_now(self, peer: Peer, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
-        """The same without a task of its own, where a session is open; None where one has to be made first.
+        """Makes a call without a task. Returns None if there is no open session.
 
-        The future ends as `call` does, or is cancelled where the transport is closed; cancelling it cancels the call.
+        The future ends as `call` does. To cancel it cancels the call. It is cancelled when the transport closes.
 
-        A *quiet* call is one whose caller learns in another way that it was heard, or does without: of an `Accepted`
-        that is ready at once (out of `ServeNow`) nothing need come back. The future may stay open then; whoever holds
-        it cancels it when it does not matter any more. That only forgets the call: the peer is told nothing, and a
-        handler that still waits goes on. A refusal, an answer that took waiting, and the loss of the peer end the
-        future as ever. So an open future means: sent, and nothing has been said against it.
+        A *quiet* call gets no reply if `ServeNow` accepts it at once, so its future may stay pending: the call was
+        sent, and not refused so far. A refusal, a later reply and the loss of the peer end the future as usual. To
+        cancel the future of a quiet call only forgets it: the peer is not told, and its handler continues.
 
         Raises:
-            Refused, PeerLost: it cannot be sent.
+            Refused, PeerLost: the call cannot be sent.
         """
 
     def calls_now(self, peer: Peer, message: Pull) -> list[asyncio.Future[Reply]] | None:
-        """As many calls as the pull's `count`, told to the peer at once: `call_now` for each of them.
-
-        None also where nothing is saved by it.
-        """
+        """Makes the `count` calls of a pull in one frame. Returns the future of each; None: use `call_now` for each."""
 
     async def probe(self, peer: Peer, *, timeout_s: float) -> None:
-        """Returns if the peer's process listens and answers the hello; raises PeerGone or PeerLost."""
+        """Returns if the peer answers the hello. Raises PeerGone or PeerLost otherwise."""
 
     async def close(self) -> None:
-        """Says goodbye to every peer (they see no loss), stops listening, removes socket files."""
+        """Says goodbye to all peers, so that they see no loss, and stops listening."""

@@ -1,4 +1,4 @@
-"""What every transport does with a call, however it travels: serve it, answer it, own its task."""
+"""Parts that all transports share: futures of calls, serving, the owner of tasks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def describe(call: Call) -> str:
-    """A call in a few words, for messages about it: never its bulk."""
+    """Describes a call in a few words, without its value."""
     name = getattr(call, "tag", None) or getattr(call, "method", None)
     what = f"{type(call).__name__} {name!r}" if name else type(call).__name__
     stamp = getattr(call, "stamp", None)
@@ -40,10 +40,10 @@ def describe(call: Call) -> str:
 
 
 class OpenCall(CallFuture):
-    """A call that waits for its reply: the future of it, for whoever brings the reply."""
+    """The future of a call, as the transport that sent it sees it."""
 
     __slots__ = ("message",)
-    message: Call  # with several of a pull, all of it
+    message: Call  # also of one call of a pull for several epochs
 
     def settle(self, reply: Reply) -> None:
         if type(reply) is Refusal:
@@ -52,29 +52,29 @@ class OpenCall(CallFuture):
         try:
             self.set_result(reply)
         except asyncio.InvalidStateError:
-            return  # it was cancelled, or has failed
+            return  # cancelled or failed
         if (listener := self.listener) is not None:
             self.listener = None
             try:
                 listener(self)
-            except Exception as error:  # as with any callback: who brings the reply has no part in it
-                told = {"message": f"a reply to {describe(self.message)} was not taken", "exception": error}
-                self.get_loop().call_exception_handler(told)
+            except Exception as error:  # must not reach the session
+                context = {"message": f"the listener of {describe(self.message)} failed", "exception": error}
+                self.get_loop().call_exception_handler(context)
 
     def fail(self, error: TransportError) -> None:
         if not self.done():
             self.set_exception(error)
-            self.exception()  # seen, even if nobody looks
-            self._tell_soon()
+            self.exception()  # so that asyncio does not log it
+            self._notify_soon()
 
-    def _tell_soon(self) -> None:
+    def _notify_soon(self) -> None:
         if (listener := self.listener) is not None:
             self.listener = None
             self.get_loop().call_soon(listener, self)
 
 
 def answer_now(serve: Serve, caller: str, call: Call) -> Reply | PendingReply | None:
-    """What `serve.now` has for this call, where there is one; a refusal in place of what it raises."""
+    """Calls `serve.now`, if `serve` has it. An error becomes a refusal."""
     now: ServeNow | None = getattr(serve, "now", None)
     if now is None:
         return None
@@ -83,12 +83,12 @@ def answer_now(serve: Serve, caller: str, call: Call) -> Reply | PendingReply | 
     except Exception as error:
         return _refusal(error, caller, call)
     if type(reply) is REPLY_OF[type(call)]:
-        return reply  # as a rule
+        return reply
     return reply if reply is None or isinstance(reply, PendingReply) else _checked(reply, caller, call)
 
 
 def answer_all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | PendingReply | None]:
-    """`answer_now` for each of the epochs of a pull."""
+    """Answers the calls of a pull for several epochs, in order."""
     replies = all_now(serve, caller, pull)
     if replies is None:
         replies = [answer_now(serve, caller, pull.each(nth)) for nth in range(pull.count)]
@@ -96,7 +96,7 @@ def answer_all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | Pendin
 
 
 def all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | PendingReply | None] | None:
-    """The same, where they can be answered together."""
+    """Calls `serve.all_now`, if `serve` has it. An error becomes a refusal of all calls."""
     every: ServeAll | None = getattr(serve, "all_now", None)
     try:
         return None if every is None else every(caller, pull)
@@ -105,18 +105,18 @@ def all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | PendingReply 
 
 
 async def answer(serve: Serve, caller: str, call: Call) -> Reply:
-    """Runs the handler; whatever it does, there is a reply, unless this task itself is cancelled."""
+    """Serves a call. There is always a reply, unless this task is cancelled."""
     return await answer_later(serve, caller, call, answer_now(serve, caller, call))
 
 
 async def answer_quietly(serve: Serve, caller: str, call: Call) -> Reply | None:
-    """The same for a quiet call: None where it was accepted at once, of which its caller is not told."""
+    """Serves a quiet call. Returns None if it was accepted at once: its caller gets no reply."""
     reply = answer_now(serve, caller, call)
     return None if type(reply) is Accepted else await answer_later(serve, caller, call, reply)
 
 
 async def answer_later(serve: Serve, caller: str, call: Call, now: Reply | PendingReply | None = None) -> Reply:
-    """The same where `answer_now` was asked already, and had `now`."""
+    """Serves a call after `answer_now` returned `now`."""
     if now is not None and not isinstance(now, PendingReply):
         return now
     try:
@@ -125,9 +125,9 @@ async def answer_later(serve: Serve, caller: str, call: Call, now: Reply | Pendi
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # Something the handler awaited was cancelled, not the handler: the caller must not wait for ever.
+        # The handler was not cancelled, but something that it awaited was. The caller must not wait for ever.
         log.exception("serving %s for node %s was cut off", describe(call), caller)
-        return Refusal(Reason.BAD_MESSAGE, "what the handler waited for was cancelled")
+        return Refusal(Reason.BAD_MESSAGE, "something that the handler awaited was cancelled")
     except Exception as error:
         return _refusal(error, caller, call)
     return _checked(reply, caller, call)
@@ -149,17 +149,17 @@ def _checked(reply: Reply, caller: str, call: Call) -> Reply:
 
 
 def unwrap(reply: Reply) -> Reply:
-    """The reply, or `Refused` where it is a refusal."""
+    """Returns the reply. Raises `Refused` if it is a refusal."""
     if isinstance(reply, Refusal):
         raise Refused(reply.reason, reply.text)
     return reply
 
 
 class OwnedTasks:
-    """Tasks with an owner: they end when it closes, and an exception nobody expected is logged."""
+    """Tasks that end with their owner. Unexpected exceptions are logged."""
 
     def __init__(self) -> None:
-        self._tasks: dict[asyncio.Task[Any], None] = {}  # ended in the order they began: a schedule can be repeated
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # a dict keeps the order: a seed repeats a schedule
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -175,11 +175,11 @@ class OwnedTasks:
         if task.cancelled():
             return
         error = task.exception()
-        if error is not None and not isinstance(error, TransportError):  # those are for whoever waits for the task
+        if error is not None and not isinstance(error, TransportError):  # the awaiting code handles these
             log.error("%s failed", task.get_name(), exc_info=error)
 
     async def close(self) -> None:
-        """Cancels all tasks but the one that calls this, and waits for them."""
+        """Cancels all tasks except the calling one, and waits for them."""
         mine = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not mine]:
             for task in tasks:
@@ -189,11 +189,11 @@ class OwnedTasks:
 
 
 async def call_self(tasks: OwnedTasks, serve: Serve, node: str, call: Call) -> Reply:
-    """What a node answers to itself, in one of its tasks.
+    """Serves a call of a node to itself, in a task.
 
     Raises:
-        PeerLost: its transport was closed meanwhile.
-        Refused: it does not serve the call.
+        PeerLost: the transport was closed.
+        Refused: the handler refused the call.
     """
     task = tasks.spawn(answer(serve, node, call), name=f"serve {node} itself")
     try:

@@ -1,13 +1,16 @@
-"""Memory of a device between processes of one host: read where it is, and given back.
+"""Lending memory of a device between processes of one host, without a copy.
 
-What travels of a buffer that is lent is a *ticket*: by what to open the memory, and a number. Who gets it opens the
-memory, keeps it open for the next ticket, and reads it there; nothing is copied, and as what was digested is what is
-read, no digest is taken again. It gives the ticket back when nobody reads it any more, and all that was queued for
-that is done. Until then the lender's memory stays as it is (`taskgraph.device.shared`). It stays, too, where the lender
-ends: memory of a device goes when nobody has it open (`taskgraph.device.virtual`).
+In place of a lent buffer, a reply has a *ticket*: a handle that opens the memory, and a number.
 
-Only replies lend: items are what is on a device. Lenders begin with it when they see that the other side is a process
-of their host, and go by the host's memory from the first "no" on: another device, another container, none at all.
+    ticket      next       by
+    out         returned   the borrower has no view of the memory, and all queued reads are done
+    out         spoiled    the session ends, or the ticket is returned as spoiled
+
+1. The lender does not change memory while a ticket for it is out (`taskgraph.device.shared`).
+2. The borrower keeps the memory open for later tickets. It stays valid if the lender dies (`taskgraph.device.virtual`).
+3. No digest is checked: the bytes never leave the memory in which they were digested.
+4. Only replies lend, since items are the values on devices. The lender begins when the peer is a process of its host.
+   If the peer cannot open the memory (other device, other container), values go by the host's memory from then on.
 """
 
 from __future__ import annotations
@@ -35,27 +38,28 @@ log = logging.getLogger("taskgraph.transport")
 
 _TICKET: Final = struct.Struct(f"!QQQQ{IDENTITY_BYTES}s{HANDLE_BYTES}s")
 TICKET_BYTES: Final = _TICKET.size
-"""Smaller than any other buffer of a value: so it is known by its size."""
+"""Smaller than any other buffer of a value, so tickets are recognized by their size."""
 _NUMBER: Final = struct.Struct("!Q")
 _SPOILED: Final = 1 << 63
-"""Set in the number of a ticket for memory that somebody to whom it was lent on may read for ever."""
+"""Bit in the number of a returned ticket: a third process may read the memory for ever."""
 _MAX_LENT: Final = 1 << 12
-"""Tickets of one session that are out at a time."""
+"""The most tickets of a session that are out."""
 _MAX_OPEN: Final = 256
-"""Pieces of memory that one session has open for further tickets: before there are more, those that waited longest are
-closed. What is being read stays open, however many buffers a value has."""
+"""The most pieces of memory that a session keeps open for later tickets. Memory that is read stays open beyond that."""
 _IDLE_S: Final = 15.0
-"""How long memory stays open for another ticket."""
+"""Time that memory stays open for another ticket."""
 
 
 class Ticket(NamedTuple):
-    """What one process tells another of a buffer on its device.
+    """A description of a lent buffer.
 
     Attributes:
         number: grows within a session.
-        memory: the lender's number of the memory; size: how many bytes it has.
-        length: of the buffer, which begins where the memory does.
-        identity: of the device. handle: what the memory is opened by.
+        memory: the lender's number of the memory.
+        size: of the memory.
+        length: of the buffer, which begins where the memory begins.
+        identity: of the device.
+        handle: opens the memory.
     """
 
     number: int
@@ -70,35 +74,35 @@ class Ticket(NamedTuple):
         ticket = cls(*_TICKET.unpack(data))
         if not 0 < ticket.number < _SPOILED or not 0 < ticket.memory < _SPOILED:
             raise DecodeError(f"ticket {ticket.number} for memory {ticket.memory}")
-        if not LEAST_BYTES <= ticket.length <= ticket.size < _SPOILED:  # so there are few of them in a value
+        if not LEAST_BYTES <= ticket.length <= ticket.size < _SPOILED:  # bounds the tickets of a value
             raise DecodeError(f"a ticket for {ticket.length} bytes of {ticket.size}")
         return ticket
 
 
 class DeviceLending:
-    """What one side of a session lent to the other. On the event loop."""
+    """Tickets that one side of a session gave to the other. To be used on the event loop."""
 
     def __init__(self) -> None:
         self._on = False
-        self._lent: dict[int, tuple[DeviceBuffer, int]] = {}  # by number of a ticket that is out: with its call
+        self._lent: dict[int, tuple[DeviceBuffer, int]] = {}  # number of a ticket that is out -> buffer, call
         self._last = 0
 
     def __len__(self) -> int:
         return len(self._lent)
 
     def start(self) -> None:
-        """The other side is a process of this host."""
+        """Begins to lend: the peer is a process of this host."""
         self._on = True
 
     def stop(self) -> None:
-        """The other side cannot open what was lent."""
+        """Stops lending: the peer cannot open the memory."""
         self._on = False
 
     def lendable(self, buffer: DeviceBuffer) -> bool:
         return self._on and buffer.segment is not None and len(self._lent) < _MAX_LENT
 
     def lend(self, call: int, value: EncodedOnDevice) -> Encoded | None:
-        """The value with tickets in place of what is on a device; None where not all of that is to be lent."""
+        """Replaces all device buffers by tickets. Returns None if one of them cannot be lent."""
         buffers: list[Any] = list(value.buffers)
         if not all(self.lendable(buffer) for buffer in buffers if isinstance(buffer, DeviceBuffer)):
             return None
@@ -107,8 +111,10 @@ class DeviceLending:
                 if isinstance(buffer, DeviceBuffer):
                     assert buffer.segment is not None
                     buffers[at] = memoryview(self._ticket(call, buffer, buffer.segment))
-        except Exception as error:  # of what was lent to us: to lend it on may take what there is not
-            log.warning("memory of a device goes by the host's: %s: %s", type(error).__name__, error)
+        except Exception as error:  # borrowed memory needs a descriptor to be lent again
+            log.warning(
+                "device memory cannot be lent, so values go by the host's memory: %s: %s", type(error).__name__, error
+            )
             self.take_back(call)
             self.stop()
             return None
@@ -122,29 +128,29 @@ class DeviceLending:
         return ticket
 
     def take_back(self, call: int) -> None:
-        """The other side did not read the reply to that call, and will not."""
+        """Takes back the tickets of a reply that the peer will not read."""
         for number in [number for number, (_, of) in self._lent.items() if of == call]:
             del self._lent[number]
 
     def returned(self, data: bytes) -> None:
-        """Tickets that the other side gave back.
+        """Takes tickets that the peer returned.
 
         Raises:
-            DecodeError: it never had such a ticket.
+            DecodeError: the peer never had such a ticket.
         """
         if len(data) % _NUMBER.size:
             raise DecodeError(f"tickets in {len(data)} bytes")
-        for (told,) in _NUMBER.iter_unpack(data):
-            spoiled, number = told & _SPOILED, told & ~_SPOILED
+        for (sent,) in _NUMBER.iter_unpack(data):
+            spoiled, number = sent & _SPOILED, sent & ~_SPOILED
             if not 0 < number <= self._last:
-                raise DecodeError(f"it gives back ticket {number}, which it never had")
+                raise DecodeError(f"it returned ticket {number}, which it never had")
             if number in self._lent:
                 buffer, _ = self._lent.pop(number)
                 if spoiled:
                     _spoil(buffer)
 
     def broken(self) -> None:
-        """The session is over: what the other side did not give back it may read for as long as it lives."""
+        """Spoils the memory of all tickets that are out, since the session ended."""
         self.stop()
         for buffer, _ in self._lent.values():
             _spoil(buffer)
@@ -157,12 +163,12 @@ def _spoil(buffer: DeviceBuffer) -> None:
 
 
 class Opened:
-    """Memory of the other side that is open.
+    """Open memory of the peer.
 
     Attributes:
-        segment: how it is lent on.
-        readers: tickets for it that are not given back.
-        most: bytes of the device that may be open for further tickets, and for nothing else.
+        segment: lends it to a third process.
+        readers: tickets that were not returned.
+        most: bytes of this device that may be open without a reader.
     """
 
     __slots__ = ("device", "idle_since", "most", "readers", "segment", "size")
@@ -177,21 +183,21 @@ class Opened:
 
 
 class DeviceBorrowing:
-    """What one side of a session borrowed from the other. On the event loop, but for `open`.
+    """Tickets that one side of a session got from the other. To be used on the event loop, except `open`.
 
     Args:
-        tell: what to send.
-        wake: calls a function soon, on the event loop; called in any thread, in the middle of anything.
+        send: sends the numbers of returned tickets.
+        wake: calls a function on the event loop, soon. Called in any thread, in the middle of anything.
         clock: seconds.
     """
 
     def __init__(
         self,
-        tell: Callable[[bytes], object],
+        send: Callable[[bytes], object],
         wake: Callable[[Callable[[], object]], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tell: Callable[[bytes], object] | None = tell  # None: the session is over
+        self._send: Callable[[bytes], object] | None = send  # None: the session ended
         self._wake = wake
         self._clock = clock
         self._opened: dict[int, Opened] = {}
@@ -201,7 +207,7 @@ class DeviceBorrowing:
 
     @staticmethod
     def tickets(value: Encoded, limit: int) -> list[Ticket]:
-        """Those of a value, of which some buffers are tickets. Raises DecodeError."""
+        """Reads the tickets among the buffers of a value. Raises DecodeError."""
         found = [Ticket.read(buffer) for buffer in value.buffers if buffer.nbytes == TICKET_BYTES]
         size = value.size_bytes + sum(ticket.length for ticket in found)
         if not found or size > limit:
@@ -209,15 +215,15 @@ class DeviceBorrowing:
         return found
 
     def unopened(self, tickets: Sequence[Ticket]) -> list[Ticket]:
-        """Those whose memory is to be opened first."""
+        """Returns the tickets whose memory is not open."""
         return [ticket for ticket in tickets if ticket.memory not in self._opened]
 
     @staticmethod
     def open(tickets: Sequence[Ticket]) -> dict[int, Opened]:
-        """Opens the memory of these tickets. It waits, for other processes, too: call it in a thread.
+        """Opens the memory of tickets. Call it in a thread: it waits for other processes.
 
         Raises:
-            CannotBorrow: there is no device here, it is another one, or cannot open what other processes have.
+            CannotBorrow: this process does not use the device, or cannot open the memory.
         """
         found: dict[int, Opened] = {}
         for ticket in tickets:
@@ -226,12 +232,12 @@ class DeviceBorrowing:
             try:
                 memory = shared.with_identity(ticket.identity)
                 if memory is None:
-                    raise CannotBorrow("it is on a device that this process does not use", for_good=True)
+                    raise CannotBorrow("this process does not use the device", for_good=True)
                 array = memory.device.open(ticket.handle, ticket.size)
                 keeps, most = memory.device.keeps(array), memory.device.memory_bytes // IDLE_PART
             except CannotBorrow:
                 raise
-            except Exception as error:  # the library's own; the next who uses a device that is lost is told
+            except Exception as error:  # any error of the library; later uses of a lost device report it
                 raise CannotBorrow(f"{type(error).__name__}: {error}", for_good=True) from error
             if not keeps:
                 raise CannotBorrow("arrays do not stay on this process's device", for_good=True)
@@ -239,9 +245,9 @@ class DeviceBorrowing:
         return found
 
     def keep(self, opened: dict[int, Opened], tickets: Sequence[Ticket]) -> None:
-        """It stays open for further tickets, as does what these tickets are for."""
-        if self._tell is None:
-            raise CannotBorrow("the session is over", for_good=False)
+        """Keeps opened memory for later tickets. Closes idle memory to make room, but none that `tickets` need."""
+        if self._send is None:
+            raise CannotBorrow("the session ended", for_good=False)
         too_many = len(self._opened) + len(opened) - _MAX_OPEN
         if too_many > 0:
             needed = {ticket.memory for ticket in tickets}
@@ -251,24 +257,24 @@ class DeviceBorrowing:
                 del self._opened[memory]
         for memory, new in opened.items():
             new.idle_since = self._clock()
-            self._opened.setdefault(memory, new)  # another reply may have come with a ticket for it
+            self._opened.setdefault(memory, new)  # another reply may have opened it
 
     def take(self, value: Encoded, tickets: Sequence[Ticket]) -> EncodedOnDevice:
-        """The value, in memory that is open. Its tickets are given back when nobody has it any more.
+        """Makes the value, in open memory. Each ticket is returned when its buffer is garbage.
 
         Raises:
-            CannotBorrow: the other side tells something else of that memory than it did before.
-            Exception: the library's own. Then some of the tickets were given back, maybe.
+            CannotBorrow: the peer contradicts an earlier ticket.
+            Exception: an error of the library. Some tickets may have been returned.
         """
         opened = [self._opened[ticket.memory] for ticket in tickets]
         for ticket, memory in zip(tickets, opened, strict=True):
             if ticket.size != memory.size:
-                raise CannotBorrow(f"memory of {memory.size} bytes, told to have {ticket.size}", for_good=True)
-        coming = iter(zip(tickets, opened, strict=True))
+                raise CannotBorrow(f"memory of {memory.size} bytes, the ticket says {ticket.size}", for_good=True)
+        lent = iter(zip(tickets, opened, strict=True))
         buffers: list[Any] = []
         for buffer in value.buffers:
             if buffer.nbytes == TICKET_BYTES:
-                ticket, memory = next(coming)
+                ticket, memory = next(lent)
                 ended = partial(self._ended, memory, ticket.number)
                 buffers.append(borrowed(memory.device, memory.segment, ticket.length, BLOCK_BYTES, ended))
                 memory.readers += 1
@@ -277,22 +283,22 @@ class DeviceBorrowing:
         return EncodedOnDevice(value.meta, tuple(buffers), value.digest)
 
     def give_back(self, tickets: Sequence[Ticket]) -> None:
-        """Nobody read, or will read, by these."""
-        self._say([ticket.number for ticket in tickets])
+        """Returns tickets without reading the memory."""
+        self._send_back([ticket.number for ticket in tickets])
 
     def _ended(self, memory: Opened, number: int, events: list[Event]) -> None:
-        """In any thread, in the middle of anything."""
-        afterwards.call(memory.device, events, partial(self._wake, partial(self._through, memory, number)))
+        """The last view is garbage. Called in any thread, in the middle of anything."""
+        afterwards.call(memory.device, events, partial(self._wake, partial(self._returned, memory, number)))
 
-    def _through(self, memory: Opened, number: int) -> None:
+    def _returned(self, memory: Opened, number: int) -> None:
         memory.readers -= 1
         memory.idle_since = self._clock()
         if not memory.readers:
             self._close_beyond(memory.most)
-        self._say([number | _SPOILED if memory.segment.spoiled else number])
+        self._send_back([number | _SPOILED if memory.segment.spoiled else number])
 
     def _close_beyond(self, most: int) -> None:
-        """So that memory that its owner freed goes: what waited longest is closed until so many bytes wait."""
+        """Closes the memory that was idle for longest, so that at most `most` bytes are idle."""
         idle = sorted((kept.idle_since, number) for number, kept in self._opened.items() if not kept.readers)
         nbytes = sum(self._opened[number].size for _, number in idle)
         for _, number in idle:
@@ -300,21 +306,21 @@ class DeviceBorrowing:
                 return
             nbytes -= self._opened.pop(number).size
 
-    def _say(self, numbers: Sequence[int]) -> None:
-        if numbers and self._tell is not None:
-            self._tell(b"".join([_NUMBER.pack(number) for number in numbers]))
+    def _send_back(self, numbers: Sequence[int]) -> None:
+        if numbers and self._send is not None:
+            self._send(b"".join([_NUMBER.pack(number) for number in numbers]))
 
     def trim(self) -> list[Opened]:
-        """What has not been used for long is not kept: to be dropped in a thread, as the device may take its time."""
+        """Returns memory that was idle for long. Drop it in a thread, since the device may be slow."""
         before = self._clock() - _IDLE_S
         idle = [memory for memory, kept in self._opened.items() if not kept.readers and kept.idle_since < before]
         return [self._opened.pop(memory) for memory in idle]
 
     def end(self) -> list[Opened]:
-        """The session is over: nothing more is opened. The same; what is read stays open until it is not."""
-        self._tell = None  # else what is read would keep the session
+        """Ends with the session. Returns open memory, to be dropped in a thread. Memory that is read stays open."""
+        self._send = None  # else a reader would keep the session alive
         opened, self._opened = list(self._opened.values()), {}
         return opened
 
 
-assert TICKET_BYTES <= SMALL_BYTES  # of which size no other buffer is
+assert TICKET_BYTES <= SMALL_BYTES  # no other buffer is as small

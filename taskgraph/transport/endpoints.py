@@ -1,7 +1,4 @@
-"""Where a node is reached (`taskgraph.protocol.reach`): sockets to listen on, sockets that are connected.
-
-Nothing here knows what is said over a socket.
-"""
+"""Sockets of endpoints (`taskgraph.protocol.reach`): listening, and connecting."""
 
 from __future__ import annotations
 
@@ -45,17 +42,16 @@ __all__ = [
 _UCRED = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _MANY = 1 << 20
 
-#: The kernel's own limit is 108 on Linux and 104 on macOS, with the closing zero.
+#: The limit of the kernel is 108 on Linux and 104 on macOS, with the closing zero.
 MAX_UNIX_PATH = 100
-#: Connections the kernel keeps for us while the event loop is busy. Linux cuts it to net.core.somaxconn.
+#: Connections that wait in the kernel while the event loop is busy. Linux limits it to net.core.somaxconn.
 BACKLOG = 1024
 _UNIX_RETRY_S = 0.01
 
 
 @functools.cache
 def host_key() -> str:
-    """Names this host as far as unix sockets reach: the running kernel, this process's view of the file system and,
-    behind a dot, its user, whose alone our sockets are."""
+    """Identifies processes that can share unix sockets: of one kernel, file system and user (after the dot)."""
     parts = [platform.node()]
     with contextlib.suppress(OSError):  # only Linux has these two
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -75,7 +71,7 @@ def tcp_endpoint(host: str, port: int) -> str:
 
 
 def usable(endpoint: str) -> bool:
-    """Whether this process can try that endpoint at all."""
+    """This process can dial the endpoint."""
     return unix_socket(endpoint)[0] == host_key() or endpoint.startswith("tcp:")
 
 
@@ -83,10 +79,10 @@ def usable(endpoint: str) -> bool:
 
 
 def listen_unix(folder: Path, name: str) -> tuple[socket.socket, Path]:
-    """A listening socket in `folder`, which is made if need be and must be private.
+    """Listens on a unix socket in `folder`, which is created if it is missing and must be private.
 
     Raises:
-        TransportError: the path is too long, or the folder is not only ours.
+        TransportError: the path is too long, or other users may enter the folder.
     """
     path = folder.absolute() / name
     if len(os.fsencode(path)) >= MAX_UNIX_PATH:
@@ -100,7 +96,7 @@ def listen_unix(folder: Path, name: str) -> tuple[socket.socket, Path]:
         raise TransportError(f"the folder for unix sockets, {folder}, must belong to this user alone (mode 0700)")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        path.unlink(missing_ok=True)  # node ids are never reused: what lies there has no owner
+        path.unlink(missing_ok=True)  # node ids are never used again: an old file has no owner
         listener.bind(os.fspath(path))
         path.chmod(0o600)
         listener.listen(BACKLOG)
@@ -112,10 +108,10 @@ def listen_unix(folder: Path, name: str) -> tuple[socket.socket, Path]:
 
 
 def listen_tcp(host: str, ports: Sequence[int]) -> socket.socket:
-    """A listening socket, on the first of these ports that is free; port 0 is any.
+    """Listens on the first free port. Port 0 means any.
 
     Raises:
-        TransportError: the address cannot be listened on, or none of its ports.
+        TransportError: the address cannot be used, or no port is free.
     """
     for port in ports:
         if (listener := _listen_at(host, port)) is not None:
@@ -124,14 +120,13 @@ def listen_tcp(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether `listen_tcp` would get that port now; raises what it would raise but for that."""
+    """`listen_tcp` would get the port now. Raises TransportError if the address cannot be used."""
     if (listener := _listen_at(host, port)) is not None:
         listener.close()
     return listener is not None
 
 
 def no_free_port(host: str, ports: Sequence[int]) -> TransportError:
-    """None of them: says what to do."""
     return TransportError(
         f"cannot listen on {host}: its ports {min(ports)}-{max(ports)} are all taken, and a node takes two: give it a "
         f"wider range of --ports"
@@ -139,7 +134,7 @@ def no_free_port(host: str, ports: Sequence[int]) -> TransportError:
 
 
 def _listen_at(host: str, port: int) -> socket.socket | None:
-    """None where somebody else has that port."""
+    """Returns None if the port is taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -164,25 +159,23 @@ def _listen_at(host: str, port: int) -> socket.socket | None:
 
 
 def process_behind(sock: socket.socket | None) -> int:
-    """The process at the other end of a unix socket, as the kernel says, if it is ours and can be seen; else 0."""
+    """The process at the other end of a unix socket, if it has our user and is visible here; else 0."""
     if sock is None or sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return 0
-    told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    pid, uid, _ = _UCRED.unpack(told)
+    pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return pid if uid == os.geteuid() else 0
 
 
 def descriptors() -> int:
-    """How many files this process may have open."""
+    """The most files that this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MANY if soft == resource.RLIM_INFINITY else soft
 
 
 def tune_tcp(sock: socket.socket, settings: Settings) -> None:
-    """Sends small frames at once, and notices a network that was cut.
+    """Makes the kernel send small frames at once, and detect a network that was cut.
 
-    The kernels do it: its keep-alive probes are answered by the peer's kernel even while the peer's process is
-    stopped or busy, which is for its lease to notice, and unanswered by a network that is gone.
+    The kernel of the peer answers keep-alive probes even if the process is stopped or busy; then its lease decides.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -196,38 +189,37 @@ def tune_tcp(sock: socket.socket, settings: Settings) -> None:
         count = max(1, min(127, round(settings.ping_timeout_s / every_s)))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, count)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        # Also for data that was sent and never acknowledged: without it the kernel tries for a quarter of an hour.
+        # For data that is not acknowledged: the kernel would retry for a quarter of an hour.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(settings.ping_timeout_s * 1000))
 
 
 async def connect(endpoint: str, settings: Settings) -> socket.socket:
-    """A connected, non-blocking socket. The caller limits the time.
+    """Connects a non-blocking socket. The caller limits the time.
 
     Raises:
-        PeerGone: nobody listens there.
+        PeerGone: the port refuses, or there is no socket file.
         PeerLost: any other failure.
     """
     try:
         _, path = unix_socket(endpoint)
         return await (_connect_unix(path) if path else _connect_tcp(endpoint, settings))
     except (ConnectionRefusedError, FileNotFoundError) as error:
-        raise PeerGone(f"{endpoint}: nobody listens ({error.strerror or error})") from error
+        raise PeerGone(f"{endpoint}: it refuses connections ({error.strerror or error})") from error
     except OSError as error:
         raise PeerLost(f"{endpoint}: {error}") from error
 
 
 @contextlib.contextmanager
 def handed_over(sock: socket.socket) -> Iterator[None]:
-    """Within, a connected socket is given to the event loop, which closes it from then on.
+    """In this block the event loop takes a connected socket over, and closes it from then on.
 
-    uvloop closes its descriptor, and takes it from the socket then; but not where the connection breaks in the turn in
-    which it is made, by a `write` in `connection_made` to a peer that is gone. The socket would close that number once
-    more when it is garbage, and by then it may be anybody's.
+    uvloop closes the descriptor and detaches it from the socket, except if the connection breaks in the turn in which
+    it is made. Then the garbage socket would close the same number again, which may belong to another file by then.
     """
     try:
         yield
     finally:
-        if isinstance(asyncio.get_running_loop(), uvloop.Loop):  # a node's is a subclass
+        if isinstance(asyncio.get_running_loop(), uvloop.Loop):  # nodes use a subclass
             sock.detach()
 
 
@@ -236,9 +228,9 @@ async def _connect_unix(path: str) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
-            sock.connect(path)  # a local connect never takes time, whatever it answers
+            sock.connect(path)  # a local connect does not wait
             return sock
-        except BlockingIOError:  # its backlog is full: no event tells when that changes
+        except BlockingIOError:  # the backlog is full; there is no event for its end
             sock.close()
             await asyncio.sleep(_UNIX_RETRY_S)
         except BaseException:
@@ -266,7 +258,7 @@ async def _connect_tcp(endpoint: str, settings: Settings) -> socket.socket:
         except OSError as error:  # no IPv6 in this kernel
             failures.append(error)
             continue
-        # One that nothing answers from, be it a refusal, leaves the others their share of the time.
+        # An address that does not answer leaves the other addresses their share of the time.
         limit = asyncio.timeout(settings.connect_s / len(addresses) if number < len(addresses) else None)
         try:
             sock.setblocking(False)
@@ -274,7 +266,7 @@ async def _connect_tcp(endpoint: str, settings: Settings) -> socket.socket:
             async with limit:
                 await asyncio.get_running_loop().sock_connect(sock, address)
             if sock.getsockname() == sock.getpeername():
-                # A kernel's joke: dialling a free port of one's own host can pick that very port to dial from.
+                # To dial a free port of the own host, the kernel may choose the same port as the source.
                 raise ConnectionRefusedError("the connection led back to itself")
             return sock
         except OSError as error:
@@ -283,5 +275,5 @@ async def _connect_tcp(endpoint: str, settings: Settings) -> socket.socket:
         except BaseException:
             sock.close()
             raise
-    # Gone only if every address refuses; otherwise some other failure says that we do not know.
+    # Refused only if all addresses refuse. Otherwise another error says that it is not known.
     raise next((f for f in failures if not isinstance(f, ConnectionRefusedError)), failures[0])

@@ -1,16 +1,15 @@
-"""The frame: what one session writes after another, and the bounds of what it may say.
+"""Frames: the unit that sessions send, and its limits.
 
     head (56 bytes, big endian) | sizes of the buffers (8 bytes each) | header | body
 
-A CALL, TELL or REPLY frame opens a message: its head tells the size of the whole payload (the value's meta, then its
-buffers, without padding). The body is the first part of that payload; what does not fit travels in CHUNK frames of the
-same call, so that a large value never stands between two small messages for longer than one chunk takes.
+A CALL, TELL or REPLY frame opens a message. Its head has the size of the whole payload: the meta of the value, then its
+buffers, without padding. The body is the first part of the payload; the rest follows in CHUNK frames of the same call,
+so a large value delays small messages by one chunk.
 
-Values have digests of their own. What stands before the body has two in the head, which are there and looked at where a
-frame may be damaged on its way, on TCP: one of the sizes and the header, and one of the head itself. So a head is
-known to be whole before anything it says is done, waiting for more included.
+Over TCP the head contains two digests: of the sizes and the header, and of the head itself. A reader checks the head
+before it uses any number in it. Values have digests of their own.
 
-`reader` takes them out of a stream again.
+`reader` parses streams of frames.
 """
 
 from __future__ import annotations
@@ -53,34 +52,34 @@ __all__ = [
 
 PROTOCOL_VERSION = 7
 
-#: A payload up to this size travels in the frame that opens the message, copied into one write.
+#: A payload up to this size is sent in the frame that opens the message, copied into one write.
 INLINE_BYTES = 136 << 10
-#: What a large payload is cut into. 1 MiB takes 0.3 ms on a unix socket: the longest a small message waits behind it.
+#: Size of the chunks of a large payload. 1 MiB takes 0.3 ms on a unix socket; a small message waits no longer.
 CHUNK_BYTES = 1 << 20
-#: The largest body a reader accepts; leaves other versions room to cut differently.
+#: The largest body that a reader accepts. Larger than a chunk, so that other versions may cut differently.
 MAX_BODY_BYTES = 16 << 20
 #: The largest header. The longest in practice is a ledger page: some 60 bytes for each edge of an epoch.
 MAX_HEADER_BYTES = 64 << 20
 #: Buffers of one value: one for each large array in it.
 MAX_BUFFERS = 1 << 20
-#: Buffers of one message that are lent; further ones are sent.
+#: Lent buffers of a message; further buffers are sent.
 MAX_LENT = 1024
-#: Set in the size of a buffer that is lent: it is no part of the payload, and a reference to it stands in the header.
+#: Bit in the size of a lent buffer, which is not part of the payload: the header has a reference to it.
 LENT = 1 << 63
 
 MAGIC = b"TG"
 _OURS = MAGIC + bytes((PROTOCOL_VERSION,))
 HEAD: Final = struct.Struct("!2sBBQIIIQQ16x")
-"""Of a head: the magic, the version, and the fields of `Head`; then room for the digests."""
+"""Layout of a head: magic, version, the fields of `Head`, room for the digests."""
 HEAD_BYTES = HEAD.size
 _REST_DIGEST_AT = HEAD_BYTES - 16
 _DIGEST_AT = HEAD_BYTES - 8
-pack_head: Final = HEAD.pack  # what is looked up on an imported name is looked up anew in every call (Python 3.11)
+pack_head: Final = HEAD.pack  # a global: faster than an attribute of an imported name
 _TLS_HANDSHAKE, _TLS_MAJOR = 22, 3
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. The HELLO kinds keep their numbers in every version."""
+    """Kinds of frames. The HELLO kinds keep their numbers in every version."""
 
     HELLO_OPEN = 1
     HELLO_CHALLENGE = 2
@@ -90,13 +89,13 @@ class Kind(enum.IntEnum):
     CALL = 16  # opens a call
     REPLY = 17  # opens the reply to a call
     CHUNK = 18  # more of the payload of the call or reply of that id
-    CANCEL = 19  # the caller does not want the reply any more
+    CANCEL = 19  # the caller no longer wants the reply
     GOODBYE = 20  # the session ends here on purpose
-    RETURN = 21  # leases of memory that was lent, by whoever borrowed it
-    DECLINE = 22  # what was lent with the message of that call cannot be opened here: send bytes
-    TELL = 23  # opens a call that needs no reply where it is accepted at once
+    RETURN = 21  # the borrower returns leases of lent memory
+    DECLINE = 22  # the memory lent with the message of that call cannot be opened: send bytes
+    TELL = 23  # opens a quiet call: no reply if it is accepted at once
     REPLY_ON_DEVICE = 24  # a REPLY some of whose buffers are tickets for memory of a device
-    RETURN_ON_DEVICE = 25  # tickets that are used up, and memory that is not open any more
+    RETURN_ON_DEVICE = 25  # returns tickets for memory of a device
     DECLINE_ON_DEVICE = 26  # no such memory can be opened here
 
 
@@ -105,7 +104,7 @@ OPENING = (Kind.CALL, Kind.REPLY, Kind.TELL, Kind.REPLY_ON_DEVICE)
 
 
 class OtherVersion(DecodeError):
-    """A frame of another version of this protocol."""
+    """The frame belongs to another version of this protocol."""
 
     def __init__(self, theirs: int) -> None:
         super().__init__(f"the peer speaks protocol version {theirs}; this node speaks {PROTOCOL_VERSION}")
@@ -115,13 +114,13 @@ class Head(NamedTuple):
     """The fixed part of a frame. Sizes in bytes.
 
     Attributes:
-        kind: what the frame is.
-        call: the call's id, chosen by the caller, unique in its session; 0 where none is meant.
-        header: size of the header, with the references to lent buffers in front of it.
-        buffers: how many sizes of buffers stand before the header.
-        body: how much of the payload this frame carries.
-        payload: size of the whole payload of the message that this frame opens.
-        meta: how much of that payload is meta.
+        kind: the kind of the frame.
+        call: id of the call, chosen by the caller, unique in the session; 0: no call.
+        header: size of the header, including the references to lent buffers in front of it.
+        buffers: number of buffer sizes before the header.
+        body: size of the part of the payload in this frame.
+        payload: size of the whole payload of the message.
+        meta: size of the meta in the payload.
     """
 
     kind: Kind
@@ -133,13 +132,13 @@ class Head(NamedTuple):
     meta: int = 0
 
     def pack(self, rest: bytes = b"") -> bytes:
-        """The head, sealed, and the rest of what stands before the body."""
+        """Returns the sealed head, followed by the sizes and the header."""
         return seal(HEAD.pack(MAGIC, PROTOCOL_VERSION, *self) + rest, len(rest))
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a reader accepts. Before the hello is done nothing but a small header."""
+    """The largest sizes that a reader accepts."""
 
     header: int = MAX_HEADER_BYTES
     buffers: int = MAX_BUFFERS
@@ -147,7 +146,7 @@ class Limits:
 
 
 def unpack_head(data: memoryview, limits: Limits) -> Head:
-    """Reads and bounds a head; knows nothing of what came before it."""
+    """Parses a head. Raises DecodeError if a number is out of bounds."""
     magic, version, kind, call, header, buffers, body, payload, meta = HEAD.unpack_from(data)
     if magic != MAGIC:
         tls = data[0] == _TLS_HANDSHAKE and data[1] == _TLS_MAJOR
@@ -174,23 +173,23 @@ def unpack_head(data: memoryview, limits: Limits) -> Head:
 
 
 def seal(frame: bytes, rest_bytes: int) -> bytes:
-    """The same frame with its digests; behind its head, so many bytes stand before its body."""
+    """Adds the digests to a frame. `rest_bytes`: of the sizes and the header."""
     head = frame[:_REST_DIGEST_AT] + xxh3_64_digest(frame[HEAD_BYTES : HEAD_BYTES + rest_bytes])
     return b"".join((head, xxh3_64_digest(head), frame[HEAD_BYTES:]))
 
 
 def check_head(head: memoryview) -> None:
-    """Raises DecodeError where it is not what was sealed. In other versions that is done in other ways."""
+    """Raises DecodeError if a head of this version was damaged."""
     if xxh3_64_digest(head[:_DIGEST_AT]) != head[_DIGEST_AT:] and head[:3] == _OURS:
-        raise DecodeError("a frame with a head that was damaged on its way")
+        raise DecodeError("a damaged frame head")
 
 
 def check_rest(head: memoryview, rest: memoryview) -> None:
-    """The same of the sizes and the header of a frame."""
+    """Raises DecodeError if the sizes or the header of a frame were damaged."""
     if xxh3_64_digest(rest) != head[_REST_DIGEST_AT:_DIGEST_AT]:
-        raise DecodeError("a frame with a header that was damaged on its way")
+        raise DecodeError("a damaged frame header")
 
 
 def pack_frame(head: Head, sizes: Sequence[int] = (), header: bytes = b"") -> bytes:
-    """Everything of a frame that stands before its body."""
+    """Returns a frame without its body."""
     return head.pack(struct.pack(f"!{len(sizes)}Q", *sizes) + header)

@@ -1,16 +1,17 @@
-"""The hello: both sides of a new connection prove that they know the job's token, and who they are.
+"""The hello of a session: both sides prove that they know the token of the job, and which node they are.
 
     dialler  -> OPEN       job, node of the dialler, nonce a
     listener -> CHALLENGE  node of the listener, nonce b
     dialler  -> PROOF      HMAC(token, "dialler",  version, job, both nodes, a, b)
     listener -> WELCOME    HMAC(token, "listener", version, job, both nodes, a, b)
 
-The token never travels. A recorded hello is useless, since each side contributes a fresh nonce; a reflected one too,
-since each side's proof names its role. Inside TLS both proofs cover the connection's channel binding as well: nobody
-can pass them on from one connection to another. The dialler proves itself first: whoever does not know the token learns
-a random number and a node's id. Either side may send REFUSE with a reason instead, and hang up.
+1. The token is never sent.
+2. A recorded hello is useless: both sides choose a new nonce. So is a reflected one: the proofs contain the role.
+3. With TLS the proofs contain the channel binding, so they are valid on one connection only.
+4. The dialler proves itself first. A stranger learns a random number and the id of a node.
+5. Either side may send REFUSE with a reason at any step, and close the connection.
 
-No I/O here: frames in, frames out.
+The classes do no I/O: `on_frame` takes a frame and returns the frames to send.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from taskgraph.transport.refusals import printable
 
 __all__ = ["HELLO_LIMITS", "Answering", "Dialling", "HelloRefused", "mark", "refusal"]
 
-#: All a stranger can make this process read: ids and a nonce.
+#: The most that a stranger can make this process read.
 HELLO_LIMITS = Limits(header=4096, buffers=0, payload=0)
 _NONCE_BYTES = 32
 
@@ -36,12 +37,12 @@ Frames = list[tuple[Kind, bytes]]
 
 
 def mark(token: bytes) -> str:
-    """By which it is seen that two have the same token: nothing is opened by it, so anybody may know it."""
+    """A public fingerprint of the token. Nodes compare it; it opens nothing."""
     return hmac.new(token, b"taskgraph mark", hashlib.sha256).hexdigest()[:16]
 
 
 class HelloRefused(Exception):
-    """The hello failed. `tell` says whether the peer still has to hear why (False: it was the peer who refused)."""
+    """The hello failed. `tell`: send the reason to the peer (False: the peer refused)."""
 
     def __init__(self, why: str, *, tell: bool) -> None:
         super().__init__(why)
@@ -51,7 +52,7 @@ class HelloRefused(Exception):
 def _proof(token: bytes, role: bytes, job: str, dialler: str, listener: str, *random: bytes) -> bytes:
     mac = hmac.new(token, digestmod=hashlib.sha256)
     for part in (role, str(PROTOCOL_VERSION).encode(), job.encode(), dialler.encode(), listener.encode(), *random):
-        mac.update(len(part).to_bytes(4, "big") + part)  # lengths: no two lists of parts give the same bytes
+        mac.update(len(part).to_bytes(4, "big") + part)  # with lengths, so that different parts give different bytes
     return mac.digest()
 
 
@@ -107,15 +108,14 @@ def _parse(cls: type[S], data: bytes) -> S:
 
 
 class _Hello:
-    """What both sides share.
+    """The base of both sides.
 
     Attributes:
-        node: the one that this side is.
-        peer: the node of the other side; to be believed only once `done`.
-        done: both sides have proven themselves.
+        node: this node.
+        peer: the other node. Not to be trusted before `done`.
+        done: both sides proved themselves.
         probe: the session ends after the hello.
-        binding: what is known to the two ends of this connection alone; b"" without TLS. To be set before `open`, and
-            before the first frame.
+        binding: the channel binding of TLS, or b"". To be set before the first frame.
     """
 
     def __init__(self, token: bytes, job: str, node: str) -> None:
@@ -135,14 +135,14 @@ class _Hello:
 
     def _expect(self, kind: Kind, data: bytes) -> None:
         if kind is Kind.HELLO_REFUSE:
-            why = printable(_parse(Refuse, data).why)  # of somebody who has proven nothing
+            why = printable(_parse(Refuse, data).why)  # the peer may be a stranger
             raise HelloRefused(why, tell=False)
         if kind is not self._expected or self.done:
             raise DecodeError(f"{kind.name} where {self._expected.name} was expected")
 
 
 class Dialling(_Hello):
-    """The dialler's side."""
+    """The side of the dialler."""
 
     def __init__(self, token: bytes, job: str, node: str, *, probe: bool) -> None:
         super().__init__(token, job, node)
@@ -156,11 +156,11 @@ class Dialling(_Hello):
         return _proof(self._token, role, self._job, self.node, self.peer, *self._random(self._mine, self._theirs))
 
     def on_frame(self, kind: Kind, data: bytes) -> Frames:
-        """What to send next.
+        """Takes a frame, and returns the frames to send.
 
         Raises:
-            HelloRefused: the other side said no, or does not know the token.
-            DecodeError: not a hello.
+            HelloRefused: the listener refused, or does not know the token.
+            DecodeError: the frame is not the next step of a hello.
         """
         self._expect(kind, data)
         if kind is Kind.HELLO_CHALLENGE:
@@ -176,17 +176,17 @@ class Dialling(_Hello):
 
 
 class Answering(_Hello):
-    """The listener's side."""
+    """The side of the listener."""
 
     def _proof_of(self, role: bytes) -> bytes:
         return _proof(self._token, role, self._job, self.peer, self.node, *self._random(self._theirs, self._mine))
 
     def on_frame(self, kind: Kind, data: bytes) -> Frames:
-        """What to send next.
+        """Takes a frame, and returns the frames to send.
 
         Raises:
-            HelloRefused: another job, or a dialler that does not know the token.
-            DecodeError: not a hello.
+            HelloRefused: the dialler belongs to another job, or does not know the token.
+            DecodeError: the frame is not the next step of a hello.
         """
         self._expect(kind, data)
         if kind is Kind.HELLO_OPEN:

@@ -1,4 +1,4 @@
-"""A message that is being received: the memory its payload goes to, and its digest, taken on the way."""
+"""A message that is being received: memory for its payload, and the digest of the bytes as they arrive."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from taskgraph.transport.wire import value_of
 __all__ = ["Digesting", "Incoming"]
 
 _CLEARED_BYTES = 4 << 10
-_DIGESTED_BYTES = 256 << 10  # values with this much bulk, and less meta, are digested as they come
+_DIGESTED_BYTES = 256 << 10  # values with more bulk, and less meta, are digested while they arrive
 
 
 def _allocate(size_bytes: int, allocate: Allocate) -> memoryview:
-    """Memory that was touched before, or is not before data is written to it; small pieces are cheaper cleared."""
+    """Allocates memory. Clearing it is cheaper only if it is small."""
     if size_bytes <= _CLEARED_BYTES:
         return memoryview(bytearray(size_bytes))
     block = allocate(size_bytes)
@@ -32,23 +32,23 @@ def _no_pool(size_bytes: int) -> None:
 
 
 class Hasher(Protocol):
-    """A digest that is being taken."""
+    """A running digest."""
 
     def update(self, data: memoryview, /) -> None: ...
     def digest(self) -> bytes: ...
 
 
 Digesting = Callable[[bytes, Sequence[int]], Hasher]
-"""(meta, sizes of the buffers) -> what takes a value's digest as its buffers come."""
+"""(meta, sizes of the buffers) -> the running digest of a value, to be updated with its buffers."""
 
 
 class Incoming:
-    """A message that is being received: where its payload goes, and how far it is.
+    """A message that is being received.
 
     Attributes:
-        head: of the frame that opened it.
+        head: the head of its first frame.
         message: the message; its value has a digest only until `complete`.
-        missing: bytes still to come.
+        missing: bytes of the payload that have not arrived.
     """
 
     __slots__ = ("_at", "_digesting", "_hasher", "_lent", "_offset", "_sizes", "_targets", "head", "message", "missing")
@@ -63,12 +63,12 @@ class Incoming:
         allocate: Allocate = _no_pool,
         digesting: Digesting | None = None,
     ) -> None:
-        """Allocates the destinations. Raises MemoryError where there is not enough; DecodeError.
+        """Allocates memory for the payload. Raises MemoryError and DecodeError.
 
         Args:
-            lent: what the sizes marked as LENT stand for, in their order.
-            allocate: where large buffers are received, as far as it has memory.
-            digesting: takes the digest of large values while what came is still in the cache.
+            lent: the memory of buffers whose sizes are marked as LENT, in order.
+            allocate: allocates memory for large buffers, or returns None.
+            digesting: begins the digest of a large value, which is taken while its bytes are in the cache.
         """
         self.head = head
         self.message = message
@@ -83,8 +83,8 @@ class Incoming:
         self._hasher: Hasher | None = None
         large = head.payload - head.meta >= _DIGESTED_BYTES > head.meta
         self._digesting = digesting if large and not lent else None
-        self._at = 0  # the destination that is being filled
-        self._offset = 0  # and how far it is
+        self._at = 0  # index of the target that is being filled
+        self._offset = 0  # bytes in it
         self._skip_full()
 
     def _skip_full(self) -> None:
@@ -95,7 +95,7 @@ class Incoming:
             self._offset = 0
 
     def room(self) -> memoryview:
-        """The rest of the destination that is being filled. Not empty while something is missing."""
+        """Returns the memory for the next bytes. Not empty while bytes are missing."""
         return self._targets[self._at][self._offset :]
 
     def filled(self, count: int) -> None:
@@ -107,7 +107,7 @@ class Incoming:
         self._skip_full()
 
     def take(self, data: memoryview) -> None:
-        """Copies `data`, which is at most what is missing."""
+        """Copies `data`, at most as many bytes as are missing."""
         while data.nbytes:
             room = self.room()
             count = min(room.nbytes, data.nbytes)
@@ -123,11 +123,11 @@ class Incoming:
         return tuple((next(received) if lent is None else lent).toreadonly() for lent in self._lent)
 
     def digest(self) -> bytes | None:
-        """The digest of what came, where it was taken meanwhile."""
+        """Returns the digest that was taken on the way, or None."""
         return None if self._hasher is None else self._hasher.digest()
 
     def complete(self) -> Encoded | None:
-        """Adds what was received to the value of the message, and returns the value; None: the message has none."""
+        """Adds the payload to the value of the message. Returns the value, or None if the message has none."""
         value = value_of(self.message)
         if value is not None:
             value.complete(self.meta(), self.buffers())
@@ -136,6 +136,6 @@ class Incoming:
     def is_whole(self, value: Encoded) -> bool | None:
         """Compares the digest that was taken on the way; None: none was taken."""
         if any(lent is not None for lent in self._lent):
-            return True  # what never left the host's memory is what its producer digested
+            return True  # lent memory needs no check: its producer digested it
         digest = self.digest()
         return None if digest is None else digest == value.digest

@@ -1,10 +1,14 @@
-"""Large values between processes of one host: lent where they lie, given back when nobody reads them any more.
+"""Lending memory: large values between processes of one host, without a copy.
 
-What a message carries of a buffer that is lent is a `Reference`: where to open the memory, and a number, the *lease*.
-Who borrows gives each lease back exactly once, when the last view of it is garbage. Until then the lender keeps the
-block, so that its segment cannot take another value. A session that ends with leases open spoils their blocks: the
-other side may read them for as long as it lives, and nobody will ever write there again. What is borrowed can be lent
-on: the borrower keeps it for its own borrower, and gives it back, as spoiled where it is, when that one did.
+In place of a lent buffer, a message has a `Reference`: how to open the memory, and the number of the *lease*.
+
+    lease       next       by
+    lent        returned   the last view in the borrower is garbage (exactly once)
+    lent        spoiled    the session ends, or the lease is returned as spoiled
+
+1. The lender keeps the block of an open lease, so its segment takes no other value.
+2. A spoiled block is never written again: a process may read it as long as it lives.
+3. Borrowed memory can be lent to a third process. It is returned after that process returned it, as spoiled if it is.
 """
 
 from __future__ import annotations
@@ -29,13 +33,13 @@ from taskgraph.transport.segments import LEAST_BYTES
 __all__ = ["Borrowing", "Lending"]
 
 _new: Final = tuple.__new__
-"""What makes a `Reference`, whose own constructor is Python code."""
+"""Makes a `Reference`. Faster than its constructor, which is Python code."""
 
 _MAX_LEASES: Final = 1 << 16
-"""Leases of one session that are open at a time; values are sent beyond that."""
+"""Open leases of a session; further values are sent."""
 _MAX_SIZE: Final = 1 << 62
 _PAUSE_S: Final = 5.0
-"""Nothing is lent for this long to a peer that could not open it for want of something it may have again."""
+"""Pause of lending after the peer lacked memory or descriptors."""
 _REFERENCE: Final = struct.Struct("!QQQQQI")
 _REFERENCE_BYTES: Final = _REFERENCE.size
 _pack_reference: Final = _REFERENCE.pack
@@ -44,46 +48,46 @@ _this_thread: Final = threading.get_ident
 _LEASE: Final = struct.Struct("!Q")
 _SPOILED: Final = 1 << 63
 _TOGETHER: Final = 4
-"""So many leases are worth a message, where it does not wake the lender by itself."""
+"""Leases that are returned together with the next reply."""
 _LARGE_BYTES: Final = 8 << 20
-"""Of that much nothing waits: its memory takes other values."""
+"""Leases of this much memory are returned at once, since the memory is needed for other values."""
 _LATE_S: Final = 0.02
-"""Nor longer than this, or twice as long where some were given back meanwhile: some epochs of such values."""
+"""A lease waits this long, or twice as long if others were returned meanwhile."""
 
 
 class Lending:
-    """What one side of a session lent to the other.
+    """Leases that one side of a session gave to the other.
 
     Args:
-        now: seconds.
+        now: a clock, in seconds.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._until: float | None = None  # nothing is lent before then; None: never
-        self._lent: dict[int, tuple[Block, int]] = {}  # by lease: what, and with the message of which call
+        self._until: float | None = None  # lending begins then; None: never
+        self._lent: dict[int, tuple[Block, int]] = {}  # lease -> block, and call of the message
         self._last = 0
 
     def __len__(self) -> int:
         return len(self._lent)
 
     def start(self) -> None:
-        """The other side is a process of this host."""
+        """Begins to lend: the peer is a process of this host."""
         self._until = 0.0
 
     def stop(self, *, for_good: bool) -> None:
-        """The other side could not open what was lent."""
+        """Stops lending: the peer cannot open the memory."""
         self._until = None if for_good else self._now() + _PAUSE_S
 
     def lend(self, call: int, buffer: memoryview) -> bytes:
-        """The reference to a buffer that is lent with the message of that call; nothing where it is to be sent."""
+        """Lends a buffer with the message of a call. Returns its reference, or b"" if the buffer has to be sent."""
         until, size = self._until, buffer.nbytes
         if until is None or size < LEAST_BYTES or (until and self._now() < until):
             return b""
         block = block_behind(buffer)
         if block is None:
             return b""
-        origin: Any = block.origin  # a pool's, or of a loan
+        origin: Any = block.origin  # a `Use` or a `Loan`
         region: Region | None = origin.region
         lent = self._lent
         if region is None or region.fd < 0 or len(lent) >= _MAX_LEASES:
@@ -94,23 +98,23 @@ class Lending:
         return _pack_reference(lease, region.dev, region.ino, region.size, offset, region.fd)
 
     def take_back(self, call: int) -> None:
-        """Nothing of that call's message was sent. (Few are taken back: nothing is kept for it.)"""
+        """Takes back the leases of a message that was not sent. Rare, so a search will do."""
         for lease in [lease for lease, (_, of) in self._lent.items() if of == call]:
             del self._lent[lease]
 
     def returned(self, data: bytes) -> None:
-        """The other side gave leases back. Raises DecodeError where it has none of that number."""
+        """Takes leases that the peer returned. Raises DecodeError if the peer does not have such a lease."""
         if len(data) % _LEASE.size:
             raise DecodeError(f"leases in {len(data)} bytes")
         for (number,) in _LEASE.iter_unpack(data):
             entry = self._lent.pop(number & ~_SPOILED, None)
             if entry is None:
-                raise DecodeError(f"it gives back lease {number & ~_SPOILED}, which it does not have")
+                raise DecodeError(f"it returned lease {number & ~_SPOILED}, which it does not have")
             if number & _SPOILED:
                 _spoil(entry[0])
 
     def broken(self) -> None:
-        """The session is over: what the other side did not give back it may read for ever."""
+        """Spoils all open leases, since the session ended."""
         self._until = None
         for block, _ in self._lent.values():
             _spoil(block)
@@ -118,7 +122,7 @@ class Lending:
 
 
 def _offset(buffer: memoryview, region: Region) -> int:
-    """Where a buffer begins in the memory that it lies in."""
+    """The offset of a buffer in its region."""
     address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     offset = address - region.address
     if not 0 <= offset <= region.size - buffer.nbytes:
@@ -132,12 +136,11 @@ def _spoil(block: Block) -> None:
 
 
 class Borrowing:
-    """What one side of a session borrowed from the other.
+    """Leases that one side of a session got from the other.
 
     Args:
-        send: sends leases back; called on the event loop.
-        several: there are so many to be given back that they are worth a message, if only something else wakes the
-            lender at the same time; `flush` is to be called then.
+        send: sends returned leases; called on the event loop.
+        several: called when some leases can be returned; the next message to the lender should call `flush`.
     """
 
     def __init__(
@@ -150,22 +153,22 @@ class Borrowing:
         self._mappings: Mappings | None = None
         self._thread = threading.get_ident()
         self._back: deque[int] = deque()
-        self._back_bytes = 0  # about: threads may count at the same time
-        self._asked = False  # to flush as soon as the loop comes to it
-        self._flushed = False  # since the timer was set
-        self._late: asyncio.TimerHandle | None = None  # to flush after a while
+        self._back_bytes = 0  # roughly, since threads add to it
+        self._asked = False  # `flush` will run soon
+        self._flushed = False  # `flush` ran since the timer was set
+        self._late: asyncio.TimerHandle | None = None  # flushes after a while
         self._closed = False
 
     def start(self, pid: int, mappings: Mappings) -> None:
-        """The other side is process `pid` of this host."""
+        """Begins to borrow from process `pid` of this host."""
         self._pid = pid
         self._mappings = mappings
 
     def read(self, header: bytes, lengths: Sequence[int]) -> tuple[list[Reference], bytes]:
-        """The references in front of a header, and the header.
+        """Splits a header into the references in front of it, and the rest.
 
         Raises:
-            DecodeError: they do not describe pieces of memory.
+            DecodeError: a reference is not valid.
         """
         count = len(lengths)
         if count > MAX_LENT:
@@ -173,26 +176,26 @@ class Borrowing:
         rest = count * _REFERENCE_BYTES
         if len(header) < rest:
             raise DecodeError(f"{count} references in a header of {len(header)} bytes")
-        if count == 1:  # as a rule
+        if count == 1:  # the common case
             return [self._reference(_read_reference(header), lengths[0])], header[rest:]
         told = zip(_REFERENCE.iter_unpack(header[:rest]), lengths, strict=True)
         return [self._reference(one, length) for one, length in told], header[rest:]
 
     def _reference(self, told: tuple[int, ...], length: int) -> Reference:
         lease, _, _, size, offset, _ = told
-        if not 0 < lease < _SPOILED:  # in any order: a large message begins after small ones that were sent later
+        if not 0 < lease < _SPOILED:  # in any order, since small messages overtake large ones
             raise DecodeError(f"lease {lease}")
         if not 0 < length <= size <= _MAX_SIZE or offset > size - length:
             raise DecodeError(f"a reference to {length} bytes at {offset} of {size}")
         return _new(Reference, (*told, length))
 
     def take(self, references: Sequence[Reference]) -> tuple[memoryview, ...]:
-        """What they refer to, read-only. Raises CannotBorrow; then all of them are given back."""
+        """Maps the memory of references, read-only. Raises CannotBorrow, and returns all leases then."""
         buffers: list[memoryview] = []
         for at, reference in enumerate(references):
             try:
-                if self._mappings is None:  # it may see us, and we not it
-                    raise CannotBorrow("the process at the other end is not one that can be seen here", for_good=True)
+                if self._mappings is None:  # the peer sees this process, but not the other way round
+                    raise CannotBorrow("the process of the peer is not visible here", for_good=True)
                 buffers.append(self._mappings.borrow(self._pid, reference, self.give_back).data)
             except CannotBorrow:
                 buffers.clear()
@@ -201,12 +204,12 @@ class Borrowing:
         return tuple(buffers)
 
     def refuse(self, references: Sequence[Reference]) -> None:
-        """Gives back what was never looked at: the lender sends it in another way."""
+        """Returns leases without opening the memory."""
         self._back.extend(reference.lease for reference in references)
         self._flush_soon()
 
     def give_back(self, loan: Loan) -> None:
-        """Called by whatever thread found the garbage, at any time: it only notes it and wakes the loop."""
+        """Notes a lease to return. Called in any thread, in the middle of anything."""
         loan.loans.discard(loan)
         self._back.append(loan.lease | _SPOILED if loan.spoiled else loan.lease)
         self._back_bytes += loan.length
@@ -231,7 +234,7 @@ class Borrowing:
         self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        """Gives back now what is to be given back."""
+        """Returns the noted leases now."""
         self._asked, self._flushed, self._back_bytes = False, True, 0
         leases = []
         while self._back:
@@ -240,7 +243,7 @@ class Borrowing:
             self._send(b"".join(leases))
 
     def _flush_late(self) -> None:
-        """A timer is left alone by those who give back before it ends: what came since then waits for another one."""
+        """Flushes, unless `flush` ran since the timer was set; then the timer starts again."""
         self._late = None
         if not self._flushed:
             self.flush()
@@ -249,7 +252,7 @@ class Borrowing:
             self._late = self._loop.call_later(_LATE_S, self._flush_late)
 
     def close(self) -> None:
-        """The session is over: there is nobody to give anything back to."""
+        """Returns no more leases: the session ended."""
         self._closed = True
         if self._late is not None:
             self._late.cancel()

@@ -1,8 +1,7 @@
-"""Memory of other processes of this host, as they lend it: opened once, mapped read-only, kept for the next loan.
+"""Borrowed memory of other processes of this host: opened once, mapped read-only, kept for the next loan.
 
-What a peer says of its memory is believed as far as it can be checked: the descriptor must be one of the process at
-the other end of the socket (the kernel says which that is), of anonymous memory, with the identity and the size told,
-and sealed so that it cannot shrink under a reader. Anything else is not mapped.
+A peer's reference is checked: the descriptor must belong to the process at the other end of the socket (as the kernel
+says), be anonymous memory of the stated identity and size, and be sealed, so that it cannot shrink under a reader.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from taskgraph.transport.regions import NAME, Region
 __all__ = ["CannotBorrow", "Loan", "Mappings", "Reference"]
 
 _IDLE_S: Final = 15.0
-"""How long a mapping waits for the next loan; longer than a segment waits for its next value."""
+"""Time that a mapping waits for the next loan. Longer than a segment waits for its next value."""
 _FOR_NOW: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 _SEAL: Final = getattr(fcntl, "F_SEAL_SHRINK", 0)
 
 
 class Reference(NamedTuple):
-    """A piece of a peer's memory, as the peer describes it.
+    """A piece of the memory of a peer, as the peer describes it.
 
     Attributes:
-        lease: the peer's number for this loan.
-        dev, ino, size: of the memory behind it.
-        offset, length: the piece, within the memory.
-        fd: the descriptor at the peer.
+        lease: number of the lease.
+        dev, ino, size: identity and size of the memory.
+        offset, length: of the piece in the memory.
+        fd: the descriptor in the process of the peer.
     """
 
     lease: int
@@ -50,7 +49,7 @@ class Reference(NamedTuple):
 
 
 class CannotBorrow(Exception):
-    """The memory cannot be opened. `for_good`: nor will any other of that peer be."""
+    """The memory cannot be opened. `for_good`: nor can any other memory of the peer."""
 
     def __init__(self, why: str, *, for_good: bool) -> None:
         super().__init__(why)
@@ -64,18 +63,18 @@ class _Mapping:
         self.memory = memory
         self.region = region
         self.loans: set[Loan] = set()
-        self.used_at = 0.0  # when it was last found to be lent
+        self.used_at = 0.0  # last time that it was seen in use
 
 
 class Loan(Watch[Block]):
-    """One borrowed piece: what its block's `origin` is, and what tells when that is garbage.
+    """A borrowed piece of memory: the `origin` of its block, called when the block is garbage.
 
-    It can be lent on: its region is open here, too.
+    It can be lent to a third process, since its region is open here, too.
 
     Attributes:
-        lease, length, offset: as its `Reference` told.
-        loans: those of the same memory that are open, this one among them.
-        spoiled: somebody may read it for ever.
+        lease, length, offset: as in its `Reference`.
+        loans: the open loans of the same memory, including this one.
+        spoiled: a process may read it for ever.
     """
 
     __slots__ = ("lease", "length", "loans", "offset", "region", "spoiled")
@@ -92,14 +91,14 @@ class Loan(Watch[Block]):
         self.spoiled = True
 
     def pinned(self, device: Device) -> None:
-        return None  # it is mapped to be read, and not every device can lock that
+        return None  # read-only; not all devices can lock such memory
 
 
 class Mappings:
-    """What this process has mapped of others. Used from the event loop; blocks may become garbage in any thread.
+    """The mappings of a process. Used on the event loop; blocks may become garbage in any thread.
 
     Args:
-        limit: mappings at a time, lent and idle. Each takes up to two descriptors.
+        limit: the most mappings, used and idle. Each takes up to two descriptors.
         clock: seconds.
     """
 
@@ -112,13 +111,13 @@ class Mappings:
         return len(self._known)
 
     def borrow(self, pid: int, reference: Reference, ended: Callable[[Loan], object]) -> Block:
-        """The piece, read-only.
+        """Maps a piece of memory, read-only.
 
         Args:
-            ended: called with the loan, in any thread, when no view is left; it takes it out of `loan.loans`.
+            ended: called with the loan, in any thread, when no view is left. It removes the loan from `loan.loans`.
 
         Raises:
-            CannotBorrow: it is not to be had; `ended` is not called.
+            CannotBorrow: the memory cannot be opened. `ended` is not called.
         """
         lease, dev, ino, size, offset, _, length = reference
         mapping = self._known.get((dev, ino))
@@ -126,7 +125,7 @@ class Mappings:
             self._make_room()
             mapping = self._known[dev, ino] = _open(pid, reference)
         elif mapping.region.size != size:
-            raise CannotBorrow(f"memory of {mapping.region.size} bytes, told to have {size}", for_good=True)
+            raise CannotBorrow(f"memory of {mapping.region.size} bytes; the reference says {size}", for_good=True)
         block = Block((length,), np.uint8, mapping.memory, offset)
         block.origin = loan = Loan(block, ended)
         loan.lease, loan.offset, loan.length, loan.spoiled = lease, offset, length, False
@@ -140,11 +139,11 @@ class Mappings:
             return
         idle = [(mapping.used_at, key) for key, mapping in self._known.items() if not mapping.loans]
         if not idle:
-            raise CannotBorrow(f"{self._limit} pieces of memory of others are in use here already", for_good=False)
+            raise CannotBorrow(f"{self._limit} mappings are in use", for_good=False)
         del self._known[min(idle)[1]]
 
     def trim(self) -> None:
-        """Lets go of what has not been lent for long. To be called now and then."""
+        """Closes mappings that were idle for long. Called periodically."""
         now = self._clock()
         for key, mapping in list(self._known.items()):
             if mapping.loans:
@@ -153,14 +152,14 @@ class Mappings:
                 del self._known[key]
 
     def close(self) -> None:
-        """Lets go of everything; views stay valid for as long as somebody has them."""
+        """Closes all mappings. Views stay valid."""
         self._known.clear()
 
 
 def _open(pid: int, reference: Reference) -> _Mapping:
     path = f"/proc/{pid}/fd/{reference.fd}"
     try:
-        shown = os.readlink(path)  # looked at first: opening something else might block, or do something
+        shown = os.readlink(path)  # before opening: to open another kind of file may block
         if not shown.startswith(f"/memfd:{NAME} "):
             raise CannotBorrow(f"{path} is {shown:.100}", for_good=True)
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -170,7 +169,7 @@ def _open(pid: int, reference: Reference) -> _Mapping:
         found = os.fstat(fd)
         same = (found.st_dev, found.st_ino, found.st_size) == (reference.dev, reference.ino, reference.size)
         if not same or not stat.S_ISREG(found.st_mode):
-            raise CannotBorrow(f"{path} is other memory than was told", for_good=True)
+            raise CannotBorrow(f"{path} is other memory than the reference says", for_good=True)
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEAL:
             raise CannotBorrow(f"{path} may shrink", for_good=True)
         memory = mapped(fd, reference.size, writable=False)

@@ -1,8 +1,7 @@
-"""The transport within one process: messages travel as the objects they are.
+"""The transport within one process, which passes messages as objects.
 
-It keeps the promises of the interface, errors and losses included, and adds what tests and simulations need: a seed
-that shuffles the order of deliveries, nodes that crash, links that are cut. It knows no clock: with the same seed and
-the same callers, the same things happen in the same order.
+It keeps the promises of the interface, with its errors and losses. For tests a seed shuffles the order of deliveries,
+nodes crash, and links are cut. There is no clock: equal seeds and equal callers give equal runs.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from taskgraph.transport.calls import OwnedTasks, answer, answer_quietly, descri
 
 __all__ = ["MemoryNetwork", "MemoryTransport"]
 
-#: With a seed, a delivery waits for up to this many turns of the event loop.
+#: With a seed, a delivery takes up to this many turns of the event loop.
 _MAX_TURNS = 8
 
 
 class MemoryNetwork:
-    """What connects the transports of one process.
+    """Connects the transports of one process.
 
     Args:
         rng: shuffles the order of deliveries; None delivers in the order of sending.
@@ -32,11 +31,11 @@ class MemoryNetwork:
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng
         self._nodes: dict[str, MemoryTransport] = {}
-        self._sessions: set[frozenset[str]] = set()  # pairs that have talked, and not lost each other since
+        self._sessions: set[frozenset[str]] = set()  # pairs of nodes
         self._cut: set[frozenset[str]] = set()
 
     def crash(self, node: str) -> None:
-        """The node vanishes as a killed process does: its calls and handlers end, its peers lose their sessions."""
+        """Kills a node: its calls and handlers end, and its peers lose their sessions."""
         transport = self._nodes.pop(node, None)
         if transport is None:
             return
@@ -45,7 +44,7 @@ class MemoryNetwork:
             self._break(node, other, f"node {node} crashed")
 
     def cut(self, one: str, other: str) -> None:
-        """Breaks what is between two nodes, and keeps it broken: calls raise PeerLost until `heal`."""
+        """Cuts the link between two nodes: calls raise PeerLost until `heal`."""
         self._cut.add(frozenset((one, other)))
         self._break(one, other, f"the link between {one} and {other} is cut")
 
@@ -56,11 +55,11 @@ class MemoryNetwork:
 
     def _join(self, transport: MemoryTransport) -> None:
         if transport.node in self._nodes:
-            raise TransportError(f"there is a node {transport.node} already")
+            raise TransportError(f"node {transport.node} exists")
         self._nodes[transport.node] = transport
 
     def _leave(self, transport: MemoryTransport) -> None:
-        """A goodbye: no loss."""
+        """Ends all sessions of a node in good order."""
         self._nodes.pop(transport.node, None)
         for other in self._partners(transport.node):
             self._part(transport.node, other, f"node {transport.node} said goodbye")
@@ -70,7 +69,7 @@ class MemoryNetwork:
             raise PeerLost(f"the link between {caller} and {node} is cut")
         transport = self._nodes.get(node)
         if transport is None:
-            raise PeerGone(f"node {node}: nobody listens")
+            raise PeerGone(f"node {node} does not listen")
         return transport
 
     def _connect(self, one: str, other: str) -> None:
@@ -111,16 +110,16 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """Calls by reference; see `taskgraph.transport.api.Transport`."""
+    """Passes messages as objects; see `taskgraph.transport.api.Transport`."""
 
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
         self._tasks = OwnedTasks()
-        self._serving: dict[asyncio.Task[None], str] = {}  # -> who called
-        self._pending: dict[asyncio.Future[Reply], str] = {}  # -> who is to reply
+        self._serving: dict[asyncio.Task[None], str] = {}  # -> caller
+        self._pending: dict[asyncio.Future[Reply], str] = {}  # -> callee
         self._serve: Serve | None = None
         self._on_lost: OnLost = lambda node: None
-        self._down = "not started"  # why it does nothing, or ""
+        self._down = "not started"  # why it is down, or ""
         self.node = ""
 
     @property
@@ -128,13 +127,13 @@ class MemoryTransport:
         return ("memory:",) if self.node else ()
 
     def allocate(self, nbytes: int) -> Block | None:
-        return None  # values are handed over by reference anyway
+        return None  # values are passed as objects
 
     async def start(self, node: str, serve: Serve, on_lost: OnLost) -> None:
         """Joins the network.
 
         Raises:
-            TransportError: a node of that name is there already.
+            TransportError: the network has a node of that name.
         """
         if self.node:
             raise RuntimeError("the transport was started already")
@@ -164,8 +163,8 @@ class MemoryTransport:
         return self._tasks.spawn(exchange, name=f"call {peer.node} from {self.node}")
 
     def calls_now(self, peer: Peer, message: Pull) -> list[asyncio.Future[Reply]] | None:
-        begun = [self.call_now(peer, message.each(number)) for number in range(message.count)]
-        return [call for call in begun if call is not None] or None  # all of them, or none: it is closed
+        calls = [self.call_now(peer, message.each(number)) for number in range(message.count)]
+        return [call for call in calls if call is not None] or None  # None: the transport is closed
 
     async def _exchange(self, node: str, message: Call, *, quiet: bool = False) -> Reply:
         target = self._reach(node)

@@ -1,10 +1,10 @@
-"""What a session has still to write, in an order that is fair to small messages.
+"""The queue of frames that a session has to send.
 
-Small frames go first, in order. Large payloads are cut into chunks, a few values in turn, so that a value of
+Small frames go first, in order. Large payloads are cut into chunks, and a few values take turns, so a value of
 gigabytes delays a small message by one chunk. Nothing is copied: chunks are views of the caller's memory.
 
-The outbox hands over bytes only while the socket's own buffer has room (`pause` and `resume` come from the event
-loop): a peer that reads slowly costs this process one chunk of buffer, besides the values its callers hold anyway.
+The event loop calls `pause` and `resume` as the buffer of the socket fills and empties. So a peer that reads slowly
+costs this process one chunk of buffer, besides the values that wait.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from taskgraph.transport.frames import (
 __all__ = ["Outbox"]
 
 _pack_size: Final = struct.Struct("!Q").pack
-#: Large values that are sent in turn; the others wait. Few, since what is half received is of no use to anybody.
+#: Large values that take turns; others wait. Few, since half a value is of no use to the receiver.
 _IN_TURN = 4
-#: Messages that wait for a peer to read. With more of them it is full, until half of them are gone.
+#: With more messages than this the outbox is full, until half of them are sent.
 _FULL = 1 << 12
-#: What is written before other work of the event loop gets its chance, if the socket takes everything at once.
+#: Bytes written before other work of the event loop runs, if the socket takes them all at once.
 _TURN_BYTES = 8 << 20
 
 
 class _Large:
-    """A payload on its way, and how far it is."""
+    """A payload that is sent in chunks."""
 
     __slots__ = ("_at", "_offset", "_parts", "call", "left", "opening")
 
@@ -53,7 +53,7 @@ class _Large:
         self._offset = 0
 
     def chunk(self) -> tuple[int, list[memoryview]]:
-        """The next chunk: its size, and the pieces of memory it consists of."""
+        """Returns the size of the next chunk, and its pieces of memory."""
         size = room = min(CHUNK_BYTES, self.left)
         pieces = []
         while room:
@@ -74,15 +74,15 @@ class Outbox:
     """The queue between callers and a socket.
 
     Args:
-        write: takes bytes or a view of memory that will not change; does not block.
+        write: takes bytes, or a view of memory that will not change; does not block.
         soon: runs a callback after other ready work of the event loop.
-        lend: (call, buffer) -> what stands in front of the header for a buffer that does not travel; nothing where it
-            does. Asked for each buffer of a value, in their order.
-        on_backpressure: called with whether more messages wait than should, when that changes.
+        lend: (call, buffer) -> the reference to a lent buffer, or b"" for a buffer that has to be sent. Called for the
+            buffers of a value in order.
+        on_backpressure: called with True when the outbox is full, and with False when it has room again.
 
     Attributes:
         write: may be replaced between two frames.
-        sealed: frames have digests in their heads. Where something is lent, nothing travels that could be damaged.
+        sealed: frame heads contain digests. Without them if buffers may be lent: a unix socket damages nothing.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Outbox:
         return not (self._small or self._turn or self._waiting)
 
     def send(self, kind: Kind, call: int = 0, header: bytes = b"", value: Encoded | None = None) -> None:
-        """Queues one frame, or one message with its value; what is small goes at once where it can."""
+        """Sends a frame, with a value if one is given, or queues it while the socket is full."""
         if self._closed:
             return
         if value is None:
@@ -128,11 +128,11 @@ class Outbox:
         if self._paused or self._small:
             self._send_small(call, frame)
         else:
-            write = self.write  # for Python 3.11, a call of an attribute is twice the way
-            write(frame)  # as a rule
+            write = self.write  # Python 3.11 takes twice as long to call an attribute
+            write(frame)
 
     def send_several(self, kind: Kind, first: int, header: bytes) -> None:
-        """Queues one frame that stands for several calls: `drop` of the first of them leaves it for the others."""
+        """Sends a frame that makes several calls. `drop` of the first call does not remove it."""
         if not self._closed:
             frame = pack_head(MAGIC, PROTOCOL_VERSION, kind, first, len(header), 0, 0, 0, 0) + header
             self._send_small(0, seal(frame, len(header)) if self.sealed else frame)
@@ -145,9 +145,9 @@ class Outbox:
             self.write(frame)
 
     def _send_value(self, kind: Kind, call: int, header: bytes, value: Encoded) -> None:
-        """The same with a value that is lent, or may have to wait."""
+        """Sends a frame with a value whose buffers are lent, or follow in chunks."""
         buffers, meta = value.buffers, len(value.meta)
-        if len(buffers) == 1 and meta <= INLINE_BYTES and type(value) is Encoded:  # a large array, as a rule
+        if len(buffers) == 1 and meta <= INLINE_BYTES and type(value) is Encoded:  # mostly one large array
             buffer = buffers[0]
             if reference := self._lend(call, buffer):
                 size = len(reference) + len(header)
@@ -184,7 +184,7 @@ class Outbox:
             self._pump()
 
     def drop(self, call: int) -> bool:
-        """Sends nothing more of that call. Returns whether the peer has seen, or will see, some of it."""
+        """Stops sending the message of a call. Returns True if the peer got, or will get, a part of it."""
         if self.idle:
             return True
         before = len(self._small) + len(self._waiting)
@@ -208,14 +208,14 @@ class Outbox:
         self._pump()
 
     def close(self) -> None:
-        """Drops everything; later sends are ignored."""
+        """Drops all frames, and ignores later ones."""
         self._closed = True
         self._small.clear()
         self._turn.clear()
         self._waiting.clear()
 
     def _pump(self) -> None:
-        """Writes while the socket takes it, and looks how many messages wait for that."""
+        """Writes frames while the socket has room, then reports backpressure."""
         budget = _TURN_BYTES
         while not self._paused and (self._small or self._turn or self._waiting):
             if budget <= 0:
@@ -236,7 +236,7 @@ class Outbox:
         self._pump()
 
     def _next(self) -> Iterator[bytes | memoryview]:
-        """The pieces of the next frame. A frame is never cut."""
+        """Yields the pieces of the next frame, or of the next chunk with its head."""
         if self._small:
             yield self._small.popleft()[1]
             return

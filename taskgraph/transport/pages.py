@@ -1,12 +1,9 @@
-"""Shared memory where the kernel can put it into huge pages, and what gives pages back to it.
+"""Shared memory in huge pages.
 
-A pass over a megabyte of ordinary pages needs the place of 256 of them, and so pushes the places of everything else
-out of what a core remembers: after each compute the interpreter's own have to be looked up again, which in a virtual
-machine takes some twenty steps each. A huge page (2 MiB on x86) is one place, and filled anew in a third of the time.
-
-What processes share gets huge pages by itself where the administrator said so, which is rare. Since Linux 6.1 a process
-may ask for them (`MADV_COLLAPSE`). Whether there are any is the kernel's to say, at any time, and makes no difference
-to anybody but in speed.
+A pass over 1 MiB of ordinary pages takes 256 entries of the processor's address cache (TLB), and evicts those of the
+interpreter. In a virtual machine a miss takes some twenty steps. A huge page (2 MiB on x86) takes one entry, and is
+filled in a third of the time. Since Linux 6.1 a process may ask for huge pages (`MADV_COLLAPSE`). If the kernel
+refuses, only speed is lost.
 """
 
 from __future__ import annotations
@@ -28,11 +25,11 @@ __all__ = ["address_of", "emptied", "gathered", "huge_page_bytes", "mapped"]
 
 _SETTINGS: Final = Path("/sys/kernel/mm/transparent_hugepage")
 _LARGEST: Final = 4 << 20
-"""Huge pages that are larger than this (where ordinary ones have 64 KiB) would waste more than they save."""
+"""Larger huge pages (of kernels with pages of 64 KiB) would waste more than they save."""
 _PAUSE_S: Final = 30.0
-"""Nothing is asked for this long after the kernel had no huge page to give, or had to move much memory to find one."""
+"""Pause after the kernel had no huge page, or spent much time to make one."""
 _DEAR_S: Final = 0.01
-"""Processor time that a huge page is not worth: as a rule it is a hundredth of that, and to fill small ones a fifth."""
+"""A huge page is not worth this much processor time. It mostly takes a hundredth of it."""
 _MADV_COLLAPSE: Final = 25
 _MADV_REMOVE: Final = 9
 _MAP_FIXED: Final = 0x10
@@ -42,7 +39,7 @@ _not_before = 0.0
 
 @functools.cache
 def huge_page_bytes() -> int:
-    """The size of a huge page; 0 where there are none, or they are switched off (`transparent_hugepage/enabled`)."""
+    """The size of a huge page; 0 if the kernel has none, or they are switched off (`transparent_hugepage/enabled`)."""
     try:
         if "[never]" in (_SETTINGS / "enabled").read_text():
             return 0
@@ -53,17 +50,17 @@ def huge_page_bytes() -> int:
 
 
 def mapped(fd: int, size: int, *, writable: bool) -> memoryview:
-    """The memory of a file, shared, which goes with the last view of it; the descriptor stays the caller's.
+    """Maps a file, shared, until the last view of the mapping is gone. The caller keeps the descriptor.
 
     Raises:
-        OSError: it cannot be mapped.
+        OSError: the file cannot be mapped.
     """
     huge = huge_page_bytes()
     if not huge or size < huge:
-        how: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # none of its own
+        how: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # no copy of the descriptor
         return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ, **how))
-    # Huge pages can be only where file and address agree, which `mmap.mmap` cannot ask for: the file goes over a part
-    # of what it found, which stays the owner of all of it, also for who wants to know whether it may be written to.
+    # Huge pages need an aligned address, which `mmap.mmap` cannot ask for. So it reserves more than is needed, and the
+    # file is mapped over an aligned part. The `mmap` object stays the owner.
     access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     space = memoryview(mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + huge, flags=reserved, prot=access))
@@ -97,14 +94,14 @@ def gathered(
     now: Callable[[], float] = time.monotonic,
     used: Callable[[], float] = time.thread_time,
 ) -> bool:
-    """Whether shared memory lies in huge pages from now on, as far as whole ones fit into it; it is what it was.
+    """Moves aligned shared memory into huge pages, as far as whole ones fit. Returns True if all were moved.
 
-    It must be aligned to them. Takes a tenth of a millisecond a page, several times that where the host has to find
-    memory for it first: it is not for more than some pages at a time. May be called in any thread.
+    The content stays. Takes 0.1 ms a page, and several times that if the host has to find memory. May be called in any
+    thread.
 
     Args:
-        now: seconds.
-        used: processor time of this thread, in seconds. (The clock would tell who else wanted the core.)
+        now: a clock, in seconds.
+        used: processor time of this thread, in seconds.
     """
     global _not_before
     huge = huge_page_bytes()
@@ -114,11 +111,11 @@ def gathered(
     for page in range(address, address + size // huge * huge, huge):
         if now() < _not_before:
             return False
-        _ = ctypes.c_uint8.from_address(page).value  # the kernel collapses nothing that is not there at all
+        _ = ctypes.c_uint8.from_address(page).value  # the kernel collapses only pages that exist
         began = used()
         if _libc().madvise(page, huge, _MADV_COLLAPSE):
             done = False
-            if ctypes.get_errno() == errno.EAGAIN:  # a page of it was in somebody's hands
+            if ctypes.get_errno() == errno.EAGAIN:  # a page was in use
                 continue
             _not_before = now() + _PAUSE_S
         elif used() - began > _DEAR_S:
@@ -127,5 +124,5 @@ def gathered(
 
 
 def emptied(address: int, size: int) -> bool:
-    """Whether the kernel took back the pages of writable, shared memory: in every process it is zeros from now on."""
+    """Returns pages of writable shared memory to the kernel. All processes see zeros then. False: it refused."""
     return sys.platform == "linux" and not _libc().madvise(address, size, _MADV_REMOVE)

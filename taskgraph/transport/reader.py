@@ -1,9 +1,14 @@
-"""Frames out of a stream of bytes, which is not trusted.
+"""Parsing frames from an untrusted stream of bytes, without I/O.
 
-`FrameReader` does no I/O: a protocol asks it where the next bytes go and tells it how many came. Large buffers are
-received where they will stay; everything else passes a small reusable buffer. Every size is checked against a
-bound before anything is allocated for it. A small message that lies whole in that buffer, as most do, is taken out of
-it at once; whatever is larger, cut, or not right is read step by step.
+    state                  buffer holds              next step
+    between frames         less than a head          wait for HEAD_BYTES
+    between frames         a complete small message  take it at once (most messages)
+    head read              sizes and header          `on_open` or `on_control`
+    in a body              a part of a payload       copy it to its place, until the body ends
+
+The caller asks `buffer()` where to put the next bytes, then calls `received(n)`. Large buffers are received where they
+stay; everything else passes a small reusable buffer. Every size is checked before memory is allocated. A `DecodeError`
+is final.
 """
 
 from __future__ import annotations
@@ -29,38 +34,33 @@ from taskgraph.transport.incoming import Incoming
 
 __all__ = ["FrameReader"]
 
-_SCRATCH_BYTES = 192 << 10  # the reusable receive buffer of a session
-_HELLO_BYTES = 8 << 10  # the same before the hello is done: who connects, and how often, is up to strangers
-_UNREAD = bytearray(_HELLO_BYTES)  # takes what comes after `stop`, in all sessions: nobody looks at it
-_WHOLE_BYTES = _SCRATCH_BYTES  # a longer message is not taken whole, even where a large header made the buffer grow
-_BEGINNING, _BEGINS = struct.Struct("!2sBB"), struct.Struct("!I")  # magic, version and kind of a frame: as one number
-_WHOLE_HEAD = struct.Struct("!IQIIIQQ")  # a head, read so that one look tells whether it is one that `on_whole` takes
+_SCRATCH_BYTES = 192 << 10  # of the receive buffer of a session
+_HELLO_BYTES = 8 << 10  # before the hello: strangers may make many connections
+_UNREAD = bytearray(_HELLO_BYTES)  # receives all bytes after `stop`, in all sessions
+_WHOLE_BYTES = _SCRATCH_BYTES  # the largest message that is taken at once
+_BEGINNING, _BEGINS = struct.Struct("!2sBB"), struct.Struct("!I")  # magic, version and kind, as one number
+_WHOLE_HEAD = struct.Struct("!IQIIIQQ")  # a head whose first field is that number
 _read_size = struct.Struct("!Q").unpack_from
-_DIRECT_BYTES = 32 << 10  # a rest at least this long is received in place; below, one more copy is cheaper than a read
+_DIRECT_BYTES = 32 << 10  # a smaller rest is copied, which is cheaper than one more read
 
 
 class FrameReader:
-    """Turns bytes into frames.
-
-    Ask `buffer()` for where to receive the next bytes, then call `received(n)`.
+    """Parses a stream of frames.
 
     Args:
-        limits: what is accepted; `limits` may be replaced between two frames.
-        on_open: called with the head of a CALL, TELL or REPLY, the sizes of its buffers and its header; all are
-            bounded and nothing is allocated yet. Returns the `Incoming` that takes the payload, or None: the payload
-            is skipped then. Raises DecodeError.
-        on_complete: called with an `Incoming` that has all of its payload.
-        on_whole: called with (kind, call, sizes, header, meta, carried) of a frame that came whole and is all of its
-            message, in place of the others. Of the buffers of its value, if it has some, `sizes` are theirs, either all
-            are lent, or all are in `carried`, one behind the other. Raises DecodeError.
-        on_control: called with (head, header) of any other frame but chunks.
-        failed: called with what any of these, or the stream, raises in `received`; None: that raises it.
+        limits: the largest sizes; may be replaced between two frames.
+        on_open: called with the head of a CALL, TELL or REPLY, the sizes of its buffers and its header. Returns the
+            `Incoming` for the payload, or None to skip the payload. May raise DecodeError.
+        on_complete: called with an `Incoming` that has its whole payload.
+        on_whole: called with (kind, call, sizes, header, meta, carried) of a frame that is a complete message, in place
+            of `on_open` and `on_complete`. The buffers of its value are either all lent, or consecutive in `carried`.
+            May raise DecodeError.
+        on_control: called with (head, header) of all other frames, except chunks.
+        failed: called with an error in `received`; None: `received` raises it.
 
     Attributes:
-        whole: kinds of frames that `on_whole` takes; none unless told.
-        checked: frames have to be sealed: what was damaged before a frame's body is a DecodeError then.
-
-    A `DecodeError` from `received` is final: the stream cannot be read any further.
+        whole: kinds of frames for `on_whole`.
+        checked: frames must have digests.
     """
 
     def __init__(
@@ -84,14 +84,13 @@ class FrameReader:
         self._partial: dict[int, Incoming] = {}  # by call: a session carries calls one way and replies the other
         self._memory = bytearray(self._usual_bytes)
         self._scratch = memoryview(self._memory)
-        self._start = 0  # unread bytes of the scratch buffer: from here
-        self._end = 0  # to here
-        self._head: Head | None = None  # a head whose sizes and header are still coming
-        self._packed = b""  # the same as it came
-        self._needed = HEAD_BYTES  # bytes of the scratch buffer that make the next step possible
-        self._sink: Incoming | None = None  # whom the current body belongs to; None: skip it
-        self._body = 0  # bytes of the current body still to come
-        self._direct: Incoming | None = None  # whose memory `buffer` returned
+        self._start = self._end = 0  # of the unread bytes in the scratch buffer
+        self._head: Head | None = None  # its sizes and header are not complete
+        self._packed = b""  # the bytes of that head
+        self._needed = HEAD_BYTES  # bytes in the scratch buffer for the next step
+        self._sink: Incoming | None = None  # takes the current body; None: skip it
+        self._body = 0  # missing bytes of the current body
+        self._direct: Incoming | None = None  # `buffer` returned memory of this message
         self._stopped = False
 
     @property
@@ -102,7 +101,7 @@ class FrameReader:
     def limits(self, limits: Limits) -> None:
         self._limits = limits
         self._usual_bytes = _SCRATCH_BYTES if limits.payload else _HELLO_BYTES
-        # What is no longer than this in all is within each of them.
+        # A message up to this size is within all limits.
         self._whole_bytes = min(_WHOLE_BYTES, limits.header, limits.payload, 8 * limits.buffers)
 
     @property
@@ -115,43 +114,43 @@ class FrameReader:
 
     @property
     def mid_frame(self) -> bool:
-        """Whether the stream stands inside a frame or a message: an end of the stream here is a broken one."""
+        """The stream is inside a frame or a message, so it must not end here."""
         return bool(self._end - self._start or self._head or self._body or self._partial)
 
     @property
     def within(self) -> tuple[object, ...] | None:
-        """Where the stream stands inside a frame, another value with each byte; None between two."""
+        """The place inside a frame, another value with each byte; None between two frames."""
         unread = self._end - self._start
         if self._stopped or not (unread or self._head or self._body):
             return None
-        begun = bytes(self._scratch[self._start : self._end][:HEAD_BYTES])
+        head = bytes(self._scratch[self._start : self._end][:HEAD_BYTES])
         sink = self._sink
-        of = None if sink is None else (sink.head.call, sink.missing)
-        return unread, self._body, begun, self._head, of
+        message = None if sink is None else (sink.head.call, sink.missing)
+        return unread, self._body, head, self._head, message
 
     def stop(self) -> None:
-        """Reads nothing any more and lets go of half-received messages; may be called from a callback."""
+        """Ignores all further bytes, and drops incomplete messages. May be called by a callback."""
         self._stopped = True
         self._partial.clear()
         self._sink = None
-        # A session that ended is garbage in a cycle, which may be found much later.
+        # An ended session is a cycle of garbage, which may be collected much later.
         self._memory, self._scratch = _UNREAD, memoryview(_UNREAD)
 
     def drop(self, call: int) -> None:
-        """Forgets a message that is being received; what is still coming of it is skipped."""
+        """Drops an incomplete message, and skips the rest of it."""
         dropped = self._partial.pop(call, None)
         if dropped is not None and dropped is self._sink:
             self._sink = None
 
     def buffer(self, _: int = -1) -> memoryview:
-        """Where the next bytes go. Valid until `received`; never empty. (The argument is `asyncio`'s size hint.)"""
+        """Returns the memory for the next bytes, never empty. (The argument is `asyncio`'s size hint.)"""
         self._direct = None
         if self._stopped:
             self._start = self._end = 0
             return self._scratch
         if self._start == self._end and not self._body and len(self._memory) == _SCRATCH_BYTES:
             self._start = self._end = 0
-            return self._scratch  # as a rule
+            return self._scratch
         if self._body and self._sink is not None and self._start == self._end:
             room = self._sink.room()
             if min(room.nbytes, self._body) >= _DIRECT_BYTES:
@@ -174,8 +173,7 @@ class FrameReader:
                 if stop - start >= HEAD_BYTES and self._head is None and not self._body:
                     if self.checked:
                         check_head(self._scratch[start : start + HEAD_BYTES])
-                    # A message that lies whole in the scratch buffer, as most do, is taken out of it in place. What is
-                    # left, for whatever reason, `_step` reads, and refuses where it has to be refused.
+                    # The fast path: a complete small message. All other frames, bad ones too, are left to `_step`.
                     begins, call, size, buffers, body, payload, meta = _WHOLE_HEAD.unpack_from(data, start)
                     kind = self._whole.get(begins)
                     begin = start + HEAD_BYTES + 8 * buffers
@@ -187,28 +185,28 @@ class FrameReader:
                         and end - start <= self._whole_bytes
                         and call not in self._partial
                     ):
-                        if end > stop:  # cut: it costs less to wait for the rest of it than to take it piece by piece
+                        if end > stop:  # waiting for the rest is cheaper than taking pieces
                             self._needed = end - start
                             return
                         self._needed = HEAD_BYTES
                         if self.checked:
                             at = start + HEAD_BYTES
                             check_rest(self._scratch[start:at], self._scratch[at:middle])
-                        if not buffers:  # as a rule
+                        if not buffers:
                             if payload == meta:
-                                self._start = end  # the buffer is used again: what is handed on is a copy
+                                self._start = end  # the buffer is used again, so the message is copied
                                 value, on_whole = bytes(self._scratch[middle:end]) if meta else b"", self._on_whole
                                 on_whole(kind, call, (), bytes(data[begin:middle]), value, b"")
                                 if end == stop:
                                     return
                                 continue
                         else:
-                            if buffers == 1:  # as a rule
+                            if buffers == 1:  # the common case
                                 sizes = _read_size(data, begin - 8)
                                 lent = sizes[0] >= LENT
                             else:
                                 sizes = struct.unpack_from(f"!{buffers}Q", data, start + HEAD_BYTES)
-                                lent = min(sizes) >= LENT  # all of them; else one travels, be it an empty one
+                                lent = min(sizes) >= LENT  # all buffers are
                             if payload == (meta if lent else meta + sum(sizes)):
                                 self._start = end
                                 bulk = middle + meta
@@ -224,18 +222,18 @@ class FrameReader:
             self._failed(error)
 
     def _make_room(self) -> None:
-        """Moves what is unread to the front where the next step would not fit behind it."""
+        """Moves unread bytes to the front if the next step needs room behind them."""
         unread = self._end - self._start
         if not unread:
             self._start = self._end = 0
             if len(self._memory) != self._usual_bytes and self._needed <= self._usual_bytes:
-                self._memory = bytearray(self._usual_bytes)  # a large header came and went, or the hello is done
+                self._memory = bytearray(self._usual_bytes)  # after a large header, or the hello
                 self._scratch = memoryview(self._memory)
             return
         if self._start + self._needed <= len(self._memory) and self._end < len(self._memory):
             return
         if self._needed > len(self._memory) and unread == len(self._memory):
-            # Grows with what came, not by what a head promises.
+            # Grows with the received bytes, not with the sizes in a head.
             larger = bytearray(max(self._usual_bytes, min(self._needed, 2 * len(self._memory))))
             larger[:unread] = self._scratch
             self._memory, self._scratch = larger, memoryview(larger)
@@ -244,14 +242,14 @@ class FrameReader:
         self._start, self._end = 0, unread
 
     def _step(self) -> bool:
-        """Takes one thing off the scratch buffer; False if it holds too little for that."""
+        """Parses the next part of the scratch buffer. Returns False if it is not complete."""
         if self._body:
             return self._take_body()
         if self._end - self._start < self._needed:
             return False
         if self._head is None:
             head = unpack_head(self._scratch[self._start : self._end], self.limits)
-            if self.checked:  # the head itself was, by `received`
+            if self.checked:  # `received` checked the head
                 self._packed = bytes(self._scratch[self._start : self._start + HEAD_BYTES])
             self._start += HEAD_BYTES
             self._head = head

@@ -1,7 +1,7 @@
-"""Strangers who were refused: told once, and not as often as they knock.
+"""Log lines about refused connections.
 
-What a stranger sends decides what is said of it, so neither the number of lines nor what is in them may be the
-stranger's choice.
+Strangers choose how often they connect and what they send. So the number of lines and the characters in them are
+bounded here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 __all__ = ["Refusals", "printable"]
 
-#: One line for each reason in this time, and `_LINES` of all reasons together.
+#: Each reason is logged once in this time, and at most `_LINES` reasons are.
 _EVERY_S = 60.0
 _LINES = 20
 _TEXT = 300
-"""Characters of one line: some of them are the stranger's."""
+"""Characters of a line that may come from a stranger."""
 _UNPRINTABLE = re.compile(r"[^ -~]")
 _NUMBERS = re.compile(r"[0-9a-fA-F]*\d[0-9a-fA-F]*")
 
@@ -25,41 +25,41 @@ class Refusals:
     """Logs refused connections.
 
     Args:
-        log: where to.
-        now: the monotonic time.
+        log: the logger.
+        now: a monotonic clock, in seconds.
     """
 
     def __init__(self, log: logging.Logger, now: Callable[[], float]) -> None:
         self._log = log
         self._now = now
         self._began = float("-inf")
-        self._said: dict[str, int] = {}  # reason -> how many were not told since
-        self._untold = 0  # of reasons that are not kept
+        self._logged: dict[str, int] = {}  # reason -> refusals since it was logged
+        self._others = 0  # refusals for reasons beyond `_LINES`
         self.count = 0
 
     def refused(self, where: str, why: str) -> None:
-        """One more. `where` and `why` may be what a stranger sent."""
+        """Counts a refused connection, and logs its reason. A stranger may have chosen `where` and `why`."""
         self.count += 1
         now = self._now()
         if now - self._began >= _EVERY_S:
-            self._tell_rest()
-            self._began, self._said, self._untold = now, {}, 0
-        # The same but for its numbers is the same reason: sizes and addresses are for the stranger to choose.
+            self._log_rest()
+            self._began, self._logged, self._others = now, {}, 0
+        # Reasons that differ only in numbers count as one: strangers choose sizes and addresses.
         reason = _NUMBERS.sub("#", why[:_TEXT])
-        if reason in self._said:
-            self._said[reason] += 1
-        elif len(self._said) >= _LINES:
-            self._untold += 1
+        if reason in self._logged:
+            self._logged[reason] += 1
+        elif len(self._logged) >= _LINES:
+            self._others += 1
         else:
-            self._said[reason] = 0
+            self._logged[reason] = 0
             self._log.warning("refused a connection from %s: %s", printable(where), printable(why))
 
-    def _tell_rest(self) -> None:
-        rest = self._untold + sum(self._said.values())
+    def _log_rest(self) -> None:
+        rest = self._others + sum(self._logged.values())
         if rest:
             self._log.warning("refused %d more connections since, for like reasons", rest)
 
 
 def printable(text: str) -> str:
-    """What a stranger said, as one short line of ASCII."""
+    """Turns a stranger's text into one short line of ASCII."""
     return _UNPRINTABLE.sub("?", text[:_TEXT])

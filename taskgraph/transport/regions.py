@@ -1,4 +1,4 @@
-"""Shared memory as another process of the host finds it: a descriptor of ours, and what it must turn out to be."""
+"""Shared memory that other processes of the host can open, by a descriptor of this process."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Final
 __all__ = ["NAME", "Region"]
 
 NAME: Final = "taskgraph"
-"""What /proc shows of our memory; it is no name by which it could be opened."""
+"""The label of our memory in /proc. It cannot be opened by this name."""
 
 
 class Region:
-    """Where shared memory lies here, and by which descriptor others open it.
+    """A piece of shared memory.
 
     Attributes:
-        fd: the descriptor; -1 when nobody is to open it any more.
-        dev, ino: what tells this memory from any other.
-        size, address: in this process.
+        fd: the descriptor by which other processes open it; -1 after `close`.
+        dev, ino: its identity.
+        size, address: of its mapping in this process.
     """
 
     __slots__ = ("__weakref__", "address", "dev", "fd", "ino", "size")

@@ -1,18 +1,19 @@
-"""Memory that values are encoded into, used again and again, and open to other processes of the host where it can be.
+"""The pool of shared memory that values are encoded and received into.
 
-Memory that a process has never touched fills at about 1 GB/s here, memory it has at ten to twenty times that: so large
-values come from a pool of *segments*, and a segment that nobody reads any more takes the next value.
+New memory fills at about 1 GB/s, used memory ten to twenty times as fast. So large values get *segments* of a pool.
 
-Segments are cut from *arenas*: anonymous memory of the kernel (`memfd_create`), several for one arena where they are
-less than a huge page (`pages`). It has no name in any file system: whatever kills whom, it is gone with the last
-descriptor and mapping of it. Where there is no such thing (not on Linux), it is memory of this process alone, and what
-lies there travels as bytes.
+    segment     next        by
+    idle        used        `Pool.allocate`
+    used        idle        its block is garbage: no encoded value, view or lease refers to it
+    used        spoiled     a peer may read it for ever (`Use.spoil`)
+    idle        closed      it was idle for long, the pool has too much idle memory, or its arena is retired
 
-**A segment is used again only if it is known that nobody reads it.** In this process that is so when the block given
-out is garbage: encoded values, views that user code keeps, and what is lent to peers all hold it (`lending`). Who
-cannot tell any more whether a peer reads it spoils the block: its segment is never written again, and the others of its
-arena take no more values, so that the memory goes when they are free. What a device still copies from there, the
-segment's pin knows (`taskgraph.device.pinning`).
+1. A segment takes another value only if no process reads it. A spoiled segment is never written again.
+2. Segments are cut from *arenas*: anonymous memory (`memfd_create`). It has no name in a file system, so it ends with
+   its last descriptor and mapping. Segments smaller than a huge page (`pages`) share an arena.
+3. A spoiled segment retires its arena: other segments of it take no more values, and its memory is freed with them.
+4. Without `memfd_create` the memory belongs to this process alone, and its values are sent as bytes.
+5. `taskgraph.device.pinning` knows whether a device still copies from a segment.
 """
 
 from __future__ import annotations
@@ -43,43 +44,41 @@ __all__ = ["LEAST_BYTES", "Pool", "Use"]
 log = logging.getLogger("taskgraph.transport")
 
 LEAST_BYTES: Final = 64 << 10
-"""Smaller values are not worth a segment: copying them costs less than telling where they are."""
+"""Smaller values are copied, which is cheaper than lending."""
 _STEPS: Final = 8
-"""Sizes of segments per power of two: values that differ a little use the same ones, and an eighth is lost at most."""
+"""Sizes of segments per power of two. At most an eighth of a segment is wasted."""
 _FITS: Final = 1.5
-"""A value takes a segment of at most this many times its size."""
+"""A segment is at most this many times as large as its value."""
 _PAGES: Final = 2
-"""Huge pages of an arena. One value that stays, here or with a peer, keeps no more than so many."""
+"""Huge pages of an arena: the most memory that one small value can keep."""
 _GATHERED_PAGES: Final = 8
-"""So many are gathered at a time, since an event loop may wait for it: more of it at the next value."""
+"""Huge pages that one `allocate` asks for, since an event loop may wait for it."""
 _NOEXEC_SEAL: Final = 0x8  # MFD_NOEXEC_SEAL, from Linux 6.3 on
 _IDLE_S: Final = 10.0
-"""How long a segment waits for another value."""
+"""Time that a segment waits for another value."""
 _WANTED_SEALS: Final = (
     getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
 )
 
 
 _LACKING = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EMFILE, errno.ENFILE)
-"""There is not as much as was asked for, of memory or of descriptors: another time, or of less, there may be."""
+"""Errors that may pass: too little memory, too few descriptors."""
 
 
 class _Arena:
-    """A piece of memory that segments are cut from, one behind the other. `region` is None where others cannot open it.
-
-    It stays until the last view of any of them is gone, whatever was closed meanwhile.
+    """Memory that consecutive segments are cut from. It stays until the last view of it is gone.
 
     Attributes:
-        cut: bytes that segments have, or had.
-        gathered: of so many it has been tried to put them into huge pages: what is not cut takes no memory.
-        retired: none of its segments takes another value: somebody may read one of them for ever, and memory that is
-            of no use any more goes with the whole.
+        region: how other processes open it; None: they cannot.
+        cut: bytes that were given to segments. The rest takes no memory.
+        gathered: bytes that were asked to be put into huge pages.
+        retired: its segments take no more values, since one was spoiled.
     """
 
     __slots__ = ("_closed", "_pid", "cut", "gathered", "memory", "region", "retired", "size")
 
     def __init__(self, size: int, *, shared: bool) -> None:
-        """Raises OSError or MemoryError where there is no memory, or no descriptor, for it."""
+        """Raises OSError or MemoryError if there is no memory or no descriptor."""
         self.size = size
         self.cut = 0
         self.retired = False
@@ -93,7 +92,7 @@ class _Arena:
         fd = _anonymous()
         try:
             os.ftruncate(fd, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _WANTED_SEALS)  # nobody, not even we, can take pages from under a reader
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _WANTED_SEALS)  # no process, nor this one, can take pages from a reader
             self.memory = mapped(fd, size, writable=True)
             found = os.fstat(fd)
         except BaseException:
@@ -102,7 +101,7 @@ class _Arena:
         self.region = Region(fd, found.st_dev, found.st_ino, size, address_of(self.memory))
 
     def to_gather(self) -> tuple[int, int]:
-        """Where in memory, and how much, is to be gathered next, of what is cut: it counts as gathered from now on."""
+        """Returns address and size of the next part to put into huge pages, and marks it."""
         huge = huge_page_bytes() or self.size
         begin = self.gathered
         end = self.gathered = min(-(-self.cut // huge) * huge, begin + _GATHERED_PAGES * huge, self.size)
@@ -110,23 +109,23 @@ class _Arena:
         return self.region.address + begin, end - begin
 
     def empty(self, offset: int, size: int) -> None:
-        """Gives pages back that nobody reads, and nobody will write to. In any thread."""
+        """Returns the pages of a closed segment to the kernel. May be called in any thread."""
         self._closed.append((offset, size))
         self._empty(offset, size)
 
     def unlocked(self, offset: int, size: int) -> None:
-        """The same once they are page-locked no more: nor can the kernel take others of the same huge page before."""
+        """As `empty`, after the pages were unlocked. The kernel can take others of their huge page now, too."""
         self.empty(offset, size)
         for piece in tuple(self._closed):
             self._empty(*piece)
 
     def _empty(self, offset: int, size: int) -> None:
-        if self.region is not None and size and self._pid == os.getpid():  # in a child of a fork it is not ours
+        if self.region is not None and size and self._pid == os.getpid():  # a forked child does not own it
             emptied(self.region.address + offset, size)
 
 
 class _Segment:
-    """A piece of an arena, which takes one value after the other."""
+    """A part of an arena that takes one value after another."""
 
     __slots__ = ("arena", "freed_at", "memory", "offset", "pin", "size", "spoiled")
 
@@ -141,7 +140,7 @@ class _Segment:
         self.pin: Pin | None = None
 
     def close(self) -> None:
-        """It takes no other value. Its pages go, unless somebody may read them: those go with the arena."""
+        """Returns its pages to the kernel. Those of a spoiled segment stay until its arena is freed."""
         pin, self.pin = self.pin, None
         if self.spoiled:
             return
@@ -152,7 +151,7 @@ class _Segment:
 
 
 def _anonymous() -> int:
-    """Memory that is no program: a kernel may be told to give no other (`vm.memfd_noexec`), or not know the word."""
+    """Makes anonymous memory. Some kernels require the flag for no executable memory, older ones refuse it."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         return os.memfd_create(NAME, flags | _NOEXEC_SEAL)
@@ -163,10 +162,10 @@ def _anonymous() -> int:
 
 
 class Use(Watch[Block]):
-    """One use of a segment, all that is known of it: what its block's `origin` is, and what tells when that is garbage.
+    """One use of a segment: the `origin` of its block, called when the block is garbage.
 
     Attributes:
-        offset: where the block begins in its region.
+        offset: of the block in its region.
     """
 
     __slots__ = ("locked", "offset", "region", "segment")
@@ -197,8 +196,8 @@ class Pool:
     """The segments of one process.
 
     Args:
-        max_segments: more are not made; values go to other memory then. A segment takes one or two descriptors.
-        max_idle_bytes: what may wait for another value.
+        max_segments: the most segments; further values get other memory. A segment takes one or two descriptors.
+        max_idle_bytes: the most memory of idle segments.
         clock: seconds.
     """
 
@@ -208,20 +207,20 @@ class Pool:
         self._clock = clock
         self._lock = threading.Lock()
         self._shared = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
-        self._idle: list[_Segment] = []  # the one that was used last is last: it is the likeliest in the cache
+        self._idle: list[_Segment] = []  # the last used one is last, and likely in the cache
         self._idle_bytes = 0
         self._used: set[Use] = set()
         self._garbage: deque[Use] = deque()
-        self._ended = self._garbage.append  # it may run anywhere, also within our lock
-        self._arena: _Arena | None = None  # the one that segments are being cut from
+        self._ended = self._garbage.append  # may run anywhere, also while this thread has the lock
+        self._arena: _Arena | None = None  # new small segments are cut from it
         self._cut_at = 0.0
         self._closed = False
-        self._lacked = False  # which is told once
+        self._lacked = False  # logged once
         _pools.add(self)
 
     def disown(self) -> None:
-        """This process is a child that was forked, and all of this memory is its parent's: none is given out here."""
-        self._lock = threading.Lock()  # whoever had it is not here
+        """Stops giving out memory, since this process was forked and its parent owns the memory."""
+        self._lock = threading.Lock()  # its owner may not exist in this process
         self._closed = True
         self._idle, self._idle_bytes, self._arena = [], 0, None
 
@@ -229,7 +228,7 @@ class Pool:
         return len(self._idle) + len(self._used)
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Writable memory, not cleared; or None, where it is too little to matter or there is no more to give."""
+        """Returns writable memory, not cleared, or None if `nbytes` is small or there is no memory."""
         if nbytes < LEAST_BYTES:
             return None
         with self._lock:
@@ -244,17 +243,17 @@ class Pool:
             use.segment, use.region, use.offset = segment, arena.region, segment.offset
             use.locked = segment.pin is not None
             self._used.add(use)
-            if arena.gathered >= arena.cut:  # as a rule
+            if arena.gathered >= arena.cut:
                 return block
             piece = arena.to_gather()
-        gathered(*piece)  # not with the lock: it may take a while
+        gathered(*piece)  # without the lock, since it may take a while
         return block
 
     def _take(self, nbytes: int) -> _Segment | None:
         if self._closed:
             return None
         idle = self._idle
-        if idle and (segment := idle[-1]).size == nbytes and segment.pin is None:  # as a rule
+        if idle and (segment := idle[-1]).size == nbytes and segment.pin is None:  # the common case
             idle.pop()
             self._idle_bytes -= nbytes
             return segment
@@ -274,15 +273,15 @@ class Pool:
         except (OSError, MemoryError) as error:
             if isinstance(error, MemoryError) or error.errno in _LACKING:
                 if not self._lacked:
-                    log.warning("no shared memory for a value of %d bytes (%s): it travels as bytes", nbytes, error)
+                    log.warning("no shared memory for a value of %d bytes (%s): bytes are sent", nbytes, error)
                 self._lacked = True
             elif self._shared and not self._used and not self._idle:
-                log.warning("no shared memory here (%s): values travel as bytes", error)
+                log.warning("no shared memory here (%s): bytes are sent", error)
                 self._shared = False
             return None
 
     def _cut(self, size: int) -> _Segment:
-        """A new segment. Those that are less than a huge page are cut from arenas of several."""
+        """Makes a segment. Segments smaller than a huge page share an arena."""
         huge = huge_page_bytes() if self._shared else 0
         if size >= huge:
             return _Segment(_Arena(size, shared=self._shared), size)
@@ -294,13 +293,13 @@ class Pool:
         return _Segment(arena, size)
 
     def _end_arena(self) -> None:
-        """No more segments are cut from the last arena: what is left of it is given back."""
+        """Returns the unused rest of the current arena."""
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.empty(arena.cut, arena.size - arena.cut)
 
     def _collect(self) -> None:
-        """What became garbage waits for another value, or is closed."""
+        """Makes segments idle whose blocks are garbage, or closes them."""
         now, retired = self._clock(), False
         while self._garbage:
             use = self._garbage.popleft()
@@ -319,7 +318,7 @@ class Pool:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Closes the segment that has been idle for longest."""
+        """Closes the segment that was idle for longest."""
         self._drop(self._idle[:1])
 
     def _drop(self, idle: Sequence[_Segment]) -> None:
@@ -329,7 +328,7 @@ class Pool:
             segment.close()
 
     def trim(self) -> None:
-        """Closes what has been idle for long. To be called now and then."""
+        """Closes segments that were idle for long. Called periodically."""
         with self._lock:
             self._collect()
             now = self._clock()
@@ -339,7 +338,7 @@ class Pool:
                 self._end_arena()
 
     def close(self) -> None:
-        """Nothing is given out any more, and nobody opens anything. Views stay valid as long as somebody has them."""
+        """Gives out no more memory, and no other process can open it. Views stay valid."""
         with self._lock:
             self._closed = True
             self._collect()

@@ -1,10 +1,17 @@
-"""One connection, from hello to goodbye.
+"""A session: one connection between two nodes.
 
-A session carries calls in one direction and their replies in the other: whoever dialled it calls, whoever accepted it
-serves. A node that wants to call back dials a session of its own. So call ids have one author, and no rule is
-needed for who may speak first.
+The node that dialled makes calls, and the node that accepted sends replies. To call back, a node dials a session of its
+own. So call ids have one author.
 
-A session ends once, for one reason, which it keeps: `clean` says that a goodbye was said.
+    state       next                    by
+    connected   open                    the hello succeeds
+                ended                   the hello fails or takes longer than `hello_s`; the connection breaks
+    open        ended, `clean` is True  either side says goodbye
+                ended                   the connection breaks; a frame cannot be read; a value is damaged
+    ended       -                       `why` keeps the first reason
+
+It calls each of `Owner.connected`, `opened`, `ended`, `disconnected` at most once. `sides` has the two kinds of
+session.
 """
 
 from __future__ import annotations
@@ -48,18 +55,16 @@ log = logging.getLogger("taskgraph.transport")
 
 T = TypeVar("T")
 _FOR_GOOD = b"\x01"
-_RETURN = Kind.RETURN  # a global: to look up a member of an enum takes longer
+_RETURN = Kind.RETURN  # a global: faster than a member of an enum
 _OF_DEVICES = (Kind.RETURN_ON_DEVICE, Kind.DECLINE_ON_DEVICE)
-#: High-water mark of the event loop's own buffer. Beyond the kernel's, so that a fast reader never finds us idle.
+#: High-water mark of the event loop's buffer. Larger than the kernel's buffer, so that a fast reader never waits.
 _WRITE_BUFFER_BYTES = 256 << 10
-
-
 #: Digests of larger values are checked in a thread: 4 MiB take 0.2 ms.
 VERIFY_AT_ONCE_BYTES = 4 << 20
 
 
 class Owner(Protocol):
-    """What a session needs of the transport it belongs to."""
+    """The transport of a session, as the session sees it."""
 
     tasks: OwnedTasks
     serve: Serve
@@ -67,58 +72,58 @@ class Owner(Protocol):
     mappings: Mappings
     digesting: Digesting | None
     returning: dict[str, Session]
-    """By the node at the other end: who gives leases back to it as soon as anything else wakes it up."""
+    """Peer -> session that returns leases to it together with the next reply."""
     verified_now: Callable[[Encoded], bool]
-    """Whether the digest fits; called on the event loop, with values below `VERIFY_AT_ONCE_BYTES`."""
+    """Checks the digest of a value below `VERIFY_AT_ONCE_BYTES`, on the event loop."""
 
     async def hosted(self, value: Encoded, *, but: Callable[[DeviceBuffer], bool]) -> Encoded:
-        """The same value with its bulk on the host, but for what is to stay on the device."""
+        """Copies the bulk of a value to the host, except for the buffers that `but` selects."""
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """What `work` returns, or raises, in a thread where it may wait for a device."""
+        """Runs `work` in a thread, where it may wait for a device."""
 
     def in_thread_soon(self, work: Callable[[], None]) -> None:
-        """The same of something that nobody waits for; nothing where no threads are there any more."""
+        """Starts `work` in a thread. Does nothing if the transport has ended."""
 
     def connected(self, session: Session) -> None:
-        """The connection exists; nothing is proven."""
+        """The connection exists, and the peer has not proven who it is."""
 
     def opened(self, session: Session) -> None:
-        """The hello is done."""
+        """The hello succeeded."""
 
     def ended(self, session: Session) -> None:
-        """Called once after `connected`: no call will be made or served any more."""
+        """Called once after `connected`: the session makes and serves no more calls."""
 
     def disconnected(self, session: Session) -> None:
         """Called once after `ended`: the socket is closed."""
 
     async def verified(self, value: Encoded) -> bool:
-        """The same in a thread, where the value is large."""
+        """Checks the digest of a value, in a thread if it is large."""
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Memory to receive into."""
+        """Allocates memory to receive into."""
 
 
 def wake(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Calls a function on the loop, soon; from any thread."""
+    """Calls a function on the loop, soon. May be called in any thread."""
     with contextlib.suppress(RuntimeError):  # the loop was closed just now
         loop.call_soon_threadsafe(callback)
 
 
 class Session(asyncio.BufferedProtocol):
-    """What both directions share: hello, frames, the end.
+    """The base of both kinds of session: hello, frames, the end.
 
     Attributes:
-        open: the hello is done, and nothing has ended it.
-        peer: the node of the other side, once open.
-        probe: only the hello was wanted; known once open.
-        clean: a goodbye was said, by either side.
-        why: what ended it, or "" while it lives.
-        cut_off: it ended because the connection did, without a word from either side.
+        open: the hello succeeded, and the session has not ended.
+        peer: the node at the other end; known once open.
+        probe: the dialler wants the hello only; known once open.
+        clean: either side said goodbye.
+        why: the reason of the end; "" before it.
+        cut_off: the connection broke, and neither side gave a reason.
     """
 
     _opening_kinds: ClassVar[tuple[Kind, ...]]
-    get_buffer: Callable[[int], memoryview]  # type: ignore[assignment]  # only for want of the argument's name
+    get_buffer: Callable[[int], memoryview]  # type: ignore[assignment]  # the argument has another name
     buffer_updated: Callable[[int], None]  # type: ignore[assignment]
 
     def __init__(self, owner: Owner, hello: Dialling | Answering, *, hello_s: float) -> None:
@@ -145,9 +150,9 @@ class Session(asyncio.BufferedProtocol):
         )
         self.get_buffer, self.buffer_updated = self._reader.buffer, self._reader.received
         self._borrowing = Borrowing(self._loop, self._return, self._several)
-        self._largest = 0  # value, in bytes; known once open
-        self._within: tuple[object, ...] | None = None  # a frame, where it was looked at last
-        self._looks = 0  # how often it was the same
+        self._largest = 0  # bytes of the largest value; known once open
+        self._within: tuple[object, ...] | None = None  # the place within a frame at the last look
+        self._looks = 0  # looks that found the same place
         self.open = False
         self.peer = ""
         self.probe = False
@@ -160,7 +165,7 @@ class Session(asyncio.BufferedProtocol):
     def encrypted(self) -> bool:
         return bool(self._hello.binding)
 
-    # The event loop's side.
+    # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
@@ -175,16 +180,15 @@ class Session(asyncio.BufferedProtocol):
             self._send_hello(self._hello.open())
 
     def _unreadable(self, error: Exception) -> None:
-        """What came, or what it leads to."""
+        """Ends the session after an error of the reader, or of a handler that it called."""
         if isinstance(error, HelloRefused):
             self._refused(error)
         elif isinstance(error, OtherVersion) and not self._hello.done:
-            # A refusal is enough: its head tells our version.
             self._refused(HelloRefused(str(error), tell=True))
         elif isinstance(error, DecodeError):
             if self._hello.done:
                 log.error("session with node %s: %s; closing it", self.peer, error)
-            self.end(f"it sent what cannot be read: {error}")
+            self.end(f"it sent a frame that cannot be read: {error}")
         else:
             raise error
 
@@ -210,7 +214,7 @@ class Session(asyncio.BufferedProtocol):
             self._transport.write(data)
 
     def _on_backpressure(self, crowded: bool) -> None:
-        """So many messages wait for the peer to read, or no more."""
+        """The outbox is full, or has room again."""
 
     # Hello.
 
@@ -265,18 +269,18 @@ class Session(asyncio.BufferedProtocol):
     # Messages.
 
     def _take_back(self, call: int) -> bool:
-        """Sends nothing more of that call. Returns whether the peer has seen, or will see, some of it."""
+        """Stops sending the message of a call. Returns True if the peer got, or will get, a part of it."""
         seen = self._outbox.drop(call)
         if not seen:
             self._lending.take_back(call)
         return seen
 
     def give_back(self) -> None:
-        """Gives back what the other side lent and nobody here reads any more."""
+        """Returns the leases of memory that this process has finished reading."""
         self._borrowing.flush()
 
     def _several(self) -> None:
-        """There is enough to be given back. Called wherever garbage is found."""
+        """Several leases can be returned. May be called in the middle of anything."""
         if not self._loop.is_closed():
             self._loop.call_soon(self.give_back)
 
@@ -312,16 +316,16 @@ class Session(asyncio.BufferedProtocol):
             return None
 
     def _decline(self, call: int, error: CannotBorrow) -> None:
-        log.warning("what node %s lends cannot be used here, and travels as bytes: %s", self.peer, error)
+        log.warning("memory lent by node %s cannot be opened, so bytes are sent: %s", self.peer, error)
         self._outbox.send(Kind.DECLINE, call, _FOR_GOOD if error.for_good else b"")
         self._cannot_borrow(call)
 
     def _on_whole(
         self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes
     ) -> None:
-        """A frame that is all of its message: `_on_open` and `_on_complete` in one.
+        """Takes a frame with a complete message: `_on_open` and `_on_complete` in one.
 
-        Its buffers, if it has some, are either all lent or all in `carried`.
+        The buffers of the value, if any, are either all lent or all in `carried`.
         """
         if kind is _RETURN:
             if sizes or meta:
@@ -348,7 +352,7 @@ class Session(asyncio.BufferedProtocol):
             except CannotBorrow as error:
                 self._decline(call, error)
                 return
-            value.complete(meta, buffers)  # what never left the host's memory is what its producer digested
+            value.complete(meta, buffers)  # lent memory needs no check: its producer digested it
             self._take(kind, call, message)
             return
         else:
@@ -359,15 +363,15 @@ class Session(asyncio.BufferedProtocol):
         self._take_whole(kind, call, message)
 
     def _admits(self, call: int, cls: type) -> bool:
-        """Whether to receive this message (False: skip it). Raises DecodeError."""
+        """Returns False to skip a message. Raises DecodeError if the peer may not send it."""
         raise NotImplementedError
 
     def _take(self, kind: Kind, call: int, message: Any) -> None:
-        """A message that was admitted is here, and whole."""
+        """Takes a complete message that was admitted."""
         raise NotImplementedError
 
     def _take_whole(self, kind: Kind, call: int, message: Any) -> None:
-        """A message is here, and whole: admits and takes it."""
+        """Admits and takes a complete message."""
         if self._admits(call, type(message)):
             self._take(kind, call, message)
 
@@ -375,7 +379,7 @@ class Session(asyncio.BufferedProtocol):
         raise NotImplementedError
 
     def _cannot_borrow(self, call: int) -> None:
-        """A message that was admitted does not come: its sender was told, and sends bytes from now on."""
+        """Forgets an admitted message whose lent memory cannot be opened. Its sender will send bytes."""
         raise NotImplementedError
 
     def _on_complete(self, incoming: Incoming) -> None:
@@ -385,16 +389,16 @@ class Session(asyncio.BufferedProtocol):
         raise DecodeError("a CANCEL in the wrong direction")
 
     def _same_host(self) -> None:
-        """The other side is a process of this host."""
+        """The peer is a process of this host."""
 
     def _on_device(self, kind: Kind, data: bytes) -> None:
         raise DecodeError(f"a {kind.name} in the wrong direction")
 
     def _on_decline(self, call: int) -> None:
-        """The peer cannot open what came with the message of that call."""
+        """The peer cannot open the memory that was lent with the message of a call."""
 
     async def _received(self, incoming: Incoming) -> Any:
-        """The message that came. Ends the session and raises PeerLost where it is damaged."""
+        """Returns the message. Ends the session and raises PeerLost if its value is damaged."""
         value = incoming.complete()
         if value is None:
             return incoming.message
@@ -402,7 +406,7 @@ class Session(asyncio.BufferedProtocol):
         return self._checked(incoming.message, value, await self._owner.verified(value) if whole is None else whole)
 
     def _received_now(self, incoming: Incoming) -> Any:
-        """The same for what is small, or has no value."""
+        """As `_received`, for a small value or none."""
         value = incoming.complete()
         if value is None:
             return incoming.message
@@ -410,7 +414,7 @@ class Session(asyncio.BufferedProtocol):
         return self._checked(incoming.message, value, self._owner.verified_now(value) if whole is None else whole)
 
     def _checked(self, message: Message, value: Encoded, whole: bool) -> Message:
-        """The message. Ends the session if its value is damaged."""
+        """Returns the message. Ends the session and raises PeerLost if its value is not `whole`."""
         if whole:
             return message
         error = _corrupted(type(message), value)
@@ -422,7 +426,7 @@ class Session(asyncio.BufferedProtocol):
     # The end.
 
     def end(self, why: str, *, flush: bool = False) -> None:
-        """Ends the session. What the outbox holds is dropped; the socket's buffer is still sent if `flush`."""
+        """Ends the session and drops the outbox. With `flush` the buffer of the socket is still sent."""
         if self.why:
             return
         self.why = why
@@ -443,7 +447,7 @@ class Session(asyncio.BufferedProtocol):
             self._owner.ended(self)
 
     def goodbye(self) -> None:
-        """Ends the session on purpose: the peer sees no loss."""
+        """Ends the session in good order: the peer sees no loss."""
         if self.open:
             self._borrowing.flush()
             self._outbox.close()
@@ -452,31 +456,30 @@ class Session(asyncio.BufferedProtocol):
         self.end("this node said goodbye", flush=True)
 
     def abort(self) -> None:
-        """Closes the socket without waiting for the peer to read what was written."""
+        """Closes the socket at once."""
         self.end("this node closed it")
         if self._transport is not None:
             self._transport.abort()
             if not self._transport.is_closing():
-                # uvloop closed it without a word, since who dialled was cancelled: there is nothing left to abort.
+                # The dialling task was cancelled, so uvloop closed the socket and does not call this.
                 self.connection_lost(None)
 
     def look(self, looks: int) -> None:
-        """Ends a session over TCP that stands within a frame so many looks long. To be called now and then.
+        """Ends a TCP session that got no byte of an unfinished frame for `looks` calls. Called periodically.
 
-        A frame is sent without a pause. Where its rest does not come although the kernels of both ends are content,
-        something between them has lost it, and nobody would ever notice. Looks are counted, and not time: a process
-        that was stopped has not read yet what came meanwhile.
+        Frames are sent without a pause. If the rest of a frame is missing, a proxy between the nodes lost it, and TCP
+        does not notice. Calls are counted, not time: a process that was stopped has bytes that it has not read.
         """
         reads = self.open and self._transport is not None and self._transport.is_reading()
         within = self._reader.within if reads and self._reader.checked else None
         self._looks = self._looks + 1 if within is not None and within == self._within else 0
         self._within = within
         if self._looks >= looks:
-            log.error("session with node %s: nothing more of a frame comes; closing it", self.peer)
-            self.end("nothing more of a frame came")
+            log.error("session with node %s: the rest of a frame did not arrive; closing it", self.peer)
+            self.end("the rest of a frame did not arrive")
 
     def trim(self) -> None:
-        """Lets go of what was not used for long. To be called now and then."""
+        """Frees what was not used for long. Called periodically."""
 
     def tune(self, settings: Settings) -> None:
         """Sets the options of an accepted TCP socket."""
@@ -486,12 +489,12 @@ class Session(asyncio.BufferedProtocol):
             tune_tcp(sock, settings)
 
     def _release(self) -> None:
-        """Lets go of everybody who waits for this session."""
+        """Ends all calls of the session."""
         raise NotImplementedError
 
 
 def cut(carried: bytes, sizes: Sequence[int]) -> tuple[memoryview, ...]:
-    """The buffers that came one behind the other."""
+    """Cuts consecutive buffers apart."""
     whole, at, buffers = memoryview(carried), 0, []
     for size in sizes:
         buffers.append(whole[at : at + size])
@@ -501,6 +504,4 @@ def cut(carried: bytes, sizes: Sequence[int]) -> tuple[memoryview, ...]:
 
 def _corrupted(cls: type, value: Encoded) -> DecodeError:
     size = value.size_bytes
-    return DecodeError(
-        f"a corrupted value: the {size} bytes of a {cls.__name__} do not have the digest they were sent with"
-    )
+    return DecodeError(f"a corrupted value: the digest of a {cls.__name__} of {size} bytes does not match")

@@ -1,4 +1,4 @@
-"""The two sides of a session: the one that calls, and the one that serves."""
+"""The two kinds of session: `DialledSession` makes calls, `AcceptedSession` serves them."""
 
 from __future__ import annotations
 
@@ -27,28 +27,27 @@ __all__ = ["AcceptedSession", "DialledSession"]
 
 log = logging.getLogger("taskgraph.transport")
 
-#: Calls of one session that are being received or served at a time; more are refused as PAUSED.
+#: Calls that a session receives or serves at a time; further calls are refused as PAUSED.
 MAX_CALLS = 1 << 17
-#: Calls that one frame may stand for.
+#: Calls that one frame may make.
 MAX_COUNT = 1 << 10
-_NUMBERS: Final = 1 << 64  # of calls, as a head can name them
-#: With more calls than that, a session that makes tasks of what it reads lets other work of the event loop come
-#: between: uvloop reads on for as long as there is something, up to 32 times, and would be at it for seconds.
+_NUMBERS: Final = 1 << 64  # call ids that fit into a head
+#: With more calls than this, a session stops reading for a turn of the event loop after it made a task. uvloop reads
+#: up to 32 times in a turn, and other work would wait for seconds.
 _AT_ONCE: Final = 1 << 10
-#: How often a call is made that carries, or brings, memory that cannot be opened: as bytes from the second time on.
+#: Tries of a call whose message or reply is in memory that cannot be opened. Bytes are sent from the second on.
 _TRIES = 4
-_REPLY: Final = Kind.REPLY  # a global: to look up a member of an enum takes longer
+_REPLY: Final = Kind.REPLY  # a global: faster than a member of an enum
 
 
 class _Pending(OpenCall):
-    """A call that waits for its reply: the future of it, which its caller may cancel."""
+    """The future of a call on a session. To cancel it cancels the call."""
 
     __slots__ = ("first", "number", "session")
     session: DialledSession
     number: int
-    first: int  # the number of the first of these; its own, where it is the only one
-    # Hardly any has another value of these.
-    quiet = False  # no reply may come of it, and cancelling it only forgets it
+    first: int  # number of the first call in the frame; mostly its own
+    quiet = False  # there may be no reply, and the peer does not hear of a cancellation
     tries = 1
 
     def cancel(self, msg: Any | None = None) -> bool:
@@ -56,25 +55,25 @@ class _Pending(OpenCall):
             return False
         self.session.cancelled(self)
         if self.listener is not None:
-            self._tell_soon()
+            self._notify_soon()
         return True
 
 
 class DialledSession(Session):
-    """The calling side."""
+    """A session that makes calls."""
 
     _opening_kinds = (Kind.REPLY, Kind.REPLY_ON_DEVICE)
 
     def __init__(self, owner: Owner, hello: Dialling, *, wanted: str, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
-        self.wanted = wanted  # the node that was meant; another may listen there now
+        self.wanted = wanted  # the node to be called; another node may listen there now
         self._pending: dict[int, _Pending] = {}
         self._last_call = 0
-        self._devices = DeviceBorrowing(self._give_back_of_device, partial(wake, self._loop))
+        self._devices = DeviceBorrowing(self._return_tickets, partial(wake, self._loop))
         self.hello_done: asyncio.Future[None] = self._loop.create_future()
 
     def _several(self) -> None:
-        self._owner.returning[self.peer] = self  # the other node asks this one, too, as a rule, and is told soon
+        self._owner.returning[self.peer] = self  # mostly the peer calls, too, and gets the leases with a reply
 
     def _opened(self) -> None:
         super()._opened()
@@ -82,10 +81,10 @@ class DialledSession(Session):
             self.hello_done.set_result(None)
 
     def begin(self, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply]:
-        """Sends a call; cancelling the future cancels the handler at the peer, but for a quiet one.
+        """Sends a call. To cancel the future cancels the handler at the peer, unless the call is quiet.
 
         Raises:
-            PeerLost, Refused: it cannot be sent. What comes of it, the future tells.
+            PeerLost, Refused: the call cannot be sent.
         """
         if not self.open:
             raise PeerLost(f"node {self.peer}: {self.why or 'no hello yet'}")
@@ -103,20 +102,20 @@ class DialledSession(Session):
         return pending
 
     def begin_all(self, message: Pull) -> list[asyncio.Future[Reply]]:
-        """The same for every epoch that a pull is of, in one frame: their calls' numbers follow each other."""
+        """Sends the calls of a pull for several epochs in one frame. Their numbers are consecutive."""
         if not self.open:
             raise PeerLost(f"node {self.peer}: {self.why or 'no hello yet'}")
         header = wire.to_header(message)
         first, self._last_call = self._last_call + 1, self._last_call + message.count
-        begun: list[asyncio.Future[Reply]] = []
+        calls: list[asyncio.Future[Reply]] = []
         loop, waiting = self._loop, self._pending
         for number in range(first, first + message.count):
             waiting[number] = pending = _Pending(loop=loop)
             pending.session, pending.message, pending.listener = self, message, None
             pending.first, pending.number = first, number
-            begun.append(pending)
+            calls.append(pending)
         self._outbox.send_several(Kind.CALL, first, header)
-        return begun
+        return calls
 
     def _send_call(self, pending: _Pending, value: Encoded | None) -> None:
         message = pending.message
@@ -126,12 +125,12 @@ class DialledSession(Session):
         self._outbox.send(Kind.TELL if pending.quiet else Kind.CALL, pending.number, header, value)
 
     def cancelled(self, pending: _Pending) -> None:
-        """Whoever made that call does not want its reply any more."""
+        """Forgets a call that its caller cancelled, and tells the peer."""
         if self._pending.pop(pending.number, None) is None or self.why:
             return
         self._reader.drop(pending.number)
         if pending.quiet and self._outbox.idle:
-            return  # it was sent, and nothing more is said of it
+            return  # it was sent
         if self._take_back(pending.number) and not pending.quiet:
             self._outbox.send(Kind.CANCEL, pending.number)
 
@@ -139,7 +138,7 @@ class DialledSession(Session):
         if not 0 < call <= self._last_call:
             raise DecodeError(f"a reply to call {call}, which was never made")
         if call not in self._pending:
-            return False  # it was cancelled meanwhile
+            return False  # cancelled
         expected = wire.REPLY_OF[type(self._pending[call].message)]
         if cls is not expected and cls is not Refusal:
             raise DecodeError(f"a {cls.__name__} where a {expected.__name__} was expected")
@@ -148,7 +147,7 @@ class DialledSession(Session):
     def _no_memory(self, head: Head) -> None:
         text = f"{name_of(self._hello.node)} has no memory for a reply of {head.payload} bytes"
         self._pending.pop(head.call).fail(Refused(Reason.NO_MEMORY, text))
-        self._outbox.send(Kind.CANCEL, head.call)  # the rest of it need not come, and tickets in it nobody reads
+        self._outbox.send(Kind.CANCEL, head.call)  # skips the rest, and returns its tickets
 
     def _cannot_borrow(self, call: int) -> None:
         self._on_decline(call)
@@ -159,15 +158,15 @@ class DialledSession(Session):
             self._again(pending)
 
     def _again(self, pending: _Pending) -> None:
-        """What came with the reply, or went with the call, could not be opened."""
+        """Makes a call again after memory of its message or its reply could not be opened."""
         if pending.done():
-            return  # cancelled meanwhile
+            return  # cancelled
         if not self.open:
             pending.fail(PeerLost(f"node {self.peer}: {self.why}"))
         elif pending.tries >= _TRIES:
-            pending.fail(PeerLost(f"node {self.peer} goes on lending what cannot be opened here"))
+            pending.fail(PeerLost(f"node {self.peer} keeps lending memory that cannot be opened"))
         else:
-            # Calls may be made twice: that is how they survive a session, too.
+            # Calls may arrive twice: receivers know them by their identity.
             pending.tries += 1
             if type(pending.message) is Pull and pending.message.count != 1:
                 pending.message = pending.message.each(pending.number - pending.first)
@@ -201,7 +200,7 @@ class DialledSession(Session):
     def _on_tickets(self, incoming: Incoming) -> None:
         value = incoming.complete()
         if value is None:
-            raise DecodeError(f"a {type(incoming.message).__name__} with tickets, of which there are none")
+            raise DecodeError(f"a {type(incoming.message).__name__} without tickets in a {Kind.REPLY_ON_DEVICE.name}")
         tickets = self._devices.tickets(value, self._owner.max_value_bytes)
         pending = self._pending.pop(incoming.head.call, None)
         if pending is None:
@@ -216,7 +215,7 @@ class DialledSession(Session):
         self, pending: _Pending, incoming: Incoming, value: Encoded, tickets: Sequence[Ticket]
     ) -> None:
         try:
-            while unopened := self._devices.unopened(tickets):  # what is idle may be closed meanwhile
+            while unopened := self._devices.unopened(tickets):  # others may be closed meanwhile
                 self._devices.keep(await self._owner.in_thread(partial(self._devices.open, unopened)), tickets)
         except asyncio.CancelledError:
             pending.fail(PeerLost("this node's transport is closed"))
@@ -237,8 +236,8 @@ class DialledSession(Session):
         pending.settle(cast(Reply, wire.with_value(incoming.message, there)))
 
     def _decline_device(self, pending: _Pending, tickets: Sequence[Ticket], error: Exception) -> None:
-        """Asked for in the same way it would fail again, maybe; by the host's memory it comes."""
-        text = "what is on the device of node %s goes by the host's memory: %s"
+        """Makes the call again. The peer will send its values by way of the host's memory."""
+        text = "device memory of node %s cannot be opened, so values go by the host's memory: %s"
         if isinstance(error, CannotBorrow):
             log.info(text, self.peer, error)
         else:
@@ -247,9 +246,9 @@ class DialledSession(Session):
         self._outbox.send(Kind.DECLINE_ON_DEVICE)
         self._again(pending)
 
-    def _give_back_of_device(self, told: bytes) -> None:
+    def _return_tickets(self, numbers: bytes) -> None:
         if self.open:
-            self._outbox.send(Kind.RETURN_ON_DEVICE, header=told)
+            self._outbox.send(Kind.RETURN_ON_DEVICE, header=numbers)
 
     def trim(self) -> None:
         self._drop(self._devices.trim())
@@ -268,7 +267,7 @@ class DialledSession(Session):
 
     def _take(self, kind: Kind, call: int, message: Reply) -> None:
         if kind is not Kind.REPLY:
-            raise DecodeError(f"a {type(message).__name__} with tickets, of which there are none")
+            raise DecodeError(f"a {type(message).__name__} without tickets in a {kind.name}")
         self._pending.pop(call).settle(message)
 
     def _release(self) -> None:
@@ -278,42 +277,41 @@ class DialledSession(Session):
             pending.fail(PeerLost(f"node {self.peer}: {self.why}"))
         if not self.hello_done.done():
             self.hello_done.set_exception(PeerLost(self.why))
-            self.hello_done.exception()  # seen, even if the dial was given up
+            self.hello_done.exception()  # so that asyncio does not log it
 
 
 class AcceptedSession(Session):
-    """The serving side."""
+    """A session that serves calls."""
 
     _opening_kinds = (Kind.CALL, Kind.TELL)
 
     def __init__(self, owner: Owner, hello: Answering, *, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
-        self._calls: dict[
-            int, asyncio.Future[Any] | PendingReply | None
-        ] = {}  # who makes the reply; None: still being received
+        # Number of a call -> the task or the pending reply; None while the call is received.
+        self._calls: dict[int, asyncio.Future[Any] | PendingReply | None] = {}
         self._devices = DeviceLending()
-        self._unheard = False  # its replies wait to be read
-        self._resting = False  # until the loop's next turn
+        self._backpressure = False  # the peer does not read its replies
+        self._resting = False  # until the next turn of the event loop
 
     def _same_host(self) -> None:
         self._devices.start()
 
-    def _on_backpressure(self, crowded: bool) -> None:
-        """Who does not read its replies is not heard meanwhile: they would grow in number with its calls."""
-        self._unheard = crowded
-        self._listen()
+    def _on_backpressure(self, full: bool) -> None:
+        """Stops reading from a peer that does not read our replies."""
+        self._backpressure = full
+        self._pause_or_resume()
 
-    def _listen(self) -> None:
+    def _pause_or_resume(self) -> None:
         if self.open:
             assert self._transport is not None
-            if self._unheard or self._resting:
+            if self._backpressure or self._resting:
                 self._transport.pause_reading()
             else:
                 self._transport.resume_reading()
 
     def _rested(self) -> None:
         self._resting = False
-        self._listen()
+        self._pause_or_resume()
 
     def _on_device(self, kind: Kind, data: bytes) -> None:
         if kind is Kind.RETURN_ON_DEVICE:
@@ -344,7 +342,7 @@ class AcceptedSession(Session):
         del self._calls[call]
 
     def _on_decline(self, call: int) -> None:
-        self._devices.take_back(call)  # nothing of that reply was read
+        self._devices.take_back(call)  # the peer skipped that reply
 
     def _on_complete(self, incoming: Incoming) -> None:
         call = incoming.head.call
@@ -369,11 +367,11 @@ class AcceptedSession(Session):
             self._reply(call, reply)
 
     def _take_all(self, first: int, pull: Pull) -> None:
-        """One frame for several calls: each is a call like any other, by its own number."""
+        """Serves a frame that makes several calls. Each call has a number of its own."""
         if not 0 < pull.count <= MAX_COUNT:
             raise DecodeError(f"a frame of {pull.count} calls")
         if first + pull.count > _NUMBERS:
-            raise DecodeError(f"{pull.count} calls from {first} on: there are no such numbers")
+            raise DecodeError(f"{pull.count} calls from number {first} on; numbers have 64 bits")
         del self._calls[first]
         numbers = range(first, first + pull.count)
         if not self._calls.keys().isdisjoint(numbers):
@@ -402,11 +400,11 @@ class AcceptedSession(Session):
         task.add_done_callback(partial(self._served, number))
         if len(self._calls) > _AT_ONCE and not self._resting:
             self._resting = True
-            self._listen()
+            self._pause_or_resume()
             self._loop.call_soon(self._rested)
 
     def _served(self, number: int, task: asyncio.Task[Any]) -> None:
-        if self._calls.get(number) is task:  # else it was cancelled, or its reply is being staged
+        if self._calls.get(number) is task:  # else the call was cancelled, or its reply is copied from a device
             del self._calls[number]
 
     async def _receive_and_answer(self, incoming: Incoming) -> Reply:
@@ -415,14 +413,14 @@ class AcceptedSession(Session):
         return await answer(self._owner.serve, self.peer, call)
 
     async def _serve(self, number: int, answers: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
-        answering = answers()  # not before: a task that is cancelled before it begins would leave it unawaited
-        del answers  # the handler alone decides how long a value lives
+        answering = answers()  # here, since a task may be cancelled before it runs
+        del answers  # the handler alone keeps the value of the call alive
         reply = await answering
-        if number in self._calls:  # else it was cancelled, and the handler went on regardless
+        if number in self._calls:  # else the call was cancelled
             self._reply(number, reply)
 
     def _reply(self, number: int, reply: Reply) -> None:
-        """This is the reply to that call, which is over now but for what has to be copied first."""
+        """Sends the reply to a call. Values on a device that cannot be lent are copied first."""
         self._calls.pop(number, None)
         kind, limit, value = _REPLY, self._owner.max_value_bytes, wire.value_of(reply)
         if value is not None and value.size_bytes > limit:
@@ -447,13 +445,13 @@ class AcceptedSession(Session):
             other.give_back()
 
     async def _staged(self, reply: Reply) -> Reply:
-        """The same reply with that of its bulk on the host which the other process cannot have of the device."""
+        """Copies the buffers of a reply that cannot be lent from the device to the host."""
         value = wire.value_of(reply)
         assert value is not None
         try:
             hosted = await self._owner.hosted(value, but=self._devices.lendable)
         except Exception as error:
-            # What is wrong with the device its task will find out itself, when the epoch restarts for this.
+            # The epoch restarts, and the task meets the error of its device itself.
             log.exception("a %s cannot be copied to the host", type(reply).__name__)
             return _not_copied(error)
         return cast(Reply, wire.with_value(reply, hosted))
@@ -461,7 +459,7 @@ class AcceptedSession(Session):
     def _on_cancel(self, call: int) -> None:
         self._reader.drop(call)
         self._take_back(call)
-        self._devices.take_back(call)  # also where it was sent: who cancels has not seen all of it, and skips it
+        self._devices.take_back(call)  # also after it was sent: the caller skips it
         task = self._calls.pop(call, None)
         if task is not None:
             task.cancel()

@@ -43,18 +43,18 @@ __all__ = ["StreamTransport"]
 log = logging.getLogger("taskgraph.transport")
 
 MIN_TOKEN_BYTES = 16
-#: Connections that have not proven anything yet. Beyond it the oldest is closed: honest ones take a millisecond.
+#: Connections without a hello. The oldest is closed beyond that: an honest hello takes a millisecond.
 MAX_STRANGERS = 256
-#: How long `close` waits for peers to take what was written to them.
+#: How long `close` waits for peers to read.
 _FLUSH_S = 1.0
 _VERIFY_THREADS = 2
-#: They wait for a device, and for nothing else.
+#: Threads that wait for a device.
 _STAGING_THREADS = 2
-#: Pauses before dialling again after a connection that was cut off during the hello.
+#: Pauses before dialling again after a connection broke during the hello.
 _DIAL_AGAIN_S = (0.005, 0.02, 0.05)
 
 
-#: How often memory that nobody uses is looked for, and sessions whose stream lost something.
+#: How often idle memory and stuck sessions are looked for.
 _TRIM_S = 2.0
 _LEAST_IDLE_BYTES = 256 << 20
 
@@ -68,33 +68,31 @@ T = TypeVar("T")
 
 
 _WENT = (errno.ECONNRESET, errno.ENOTCONN)
-"""A port that went while it took the connection, or right after: what a socket says then of the other end."""
+"""Errors of a connection whose listener ended at the same time."""
 
 
 _IN_BETWEEN = (
-    "the network drops large packets (the MTU of a tunnel or VPN), something in between answers in its place (a "
-    "proxy), or its process stands still"
+    "the network drops large packets (the MTU of a tunnel or VPN), a proxy answers in its place, or its process is "
+    "stopped"
 )
 
 
 class _Awaited(Enum):
-    """What was missing when the time was up, and why that may be."""
+    """The step of dialling that timed out, and likely causes."""
 
     CONNECTION = "no connection within {}"
-    HANDSHAKE = f"a connection was made, and its TLS handshake did not end within {{}}: {_IN_BETWEEN}"
-    HELLO_IN_TLS = f"a connection was made, with TLS, and no hello came within {{}}: {_IN_BETWEEN}"
-    HELLO = (
-        "a connection was made, and no hello came within {}: something else listens there, or its process stands still"
-    )
+    HANDSHAKE = f"connected, but the TLS handshake did not end within {{}}: {_IN_BETWEEN}"
+    HELLO_IN_TLS = f"connected with TLS, but no hello came within {{}}: {_IN_BETWEEN}"
+    HELLO = "connected, but no hello came within {}: another program listens there, or its process is stopped"
 
 
 class _Dialled:
-    """How far dialling a peer has come.
+    """The progress of dialling a peer.
 
     Attributes:
-        endpoint: the one that is tried.
-        awaited: what it is tried for now.
-        connected: a connection was made, to any of them.
+        endpoint: the endpoint that is tried.
+        awaited: the current step.
+        connected: a connection to any endpoint was made.
     """
 
     def __init__(self) -> None:
@@ -102,52 +100,52 @@ class _Dialled:
         self.awaited = _Awaited.CONNECTION
         self.connected = False
 
-    def tries(self, endpoint: str) -> None:
+    def try_endpoint(self, endpoint: str) -> None:
         self.endpoint, self.awaited = endpoint, _Awaited.CONNECTION
 
-    def stands(self, awaited: _Awaited) -> None:
+    def reached(self, awaited: _Awaited) -> None:
         self.awaited, self.connected = awaited, True
 
-    def late(self, limit_s: float) -> str:
+    def timed_out(self, limit_s: float) -> str:
         return f"{self.endpoint}: {self.awaited.value.format(f'{limit_s:g} s')}"
 
 
 class _CutOff(PeerLost):
-    """The connection was made, and ended before the hello without a reason."""
+    """The connection broke during the hello."""
 
 
 def _idle_bytes() -> int:
-    """What a process keeps at most for its next values. A small part of the memory there is: it is one of several."""
+    """Idle memory that a process keeps for its next values. A small part, since a host runs several nodes."""
     return max(_LEAST_IDLE_BYTES, memory_bytes() // 32)
 
 
 def _logged(work: Callable[[], None]) -> None:
     try:
         work()
-    except Exception:  # of the device, which its tasks hear of by themselves
-        log.exception("memory of a device could not be let go of")
+    except Exception:  # tasks meet errors of the device themselves
+        log.exception("memory of a device cannot be freed")
 
 
 class _OwnCall(OpenCall):
-    """A node's call to itself, which its caller may cancel.
+    """The future of a node's call to itself.
 
     Attributes:
-        calls: those of the node that wait, and what each waits for.
+        calls: the pending calls of the node to itself, with their pending replies.
     """
 
     __slots__ = ("calls",)
     calls: dict[_OwnCall, PendingReply]
 
     def answered(self, _: int, reply: Reply) -> None:
-        if self.calls.pop(self, None) is not None:  # else it was cancelled
+        if self.calls.pop(self, None) is not None:  # else cancelled
             self.settle(reply)
 
     def cancel(self, msg: Any | None = None) -> bool:
         if not super().cancel(msg):
             return False
-        if (coming := self.calls.pop(self, None)) is not None:
-            coming.cancel()
-        self._tell_soon()
+        if (reply := self.calls.pop(self, None)) is not None:
+            reply.cancel()
+        self._notify_soon()
         return True
 
 
@@ -159,17 +157,17 @@ class StreamTransport:
     """Calls over sockets; see `taskgraph.transport.api.Transport`.
 
     Args:
-        settings: limits and times.
-        token: the job's secret, at least 16 random bytes.
-        job: the job's name: a node of another job that shares the token is refused too.
-        verify: whether a value that came over a socket has its digest; runs in a thread for large values.
-        digesting: begins the digest of a value with large buffers, which is taken as they come.
-        unix_dir: a folder for this node's unix socket, made with mode 0700 if it is not there; None: no unix socket.
-        tcp_host: the address to listen on; None: no TCP. Loopback unless told otherwise.
-        tcp_ports: those to try, one after another; 0 takes a free one.
-        advertise: the host name or address others reach `tcp_host` by; needed where it is a wildcard.
+        settings: limits and timeouts.
+        token: the secret of the job, at least 16 random bytes.
+        job: the name of the job. Nodes of other jobs are refused.
+        verify: checks the digest of a received value; called in a thread for large values.
+        digesting: begins the digest of a value while its buffers arrive.
+        unix_dir: the folder for the unix socket of this node, created with mode 0700; None: no unix socket.
+        tcp_host: the address to listen on; None: no TCP.
+        tcp_ports: the ports to try in order; 0 means any free port.
+        advertise: the host name or address of `tcp_host` for other nodes; required if it is a wildcard.
         tls: for TCP, in both directions; unix sockets need none.
-        insecure: without TLS, listen on other addresses than loopback nevertheless.
+        insecure: allows to listen without TLS on addresses other than loopback.
     """
 
     def __init__(
@@ -190,7 +188,7 @@ class StreamTransport:
         if len(token) < MIN_TOKEN_BYTES:
             raise ValueError(f"a token of {len(token)} bytes; it needs at least {MIN_TOKEN_BYTES}")
         if unix_dir is None and tcp_host is None:
-            raise ValueError("neither unix_dir nor tcp_host: nobody could reach this node")
+            raise ValueError("neither unix_dir nor tcp_host: other nodes could not reach this node")
         if tcp_host in ("0.0.0.0", "::", "") and advertise is None:
             raise ValueError(f"listening on {tcp_host!r} needs advertise=: the address that others dial")
         self._settings = settings
@@ -214,8 +212,8 @@ class StreamTransport:
         self._endpoints: tuple[str, ...] = ()
         self._servers: list[_Listener] = []
         self._socket_file: Path | None = None
-        self._connections: dict[Session, asyncio.Future[None]] = {}  # every socket; done when it is closed
-        self._strangers: dict[Session, None] = {}  # accepted and not proven, oldest first
+        self._connections: dict[Session, asyncio.Future[None]] = {}  # done when the socket is closed
+        self._strangers: dict[Session, None] = {}  # accepted, without a hello, oldest first
         self._open: dict[str, set[Session]] = {}
         self._dialled: dict[str, DialledSession] = {}
         self.returning: dict[str, Session] = {}
@@ -240,8 +238,8 @@ class StreamTransport:
         """Listens.
 
         Raises:
-            TransportError: a socket that cannot be listened on, a folder that is not private, a path too long; an
-                address where strangers may be, without TLS; TLS files that cannot be used.
+            TransportError: the node cannot listen, the folder is not private, the path is too long, the TLS files
+                cannot be used, or the address is public and there is no TLS.
         """
         if self._state != "not started":
             raise RuntimeError(f"the transport is {self._state}")
@@ -275,7 +273,7 @@ class StreamTransport:
         if self._tcp_host is not None:
             check_listener(self._tcp_host or "0.0.0.0", self._tls is not None, self._insecure)
             if self._tls is not None:
-                self._tls.context(server=True)  # its files are looked at before anybody can connect
+                self._tls.context(server=True)  # fails early if its files cannot be used
             tcp = endpoints.listen_tcp(self._tcp_host, self._tcp_ports)
             host, port = tcp.getsockname()[:2]
             if self._tls is not None:
@@ -293,14 +291,14 @@ class StreamTransport:
 
     @property
     def unreachable(self) -> bool:
-        """Whether the file of its unix socket is gone, so that nobody finds it; not where it removed that itself."""
+        """The file of the unix socket was removed by somebody else."""
         return self._state == "running" and self._socket_file is not None and not self._socket_file.exists()
 
     async def listen_anew(self) -> None:
-        """Listens once more where that file was. Connections that stand are left alone.
+        """Listens on the unix socket again, and keeps its connections.
 
         Raises:
-            OSError, TransportError: it cannot.
+            OSError, TransportError: it cannot listen.
         """
         if self._state == "running" and self._unix_dir is not None:
             await self._listen_unix(self._unix_dir)
@@ -340,7 +338,7 @@ class StreamTransport:
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
         if self._staging is not None:
-            self._staging.shutdown(wait=False, cancel_futures=True)  # a device may take its time
+            self._staging.shutdown(wait=False, cancel_futures=True)  # a device may be slow
         if self._trimming is not None:
             self._trimming.cancel()
         self._pool.close()
@@ -421,13 +419,13 @@ class StreamTransport:
             async with asyncio.timeout(timeout_s):
                 session = await self._dial(peer, dialled, probe=True)
         except TimeoutError:
-            raise PeerLost(f"node {peer.node}: {dialled.late(timeout_s)}", connected=dialled.connected) from None
+            raise PeerLost(f"node {peer.node}: {dialled.timed_out(timeout_s)}", connected=dialled.connected) from None
         session.goodbye()
 
     # Dialling.
 
     async def _session(self, peer: Peer) -> DialledSession:
-        """A new session that carries calls to `peer`; callers that come while it is dialled share the dial."""
+        """Dials a session for calls to `peer`. Concurrent callers share it."""
         dial = self._dials.get(peer.node)
         if dial is None:
             dial = self.tasks.spawn(self._dial(peer, _Dialled(), probe=False), name=f"dial {peer.node}")
@@ -435,19 +433,19 @@ class StreamTransport:
             dial.add_done_callback(lambda _: self._dials.pop(peer.node))
         await asyncio.wait((dial,))
         if dial.cancelled():
-            raise PeerLost(f"dialling node {peer.node} was given up")
+            raise PeerLost(f"dialling node {peer.node} was cancelled")
         error = dial.exception()
         if isinstance(error, (PeerGone, PeerLost)):
-            raise type(error)(str(error)) from error  # its own instance for each caller
+            raise type(error)(str(error)) from error  # an instance for each caller
         return dial.result()
 
     async def _dial(self, peer: Peer, dialled: _Dialled, *, probe: bool) -> DialledSession:
-        """Tries the endpoints in order. Gone only if each one we can use says so."""
+        """Tries the endpoints in order. Raises PeerGone only if all usable endpoints refuse."""
         gone, lost = [], []
         for endpoint in peer.endpoints:
             if not endpoints.usable(endpoint):
                 continue
-            dialled.tries(endpoint)
+            dialled.try_endpoint(endpoint)
             try:
                 async with asyncio.timeout(self._settings.connect_s):
                     return await self._dial_patiently(peer, endpoint, dialled, probe=probe)
@@ -456,7 +454,7 @@ class StreamTransport:
             except PeerLost as error:
                 lost.append(str(error))
             except TimeoutError:
-                lost.append(dialled.late(self._settings.connect_s))
+                lost.append(dialled.timed_out(self._settings.connect_s))
         if lost:
             raise PeerLost(f"node {peer.node}: {'; '.join(lost + gone)}", connected=dialled.connected)
         if gone:
@@ -464,10 +462,10 @@ class StreamTransport:
         raise PeerLost(f"node {peer.node} has no endpoint that can be used from here: {peer.endpoints}")
 
     async def _dial_patiently(self, peer: Peer, endpoint: str, dialled: _Dialled, *, probe: bool) -> DialledSession:
-        """Dials again where a connection was made and then cut off before the hello was done.
+        """Dials again if the connection breaks during the hello.
 
-        A process that is being killed loses its connections a moment before, or after, its port. That moment decides
-        between lost and gone, and whoever asks wants to know that it is gone.
+        A dying process loses its connections and its port at slightly different times. The caller should learn that
+        the peer is gone, not only lost.
         """
         for pause_s in _DIAL_AGAIN_S:
             try:
@@ -489,7 +487,7 @@ class StreamTransport:
         session.where = endpoint
         try:
             context = self._tls.context(server=False) if self._tls and sock.family != socket.AF_UNIX else None
-            dialled.stands(_Awaited.HELLO if context is None else _Awaited.HANDSHAKE)
+            dialled.reached(_Awaited.HELLO if context is None else _Awaited.HANDSHAKE)
             with endpoints.handed_over(sock):
                 if sock.family == socket.AF_UNIX:
                     await loop.create_unix_connection(lambda: session, sock=sock)
@@ -500,19 +498,19 @@ class StreamTransport:
                         lambda: session,
                         sock=sock,
                         ssl=context,
-                        server_hostname="",  # whom we reached, the hello tells
+                        server_hostname="",  # the hello proves who answers
                         ssl_handshake_timeout=self._settings.connect_s,
                         ssl_shutdown_timeout=CLOSE_S,
                     )
             if context is not None:
-                dialled.stands(_Awaited.HELLO_IN_TLS)
+                dialled.reached(_Awaited.HELLO_IN_TLS)
             await session.hello_done
         except PeerLost as error:
             if not session.cut_off:
                 raise PeerLost(f"{endpoint}: {error}") from error
             hint = ""
-            if session.encrypted:  # our side of a handshake is done before the listener has looked at our certificate
-                hint = " (it may not accept our certificate: its log tells)"
+            if session.encrypted:  # the dialler's handshake ends before the listener checks our certificate
+                hint = " (it may not accept our certificate: see its log)"
             elif self._tls is None and endpoint.startswith("tcp:"):
                 hint = " (perhaps it speaks TLS only: give --tls)"
             raise _CutOff(f"{endpoint}: {error}{hint}") from error
@@ -531,7 +529,7 @@ class StreamTransport:
             raise PeerGone(f"{endpoint}: node {session.peer} listens there now")
         return session
 
-    # Accepting, and what sessions tell.
+    # Accepting, and calls from sessions.
 
     def _accept(self) -> AcceptedSession:
         hello = Answering(self._token, self._job, self._node)
@@ -548,7 +546,7 @@ class StreamTransport:
                 oldest = next(iter(self._strangers))
                 oldest.end("too many connections without a hello")
                 self._strangers.pop(oldest, None)
-                oldest.abort()  # also where it ended before, and its last word is not read
+                oldest.abort()  # also if it ended, and its refusal was not read
 
     def opened(self, session: Session) -> None:
         self._strangers.pop(session, None)
@@ -561,7 +559,7 @@ class StreamTransport:
         self._open.setdefault(session.peer, set()).add(session)
 
     def ended(self, session: Session) -> None:
-        if session in self._strangers:  # and one of them until its socket is closed, too
+        if session in self._strangers:  # until its socket is closed
             self._refused(session.where, session.why)
         node = session.peer
         if isinstance(session, DialledSession) and self._dialled.get(node) is session:
@@ -581,7 +579,7 @@ class StreamTransport:
     def disconnected(self, session: Session) -> None:
         self._strangers.pop(session, None)
         closed = self._connections.pop(session, None)
-        if closed is not None:  # else it was told before
+        if closed is not None:  # else called before
             closed.set_result(None)
 
     def _refused(self, where: str, why: str) -> None:
@@ -600,7 +598,7 @@ class StreamTransport:
         return await asyncio.get_running_loop().run_in_executor(self._stagers(), work)
 
     def in_thread_soon(self, work: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # shut down: the process lets go of everything
+        with contextlib.suppress(RuntimeError):  # shut down
             self._stagers().submit(_logged, work)
 
     async def verified(self, value: Encoded) -> bool:
@@ -612,8 +610,8 @@ class StreamTransport:
             work = asyncio.get_running_loop().run_in_executor(self._threads, self.verified_now, value)
         except RuntimeError:
             if self._state != "running":
-                return False  # shut down: the session is closed already
-            # No thread can be started just now. The next value asks a new pool: the queue of this one holds the value.
+                return False  # shut down: the session is closed
+            # No thread can be started. The next value uses a new pool, since the queue of this one keeps the value.
             self._threads.shutdown(wait=False)
             self._threads = None
             return self.verified_now(value)

@@ -79,7 +79,7 @@ async def test_a_crashed_node_can_do_nothing_any_more(folder: Path) -> None:
 async def test_names_are_taken_once(folder: Path) -> None:
     async with cluster_of("memory", folder) as cluster:
         a = await cluster.node()
-        with pytest.raises(TransportError, match="already"):
+        with pytest.raises(TransportError, match="exists"):
             await MemoryTransport(cluster.network).start(a.name, a, print)
         with pytest.raises(RuntimeError, match="already"):
             await a.transport.start("other", a, print)
