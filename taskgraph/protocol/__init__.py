@@ -1,9 +1,14 @@
-"""Decisions. No I/O, no clock, no asyncio, no randomness: events in, actions out.
+"""The decisions of the protocol: events in, actions out. No I/O, no clock, no asyncio, no randomness.
 
-What a job's safety rests on is in this package, one concept a module. Who reads it for the first time begins with
-docs/protocol.md, then `keys`, `records` and `view`, the job as etcd tells it; `transactions`, all that nodes write, and
-what fences it; `boundaries` and `insync`, who holds which state; `takeover`; and `commit`, which rests on `sums`.
+The safety of a job rests on this package, one concept a module. Read docs/protocol.md first, then:
 
-It imports nothing of ours but `taskgraph.errors`, and must not know how messages travel, how keys are stored, or
-what a user's task computes.
+    keys, records, view    the state of a job in etcd, and a node's picture of it
+    transactions           all writes of nodes, with their fences
+    boundaries, insync     the snapshots of a replica; the backups that must store a boundary
+    takeover               which backup becomes primary, and when
+    sums, commit           when an epoch is complete
+
+The caller's duties: pass all events in order, one at a time; read the clock and pass times; carry the actions out, and
+report their outcomes. The package imports only `taskgraph.errors` of ours. It does not know how messages are sent, how
+keys are stored, or what a task computes.
 """

@@ -1,7 +1,7 @@
-"""Who holds which task, as numbers: the state that `placement` completes and improves.
+"""The assignment of tasks to nodes, as numbers: the state that `placement` changes.
 
-It knows what a replica may do (which seats are eligible, whose host is whose) and keeps its indexes consistent; it
-decides nothing.
+It knows which nodes may have a replica and which host a node is on, and keeps its indexes consistent. It decides
+nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["Assignment", "Holding", "Seat", "Wish"]
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A node that may hold replicas: registered, not gone, not draining.
+    """A node that may have replicas: registered, not gone, not draining.
 
     Attributes:
-        left: tasks that it left to others, for want of memory, each as often as it did.
+        left: tasks that it gave up for lack of memory, once for each time.
     """
 
     node: str
@@ -29,11 +29,11 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Who holds a task now.
+    """The current replicas of a task.
 
     Attributes:
-        primary: the node etcd names as primary, in or out of `members`; it may be no seat (draining, or lost).
-        members: those in sync that nobody evicted, in the order of admission, which is the order of succession.
+        primary: the primary in etcd. It may be missing in `members`, and may be no seat (draining or lost).
+        members: the nodes in sync that are not evicted, in the order of admission, which is the order of succession.
     """
 
     primary: str | None
@@ -42,11 +42,11 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Who should hold a task.
+    """The wanted replicas of a task.
 
     Attributes:
-        primary: None where no node is eligible.
-        backups: those that hold it already first, in the order of their admission.
+        primary: None if no node is eligible.
+        backups: current replicas first, in the order of admission.
     """
 
     primary: str | None
@@ -54,7 +54,7 @@ class Wish:
 
 
 class Assignment:
-    """Nodes are numbers: seats by node id, then kept nodes by node id. -1: no primary yet."""
+    """Nodes are numbers: seats first, then kept nodes, each by node id. -1 means no primary."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Assignment:
         self.needs = [needs_device(t) for t in range(tasks)]
         self.primary = [-1] * tasks
         self.backups: list[list[int]] = [[] for _ in range(tasks)]
-        self.held: list[list[int]] = [[] for _ in range(tasks)]  # who has it now, by admission; never changes
-        self.held_at: list[set[int]] = [set() for _ in self.names]  # the same by node
+        self.held: list[list[int]] = [[] for _ in range(tasks)]  # current replicas by admission; constant
+        self.held_at: list[set[int]] = [set() for _ in self.names]  # tasks by the nodes of their current replicas
         self.led: list[set[int]] = [set() for _ in self.names]  # tasks by the node of their primary
         self.backed: list[set[int]] = [set() for _ in self.names]  # tasks by the nodes of their backups
         for task in range(tasks):
@@ -141,11 +141,11 @@ class Assignment:
         return {self.hosts[i] for i in self.holders(task) if i != node}
 
     def duplicates_host(self, task: int, node: int) -> bool:
-        """Whether `node` adds no host of its own to those of the task's other replicas."""
+        """Another replica of the task is on the host of `node`."""
         return self.many_hosts and self.hosts[node] in self.hosts_without(task, node)
 
     def turn(self, task: int, seat: int) -> int:
-        """Breaks ties: each task prefers seats in a circle from its own on, so that one node's backups are spread."""
+        """Breaks ties: each task prefers seats in a circle from its own number, so the backups of a node are spread."""
         return (seat - task) % self.seats
 
     # -- the outcome ------------------------------------------------------------------------------

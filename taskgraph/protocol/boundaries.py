@@ -1,14 +1,18 @@
-"""Which snapshots a replica holds.
+"""The boundaries that a replica stores.
 
-Boundary e is a task's state after epoch e - 1, with the reports that travel in it. A member holds the committed
-boundary and every boundary it acknowledged that may still commit (invariant I3), keyed by (epoch, attempt, term).
+Boundary e is the snapshot of a task after epoch e - 1, with its reports. A member stores the committed boundary and
+every boundary that it acknowledged and that may still commit (invariant I3). The key is (epoch, attempt, term).
 
-Which of several pending boundaries of one epoch is the committed one? The one with the highest (attempt, term):
-a primary of a later term or attempt began from the boundary *before* it, read in etcd, so the earlier ones were not
-committed by then and are void since; and a commit needs the acknowledgement of every member, so the member holds
-the one that counted.
+    state       next        by
+    pending     committed   its epoch is read as committed, and its (attempt, term) is the highest of that epoch
+    pending     freed       a later epoch is read as committed; its attempt ended (`drop_pending`); a roll-back
+    committed   freed       a later epoch is read as committed; a roll-back
 
-A boundary is freed only when a later epoch was *read* from etcd; what a peer says frees nothing.
+Why the highest (attempt, term)? A primary of a later term or attempt started from the boundary *before*, which it read
+in etcd. So earlier pending boundaries did not commit, and never will. A commit needs the acknowledgement of every
+member, so each member has the committed one.
+
+The caller calls `read_epoch` only for epochs read from etcd: messages of peers free nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +28,11 @@ __all__ = ["Boundaries", "Boundary"]
 
 @frozen
 class Boundary:
-    """A task's snapshot. `stamp.epoch` is its number, `stamp.attempt` the attempt it was made in.
+    """A snapshot of a task. `stamp` has its number (as epoch) and the attempt that made it.
 
     Attributes:
-        log: the reports that travel in `value`, where they are at hand.
-        key: its (epoch, attempt, term).
+        log: the reports in `value`, if they are decoded.
+        key: (epoch, attempt, term).
     """
 
     stamp: Stamp
@@ -46,16 +50,16 @@ class Boundary:
     ) -> None:
         self.stamp, self.term, self.value, self.log = stamp, term, value, log  # type: ignore[misc]
         attempt, epoch = stamp
-        self.key = (epoch, attempt, term)  # type: ignore[misc]  # once: it is asked for many times an epoch
+        self.key = (epoch, attempt, term)  # type: ignore[misc]  # computed once, used many times an epoch
 
 
 class Boundaries:
-    """The boundaries one replica holds."""
+    """The boundaries of one replica."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, int, int], Boundary] = {}
         self.committed: Boundary | None = None
-        """The boundary of the last epoch read as committed, if this replica holds it."""
+        """The boundary of the last epoch read as committed, if this replica has it."""
         self._floor = 0
 
     @property
@@ -63,12 +67,12 @@ class Boundaries:
         return tuple(self._held[key] for key in sorted(self._held))
 
     def hold(self, boundary: Boundary, *, committed: bool) -> bool:
-        """Keeps a boundary. `committed`: its primary read it as committed, so it replaces what was held for it.
+        """Stores a boundary. `committed`: its primary read it as committed, so it replaces pending ones.
 
-        Returns whether it is here, or is history since a committed one is. Any other must not be acknowledged.
+        Returns True if it is stored, or older than the committed one. Otherwise it must not be acknowledged.
         """
         if boundary.stamp.attempt < self._floor:
-            return False  # of epochs that were undone
+            return False  # a roll-back undid its epoch
         if committed:
             if self.committed is None or boundary.stamp.epoch >= self.committed.stamp.epoch:
                 self.committed = boundary
@@ -79,19 +83,19 @@ class Boundaries:
             known = self.committed.key
             if key[0] <= known[0]:
                 if key[0] < known[0] or key == known:
-                    return True  # history, or the same one again
+                    return True  # older, or stored before
                 if key < known:
-                    return False  # never let a pending boundary near a committed one of a later term or attempt
-                # Its primary began from the boundary before, read in etcd: what is held here did not commit. It was
-                # taken for the committed one by a replica that was evicted by then, and now is asked to come back.
+                    return False  # it must not replace a committed one of a later term or attempt
+                # Its primary started from the boundary before, read in etcd, so the stored one did not commit. This
+                # replica was evicted when it took the stored one for committed, and is invited again now.
                 self.committed = None
         self._held[key] = boundary
         return True
 
     def until(self, epoch: int) -> tuple[Boundary, ...]:
-        """The boundaries that a read of `epoch` as committed commits, in order, as far as they are here.
+        """Returns the stored boundaries that commit when `epoch` is read as committed, in order.
 
-        Several epochs may be committed at once. What was said above of the committed one holds for each of them.
+        Several epochs may commit at once. The rule of the highest (attempt, term) holds for each.
         """
         first = self.committed.stamp.epoch if self.committed is not None else -1
         best: dict[int, Boundary] = {}
@@ -101,7 +105,7 @@ class Boundaries:
         return tuple(best.values())
 
     def read_epoch(self, epoch: int) -> Boundary | None:
-        """`epoch` was read as committed from etcd. Returns the boundary that became the committed one now, if any."""
+        """`epoch` was read from etcd as committed. Returns the boundary that becomes the committed one, or None."""
         if self.committed is not None and self.committed.stamp.epoch >= epoch:
             return None
         best, later = None, {}
@@ -111,22 +115,22 @@ class Boundaries:
             elif key[0] == epoch and (best is None or key > best):
                 best = key
         if best is None:
-            return None  # not a member at that time: what it holds below is of no use to anyone who reads the view
+            return None  # not a member at that time: its older boundaries are of no use
         self.committed, self._held = self._held[best], later
         return self.committed
 
     def holds(self, epoch: int) -> bool:
-        """Whether the committed boundary of `epoch` is here."""
+        """The committed boundary is the one of `epoch`."""
         return self.committed is not None and self.committed.stamp.epoch == epoch
 
     def drop_pending(self) -> None:
-        """The attempt they were made in is over and was not committed."""
+        """Frees pending boundaries: their attempt ended without a commit."""
         self._held.clear()
 
     def roll_back(self, lineage: int) -> None:
-        """The job went back to a checkpoint: what was made in an attempt before `lineage` is of epochs undone.
+        """The job went back to a checkpoint: frees all boundaries of attempts before `lineage`.
 
-        Also boundary c itself, which comes back from the checkpoint, as one of attempt `lineage`.
+        The boundary of the checkpoint, too: it is restored as one of attempt `lineage`.
         """
         self._floor = max(self._floor, lineage)
         self._held = {key: b for key, b in self._held.items() if b.stamp.attempt >= self._floor}
@@ -134,6 +138,6 @@ class Boundaries:
             self.committed = None
 
     def clear(self) -> None:
-        """Everything goes: the replica is no member any more, or boundary 0 is made anew."""
+        """Frees all boundaries: the replica is not a member, or boundary 0 is made again."""
         self._held.clear()
         self.committed = None

@@ -1,19 +1,21 @@
-"""Which boundaries become checkpoints, and when one is complete.
+"""Checkpoints: which boundaries become one, and when it is complete.
 
-    committed, a multiple of `every` ──► each primary writes its file ──► all told the leader ──► `checkpoint` is put
+    boundary     next        by
+    committed    collecting  its number is a multiple of `every`, and a primary reports its file
+    collecting   complete    the files of all needed tasks are reported: the leader puts `checkpoint` in etcd
+    collecting   given up    a needed file cannot be written, or will never be
+    collecting   left out    there are too many boundaries (`sparse`), or a later one is complete
 
-A file is written of a boundary that its primary read as committed; the leader counts files of one boundary, made in
-one attempt of the current lineage. Who tells the leader, tells every new leader again, until etcd's pointer is there.
-Each tells in the order in which it writes: who has told of a later one, or that it could not write its file, has none
-of this one, and never will. Then the boundary is given up, and what others wrote of it may go.
+Rules:
 
-Nor will who became primary when a later one was committed already: it writes those that are committed from then on. Of
-task 0 that is the leader itself. So what is not complete yet of boundaries before a leader's own term becomes nothing
-under any leader after it, whoever wrote what of it; and that can be said of files that nobody tells of.
-
-Boundaries may come faster than the leader hears of them all. Then some are left out, here and by each primary that
-tells, and all leave out the same ones (`sparse`), whatever each of them knows: else one told of those only that
-another had left out, and none became complete.
+1. A primary writes a file only for a boundary that it read as committed. The files of a checkpoint belong to one
+   attempt of the current lineage.
+2. A primary reports its files to every new leader again, until the pointer is in etcd, in the order of writing. After
+   a report for a later boundary no file for this one follows.
+3. A primary writes only boundaries that commit after its term began. The leader is the primary of task 0, so no later
+   leader completes a boundary that is incomplete and older than this leader's term.
+4. If boundaries come too fast, the leader and all primaries leave out the same ones. Otherwise no boundary might get
+   the files of all tasks.
 """
 
 from __future__ import annotations
@@ -26,29 +28,28 @@ from taskgraph.protocol.view import JobView
 __all__ = ["Collected", "due", "files_needed", "is_open", "sparse"]
 
 _MOST = 16
-"""Boundaries collected at a time. Some tasks tell later than others: by as many boundaries, and all are looked at."""
-_PASSED_OVER = 1024
-"""Of boundaries that were passed over so many are known, for files that are told of late."""
+"""Boundaries that are collected at a time. Some tasks may report later than others, by as many boundaries."""
+_LEFT_OUT = 1024
+"""Boundaries that were left out and are remembered, for late reports."""
 _GIVEN_UP = 16
-"""Of boundaries that were given up so many are known, for files that come late."""
+"""Boundaries that were given up and are remembered, for late reports."""
 
 
 def sparse(boundaries: Iterable[Stamp], most: int) -> list[Stamp]:
-    """So many of these boundaries, in order: those whose epochs are multiples of the largest powers of two.
+    """Selects `most` boundaries, in order: those whose epochs are multiples of the largest powers of two.
 
-    Of any two of whoever goes by this, each with as many boundaries of late as it happens to have, both keep those
-    that lie far apart, and then the newest of those that lie closer.
+    So nodes that know different boundaries select the same ones.
     """
     return sorted(sorted(boundaries, key=lambda at: (at.epoch & -at.epoch, at))[-most:])
 
 
 def due(view: JobView, boundary: Stamp, every: int) -> bool:
-    """Whether a checkpoint is to be written of this boundary, read as committed."""
+    """A checkpoint has to be written of this committed boundary."""
     return boundary.epoch % every == 0 and is_open(view, boundary)
 
 
 def is_open(view: JobView, boundary: Stamp) -> bool:
-    """Whether the boundary may still become the checkpoint: not undone, and after the one there is (0 never may)."""
+    """The boundary may still become the checkpoint: it is not undone, and later than the current one (0 is never)."""
     return (
         view.epoch is not None
         and boundary.attempt >= view.epoch.record.lineage
@@ -57,9 +58,9 @@ def is_open(view: JobView, boundary: Stamp) -> bool:
 
 
 def files_needed(view: JobView, tasks: int) -> frozenset[int] | None:
-    """Tasks without whose file a checkpoint is not complete: those with state, and task 0 for what was reported.
+    """The tasks whose files a checkpoint needs: those with state, and task 0, whose file has the reports.
 
-    None while some task has no primary yet, and nobody knows whether it has state.
+    None while a task has no primary, since it is not known whether it has state.
     """
     if any(task not in view.primaries for task in range(tasks)):
         return None
@@ -67,68 +68,67 @@ def files_needed(view: JobView, tasks: int) -> frozenset[int] | None:
 
 
 class Collected:
-    """What the leader was told of files written."""
+    """The reported files, as the leader collects them."""
 
     def __init__(self, tasks: int) -> None:
         self._tasks = tasks
         self._files: dict[Stamp, dict[int, Written]] = {}
-        self._last: dict[int, Stamp] = {}  # what each task told of last
-        self._given_up: dict[Stamp, int | None] = {}  # and a task that could not write its file
-        self._passed_over: set[Stamp] = set()  # there were too many, or a later one is whole
-        self._becoming: Stamp | None = None  # what `complete` named last: its manifest may be on its way
-        self._began: dict[int, Stamp] = {}  # what was at work when a task's primary of now began, or before that
+        self._last: dict[int, Stamp] = {}  # the last report of each task
+        self._given_up: dict[Stamp, int | None] = {}  # -> a task that failed to write its file, if any
+        self._left_out: set[Stamp] = set()  # left out
+        self._completed: Stamp | None = None  # returned by `complete`; its manifest may be written
+        self._began: dict[int, Stamp] = {}  # the stamp at which the current primary of a task began
 
     def take(self, written: Written) -> None:
         stamp, task = written.stamp, written.task
         if self._is_before(stamp, task):
-            return  # by a primary before, too late: that it would not come may have been acted upon
+            return  # a late report of an earlier primary
         self._last[task] = max(stamp, self._last.get(task, stamp))
-        if stamp in self._passed_over and written.size:
+        if stamp in self._left_out and written.size:
             return
         files = self._files.setdefault(stamp, {})
-        if written.size or task not in files:  # else a primary before has written it
+        if written.size or task not in files:  # else an earlier primary wrote it
             files[task] = written
-        if len(self._files) > 2 * _MOST:  # whoever is to look waits for the place
+        if len(self._files) > 2 * _MOST:  # `complete` waits for the place of checkpoints
             self._keep(sparse(self._files, _MOST))
 
     def began(self, task: int, at: Stamp) -> None:
-        """A task has another primary, which began when `at` was at work, or later: it writes nothing of before."""
+        """A task has a new primary, which began at `at` or later. It writes no earlier boundaries."""
         self._began[task] = at
 
     def _is_before(self, stamp: Stamp, task: int) -> bool:
-        """Whether the task's primary of now began after that boundary."""
+        """The current primary of the task began after that boundary."""
         at = self._began.get(task)
         return at is not None and stamp.epoch < at.epoch and stamp.attempt <= at.attempt
 
     def never(self, view: JobView, stamp: Stamp) -> int | None:
-        """A task for want of whose file the boundary becomes a checkpoint under no leader, this one or a later one.
+        """Returns a task whose file is missing, so that the boundary becomes a checkpoint under no leader.
 
-        None where it may still become one, as far as can be said. Whether there is a later checkpoint does not matter.
+        None: it may still become one. A later checkpoint does not matter here.
         """
         if view.epoch is not None and stamp.attempt < view.epoch.record.lineage:
             return 0  # undone
-        if stamp == self._becoming:
-            return None  # though there may have been too many since to know that it is whole
+        if stamp == self._completed:
+            return None  # it was complete
         files, needed = self._files.get(stamp, {}), files_needed(view, self._tasks) or ()
         lacking = (t for t in sorted(needed) if self._is_before(stamp, t) and not (t in files and files[t].size))
         return next(lacking, None)
 
     def give_up(self, view: JobView) -> dict[Stamp, int | None]:
-        """Boundaries that never become a checkpoint, oldest first, each with a task that could not write its file.
+        """Returns boundaries that never become a checkpoint, oldest first, each with a task that failed to write.
 
-        None where nothing failed, and yet a task has no file of it: it left this one out, or its primary was another
-        one then. One is given up once, and named again when one more file of it was written. What only comes too late
-        for a later one goes with that. None is given up before a later epoch was read as committed: from then on it is
-        nothing to leaders after this one either, however late its files are removed.
+        The task is None if no write failed: a task left the boundary out, or its primary changed. A boundary is
+        returned again when another file of it arrives. No boundary is given up before a later epoch is read as
+        committed: from then on no later leader can complete it, either.
         """
         self._forget_closed(view)
         needed = files_needed(view, self._tasks)
         if needed is None:
             return {}
-        whole = self._newest_whole(view, needed)
+        whole = self._newest_complete(view, needed)
         for stamp, files in self._files.items():
             if view.epoch is None or stamp.epoch >= view.epoch.record.epoch:
-                continue  # else a leader after it, which begins no later, may be told of all files
+                continue  # a later leader, which begins no later, might get all files
             failed = [task for task, written in files.items() if not written.size and task in needed]
             if failed:
                 self._given_up[stamp] = min(failed)
@@ -137,22 +137,22 @@ class Collected:
         found = {stamp: self._given_up[stamp] for stamp in sorted(self._files) if stamp in self._given_up}
         for stamp in found:
             del self._files[stamp]
-        self._passed_over -= found.keys()
+        self._left_out -= found.keys()
         self._given_up = {stamp: self._given_up[stamp] for stamp in sorted(self._given_up)[-_GIVEN_UP:]}
         return found
 
-    def _is_lacking(self, stamp: Stamp, untold: Iterable[int]) -> bool:
-        """Whether one of these tasks, which did not tell of a file of this boundary, never will."""
-        return any(self._last.get(task, stamp) > stamp or self._is_before(stamp, task) for task in untold)
+    def _is_lacking(self, stamp: Stamp, tasks: Iterable[int]) -> bool:
+        """One of these tasks will never report a file of this boundary."""
+        return any(self._last.get(task, stamp) > stamp or self._is_before(stamp, task) for task in tasks)
 
     def complete(self, view: JobView) -> tuple[Stamp, tuple[Written, ...]] | None:
-        """The newest boundary all of whose files are written, if there is one to go on to."""
+        """Returns the newest complete boundary with its files, or None."""
         self._forget_closed(view)
-        self._becoming = None
+        self._completed = None
         needed = files_needed(view, self._tasks)
         if needed is None:
             return None
-        whole = self._becoming = self._newest_whole(view, needed)
+        whole = self._completed = self._newest_complete(view, needed)
         kept = sparse((stamp for stamp in self._files if whole is None or stamp > whole), _MOST)
         if whole is not None:
             kept.append(whole)
@@ -160,13 +160,13 @@ class Collected:
         return None if whole is None else (whole, tuple(self._files[whole][task] for task in sorted(needed)))
 
     def _keep(self, kept: Iterable[Stamp]) -> None:
-        """The others are passed over."""
+        """Leaves out all other boundaries."""
         files = {stamp: self._files[stamp] for stamp in kept}
-        self._passed_over |= self._files.keys() - files.keys()
-        self._passed_over.difference_update(sorted(self._passed_over)[:-_PASSED_OVER])
+        self._left_out |= self._files.keys() - files.keys()
+        self._left_out.difference_update(sorted(self._left_out)[:-_LEFT_OUT])
         self._files = files
 
-    def _newest_whole(self, view: JobView, needed: frozenset[int]) -> Stamp | None:
+    def _newest_complete(self, view: JobView, needed: frozenset[int]) -> Stamp | None:
         at = view.epoch
         return max(
             (
@@ -183,4 +183,4 @@ class Collected:
 
     def _forget_closed(self, view: JobView) -> None:
         self._files = {stamp: files for stamp, files in self._files.items() if is_open(view, stamp)}
-        self._passed_over = {stamp for stamp in self._passed_over if is_open(view, stamp)}
+        self._left_out = {stamp for stamp in self._left_out if is_open(view, stamp)}

@@ -1,23 +1,23 @@
-"""What a standing epoch waits for, and whether it waits for itself.
+"""Deadlocks: a cycle of waits in an epoch that makes no progress.
 
-Where an epoch does not move, the leader asks every primary what its unfinished processors wait for. A processor
-waits for all of its waits at once, so a cycle among them cannot be left: it is a deadlock, made by the graph.
+The leader asks all primaries what their unfinished processors wait for. A processor needs all of its waits, so a cycle
+is a deadlock, made by the graph of the job.
 
 An edge leads from a processor to the one that must act first:
 
-    item    to the unfinished processor of the producing task that will put this tag for this consumer
-    order   to the earlier processor of the same task
-    reply   to the handler of the asked task, where that waits itself
-    turn    nowhere: who holds the task in a thread may return, or wait for a reply, at any time
-    running nowhere
-    outside nowhere: replicas and reports, and what else a primary waits for between the calls into user code
+    kind     edge to
+    item     the unfinished processor of the producing task that will put this tag for this consumer
+    order    the earlier processor of the same task
+    reply    the handler of the called task, if it waits
+    turn     none: the code that has the turn may return, or wait for a reply, at any time
+    running  none
+    outside  none: the primary waits for replicas, reports and so on, between calls of user code
 
-What is not found among the unfinished has happened already, and its outcome is on its way: no edge.
+A wait for a processor that is finished has no edge: its outcome is on its way.
 
-Handlers are known by name, not by request. Every running handler was called by exactly one request, and every
-request made by one processor or handler: who called whom is a forest, so handlers alone never wait in a cycle. Two
-tasks whose handlers call each other in turn look like one all the same; a cycle counts only where a processor
-takes part.
+Handlers are known by name, not by request. Each running handler was called by one request of one processor or handler,
+so the calls form a forest, and handlers alone never wait in a cycle. But two handlers that call each other in turn look
+like a cycle. So a cycle counts only if it contains a processor.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from taskgraph.protocol.messages import Wait
 
 __all__ = ["HANDLER", "Edge", "describe_cycle", "describe_waits", "find_cycle", "who"]
 
-HANDLER = "handler "  # how the processor of a handler's wait begins; the method's name follows
+HANDLER = "handler "  # prefix of the processor in the wait of a handler
 
-_SHOWN = 12  # edges of a cycle in words: enough for a graph drawn by hand, and bounded for a ring of a thousand tasks
+_SHOWN = 12  # the most edges of a cycle that are described
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """`processor` of `task` waits (see `messages.Wait` for `kind` and `name`) for `next_processor` of `next_task`."""
+    """`processor` of `task` waits for `next_processor` of `next_task`; `kind` and `name` as in `messages.Wait`."""
 
     task: int
     processor: str
@@ -54,21 +54,19 @@ _Edges = dict[_Node, list[Edge]]
 
 
 def find_cycle(waits: Mapping[int, Sequence[Wait]]) -> list[Edge] | None:
-    """Finds a cycle of waits, in time linear in the number of waits.
+    """Finds a cycle of waits, in linear time.
 
     Args:
-        waits: task -> what its unfinished processors and handlers wait for. Tasks that were not asked are taken to
-            move.
+        waits: task -> the waits of its unfinished processors and handlers. Missing tasks count as making progress.
 
     Returns:
-        The edges of one cycle, each leading to where the next one begins and the last to the first; None where
-        there is none.
+        The consecutive edges of one cycle, or None.
     """
     edges = _edges(waits)
     for component in _components(edges):
         processors = {node for node in component if not node[1].startswith(HANDLER)}
         if processors:
-            # The first by task and declaration, so that the same standstill is always told in the same words.
+            # Starts at the first by task and declaration, so that the text is the same each time.
             return _shortest(edges, component, next(node for node in edges if node in processors))
     return None
 
@@ -153,7 +151,7 @@ def _shortest(edges: _Edges, component: set[_Node], start: _Node) -> list[Edge]:
 
 
 def describe_cycle(cycle: Sequence[Edge]) -> str:
-    """Says who waits for whom around the cycle, and what to change in the job."""
+    """Describes a cycle, and the way out."""
     parts = [_clause(edge, cycle[i - 1]) for i, edge in enumerate(cycle)]
     if len(parts) > _SHOWN:
         parts[_SHOWN - 2 : -2] = [f"({len(parts) - _SHOWN} more)"]
@@ -176,7 +174,7 @@ def _clause(edge: Edge, before: Edge) -> str:
 
 
 def who(processor: str) -> str:
-    """A processor or a handler in words; "" for what is neither."""
+    """Describes a processor or a handler; "" for neither."""
     if not processor:
         return ""
     return f"handler {processor[len(HANDLER) :]!r}" if processor.startswith(HANDLER) else repr(processor)
@@ -206,15 +204,15 @@ def _what(kind: str, processor: str, name: str, task: int) -> str:
 
 
 def describe_waits(waits: Mapping[int, Sequence[Wait]], limit: int = 200) -> list[str]:
-    """One line for each wait, or for all that are alike: `task 3 'add' waits for 'gradient' from task 5, 2.3 s`.
+    """Describes waits, equal ones in one line: `task 3 'add' waits for 'gradient' from task 5, 2.3 s`.
 
-    What waits for nobody comes first, and then who is nearest to it: it is that which keeps the others waiting.
+    Waits for no other task come first, then those nearest to them: the likely causes are on top.
 
     Args:
-        limit: lines at most; a last line counts the rest.
+        limit: the most lines; a last line counts the rest.
     """
     steps = _steps(waits)
-    found: dict[tuple[float, int, str], list[float]] = {}  # what is waited for alike, by handlers for many requests say
+    found: dict[tuple[float, int, str], list[float]] = {}  # equal waits, as of many requests
     for task, page in sorted(waits.items()):
         for w in page:
             text = (
@@ -232,8 +230,8 @@ _ELSEWHERE = ("item", "reply")  # kinds of waits for another task
 
 
 def _steps(waits: Mapping[int, Sequence[Wait]]) -> dict[int, int]:
-    """Task -> over how many others it waits, at least, for one that waits for nobody, or that nothing is known of."""
-    waiting: dict[int, list[int]] = {}  # task -> who waits for it
+    """Task -> the fewest steps of waiting to a task that waits for no task, or that is not known."""
+    waiting: dict[int, list[int]] = {}  # task -> the tasks that wait for it
     for task, page in waits.items():
         for w in page:
             if w.kind in _ELSEWHERE:
@@ -251,7 +249,7 @@ def _steps(waits: Mapping[int, Sequence[Wait]]) -> dict[int, int]:
 
 
 def _far(wait: Wait, task: int, steps: Mapping[int, int]) -> float:
-    """How far a wait is from what keeps it waiting."""
+    """The steps from a wait to its likely cause."""
     if wait.kind == "order":
         return 1 + steps.get(task, inf)
     return 1 + steps.get(wait.task, inf) if wait.kind in _ELSEWHERE else 0

@@ -1,9 +1,9 @@
-"""What is to be done when a task's code met an error of its CUDA device: does its process end, or the job?
+"""Errors of a CUDA device in user code: does the process end, or the job?
 
-After such an error the process's context may be unusable for good (it is *poisoned*), and so may what it computes. So
-the process ends, and others take over what it held. That heals a device that is ill, and memory that was short because
-others used it; it does not heal a task that always asks for more memory than there is. How often a task was failed over
-for that must outlive the processes that counted: each leaves it in etcd, in its own `gone/{node}`.
+After such an error the CUDA context of the process may be *poisoned*: unusable, with wrong results. So the process
+ends, and backups take over its tasks. That helps against a faulty device, and against memory that other processes used,
+but not if a task needs more memory than there is. Each process that ends writes the task and the epoch into its
+`gone/{node}` in etcd; these records are counted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from taskgraph.protocol.view import JobView
 __all__ = ["Outcome", "device_error", "hint", "outcome"]
 
 _MODULES = ("cupy_backends.",)
-"""Where CuPy's errors of CUDA's runtime, driver and libraries are."""
+"""Modules of CuPy's errors from CUDA's runtime, driver and libraries."""
 _COMPILING = "cupy_backends.cuda.libs.nvrtc"
-"""But for this one: a kernel that does not compile is a mistake in it, and harms no context."""
+"""Except this one: a kernel that does not compile harms no context."""
 _NAMES = frozenset(
     (
         ("cupy.cuda.memory", "OutOfMemoryError"),
@@ -32,13 +32,13 @@ _NAMES = frozenset(
     )
 )
 _CHAIN = 20
-"""Exceptions of a chain that are looked at."""
+"""The most exceptions of a chain that are checked."""
 
 
 def device_error(error: BaseException | None) -> BaseException | None:
-    """The error of a CUDA device that `error` is, or was raised in the wake of; None where there is none.
+    """Finds an error of a CUDA device in the chain of `error`; None: there is none.
 
-    Classes are known by their names: none of their libraries is loaded for that.
+    Classes are recognized by name, so their libraries need not be loaded.
     """
     found = error
     for _ in range(_CHAIN):
@@ -56,7 +56,7 @@ def _of_device(kind: type) -> bool:
 
 
 def hint(error: BaseException) -> str:
-    """What to add to what such an error says; "" where that says it all."""
+    """Returns a hint to add to the text of the error, or ""."""
     said = str(error).replace("_", "").lower()
     if "illegaladdress" not in said and not said.endswith("cuda error 700"):
         return ""
@@ -65,11 +65,11 @@ def hint(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What follows. With neither, the process ends now.
+    """The decision. With neither text, the process ends now.
 
     Attributes:
-        fail: why the job has to fail with the error.
-        wait: what the process waits for before it ends: snapshots are bytes on the host, which it can still give.
+        fail: the reason why the job has to fail.
+        wait: the process first waits for this. It can still give its snapshots, which are on the host.
     """
 
     fail: str = ""
@@ -87,12 +87,12 @@ def outcome(
     backups: int,
     needs_device: Callable[[int], bool],
 ) -> Outcome:
-    """Decides what follows where a task's code met an error of its device.
+    """Decides after an error of a device in the code of `task`.
 
     Args:
-        me: the node that met it; it holds what the view gives it.
-        limit: how many nodes the same task may end in the same epoch. The next such error is the job's end.
-        backups: how many each task should have.
+        me: the node with the error.
+        limit: the most nodes that one task may end in one epoch; then the job fails.
+        backups: the wanted backups of a task.
     """
     before = sorted(n for n, g in view.gone.items() if g.record.task == task and g.record.epoch == epoch)
     if len(before) >= limit:

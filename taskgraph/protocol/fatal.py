@@ -1,8 +1,8 @@
-"""Has the code of one task ended the processes of several nodes, in the same epoch?
+"""Detects user code that kills one node after another.
 
-A successor repeats the epoch that its predecessor died in. Where the code itself ends its process (`os._exit`, a crash
-in an extension, more memory than there is), the successor dies of it, too, and so would every node there is. What ran
-when a process died its launcher writes into `gone/{node}`; these records are the count.
+A successor computes the epoch in which its predecessor died. If user code ends the process (`os._exit`, a crash in an
+extension, too much memory), the successor dies, too, and so would all nodes. The launcher of a node writes into
+`gone/{node}` which user code ran when the process died; these records are counted.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ __all__ = ["Fatal", "blamed", "fatal"]
 
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """The nodes that died while the code of this task ran, in this epoch: their records by their ids, oldest first."""
+    """The nodes that died while the code of a task ran in an epoch, with their records, oldest first."""
 
     task: int
     epoch: int
     deaths: dict[str, GoneRecord]
 
     def counts(self, ran: Ran) -> bool:
-        """Whether this is what they died of, of all that ran."""
+        """`ran` is the code that is blamed."""
         return ran.task == self.task and ran.epoch in (self.epoch, -1)
 
 
 def fatal(view: JobView, limit: int) -> Fatal | None:
-    """Where so many nodes died of the same; the most there are, where other code ran beside it each time.
+    """Finds the task and epoch that killed the most nodes; None: fewer than `limit`.
 
-    What went through in the end does not count any more: epochs that are committed, set-ups before that of a
-    backup that is there.
+    Deaths in committed epochs do not count, nor deaths in a `setup` that succeeded later.
     """
     if view.epoch is None:
         return None
@@ -48,7 +47,7 @@ def fatal(view: JobView, limit: int) -> Fatal | None:
 
 
 def blamed(view: JobView, gone: Versioned[GoneRecord], at: int) -> Iterator[tuple[int, int]]:
-    """For what a death counts while epoch `at` is at work: tasks and epochs."""
+    """Yields the (task, epoch) pairs for which a death counts while epoch `at` is at work."""
     for ran in () if gone.record.meant else gone.record.ran:
         waits = ran.epoch < 0 and (at == 0 or gone.mod_revision > _last_admission(view, ran.task))
         if waits or ran.epoch >= at:

@@ -1,7 +1,6 @@
-"""What was said of nodes that are gone, and that nobody needs to know any more.
+"""Finds old `gone/{node}` records that can be deleted.
 
-A job may run for months, with nodes that come and go. Each leaves `gone/{node}`, and everybody who looks at the job
-reads all of them.
+A job may run for months, and each node that ends leaves such a record, which all nodes read.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ __all__ = ["forgettable"]
 
 
 def forgettable(view: JobView, kept: int) -> list[str]:
-    """Nodes that are gone and of which nobody has to know that, the oldest first; none of the last `kept`.
+    """Returns gone nodes whose records can be deleted, oldest first; none of the last `kept`.
 
-    No key names them, so that none of them can be waited for, succeeded or placed. And what ended them counts no more:
-    epochs that are committed went through. Those that count are few: the job fails before they are many.
+    No other key names such a node, and its death does not count for `fatal` or `deviceloss`.
     """
     if view.epoch is None:
         return []
@@ -27,7 +25,7 @@ def forgettable(view: JobView, kept: int) -> list[str]:
 
 
 def _counts(view: JobView, node: str, at: int) -> bool:
-    """Whether its end may still be one of those that fail the job."""
+    """The death of the node still counts."""
     gone = view.gone[node]
     of_device = gone.record.epoch
     return (of_device is not None and of_device >= at) or any(blamed(view, gone, at))

@@ -1,4 +1,4 @@
-"""Frozen dataclasses for what is made many times an epoch."""
+"""Frozen dataclasses that are fast to make."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def frozen(*, kw_only: bool) -> Callable[[type[T]], type[T]]: ...
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def frozen(cls: type[T] | None = None, *, kw_only: bool = False) -> type[T] | Callable[[type[T]], type[T]]:
-    """A dataclass with slots that is frozen for the type checker alone.
+    """Makes a dataclass with slots that is frozen for the type checker only.
 
-    `dataclass(frozen=True)` sets each field by a call of `object.__setattr__`: to make one takes three times as long.
+    `dataclass(frozen=True)` calls `object.__setattr__` for each field, which takes three times as long.
     """
     make = dataclass(slots=True, unsafe_hash=True, kw_only=kw_only)
     return make if cls is None else make(cls)

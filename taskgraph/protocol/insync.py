@@ -1,4 +1,4 @@
-"""The in-sync set, as its primary keeps it: whom a boundary needs acknowledgements from.
+"""The in-sync set of a task, as its primary keeps it: the nodes that have to acknowledge a boundary.
 
     absent ──wish──► candidate ──acknowledged all──► admitting ──known written──► member
                         ▲                               │                            │
@@ -8,11 +8,12 @@
 
     marked ──acknowledged all──► admitting          marked ──suspect / not wished──► evicting
 
-A boundary needs the acknowledgement of every node in `admitting`, `member` and `evicting`: from the moment the
-admitting write may exist until the moment the evicting write is known to exist, that node may take over.
-Members found at a takeover are `member`. Those an earlier term marked as evicted are `marked`: acknowledgements are
-needed from them like from a member, as only an eviction of one's own term counts, but once the epoch moves on their
-key makes them nobody's heirs. So they are admitted anew or evicted, whichever placement wants.
+1. A boundary needs the acknowledgement of every node in `admitting`, `member`, `marked` and `evicting`: the node may
+   take over from the moment when the admitting write may exist, until the evicting write is known to exist.
+2. Members that a takeover reads are `member`. Members that an earlier term evicted are `marked`: only an eviction of
+   the own term counts. After the next commit they cannot take over, so they are admitted again or evicted.
+3. The caller calls `admitting` and `evicting` before it sends the write, and `admitted` and `evicted` when it knows the
+   outcome.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Key = tuple[int, int, int]
 
 
 class Place(StrEnum):
-    """Where a node stands with regard to the in-sync set."""
+    """The state of a node."""
 
     CANDIDATE = "candidate"
     ADMITTING = "admitting"
@@ -40,37 +41,37 @@ _COUNTS = frozenset({Place.ADMITTING, Place.MEMBER, Place.MARKED, Place.EVICTING
 
 
 class InSync:
-    """Other nodes than the primary's own; the primary's own copy is implied."""
+    """The states of all nodes except the primary's own, which always has every boundary."""
 
     def __init__(self, members: Iterable[str], *, marked: Iterable[str] = ()) -> None:
         """Args:
-        members: the members read by the takeover, without oneself.
-        marked: those of them, or others, that an earlier term evicted and that hold the committed boundary.
+        members: the members that the takeover read, without the primary.
+        marked: nodes that an earlier term evicted and that have the committed boundary.
         """
         self._marked = frozenset(marked)
         self._place: dict[str, Place] = dict.fromkeys(members, Place.MEMBER) | dict.fromkeys(self._marked, Place.MARKED)
         self._acked: dict[str, set[Key]] = {node: set() for node in self._place}
         self._current: list[Key] = []  # in order
         self.steady = not self._marked
-        """Whether every other node is a member: nobody is on the way in or out."""
+        """All nodes are members: none is being admitted or evicted."""
 
     def _put(self, node: str, place: Place | None) -> None:
-        """`node` stands there from now on; None: nowhere."""
+        """Sets the state of a node; None: absent."""
         if place is None:
             del self._place[node], self._acked[node]
         else:
             self._place[node] = place
         self.steady = all(place is Place.MEMBER for place in self._place.values())
 
-    # -- what is there to hold --------------------------------------------------------------------
+    # -- boundaries -------------------------------------------------------------------------------
 
     @property
     def current(self) -> tuple[Key, ...]:
-        """Boundaries a member must hold: the committed one and the pending ones."""
+        """The boundaries that a member must have: the committed one and the pending ones."""
         return tuple(self._current)
 
     def add(self, key: Key) -> bool:
-        """A boundary more to hold. Returns whether any other node is anything: member, candidate, on the way out."""
+        """Adds a boundary. Returns True if there are other nodes."""
         current = self._current
         if not current or key > current[-1]:
             current.append(key)
@@ -80,7 +81,7 @@ class InSync:
         return bool(self._place)
 
     def keep_from(self, epoch: int) -> None:
-        """`epoch` was read as committed: boundaries below it are history."""
+        """`epoch` was read as committed: drops earlier boundaries."""
         current = self._current
         while current and current[0][0] < epoch:
             del current[0]
@@ -88,33 +89,33 @@ class InSync:
             acked.intersection_update(self._current)
 
     def drop_pending(self, committed_epoch: int) -> None:
-        """The attempt ended: only the committed boundary remains."""
+        """The attempt ended: drops the pending boundaries."""
         self._current = [key for key in self._current if key[0] <= committed_epoch]
         for acked in self._acked.values():
             acked.intersection_update(self._current)
 
     def forget_boundaries(self) -> None:
-        """The job went back to a checkpoint: none of the boundaries there were counts any more."""
+        """The job went back to a checkpoint: drops all boundaries."""
         self._current = []
         for acked in self._acked.values():
             acked.clear()
 
-    # -- who --------------------------------------------------------------------------------------
+    # -- nodes ------------------------------------------------------------------------------------
 
     def place(self, node: str) -> Place | None:
         return self._place.get(node)
 
     def fulfilled(self, wished: Iterable[str], living: Collection[str]) -> bool:
-        """Whether everyone who is wished for is a member and lives: only then others may go.
+        """All wished nodes are members and live. Only then other members may be evicted.
 
         Args:
-            wished: other nodes that placement wants, also those that died since: who was to go for one of them is the
-                next to be wished for.
+            wished: the other nodes that placement wants, including nodes that died since: the member that was to leave
+                for one of them is wished for next.
         """
         return all(node in living and self._place.get(node) is Place.MEMBER for node in wished)
 
     def all_members(self, count: int) -> bool:
-        """Whether there are that many other nodes, and every one is a member."""
+        """There are `count` other nodes, and all are members."""
         return len(self._place) == count and self.steady
 
     @property
@@ -128,13 +129,13 @@ class InSync:
         return tuple(sorted(n for n, p in self._place.items() if p in (Place.CANDIDATE, Place.ADMITTING)))
 
     def invite(self, node: str) -> None:
-        """A node is wished for: it becomes a candidate, unless it already is something."""
+        """Makes an absent node a candidate."""
         if node not in self._place:
             self._acked[node] = set()
             self._put(node, Place.CANDIDATE)
 
     def dismiss(self, node: str) -> bool:
-        """A candidate is not wished for any more. Returns whether it was forgotten: not while it may be a member."""
+        """Drops a candidate. Returns False if the node may be a member."""
         if self._place.get(node) is Place.CANDIDATE:
             self._put(node, None)
             return True
@@ -143,7 +144,7 @@ class InSync:
     # -- acknowledgements -------------------------------------------------------------------------
 
     def missing(self, node: str) -> tuple[Key, ...]:
-        """What `node` has yet to acknowledge, in order."""
+        """The boundaries that `node` has not acknowledged, in order."""
         if node not in self._place:
             return ()
         return tuple(key for key in self._current if key not in self._acked[node])
@@ -153,7 +154,7 @@ class InSync:
             self._acked[node].update(set(keys).intersection(self._current))
 
     def waits_for(self, key: Key) -> tuple[str, ...]:
-        """Nodes whose acknowledgement of `key` is needed and not there."""
+        """The nodes whose acknowledgement of `key` is missing."""
         lacking = []
         for node, place in self._place.items():
             if place in _COUNTS and key not in self._acked[node]:
@@ -162,7 +163,7 @@ class InSync:
         return tuple(lacking)
 
     def holders(self, key: Key) -> int:
-        """How many replicas, the primary included, hold `key` and are known to be members."""
+        """The number of members that have `key`, including the primary."""
         found = 1
         for node, place in self._place.items():
             if place is Place.MEMBER and key in self._acked[node]:
@@ -172,23 +173,23 @@ class InSync:
     # -- admission and eviction -------------------------------------------------------------------
 
     def may_admit(self, node: str) -> bool:
-        """A candidate, or one marked, that acknowledged the committed and every pending boundary."""
+        """The node is a candidate or marked, and acknowledged all boundaries."""
         place = self._place.get(node)
         return place in (Place.CANDIDATE, Place.MARKED) and bool(self._current) and not self.missing(node)
 
     def admitting(self, node: str) -> None:
         """The admitting write is about to be sent."""
         if not self.may_admit(node):
-            raise ValueError(f"{node} is {self._place.get(node)}, not a candidate that holds every boundary")
+            raise ValueError(f"{node} is {self._place.get(node)}, not a candidate with every boundary")
         self._put(node, Place.ADMITTING)
 
     def admitted(self, node: str, written: bool) -> None:
-        """It is known whether the admitting write happened."""
+        """The outcome of the admitting write is known."""
         if self._place.get(node) is Place.ADMITTING:
             self._settle(node, written, Place.MEMBER if written else Place.CANDIDATE)
 
     def evicting(self, node: str) -> None:
-        """The evicting write is about to be sent; the acknowledgement is needed until it is known to have happened."""
+        """The evicting write is about to be sent. Acknowledgements are needed until it is known to exist."""
         if self._place.get(node) not in (Place.MEMBER, Place.MARKED):
             raise ValueError(f"{node} is {self._place.get(node)}, not a member")
         self._put(node, Place.EVICTING)
@@ -198,7 +199,7 @@ class InSync:
             self._settle(node, written, None if written else Place.MEMBER)
 
     def _settle(self, node: str, written: bool, place: Place | None) -> None:
-        """What became of the write about `node`, and where it stands then; one that was marked is marked again."""
+        """Sets the state after a write with a known outcome. A marked node stays marked if there was no write."""
         if written:
             self._marked -= {node}
         self._put(node, Place.MARKED if node in self._marked else place)

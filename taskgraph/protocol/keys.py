@@ -1,4 +1,4 @@
-"""The layout of a job's keys. Only `nodes/` hangs on leases: a pause of etcd must not destroy a healthy job."""
+"""The keys of a job in etcd. Only `nodes/` depends on leases, so a pause of etcd does not destroy a healthy job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_name(text: object) -> bool:
 
 
 class Keys:
-    """Keys of one job, all under `/taskgraph/{job}/`."""
+    """The keys of one job, all below `/taskgraph/{job}/`."""
 
     def __init__(self, job: str) -> None:
         self.job = job

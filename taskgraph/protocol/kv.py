@@ -1,7 +1,7 @@
 """Transactions on the coordinator's keys, as data.
 
-The protocol decides *what* must be compared and written; `taskgraph.coordination` executes it, on etcd or in
-memory. Comparisons are by mod or create revision only, never by value: a value may return, a revision cannot.
+The protocol decides what to compare and to write; `taskgraph.coordination` executes it, on etcd or in memory. It
+compares mod and create revisions only: a value may come back, a revision cannot.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["Compare", "Delete", "Get", "KeyEvent", "KeyValue", "Put", "Txn", "Tx
 
 @frozen
 class KeyValue:
-    """One key as the coordinator holds it.
+    """A key with its value.
 
     Attributes:
-        create_revision: the store's revision when the key was created; 0 never occurs for a present key.
-        mod_revision: the store's revision of its last put.
-        lease: the lease it hangs on, or 0.
+        create_revision: the revision of the store when the key was created; never 0.
+        mod_revision: the revision of its last put.
+        lease: its lease, or 0.
     """
 
     key: str
@@ -33,7 +33,7 @@ class KeyValue:
 
 @frozen
 class KeyEvent:
-    """A put or a delete, as a watch tells it. A delete has an empty value and the delete's mod revision."""
+    """A put or a delete, from a watch. A delete has an empty value and the revision of the delete."""
 
     kind: Literal["put", "delete"]
     kv: KeyValue
@@ -41,7 +41,7 @@ class KeyEvent:
 
 @frozen
 class Compare:
-    """`key`'s mod (or create) revision equals `revision`. Revision 0 means: the key is absent."""
+    """True if the mod (or create) revision of `key` equals `revision`. Revision 0: the key is absent."""
 
     key: str
     revision: int
@@ -57,7 +57,7 @@ class Put:
 
 @frozen
 class Delete:
-    """Deletes `key`, or everything that starts with it where `prefix` is set."""
+    """Deletes `key`, or with `prefix` all keys that start with it."""
 
     key: str
     prefix: bool = False
@@ -65,7 +65,7 @@ class Delete:
 
 @frozen
 class Get:
-    """Reads `key`, or everything that starts with it where `prefix` is set, in key order."""
+    """Reads `key`, or with `prefix` all keys that start with it, in order."""
 
     key: str
     prefix: bool = False
@@ -76,7 +76,7 @@ Op = Put | Delete | Get
 
 @frozen
 class Txn:
-    """If all `compares` hold, `success` happens, else `failure`; in either case at one revision."""
+    """Executes `success` if all `compares` are true, else `failure`, at one revision."""
 
     compares: tuple[Compare, ...] = ()
     success: tuple[Op, ...] = ()
@@ -85,12 +85,12 @@ class Txn:
 
 @frozen
 class TxnResult:
-    """What a transaction did.
+    """The outcome of a transaction.
 
     Attributes:
-        succeeded: whether the comparisons held, so that `success` was executed.
-        revision: the store's revision after it; for a read, the revision it was read at.
-        reads: one tuple of key-values per `Get` of the branch taken, in the order of the ops.
+        succeeded: all comparisons were true, so `success` was executed.
+        revision: the revision of the store after the transaction; of a read, the revision that was read.
+        reads: the key-values of each `Get` of the executed branch, in order.
     """
 
     succeeded: bool

@@ -1,12 +1,17 @@
-"""Whether another node's lease has ended, from what etcd answers, before etcd itself looks and deletes its keys.
+"""Detects that the lease of another node ended, before etcd deletes its keys.
 
-etcd looks for leases that have ended twice a second only, but tells whoever asks how many whole seconds one has left:
-0 stands for less than one, and for one that has just ended. So a lease of which every answer was 0, for one second,
-has ended: it had less than a second left at the first of these answers, and was not renewed since, for after a
-renewal the answers are above 0 for all but the last second of its TTL, and one of them would have been seen.
+etcd looks for ended leases twice a second only, but answers at once how many whole seconds a lease has left; 0 means
+less than one, or ended. A lease with answers of 0 for one second has ended: it had less than a second left at the first
+answer, and after a renewal an answer above 0 would have been seen (for all but the last second of the TTL).
 
-Nothing is judged by silence: who does not answer, but renews its lease, is left alone, as before. And whoever asks may
-have stood still meanwhile itself: then its answers lie too far apart to prove anything, and it begins anew.
+    state       answer        next
+    alive       above 0       alive
+    alive       0             expiring: since this answer
+    expiring    above 0       alive
+    expiring    0             ended, if the question was sent a second after the first 0
+    expiring    0, but late   expiring again: the asking node was stopped, and may have missed a renewal
+
+The caller asks etcd again after the time that `heard` returns. Missing answers prove nothing.
 """
 
 from __future__ import annotations
@@ -14,34 +19,33 @@ from __future__ import annotations
 __all__ = ["LeaseEnd"]
 
 _OFTEN_S = 0.05
-"""How often is asked when it matters: what it costs is one answer out of etcd's memory."""
+"""Interval of questions for a lease that may end."""
 _SOON_S = 0.002
 
 
 class LeaseEnd:
-    """What is known of one lease of another node. Times are of the clock of whoever asks, which does not go back.
+    """The state of a lease of another node. All times are from the monotonic clock of the asking node.
 
     Args:
-        ttl_s: its TTL, at least.
+        ttl_s: the TTL of the lease, or less.
     """
 
     def __init__(self, ttl_s: float) -> None:
-        self._renewal_shows_s = ttl_s - 1.0  # for so long after a renewal answers are above 0, at least
-        self._zero_since: float | None = None  # since this time it had less than a second, if it was not renewed
+        self._renewal_shows_s = ttl_s - 1.0  # answers are above 0 for this time after a renewal
+        self._zero_since: float | None = None  # less than a second was left at this time, unless renewed
         self._asked_at = 0.0
         self.ended = False
 
     def heard(self, left_s: int | None, *, sent_at: float, received_at: float) -> float:
-        """Takes in an answer to a question that was sent at `sent_at`; returns in how many seconds to ask again.
+        """Takes an answer to a question that was sent at `sent_at`. Returns the seconds until the next question.
 
         Args:
-            left_s: whole seconds, rounded down. None: there is no such lease any more, and its keys went with it:
-                that is for who watches these.
+            left_s: whole seconds, rounded down; None: etcd deleted the lease and its keys, which a watch reports.
         """
         if left_s is None:
             return _OFTEN_S
         before, self._asked_at = self._asked_at, sent_at
-        if left_s > 0:  # also where it had ended: another leader of etcd gives every lease its TTL again
+        if left_s > 0:  # also after the end: a new leader of etcd gives each lease its TTL again
             self.ended, self._zero_since = False, None
             return max(left_s - 1.0, _OFTEN_S)
         if self._zero_since is None or received_at - before > self._renewal_shows_s:

@@ -71,7 +71,7 @@ __all__ = [
 
 
 class Stamp(NamedTuple):
-    """Where in the job's history something belongs. Tuples compare as the protocol orders: attempt, then epoch."""
+    """A place in the history of the job. Tuples compare in the order of the protocol: attempt, then epoch."""
 
     attempt: int
     epoch: int
@@ -96,13 +96,13 @@ class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
 
 
 class Encoded:
-    """A value as bytes: immutable, digested, ready for a socket or for a reader in the same process.
+    """A value as bytes, immutable, with its digest.
 
     Attributes:
         meta: the structure (types, shapes, small values); decoded by `taskgraph.graph.values`.
-        buffers: the bulk, each a C-contiguous read-only buffer of bytes, in the order meta names them.
-        digest: of meta and buffers, 16 bytes; what it is, `taskgraph.graph.digests` says.
-        size_bytes: of meta and buffers. Taken once: it is asked for many times an epoch.
+        buffers: the bulk: C-contiguous read-only buffers of bytes, in the order of meta.
+        digest: of meta and buffers, 16 bytes; see `taskgraph.graph.digests`.
+        size_bytes: of meta and buffers.
     """
 
     __slots__ = ("buffers", "digest", "meta", "size_bytes")
@@ -134,54 +134,53 @@ class Encoded:
 
 
 class EncodedOnDevice(Encoded):
-    """A value some of whose `buffers` are in a device's memory: each is a `taskgraph.device.buffers.DeviceBuffer`.
+    """A value with buffers in the memory of a device (`taskgraph.device.buffers.DeviceBuffer`).
 
-    Only items are, and only within a process: what leaves it is made by `taskgraph.graph.values.hosted`, but for what
-    another process copies within the device (`taskgraph.transport.devicelending`). Meta and digest are those of the
-    same value on the host.
+    Only items are such values, and only within a process. To leave it they are copied to the host
+    (`taskgraph.graph.values.hosted`) or lent (`taskgraph.transport.devicelending`). Meta and digest are those of the
+    value on the host.
     """
 
     __slots__ = ()
 
 
 class Reason:
-    """Why a peer says no. Plain strings, since they travel."""
+    """The reason of a refusal."""
 
-    NOT_PRIMARY = "not primary"  # ask the view again; the task has, or will have, another primary
+    NOT_PRIMARY = "not primary"  # the task has, or will have, another primary: look at the view again
     NOT_HERE = "not here"  # this node holds no replica of that task
     STALE = "stale"  # the sender's stamp or term is behind: it must read etcd
     ATTEMPT_GONE = "attempt gone"  # the receiver's attempt ended while the call was parked
-    NOT_OFFERED = "not offered"  # a channel the producer does not declare in this epoch: the job's bug
-    MOVED_ON = "moved on"  # a seal whose version is no longer the task's
+    NOT_OFFERED = "not offered"  # the producer does not declare the channel in this epoch: a bug of the job
+    MOVED_ON = "moved on"  # the version of the seal is not the current one of the task
     DONE = "done"  # the task is done with that epoch and takes nothing more of it
     CONFLICT = "conflict"  # same identity, other content: the epoch must restart
     PAUSED = "paused"  # the node cannot prove its lease: try again later
     USER_ERROR = "user error"  # the receiver's user code raised: the job is failing
-    BAD_MESSAGE = "bad message"  # not something this receiver understands
-    NOT_COPIED = "not copied"  # there is no copy of it on the host, and no device is to blame: there will be none
-    DEVICE_ERROR = "device error"  # there is no copy of it on the host, since its device failed
-    NO_MEMORY = "no memory"  # whoever was to get it, a call or a reply, has none for it; there may be some later
+    BAD_MESSAGE = "bad message"  # the receiver does not understand it
+    NOT_COPIED = "not copied"  # the value cannot be copied from the device to the host, and never will
+    DEVICE_ERROR = "device error"  # the value cannot be copied to the host, since its device failed
+    NO_MEMORY = "no memory"  # the receiver of the call or the reply has no memory; try again later
     CLOSING = "closing"  # the node is shutting down
 
 
 class Refusal(_Message, frozen=True, tag=True):
-    """Reply to any call: no, and why."""
+    """Reply to any call: it is refused."""
 
     reason: str
     text: str = ""
 
 
 class Accepted(_Message, frozen=True, tag=True):
-    """Reply: done as asked. `term` is the answering task's term where one answers, else 0."""
+    """Reply: the call succeeded. `term` is the term of the answering task, or 0."""
 
     term: int = 0
 
 
 class Pull(_Message, frozen=True, tag=True):
-    """Consumer to producer: the item of `tag` for me. Waits at the producer until it exists. Reply: `Item`.
+    """Consumer to producer: send me the item `tag`. The reply waits until the item exists.
 
-    With `count` it stands for as many calls (see `Transport.calls_now`): of this epoch and of those that follow it in
-    the same attempt. What serves a call sees each of them by itself.
+    With `count` it makes as many calls (`Transport.calls_now`): for this epoch and the next ones of the same attempt.
     """
 
     stamp: Stamp
@@ -192,13 +191,13 @@ class Pull(_Message, frozen=True, tag=True):
     count: int = 1
 
     def each(self, number: int) -> Pull:
-        """The one of the `number`-th epoch, counted from 0."""
+        """Returns the pull for the epoch at this index, counted from 0."""
         stamp = Stamp(self.stamp.attempt, self.stamp.epoch + number)
         return Pull(stamp, self.sender, self.sender_term, self.task, self.tag)
 
 
 class Item(_Message, frozen=True, tag=True):
-    """Reply to `Pull`. `term` is the producer's."""
+    """Reply to `Pull`. `term` is the term of the producer."""
 
     stamp: Stamp
     term: int
@@ -207,7 +206,7 @@ class Item(_Message, frozen=True, tag=True):
 
 
 class Flag(_Message, frozen=True, tag=True):
-    """Task to task: a mark with a value. The same flag twice in an epoch is one. Reply: `Accepted`."""
+    """Task to task: a value without a reply. Equal flags of one sender in an epoch count once."""
 
     stamp: Stamp
     sender: int
@@ -217,7 +216,7 @@ class Flag(_Message, frozen=True, tag=True):
 
 
 class Request(_Message, frozen=True, tag=True):
-    """Task to task: call a handler. Identity: (stamp, sender, task, method, number). Reply: `Answer`."""
+    """Task to task: call a handler. Identity: (stamp, sender, task, method, number)."""
 
     stamp: Stamp
     sender: int
@@ -229,7 +228,7 @@ class Request(_Message, frozen=True, tag=True):
 
 
 class Answer(_Message, frozen=True, tag=True):
-    """Reply to `Request`. `term` is the answering task's; `pure` says that the handler promised no effects."""
+    """Reply to `Request`. `term` is the term of the answering task; `pure`: the handler has no effects."""
 
     stamp: Stamp
     term: int
@@ -238,12 +237,14 @@ class Answer(_Message, frozen=True, tag=True):
 
 
 class Offer(_Message, frozen=True, tag=True):
-    """Primary to member or candidate: hold this boundary. Reply: `Accepted` once it is held.
+    """Primary to backup or candidate: store this boundary. Accepted once it is stored.
 
-    `stamp.epoch` is the boundary's number; `committed` says whether the primary read it as committed;
-    `candidate` says that the receiver is being admitted, and must set its replica up before it accepts.
-    `invitation` numbers the times this primary invited the node: what is held under it stays held until a `Release`
-    of that number, or until another term began.
+    Attributes:
+        stamp: `epoch` is the number of the boundary, `attempt` the attempt that made it.
+        committed: the primary read it as committed.
+        candidate: the receiver is being admitted, and sets its replica up before it accepts.
+        invitation: counts the invitations of the node by this primary. The receiver keeps the boundary until a
+            `Release` of that number, or until another term begins.
     """
 
     stamp: Stamp
@@ -256,16 +257,13 @@ class Offer(_Message, frozen=True, tag=True):
 
 
 class Offers(_Message, frozen=True, tag=True):
-    """Primary to member: hold these boundaries, pending ones of one attempt. Reply: `Accepted` once all are held.
-
-    Small ones that nobody waits for are gathered, and travel together.
+    """Primary to backup: store these small pending boundaries of one attempt. Accepted once all are stored.
 
     Attributes:
         stamp: of the first one.
         invitation: as in `Offer`.
-        parts: of each boundary its number, the bytes that are its own in `value`, and its digest. None are its own
-            where it is the same value as the one before.
-        value: all of them (`taskgraph.graph.values.joined`).
+        parts: (number, size in `value`, digest) of each boundary. A size of 0: it equals the one before.
+        value: all values (`taskgraph.graph.values.joined`).
     """
 
     stamp: Stamp
@@ -275,16 +273,16 @@ class Offers(_Message, frozen=True, tag=True):
     parts: Annotated[tuple[tuple[int, int, bytes], ...], _AT_LEAST_ONE]
     value: Encoded
 
-    # As every `Offer` of such a one has it.
+    # As in an `Offer` of a pending boundary to a member.
     committed: ClassVar[bool] = False
     candidate: ClassVar[bool] = False
 
 
 class Release(_Message, frozen=True, tag=True):
-    """Primary to a former candidate or member: what you hold under this invitation is not needed. Reply: `Accepted`.
+    """Primary to a former candidate or backup: drop the boundaries of this invitation.
 
-    `revision` is of the primary's view, which holds whatever was written about that node: the receiver's view must
-    have come that far first, or it could drop what its own member key, not seen yet, says it holds.
+    `revision` is of the primary's view. The receiver waits until its own view has that revision: else it might drop
+    boundaries although an unseen member key says that it has them.
     """
 
     task: int
@@ -294,16 +292,16 @@ class Release(_Message, frozen=True, tag=True):
 
 
 class Report(_Message, frozen=True, tag=True):
-    """Primary to leader: where my task is in the epoch. Reply: `Accepted`.
+    """Primary to leader: the state of my task in the epoch.
 
     Attributes:
-        done: final; else the task is idle and waits for the seal.
-        version: grows with every message an idle task takes.
-        sent, received: the two sums, mod 2**128.
-        finish: some processor of the task asked for the end of the job.
-        numbers: what `epoch.report` collected in this epoch, or None while not done.
-        previous: the same of the epoch before, for a leader that does not have it yet.
-        ahead: the task goes on with the next epoch and does not wait for this one's commit.
+        done: the task is done; else it is idle, and waits for the seal.
+        version: grows with each message that an idle task takes.
+        sent, received: the two sums of its ledger (`sums`).
+        finish: a processor asked for the end of the job.
+        numbers: the numbers of `epoch.report` in this epoch; None while the task is not done.
+        previous: the numbers of the epoch before, for a new leader.
+        ahead: the task continues without the commit of this epoch.
     """
 
     stamp: Stamp
@@ -329,11 +327,7 @@ class Report(_Message, frozen=True, tag=True):
 
 
 class Reports(_Message, frozen=True, tag=True):
-    """Several reports of one task, which went on without the commit of their epochs. Reply: `Accepted`.
-
-    Attributes:
-        reports: at least one, in the order of their epochs.
-    """
+    """Several reports of one task that works ahead, in the order of their epochs."""
 
     reports: Annotated[tuple[Report, ...], _AT_LEAST_ONE]
 
@@ -344,7 +338,7 @@ class Reports(_Message, frozen=True, tag=True):
 
     @property
     def stamp(self) -> Stamp:
-        """Of the last one."""
+        """The stamp of the last report."""
         return self.reports[-1].stamp
 
     @property
@@ -353,10 +347,7 @@ class Reports(_Message, frozen=True, tag=True):
 
 
 class Seal(_Message, frozen=True, tag=True):
-    """Leader to primary: everything is quiet; if your version is still this one, run your sync points.
-
-    Reply: `Accepted`, or `Refusal(MOVED_ON)`.
-    """
+    """Leader to primary: all tasks are idle or done. If your version is still this one, run your sync points."""
 
     stamp: Stamp
     task: int
@@ -364,7 +355,7 @@ class Seal(_Message, frozen=True, tag=True):
 
 
 class RequestRestart(_Message, frozen=True, tag=True):
-    """Anyone to the leader: the attempt at this stamp cannot be completed. Reply: `Accepted` (heard, or moot)."""
+    """Any node to leader: the attempt at this stamp cannot complete. Accepted also if it is over."""
 
     stamp: Stamp
     task: int
@@ -372,7 +363,7 @@ class RequestRestart(_Message, frozen=True, tag=True):
 
 
 class HandOver(_Message, frozen=True, tag=True):
-    """Primary to an in-sync backup, right after a commit: take over now. Reply: `Accepted` once tried."""
+    """Primary to backup, right after a commit: take over now. Accepted after the try."""
 
     stamp: Stamp
     task: int
@@ -380,10 +371,9 @@ class HandOver(_Message, frozen=True, tag=True):
 
 
 class Written(_Message, frozen=True):
-    """A task's file of the checkpoint of a boundary.
+    """The file of a task in the checkpoint of a boundary, with `stamp` as in `Offer`.
 
-    `stamp.epoch` is the boundary's number, `stamp.attempt` the attempt it was made in. A size of 0, which no file has,
-    says that it could not be written, and will not be.
+    A size of 0 means that it cannot be written.
     """
 
     stamp: Stamp
@@ -393,11 +383,7 @@ class Written(_Message, frozen=True):
 
 
 class WrittenFiles(_Message, frozen=True, tag=True):
-    """Primary to leader: these files of mine are written. Reply: `Accepted`.
-
-    Attributes:
-        files: at least one, in the order in which they were written.
-    """
+    """Primary to leader: these files of my task are written, in this order."""
 
     files: Annotated[tuple[Written, ...], _AT_LEAST_ONE]
 
@@ -407,14 +393,14 @@ class WrittenFiles(_Message, frozen=True, tag=True):
 
 
 class Audit(_Message, frozen=True, tag=True):
-    """Leader to primary, after unequal sums: show every entry of yours. Reply: `LedgerPage`."""
+    """Leader to primary, after unequal sums: send all entries of your ledger."""
 
     stamp: Stamp
     task: int
 
 
 class LedgerEntry(_Message, frozen=True):
-    """One identity in a task's sums, e.g. kind "item", sender 3, receiver 1, name "grad"."""
+    """An entry of a ledger, e.g. kind "item", sender 3, receiver 1, name "grad"."""
 
     sent: bool
     kind: str
@@ -432,22 +418,22 @@ class LedgerPage(_Message, frozen=True, tag=True):
 
 
 class Waits(_Message, frozen=True, tag=True):
-    """Leader to primary, when an epoch stands still: what does each processor wait for? Reply: `WaitsPage`."""
+    """Leader to primary, if an epoch makes no progress: what do your processors wait for?"""
 
     stamp: Stamp
     task: int
 
 
 class Wait(_Message, frozen=True):
-    """One thing an unfinished processor of a task waits for.
+    """A wait of an unfinished processor.
 
     Attributes:
         processor: the waiting processor or handler; "" with "outside".
-        kind: "item" (from `task`, named `name`), "order" (an earlier processor `name` of the same task),
-            "reply" (of `task` to method `name`), "turn" (a handler that may run when `name` of the same task returns or
-            waits for a reply), "turn of asking" (the same, where `name` has sent requests), "running" (it waits for
-            nothing but itself), "outside" (the primary waits, not user code: `name` says for what).
-        provides: (tag, consumer) pairs that this processor will put when it runs.
+        kind: "item" (`name` from `task`), "order" (the earlier processor `name` of the same task), "reply" (of `task`
+            to method `name`), "turn" (until `name` of the same task returns or waits for a reply), "turn of asking" (as
+            "turn", and `name` has sent requests), "running" (it computes), "outside" (the primary waits for `name`, not
+            user code).
+        provides: (tag, consumer) pairs that this processor will put.
     """
 
     processor: str

@@ -1,8 +1,8 @@
-"""The numbers that a task reports in an epoch, as they are held until it commits.
+"""The numbers that a task reports in an epoch, packed until the epoch commits.
 
-The leader holds them of every task and every epoch that is not committed. So they are packed, 8 bytes for a number,
-and their names are one object wherever the same ones are held: a dict of 100 numbers with names of its own takes
-thirteen times as much, half of it names. A few are a dict all the same, which takes less time to make and to read.
+The leader keeps them for every task and every epoch that is not committed. So many numbers are packed, with 8 bytes
+each, and reports with the same names share one object for the names. A dict of 100 numbers takes thirteen times as
+much. Up to `FEW` numbers stay a dict, which is faster.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from weakref import WeakValueDictionary
 __all__ = ["FEW", "Names", "Numbers", "held"]
 
 FEW: Final = 4
-"""So many take half a KiB as a dict."""
+"""A dict of this many numbers takes half a KiB."""
 
 
 class Names:
-    """Names of numbers that are reported together.
+    """The names of numbers that are reported together.
 
     Attributes:
-        places: name -> its place among them.
-        doubles: their numbers, in this order.
+        places: name -> index.
+        doubles: the layout of the packed numbers.
     """
 
     __slots__ = ("__weakref__", "doubles", "places")
@@ -34,7 +34,7 @@ class Names:
 
     @staticmethod
     def of(names: tuple[str, ...]) -> Names:
-        """The one object of these names."""
+        """Returns the shared object for these names."""
         known = _known.get(names)
         if known is None:
             known = _known[names] = Names(names)
@@ -42,15 +42,15 @@ class Names:
 
 
 _known: Final[WeakValueDictionary[tuple[str, ...], Names]] = WeakValueDictionary()
-"""Those of which some numbers are held."""
+"""Objects that are in use."""
 _DOUBLE: Final = Struct("!d")
 
 
 class Numbers(Mapping[str, float]):
-    """What a task reported in an epoch. Nothing of it changes.
+    """An immutable mapping from names to packed numbers.
 
     Attributes:
-        packed: big-endian doubles, as they travel.
+        packed: big-endian doubles.
     """
 
     __slots__ = ("names", "packed")
@@ -71,7 +71,7 @@ class Numbers(Mapping[str, float]):
         return type(other) is Numbers and self.names is other.names and self.packed == other.packed
 
     def plain(self) -> dict[str, float]:
-        """As it is encoded, or shown."""
+        """Returns a dict."""
         return dict(zip(self.names.places, self.names.doubles.unpack(self.packed), strict=True))
 
     def __getitem__(self, name: str) -> float:
@@ -84,7 +84,7 @@ class Numbers(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self.names.places)
 
-    # Of a mapping they are made of one look-up for each number.
+    # Faster than those of `Mapping`, which look each name up.
 
     def items(self) -> ItemsView[str, float]:
         return self.plain().items()
@@ -97,5 +97,5 @@ class Numbers(Mapping[str, float]):
 
 
 def held(numbers: Mapping[str, float]) -> Mapping[str, float]:
-    """These numbers as they are held; what is done to those later changes nothing."""
+    """Returns an immutable copy: packed, or a dict of a few numbers."""
     return Numbers.of(numbers) if len(numbers) > FEW else dict(numbers)

@@ -1,37 +1,36 @@
-"""Where replicas should be: nodes, tasks and current holders in; wished replicas out.
+"""Placement: nodes, tasks and current replicas in, wanted replicas out.
 
-Every node computes this same function of the same arguments; transactions make what follows from it safe, the
-function only makes it good. What good means, the earlier the more it weighs:
+All nodes compute the same function of the same arguments. Transactions keep its consequences safe, so a wish may be bad
+but not wrong. The goals, most important first:
 
-    1. A task's replicas are on different nodes. A replica is only wished for on a seat, or stays where it is held.
-    2. A task held by nobody, or with too few backups, gets what it lacks.
-    3. Numbers of primaries per seat differ by at most 1.
-    4. So do, over the seats with devices, numbers of primaries that need one.
-    5. A task's replicas are on as many different hosts as there are.
-    6. Numbers of replicas per seat differ by at most 1; by more only where hosts or devices stand against it, and
-       by 2 at times where no single move is left that helps.
-    7. Nothing moves that need not.
+    1. The replicas of a task are on different nodes. A wanted replica is on a seat, or where it is now.
+    2. A task without a replica, or with too few backups, gets them.
+    3. The numbers of primaries per seat differ by at most 1.
+    4. So do, among seats with devices, the numbers of primaries that need a device.
+    5. The replicas of a task are on as many different hosts as possible.
+    6. The numbers of replicas per seat differ by at most 1, or more if hosts or devices require it. They may differ by
+       2 if no single move helps.
+    7. Nothing moves without need.
 
-How. The plan starts as what is held. It is completed (tasks held by nobody in contiguous blocks, so that neighbors
-in a ring or a tree are often on one node; missing backups on the seats with the fewest replicas) and then improved
-step by step: a backup moves from a fuller seat to one with at least two replicas less; a primary changes places
-with a backup of its task (a *hand-over*, which copies nothing), along a chain of tasks where one does not suffice;
-and only where no chain of hand-overs is left a primary moves to a seat that holds nothing of its task. A primary that
-needs a device changes places with one that needs none.
+The plan starts with the current replicas. First it is completed: tasks without a replica are dealt in contiguous
+blocks, so that neighbors in a ring or a tree are often on one node; missing backups go to the seats with the fewest
+replicas. Then it is improved step by step:
 
-A node that left a task to others, for want of memory, leads no task that it does not lead already where another node
-can: code that it would run for that may have no memory either, and what it raises fails the job. What it left is led by
-a holder that left it less often. It holds replicas like any other.
+    - a backup moves from a seat to one with at least two replicas less;
+    - a primary changes places with a backup of its task (a *hand-over*, which copies nothing), also in chains of tasks;
+    - if no chain is left, a primary moves to a seat without a replica of its task;
+    - a primary that needs a device changes places with one that needs none.
 
-Every step makes (how often seats left what they lead, sum of squares of primaries per seat, sum of squares of those
-that need a device, tasks short of hosts, sum of squares of replicas per seat) smaller in lexicographic order. Hence it
-ends; and the outcome, once adopted, has no step left: placing again changes nothing. Where replicas are even to 1,
-chains of hand-overs alone make the primaries even to 1: any n seats have at most n * ceil(D / (backups + 1)) tasks all
-to themselves, D being the most replicas on one seat (Hall), and a chain exists while a seat has two primaries more than
-another that it can reach (Harvey, Ladner, Lovasz, Tamir, Semi-matchings for bipartite graphs, 2006).
+A node that gave up a task for lack of memory gets no primaries that another node can have, since user code may fail
+there, too. The given-up task goes to the replica that gave it up least often.
 
-So balance comes before holding, to the last primary. That is cheap: a member whose node left has to be replaced by a
-copy anyway, and hand-overs are free.
+Termination: every step makes this tuple smaller in lexicographic order: (given-up tasks that seats lead, sum of squares
+of primaries per seat, sum of squares of those that need a device, tasks short of hosts, sum of squares of replicas per
+seat). An adopted plan has no step left, so placing again changes nothing. If the replicas differ by at most 1, chains
+of hand-overs alone even out the primaries: any n seats have at most n * ceil(D / (backups + 1)) tasks to themselves,
+where D is the most replicas of a seat (Hall), and a chain exists while a reachable seat has two primaries less (Harvey,
+Ladner, Lovasz, Tamir, Semi-matchings for bipartite graphs, 2006). So balance comes before staying. It costs little:
+hand-overs copy nothing, and a lost member has to be replaced anyway.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ def place(
 
     Args:
         seats: in any order; the result does not depend on it.
-        holdings: current holders; a task that is not there is held by nobody.
-        needs_device: whether a task's replicas need a seat with devices.
-        keep: nodes that are absent and not known to be gone. What they hold stays theirs, as primary or as one of
-            the backups asked for; they take nothing new, and their hosts are not known. Where a task has more
-            members than asked for, theirs go first. A node that is also a seat is a seat.
+        holdings: current replicas; a missing task has none.
+        needs_device: the replicas of a task need a seat with devices.
+        keep: nodes that are absent, but not known to be gone. They keep their replicas, and get no new ones; their
+            hosts are not known. If a task has too many members, theirs are dropped first. Seats in `keep` count as
+            seats.
 
     Returns:
-        task -> wish, for all tasks. Fewer backups than asked for where there are fewer eligible nodes.
+        task -> wish, for all tasks. There are fewer backups if there are not enough eligible nodes.
     """
     plan = _Plan(seats, tasks, backups, holdings, needs_device, keep)
     plan.lead_orphans()
@@ -83,12 +82,12 @@ def place(
 
 
 class _Plan(Assignment):
-    """An assignment that completes and improves itself."""
+    """An assignment with the steps that complete and improve it."""
 
     # -- completing -------------------------------------------------------------------------------
 
     def lead_orphans(self) -> None:
-        """A task that lost its primary goes to a member; to one that is absent only where there is no other."""
+        """Makes a member primary of each task that lost its primary. An absent one only if there is no other."""
         for task, held in enumerate(self.held):
             if self.primary[task] < 0 and held:
                 # Then by admission.
@@ -97,7 +96,7 @@ class _Plan(Assignment):
                 self.lead(task, heir)
 
     def lead_fresh(self) -> None:
-        """Tasks held by nobody: even numbers on the seats, in contiguous blocks. The choosiest tasks first."""
+        """Deals tasks without a replica evenly, in contiguous blocks. Tasks that need a device come first."""
         for needs, eligible in ((True, self.device_seats), (False, list(range(self.seats)))):
             seats = [i for i in eligible if not self.short[i]] or eligible
             fresh = [t for t, p in enumerate(self.primary) if p < 0 and self.needs[t] is needs]
@@ -107,7 +106,7 @@ class _Plan(Assignment):
                     self.lead(task, seat)
 
     def relieve(self) -> int:
-        """What a seat left for want of memory goes to a holder that did so less often. Returns the steps."""
+        """Moves given-up tasks to the replica that gave them up least often. Returns the steps."""
         steps = 0
         for task, primary in enumerate(self.primary):
             if primary >= 0 and task in self.left[primary]:
@@ -119,11 +118,11 @@ class _Plan(Assignment):
         return steps
 
     def _lack(self, task: int, node: int) -> tuple[int, bool]:
-        """How little a node is the one to lead a task, for want of memory."""
+        """Orders nodes by their lack of memory for a task."""
         return self.left[node][task], self.short[node]
 
     def trim(self) -> None:
-        """Lets surplus members go: absent ones, those on a host with another replica, those on the fullest seat."""
+        """Drops surplus members: absent ones first, then on a host with another replica, then on the fullest seat."""
         for task, backups in enumerate(self.backups):
             while len(backups) >= self.size:
                 self.drop(
@@ -135,11 +134,10 @@ class _Plan(Assignment):
                 )
 
     def fill(self) -> None:
-        """Adds missing backups: on another host, else where there are the fewest replicas.
+        """Adds missing backups: on another host, else on the seats with the fewest replicas.
 
-        Each seat gets a share first, and then each task, in order, the first seat of its circle with a share left.
-        A backup that was admitted takes itself and one share away, and leaves all the others as they were: wishes
-        must not change while nodes are busy to fulfil them.
+        Each seat gets a share. Each task then takes the first seat of its circle with a share left. An admitted backup
+        removes one share and changes no other wish, so wishes stay the same while nodes fulfil them.
         """
         lacking = [t for t, p in enumerate(self.primary) if p >= 0 for _ in range(self.size - len(self.holders(t)))]
         shares = _even_shares([(self.replicas(i), i) for i in range(self.seats)], len(lacking))
@@ -157,7 +155,7 @@ class _Plan(Assignment):
     # -- improving --------------------------------------------------------------------------------
 
     def spread_hosts(self) -> None:
-        """Moves backups that share a host with another replica of their task to a host that has none."""
+        """Moves backups from a host with another replica of their task to a host without one."""
         if not self.many_hosts:
             return
         for task, backups in enumerate(self.backups):
@@ -171,19 +169,19 @@ class _Plan(Assignment):
                 self.back(task, min(free, key=lambda i: (self.replicas(i), self.turn(task, i))))
 
     def even_replicas(self) -> None:
-        """Moves backups from fuller to emptier seats, as long as that makes the task no poorer in hosts."""
+        """Moves backups from fuller to emptier seats, if the task keeps as many hosts."""
         while self._step(self.replicas, self._move_backup):
             pass
 
     def even_primaries(self) -> int:
-        """Moves primaries to seats that hold nothing of their task, where no hand-over is left. Returns the steps."""
+        """Moves primaries to seats without a replica of their task. Returns the steps."""
         steps = 0
         while self._step(self.leads, self._move_primary):
             steps += 1
         return steps
 
     def _step(self, load: Callable[[int], int], move: Callable[[int, int], bool]) -> bool:
-        """One move from the fullest to the emptiest seat between which there is one."""
+        """Makes one move, from the fullest possible to the emptiest possible seat."""
         loads = sorted((load(i), i) for i in range(self.seats))
         for most, full in sorted(loads, key=lambda x: (-x[0], x[1])):
             for least, empty in loads:
@@ -195,7 +193,7 @@ class _Plan(Assignment):
 
     def _move_backup(self, full: int, empty: int) -> bool:
         backed = self.backed[full]
-        # First what the emptier seat holds anyway, then what the fuller one does not hold yet: neither is a copy more.
+        # First tasks that need no new copy: the emptier seat has them now, or the fuller one does not.
         for tasks in (backed & self.held_at[empty], backed - self.held_at[full], backed):
             for task in sorted(tasks):
                 if self._may_move(task, full, empty):
@@ -220,7 +218,7 @@ class _Plan(Assignment):
         return True
 
     def _relocate(self, task: int, to: int) -> None:
-        """Makes `to` primary: by a hand-over where it is a backup, else as one more, for which a backup goes."""
+        """Makes `to` primary: a backup by a hand-over, another node in place of a backup."""
         old = self.primary[task]
         if to in self.backups[task]:
             self.swap(task, to)
@@ -232,10 +230,10 @@ class _Plan(Assignment):
             self.drop(task, max(seats, key=lambda i: (self.duplicates_host(task, i), self.replicas(i), i == old)))
 
     def even_devices(self) -> int:
-        """Evens the primaries that need a device over the seats with one. Returns the steps.
+        """Evens out the primaries that need a device. Returns the steps.
 
-        One goes from the seat with the most of them to the one with the fewest, which gives another in return where
-        it would lead more tasks than before. It has one to give: it leads as many, and fewer that need a device.
+        One moves from the seat with the most to the seat with the fewest. If that seat would lead too many tasks, it
+        gives a task that needs no device in return. It has one: it leads as many tasks, and fewer that need a device.
         """
         load = {i: sum(self.needs[t] for t in self.led[i]) for i in self.device_seats if not self.short[i]}
         steps = 0
@@ -254,14 +252,14 @@ class _Plan(Assignment):
         return steps
 
     def _cheapest(self, giver: int, to: int, needs: bool) -> int:
-        """Of the tasks that `giver` leads the one that costs the least to be led by `to`."""
+        """The task of `giver` that is cheapest to be led by `to`."""
         able = (t for t in self.led[giver] if self.needs[t] is needs)
         return min(able, key=lambda t: (to not in self.held[t], to not in self.backups[t], t))
 
     def hand_over(self, held_only: bool) -> int:
-        """Hands primaries over along chains, from fuller to emptier seats. Returns the number of chains.
+        """Hands primaries over along chains from fuller to emptier seats. Returns the number of chains.
 
-        With `held_only` only to members that are in sync already.
+        With `held_only` only to current members.
         """
         ways = _Ways(self, held_only)
         chains = 0
@@ -279,7 +277,7 @@ class _Plan(Assignment):
             chains += 1
 
     def _chain(self, empty: int, ways: _Ways) -> list[int] | None:
-        """The seats of the shortest chain that ends at `empty`, from a seat with at least two primaries more."""
+        """Finds the shortest chain to `empty` from a seat with at least two primaries more."""
         after = {empty: -1}
         ring = [empty]
         while ring:
@@ -295,12 +293,12 @@ class _Plan(Assignment):
                 while chain[-1] != empty:
                     chain.append(after[chain[-1]])
                 return chain
-            ring = sorted(reached)  # the order in a dict tells its history; the outcome must not
+            ring = sorted(reached)  # the outcome must not depend on the history of a dict
         return None
 
 
 class _Ways:
-    """Where hand-overs lead: `tasks[to][giver]` are the tasks that seat `giver` can hand over to seat `to`."""
+    """The possible hand-overs: `tasks[to][giver]` are the tasks that seat `giver` can hand over to seat `to`."""
 
     def __init__(self, plan: _Plan, held_only: bool) -> None:
         self._plan = plan
@@ -320,7 +318,7 @@ class _Ways:
     def _of(self, task: int) -> list[tuple[int, int]]:
         giver = self._plan.primary[task]
         if not 0 <= giver < self._plan.seats:
-            return []  # an absent node can hand nothing over
+            return []  # the primary is absent
         held = self._plan.held[task]
         return [
             (to, giver)
@@ -330,7 +328,7 @@ class _Ways:
 
 
 def _even_shares(loads: list[tuple[int, int]], number: int) -> dict[int, int]:
-    """How many of `number` things each seat gets so that its load (load, seat) and that become even."""
+    """Deals `number` things to seats with (load, seat), so that the sums become even."""
     shares = {seat: 0 for _, seat in loads}
     heap = sorted(loads)
     for _ in range(number if heap else 0):

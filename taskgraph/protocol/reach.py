@@ -1,10 +1,10 @@
-"""Where a node is reached, as text; and whether two nodes of a job can speak: each must reach the other, and both must
-have the same token.
+"""Endpoints of nodes, and which nodes can connect.
 
-    unix:HOSTKEY:/path   usable by processes of the same user that see the same file system on the same host
-    tcp:host:port        usable by everybody; an IPv6 address stands in brackets
+    unix:HOSTKEY:/path   for processes of the same user with the same file system on the same host
+    tcp:host:port        for all processes; an IPv6 address is in brackets
 
-A node that cannot speak with one that is there already is refused, instead of one that others wait for in vain.
+Two nodes of a job must reach each other and have the same token. A joining node that cannot connect to a registered
+node is refused, so that other nodes do not wait for it.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ __all__ = ["host_of", "share_host", "tcp_address", "unix_socket", "why_refused",
 
 
 def unix_socket(endpoint: str) -> tuple[str, str]:
-    """The HOSTKEY and the path of a unix socket; both are "" of what is none."""
+    """Splits the endpoint of a unix socket into HOSTKEY and path. Both are "" for other endpoints."""
     kind, _, rest = endpoint.partition(":")
     key, _, path = rest.partition(":")
     return (key, path) if kind == "unix" else ("", "")
 
 
 def tcp_address(endpoint: str) -> tuple[str, str]:
-    """The host and the port, as far as it has them; both are "" of what is no address for TCP."""
+    """Splits a TCP endpoint into host and port. Both are "" for other endpoints."""
     kind, _, rest = endpoint.partition(":")
     host, _, port = rest.rpartition(":")
     return (host.removeprefix("[").removesuffix("]"), port) if kind == "tcp" else ("", "")
 
 
 def host_of(key: str) -> str:
-    """What the `HOSTKEY`s of one host have in common, whatever their users."""
+    """Returns the part of a HOSTKEY that all users of the host share."""
     return key.partition(".")[0]
 
 
 def share_host(one: NodeRecord, other: NodeRecord) -> bool:
-    """Whether they speak over unix sockets, which nothing comes between: of one user on one host."""
+    """Both nodes use unix sockets of one user on one host."""
     return not set(_unix_keys(one)).isdisjoint(_unix_keys(other))
 
 
 def why_unreached(ours: NodeRecord, other: NodeRecord, error: str, *, connected: bool) -> str:
-    """What to do about a node that is registered on another host and did not answer.
+    """Describes a registered node on another host that did not answer, and what to do.
 
     Args:
-        error: why it did not, and what to do about that, where it says so.
-        connected: its port takes connections from here, so that this is not to be mended.
+        error: the error of the connection.
+        connected: its port accepts connections from here.
     """
     where = " and ".join(endpoint for endpoint in other.endpoints if not endpoint.startswith("unix:"))
     what = f"{ours.name} on {ours.host} cannot reach {other.name} on {other.host} at {where} ({error}). "
@@ -60,7 +60,7 @@ def why_unreached(ours: NodeRecord, other: NodeRecord, error: str, *, connected:
 
 
 def why_refused(ours: NodeRecord, other: NodeRecord) -> str:
-    """Why a node may not take part beside one that is registered, and what to do; "" where it may."""
+    """Returns why a node may not join a registered one, and what to do; "" if it may."""
     us, them = f"{ours.name} on {ours.host}", f"{other.name} on {other.host}"
     if ours.token_mark and other.token_mark and ours.token_mark != other.token_mark:
         return (
@@ -91,7 +91,7 @@ def why_refused(ours: NodeRecord, other: NodeRecord) -> str:
 
 
 def _out_of_reach(node: NodeRecord, other: NodeRecord) -> bool:
-    """Whether `node` listens nowhere where the other can dial it. Where nothing is known of that: no."""
+    """The other node cannot dial `node`. False if it is not known."""
     keys, theirs = _unix_keys(node), _unix_keys(other)
     if not keys or not theirs or share_host(node, other):
         return False
@@ -100,12 +100,12 @@ def _out_of_reach(node: NodeRecord, other: NodeRecord) -> bool:
 
 
 def _neighbours(one: NodeRecord, other: NodeRecord) -> bool:
-    """Whether they are on one host, be it as two users."""
+    """Both nodes are on one host, maybe as two users."""
     return not set(map(host_of, _unix_keys(one))).isdisjoint(map(host_of, _unix_keys(other)))
 
 
 def _where(node: NodeRecord) -> str:
-    """Where a node listens that is out of reach."""
+    """The addresses of a node that cannot be reached."""
     return " and ".join(_loopbacks(node)) or "a unix socket alone"
 
 
@@ -114,7 +114,7 @@ def _unix_keys(record: NodeRecord) -> list[str]:
 
 
 def _loopbacks(record: NodeRecord) -> list[str]:
-    """127.0.1.1 among them, which many hosts have for their own name."""
+    """The loopback addresses of a node, including 127.0.1.1, which many hosts have for their own name."""
     return [host for endpoint in record.endpoints if _is_loopback(host := tcp_address(endpoint)[0])]
 
 

@@ -1,7 +1,6 @@
-"""The values of a job's keys: small JSON objects, so that `etcdctl get` shows them to a person.
+"""The values of the keys of a job: small JSON objects that a person can read with `etcdctl get`.
 
-Every record that a node writes names its writer, `node:n`, so that a write whose outcome is unknown can be
-recognised when it is read again.
+A record names its writer, `node:n`. So a node recognizes its own write if the outcome was unknown.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ _decoder = cache(msgspec.json.Decoder)
 
 
 class EpochRecord(Record, frozen=True, kw_only=True):
-    """`epoch`: the boundary that is committed, which is also the number of the epoch at work, and the attempt.
+    """`epoch`: the number of the epoch at work, which is also the committed boundary, and the attempt.
 
     Attributes:
-        lineage: the attempt that the last roll-back began, or a run that was resumed; 0 where there was none. What was
-            made in an attempt before it belongs to epochs that were undone, but for boundary `base`.
-        base: the boundary that this lineage began from: the checkpoint's, or 0.
+        lineage: the attempt that began with the last roll-back, or with a resumed run; else 0. Boundaries of earlier
+            attempts were undone, except `base`.
+        base: the boundary at which this lineage began: of the checkpoint, or 0.
     """
 
     epoch: int
@@ -80,10 +79,10 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
     """`checkpoint`: the newest complete checkpoint of the current lineage.
 
     Attributes:
-        epoch, attempt: the boundary that it holds, and the attempt that boundary was made in.
-        name: where in the job's place its files are.
-        before: names of the complete ones before it that are kept, the newest first.
-        term: of the leader that made it complete, or that there was when the job went back to it; 0: none of this run.
+        epoch, attempt: its boundary, and the attempt that made it.
+        name: of its folder in the job's place.
+        before: names of earlier complete checkpoints that are kept, newest first.
+        term: of the leader that completed it, or that led when the job went back to it; 0: none of this run.
     """
 
     epoch: int
@@ -103,7 +102,7 @@ class State:
 
 
 class StatusRecord(Record, frozen=True, kw_only=True):
-    """`status`: what became of the job. The fields after `reason` say where a failure happened."""
+    """`status`: the state of the job. The fields after `reason` say where a failure happened."""
 
     state: str
     reason: str = ""
@@ -117,19 +116,19 @@ class NodeRecord(Record, frozen=True, kw_only=True):
     """`nodes/{node}`, the only leased key.
 
     Attributes:
-        name: what a person calls it; the node's id is the name plus the uuid of its process.
-        run: the run id of the job's spec, so that a node of an earlier job of the same name counts for nothing.
-        host: its host's name, of a container its own.
-        machine: what all containers of a host have in common. Placement puts replicas of one task on different machines
-            where it can; "" where they are told apart by their hosts' names.
+        name: its name for people. The id of the node is the name and a uuid.
+        run: the run id of the spec. Nodes of other runs do not count.
+        host: the name of its host or container.
+        machine: equal for all containers of a host; "" if host names are enough. Placement puts replicas of a task on
+            different machines if it can.
         endpoints: see `transport.api.Peer`.
         control: where the control service listens.
         devices: number of CUDA devices.
-        device_ids: what a person calls them, as `CUDA_VISIBLE_DEVICES` does.
-        draining: it wants to leave: place nothing here, hand over what is here.
-        token_mark: by which nodes see that they have the same token, without telling it; "" where they are one process.
-        arithmetic: what decides the last bits of what it computes: Python, numpy, the processor.
-        left: tasks that it left to others, since it had no memory for what they pull; each as often as it did.
+        device_ids: of these devices, as in `CUDA_VISIBLE_DEVICES`.
+        draining: it leaves: it gets no more tasks, and hands its tasks over.
+        token_mark: a public fingerprint of the token; "" if all nodes are in one process.
+        arithmetic: versions that decide the last bits of results: Python, numpy, the processor.
+        left: tasks that it gave up for lack of memory, once for each time.
     """
 
     name: str
@@ -150,14 +149,14 @@ class NodeRecord(Record, frozen=True, kw_only=True):
 
 
 def name_of(node: str) -> str:
-    """What a person calls a node: its id without the uuid of its process."""
+    """The name of a node: its id without the uuid."""
     return node.rpartition("-")[0] or node
 
 
 class Ran(NamedTuple):
     """User code that ran when its process died: the hook, processor or handler, its task, and the epoch at work.
 
-    The epoch is -1 in a replica that never was primary: a backup's `setup`, above all.
+    The epoch is -1 in a replica that never was primary, as in `setup` of a backup.
     """
 
     where: str
@@ -169,19 +168,19 @@ class Ran(NamedTuple):
 
 
 ENDED_ITSELF: Final = "ended itself"
-"""How a node gives the reason for its end that could not go on."""
+"""The reason of a node that had to end begins with this."""
 OUT_OF_MEMORY: Final = "as memory was used up"
-"""What a launcher says beside the signal where the kernel sent it for that."""
+"""A launcher adds this to SIGKILL if the kernel ran out of memory."""
 
 
 class GoneRecord(Record, frozen=True, kw_only=True):
-    """`gone/{node}`: whoever started the node's process saw it end, or its absence was long enough.
+    """`gone/{node}`: the launcher saw the process end, or the node was absent for too long.
 
     Attributes:
-        ran: the user code that ran when the process ended, as far as its launcher knows.
-        at: the line of Python that a crash stopped (`FILE, line N`); "": unknown.
-        meant: somebody said that the process was to end: what ran is not to blame.
-        task, epoch: whose code met an error of its CUDA device, for which the process ended itself; None: another end.
+        ran: the user code that ran when the process ended, if its launcher knows.
+        at: the line of Python at which it crashed (`FILE, line N`); "": unknown.
+        meant: the process was told to end, so its code is not to blame.
+        task, epoch: the process ended after an error of a CUDA device in this code; None: another reason.
     """
 
     reason: str
@@ -193,27 +192,27 @@ class GoneRecord(Record, frozen=True, kw_only=True):
 
     @property
     def running(self) -> tuple[str, ...]:
-        """`ran`, for people: each once, in however many epochs it ran."""
+        """Describes `ran`, each code once."""
         return tuple(dict.fromkeys(map(str, self.ran)))
 
     @property
     def died(self) -> bool:
-        """Whether its process was seen to end: it neither left nor was missed for too long."""
+        """The launcher saw the process die. False: the node left, or was absent for too long."""
         return self.reason.startswith(("killed", "exited"))
 
     @property
     def ended_itself(self) -> bool:
-        """Whether it could not go on, and said why."""
+        """The node could not continue, and said why."""
         return self.reason.startswith(ENDED_ITSELF)
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the kernel killed it, as far as its launcher knows, since memory was used up."""
+        """The kernel killed it for lack of memory, if its launcher knows."""
         return OUT_OF_MEMORY in self.reason
 
     @property
     def told(self) -> str:
-        """After the node's name."""
+        """The predicate after the name of the node, e.g. "was killed (SIGKILL)"."""
         verb = "was " if self.reason.startswith("killed") else ""
         ran = f" while it ran {' and '.join(self.running)}" if self.running else ""
         at = f" at {self.at}" if self.at else ""
@@ -221,10 +220,11 @@ class GoneRecord(Record, frozen=True, kw_only=True):
 
 
 class ForgottenRecord(Record, frozen=True, kw_only=True):
-    """`forgotten`: `gone/{node}` of nodes that nobody needs to know any more was deleted, as there are ever more.
+    """`forgotten`: old records `gone/{node}` were deleted.
 
     Attributes:
-        revision: of the last of these keys, when they were written. Who has read of its own key since is none of them.
+        revision: the latest mod revision of the deleted keys. A node that read its own key at a later revision is not
+            among them.
     """
 
     revision: int
@@ -240,11 +240,11 @@ class PrimaryRecord(Record, frozen=True, kw_only=True):
 
 
 class MemberRecord(Record, frozen=True, kw_only=True):
-    """`tasks/{t}/members/{node}`: that node is in sync.
+    """`tasks/{t}/members/{node}`: the node is in sync.
 
     Attributes:
-        until: None, or evicted: it still counts as holding boundary `until`, and nothing after it.
-        attempt: the attempt at work when it was evicted: after a roll-back, boundary `until` is another one.
+        until: None: a member. Otherwise it was evicted: it has boundary `until`, and no later one.
+        attempt: the attempt at which it was evicted. After a roll-back, boundary `until` is another one.
     """
 
     until: int | None = None

@@ -1,7 +1,7 @@
-"""Where the set-up of a backup fails on one node: does that node end, or the job?
+"""A backup cannot be set up on a node: does the node end, or the job?
 
-A node that joins may lack what `setup()` reads: a file, a mount, a library. A job that runs well without that node is
-not to end for it. Where the node is needed, or where the job has committed nothing yet, the mistake is told at once.
+A joining node may lack a file, a mount or a library that `setup()` reads. A job that does not need the node continues.
+Otherwise, and before the first commit, the job fails at once.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from taskgraph.protocol.view import JobView
 __all__ = ["RESTS_ON_NODE", "job_goes_on"]
 
 RESTS_ON_NODE: Final = frozenset({"task builder", "setup", "restore"})
-"""User code, by name, that rests on what is there on a node: files, mounts, libraries."""
+"""User code that may depend on files, mounts and libraries of the node."""
 
 
 def job_goes_on(view: JobView, me: str, task: int, *, suspects: Set[str], min_in_sync: int) -> bool:
-    """Whether the job goes on as it is where `me` ends, which cannot set up its replica of `task`.
+    """The job continues without node `me`, which cannot set up its replica of `task`.
 
-    That is so where an epoch is committed, `me` is primary of nothing, and every task of which it is in sync, or was
-    to be, has its primary and members enough on other nodes that live, and stay.
+    An epoch is committed, `me` is no primary, and every task with `me` as a member or candidate has a living primary
+    and enough members on nodes that stay.
     """
     if not view.running or view.stamp is None or view.stamp.epoch == 0:
         return False

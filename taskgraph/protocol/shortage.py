@@ -1,4 +1,4 @@
-"""Whether a node that has no memory for what its task pulls leaves that task to a backup, and to which one."""
+"""A node lacks memory for the items of its task: which backup takes the task?"""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Mapping
 __all__ = ["LEFT_S", "heir_of"]
 
 LEFT_S = 120.0
-"""After so long the task is left to another node: what else took memory has come and gone by then, as a rule. Not
-sooner: the other node has no more than it had, and what code raises there for want of memory fails the job."""
+"""Time without memory before another node gets the task. Other users of the memory mostly end by then. Not sooner: the
+other node may lack memory, too, and an error of user code there fails the job."""
 _RARER = 4
-"""Where that node left it, too, it is after so many times as long: so tasks go round ever more rarely where none has
-memory, and a node that has some again is found in a few times as long as it took."""
+"""The time grows by this factor each time that the backup gave the task up, too: so tasks move ever more rarely if no
+node has memory."""
 
 
 def heir_of(mine: int, others: Mapping[str, int], short_s: float) -> str | None:
-    """Who leads the task next; None: it is not left.
+    """Returns the backup that should lead the task, or None: this node keeps it.
 
     Args:
-        mine: how often this node left it before.
-        others: of the backups that can take over now, how often each left it.
-        short_s: for how long there has been no memory.
+        mine: how often this node gave the task up.
+        others: backup that can take over -> how often it gave the task up.
+        short_s: seconds without memory.
     """
     if not others:
         return None

@@ -1,16 +1,16 @@
-"""The two sums by which a commit sees that every edge of an epoch agrees.
+"""Two sums per task that show whether all edges of an epoch agree.
 
-Every task keeps a ledger of what it sent and of what it received in one attempt and one term: items, flags,
-effectful requests and their answers. Each entry has an identity (kind, sender, receiver, name) and a digest of its
-content; both ends hash the same five fields to the same 128-bit number. A task reports two numbers only: the sum of
-everything it sent and the sum of everything it received, mod 2**128. Over all tasks
+A task has a ledger of all it sent and received in one attempt and term: items, flags, requests with effects, and their
+answers. An entry has an identity (kind, sender, receiver, name) and a digest. Both ends of an edge hash these five
+fields to the same 128-bit number. The task reports the sum of all that it sent, and of all that it received, mod
+2**128. Over all tasks
 
-    sum of sent == sum of received   <=>   every edge has both its ends, with the same content
+    sum of sent == sum of received   <=>   every edge has both ends, with equal content
 
-but for a chance of about 2**-128. An addition forgets order and place, so nothing has to be compared pairwise; it
-also counts, hence an identity is added once, however often its message travelled.
+except with a probability of about 2**-128. A sum does not depend on order or place, so no pairs are compared. An
+identity is added once, however often its message was sent.
 
-Where the sums differ the leader asks for the entries themselves, and `explain` says which edges disagree.
+If the sums differ, the leader asks for the entries, and `explain` names the edges that disagree.
 """
 
 from __future__ import annotations
@@ -26,36 +26,34 @@ from taskgraph.protocol.messages import LedgerEntry
 __all__ = ["ITEM", "REQUEST", "Conflict", "Kind", "Ledger", "explain", "identity", "total"]
 
 Kind = Literal["item", "flag", "request", "answer"]
-"""What an entry counts, as a plain text, since it travels. A type: a word that only one end of an edge has would make
-the sums unequal for ever.
+"""The kind of an entry. Both ends must use the same word, or the sums differ.
 
-The name of an item is its tag. The name of a flag must tell its content apart from another flag of the same sender,
-since the same flag twice is one and two different flags are two. A request's name holds the method and its number; the
-answer has the same name, and sender and receiver exchanged."""
+The name of an item is its tag. The name of a flag contains its digest: the same flag twice is one entry, two different
+flags are two. The name of a request contains the method and its number. Its answer has the same name, with sender and
+receiver exchanged."""
 
 ITEM: Final[Kind] = "item"
 REQUEST: Final[Kind] = "request"
-"""To compare with what came from another node, which may be any text."""
 
-_MASK = (1 << 128) - 1  # the sums live in the integers mod 2**128, the width of the hash
+_MASK = (1 << 128) - 1  # the width of the hash
 
 
 _Key = tuple[str, int, int, str]
-"""Of an entry: kind, sender, receiver, name."""
+"""Identity of an entry: kind, sender, receiver, name."""
 Counts = Callable[[_Key, bool, bool], bool]
-"""Of an edge, and whether it was sent, and received: whether that counts."""
+"""(identity, was sent, was received) -> the disagreement counts."""
 _headers: Final[dict[_Key, bytes]] = {}
-"""Of items, what is hashed before their digest."""
+"""Identity of an item -> the bytes that are hashed before its digest."""
 _HEADERS_KEPT: Final = 4096
 
 
 class Conflict(TaskGraphError):
-    """One identity came with two contents: the attempt cannot commit.
+    """One identity has two contents, so the attempt cannot commit.
 
     Attributes:
-        sent: whether the entry is one this task sent, else one it received.
+        sent: this task sent the entry; else it received it.
         kind, sender, receiver, name: the identity.
-        known, other: the digest counted already, and the one that came now.
+        known, other: the digest that was counted before, and the new one.
     """
 
     def __init__(
@@ -75,10 +73,9 @@ class Conflict(TaskGraphError):
 
 
 def identity(kind: str, sender: int, receiver: int, name: str, digest: bytes) -> int:
-    """The number that both ends of an edge add: xxh3-128 of its fields, encoded with their lengths.
+    """Returns the number that both ends of an edge add: xxh3-128 of its fields.
 
-    The header ends with a newline that no number contains and gives the lengths of `kind` and `name`; the digest
-    is the rest. So no two different entries have the same encoding.
+    The fields are encoded with their lengths, so different entries have different encodings.
     """
     key = (kind, sender, receiver, name)
     return xxh3_128_intdigest((_headers.get(key) or _header(key)) + digest)
@@ -87,9 +84,9 @@ def identity(kind: str, sender: int, receiver: int, name: str, digest: bytes) ->
 def _header(key: _Key) -> bytes:
     kind, sender, receiver, name = key
     kind_bytes = kind.encode()
-    name_bytes = name.encode("utf-8", "surrogatepass")  # any str is a tag, also one that is no Unicode text
+    name_bytes = name.encode("utf-8", "surrogatepass")  # tags may be any str
     header = b"%d %d %d %d\n" % (sender, receiver, len(kind_bytes), len(name_bytes)) + kind_bytes + name_bytes
-    # Items have the same headers in every epoch; those of other kinds have names of their own.
+    # Items have the same headers in every epoch; other kinds do not.
     if kind == ITEM:
         if len(_headers) >= _HEADERS_KEPT:
             _headers.clear()
@@ -103,16 +100,16 @@ def total(sums: Iterable[int]) -> int:
 
 
 class Ledger:
-    """What one task sent and received in one attempt and one term. A restart or a takeover begins a new one."""
+    """All that a task sent and received in one attempt and one term. A restart or a takeover begins a new ledger."""
 
-    # One is made for every epoch of every task: what has not changed is that of the class.
+    # Defaults on the class make it cheap: there is one ledger for every epoch of every task.
     sent_sum = 0
     received_sum = 0
     _sent: dict[_Key, bytes] | None = None
     _received: dict[_Key, bytes] | None = None
 
     def sent(self, kind: Kind, sender: int, receiver: int, name: str, digest: bytes) -> bool:
-        """Counts something this task sent; False where it was counted before.
+        """Counts an entry that this task sent. Returns False if it was counted before.
 
         Raises:
             Conflict: it was counted before with another digest. The sums stay as they were.
@@ -128,7 +125,7 @@ class Ledger:
         return True
 
     def received(self, kind: Kind, sender: int, receiver: int, name: str, digest: bytes) -> bool:
-        """Counts something this task received; False where it was counted before.
+        """Counts an entry that this task received. Returns False if it was counted before.
 
         Raises:
             Conflict: it was counted before with another digest. The sums stay as they were.
@@ -144,11 +141,11 @@ class Ledger:
         return True
 
     def has_received(self, kind: Kind, sender: int, receiver: int, name: str) -> bool:
-        """Whether that identity was received before, so that its effect must not happen again."""
+        """The identity was received before, so its effect must not happen again."""
         return self._received is not None and (kind, sender, receiver, name) in self._received
 
     def entries(self) -> tuple[LedgerEntry, ...]:
-        """Every entry, for a leader that found the sums unequal."""
+        """Returns all entries, for the leader's audit."""
         sent = [LedgerEntry(True, *key, digest) for key, digest in (self._sent or {}).items()]
         received = [LedgerEntry(False, *key, digest) for key, digest in (self._received or {}).items()]
         return (*sent, *received)
@@ -163,15 +160,15 @@ def _counted(sent: bool, key: _Key, known: bytes, digest: bytes) -> bool:
 def explain(
     pages: Mapping[int, Sequence[LedgerEntry]], limit: int = 20, *, counts: Counts = lambda edge, sent, received: True
 ) -> list[str]:
-    """Says which edges disagree, from the entries of the tasks that could be asked.
+    """Describes the edges that disagree.
 
     Args:
-        pages: task -> the entries of its ledger. What an absent task would have to confirm proves nothing.
-        limit: lines at most; a last line counts the rest.
-        counts: is asked of each edge that disagrees.
+        pages: task -> the entries of its ledger. Edges of missing tasks are skipped.
+        limit: the most lines; a last line counts the rest.
+        counts: selects edges that disagree.
 
     Returns:
-        One line per edge whose ends were both seen and disagree, in the order of sender, receiver and name.
+        One line per edge, in the order of sender, receiver and name.
     """
     sent: dict[_Key, bytes] = {}
     received: dict[_Key, bytes] = {}
@@ -185,7 +182,7 @@ def explain(
                 )
                 continue
             (sent if e.sent else received)[(e.kind, e.sender, e.receiver, e.name)] = e.digest
-    # There may be hundreds of thousands: in order are put those that differ.
+    # There may be hundreds of thousands, so only those that differ are sorted.
     differing = [key for key, digest in sent.items() if received.get(key) != digest]
     differing += [key for key in received if key not in sent]
     for key in sorted(differing, key=lambda k: (k[1], k[2], k[0], k[3])):

@@ -1,8 +1,14 @@
-"""Who succeeds a primary, and when one may try.
+"""Takeovers: which node becomes primary of a task, and when it may try.
 
-A takeover is safe at any time: its transaction decides, not this module. This module only makes it quick and
-orderly: the first member in the order of admission acts as soon as its primary's node is suspected; the others act
-one after another, later, so that a first in line who is dead too does not leave the task alone.
+A takeover is safe at any time, since its transaction decides. This module makes it fast and orderly:
+
+    primary                     members that are not suspected   a node's move
+    lives                       -                                NOTHING (TAKE_OVER from itself if it dropped the term)
+    suspected                   some                             members: TAKE_OVER, each later than the one before
+    suspected, all members gone none                             the wished node: FROM_NOTHING, ROLL_BACK or LOST
+
+The caller waits in proportion to `rank` before it sends the transaction, so that a dead first member does not leave the
+task without a primary.
 """
 
 from __future__ import annotations
@@ -17,10 +23,10 @@ __all__ = ["Move", "Succession", "held_alone", "stranded", "succession", "who_st
 
 
 class Move(StrEnum):
-    """What a node should do about a task."""
+    """The move of a node for a task."""
 
     NOTHING = "nothing"
-    TAKE_OVER = "take over"  # as a member, `rank` steps after the first in line
+    TAKE_OVER = "take over"  # a member, `rank` steps after the first one
     FROM_NOTHING = "from nothing"  # no member is left (or there never was one)
     ROLL_BACK = "roll back"  # no member is left, its state is needed, and there is a checkpoint
     LOST = "lost"  # no member is left, its state is needed, and there is no checkpoint: the job fails
@@ -28,7 +34,7 @@ class Move(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Succession:
-    """The decision, and what it rests on."""
+    """The decision."""
 
     move: Move
     rank: int = 0
@@ -46,18 +52,16 @@ def succession(
     unseated: bool = False,
     dropped: bool = False,
 ) -> Succession:
-    """Decides for one task.
+    """Decides the move of node `me` for one task.
 
     Args:
-        suspects: nodes whose port refuses, whose lease ended, whose key is absent, or who are gone.
-        gone: nodes that are gone for good. Only "gone" allows starting without any of the members.
-        wished: placement wants this node to be the task's primary.
-        stateful: a lost boundary cannot be made anew, but in epoch 0.
-        unseated: placement wants no node to be the task's primary, since none that stays may hold it, and this node
-            speaks for all: what is lost is lost without a successor, too.
-        dropped: this node works for no term of the task, and begins none. Where it is the primary nevertheless, nobody
-            works, and nobody else will try, since it is no suspect: it takes over from itself. The old term may have
-            done things that this node knows nothing of any more, so it is not taken up again: there is a new one.
+        suspects: nodes whose port refuses connections, whose lease ended, whose key is absent, or that are gone.
+        gone: nodes that ended for good. The state of a task is lost only if all its members are gone.
+        wished: placement wants this node to be the primary.
+        stateful: a lost boundary cannot be computed again, except in epoch 0.
+        unseated: no node may be the primary, and this node acts for all: it reports a lost task.
+        dropped: this node does not work for the task. If it is the primary, no other node suspects it, so it takes over
+            from itself, with a new term: it may have forgotten actions of the old term.
     """
     primary = view.primary_node(task)
     if view.epoch is None:
@@ -71,7 +75,7 @@ def succession(
         return Succession(Move.TAKE_OVER, heirs.index(me))
     if heirs or not (wished or unseated):
         return Succession(Move.NOTHING)
-    # Every member must be gone, and its node key with it: the transaction compares just that.
+    # All members and their node keys must be gone, as the transaction compares.
     if any(node not in gone or node in view.nodes for node in view.in_sync(task)):
         return Succession(Move.NOTHING)
     if stateful and view.epoch.record.epoch > 0:
@@ -82,10 +86,10 @@ def succession(
 
 
 def stranded(view: JobView) -> int | None:
-    """A task with state whose primary is gone, and that somebody can take over now, but nobody after the next commit.
+    """Finds a stateful task with a dead primary that a node can take over now, but none after the next commit.
 
-    Who can was evicted "until" the committed boundary: the write was on its way when the primary died. So that boundary
-    is the last one of the task that is not lost.
+    Its only heirs were evicted "until" the committed boundary, by a write on its way when the primary died. The caller
+    must not commit before the takeover, or the state is lost.
     """
     for task, primary in view.primaries.items() if view.gone else ():
         if primary.record.node in view.gone and primary.record.stateful:
@@ -96,10 +100,10 @@ def stranded(view: JobView) -> int | None:
 
 
 def who_stays(view: JobView, run: str, node: str) -> list[str]:
-    """Nodes that are there to take over what one has that leaves."""
+    """Returns the nodes that can take over the tasks of a leaving node."""
     return [other for other, record in view.live_nodes(run).items() if other != node and not record.draining]
 
 
 def held_alone(view: JobView, tasks: int, node: str) -> list[int]:
-    """Tasks whose state no node but this one has: one that is gone has nothing, whatever its keys say."""
+    """Returns the tasks of `node` whose state no other living node has."""
     return [t for t in range(tasks) if view.primary_node(t) == node and not set(view.in_sync(t)) - {node, *view.gone}]

@@ -1,14 +1,15 @@
-"""Every transaction the protocol writes, as data.
+"""All transactions of nodes, as data.
 
-Rules that hold for all of them:
+Rules:
 
-- comparisons are by mod revision, as read by the writer's view; a revision never returns, a value may;
-- a write under `tasks/t/` compares the mod revision of `tasks/t/primary` and the writer's own node key, so that a
-  primary of a gone term, or a node whose lease is gone, changes nothing;
-- whoever changes a primary also puts `generation`: the commit compares that one key instead of all primaries;
-- `epoch` is only written by the leader, fenced by its own `primary`, and by the takeover of a task that lost all
-  its members, which rolls the job back to the checkpoint; a roll-back puts `checkpoint`, too, so that a leader that
-  does not know of it cannot advance that.
+1. Comparisons are of mod revisions that the writer's view read. A value may come back, a revision cannot.
+2. A write below `tasks/t/` compares `tasks/t/primary` and the writer's own node key. So a primary of an old term, or a
+   node without a lease, changes nothing.
+3. A write of a primary also puts `generation`. The commit compares this key in place of all primaries.
+4. `epoch` is written by the leader, fenced by its `primary`, and by the takeover of a task that lost all its members,
+   which rolls the job back. A roll-back puts `checkpoint`, too, so an old leader cannot advance it.
+
+Each function raises LookupError if its view shows that the transaction makes no sense.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ __all__ = [
 
 
 def _generation(view: JobView, writer: str) -> Put:
-    # The value is for people; only the revision counts.
+    # Only the revision counts.
     return Put(view.keys.generation, writer.encode())
 
 
@@ -71,10 +72,7 @@ def _epoch(view: JobView) -> Versioned[EpochRecord]:
 
 
 def register(view: JobView, node: str, record: NodeRecord) -> Txn:
-    """The node's own key appears; the job must still be the one that was read.
-
-    It may have been there before, and been taken back: meanwhile nobody may have declared the node gone.
-    """
+    """Puts the key of a node. The run must be the one of the view, and the node must not be declared gone."""
     return Txn(
         compares=(
             Compare(view.keys.node(node), 0),
@@ -86,11 +84,10 @@ def register(view: JobView, node: str, record: NodeRecord) -> Txn:
 
 
 def resume(view: JobView, node: str, record: NodeRecord) -> Txn:
-    """After a pause: proves that no primary changed since `view`, puts the node's key again.
+    """Puts the key of a node again after a pause, if no primary changed since `view`.
 
-    Every change of a primary puts `generation`: comparing it stands for comparing them all, however many there are.
-    The node's own key is compared, too: an earlier try whose answer was lost may still be under way, and were it
-    executed after a later one, the revision that all of the node's writes compare would be another one.
+    It compares the node's own key, too: an earlier try with a lost answer may still be executed. After a later try it
+    would change the revision that all writes of the node compare.
     """
     return Txn(
         compares=(
@@ -104,13 +101,13 @@ def resume(view: JobView, node: str, record: NodeRecord) -> Txn:
 
 
 def _not_gone(view: JobView, node: str) -> Iterable[Compare]:
-    """Nobody has declared it gone, nor was that said and deleted since `view`, which shows that it was not before."""
+    """The node is not declared gone, and was not, with the record deleted since `view`."""
     yield Compare(view.keys.gone(node), 0)
     yield Compare(view.keys.forgotten, _mod(view.forgotten))
 
 
 def update_node(view: JobView, node: str, record: NodeRecord, node_revision: int) -> Txn:
-    """Changes what the node says of itself, e.g. that it drains."""
+    """Changes the key of a node, e.g. when it drains."""
     return Txn(
         compares=(Compare(view.keys.node(node), node_revision),),
         success=(Put(view.keys.node(node), record.to_bytes(), record.lease),),
@@ -119,10 +116,10 @@ def update_node(view: JobView, node: str, record: NodeRecord, node_revision: int
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """What a successful takeover read, at the very revision of its writes: the new primary starts from this.
+    """The keys that a takeover read at the revision of its writes. The new primary starts from them.
 
     Attributes:
-        members: node -> mod revision of its member key, and whether it was marked as evicted.
+        members: node -> mod revision and record of its member key.
         lineage: see `EpochRecord`.
     """
 
@@ -137,13 +134,13 @@ class TakenOver:
 def take_over(
     view: JobView, task: int, node: str, node_revision: int, *, stateful: bool, failure: bool, writer: str
 ) -> Txn:
-    """A member (or the primary itself) becomes primary with the next term.
+    """Makes a member (or the primary itself) primary with the next term.
 
     Args:
         failure: the old primary failed; False for a hand-over. Counted in the record, for people.
 
     Raises:
-        LookupError: the node is no member as far as the view knows.
+        LookupError: the node is no member in the view.
     """
     keys = view.keys
     own = view.members_of(task).get(node)
@@ -157,9 +154,8 @@ def take_over(
     ]
     membership: tuple[Op, ...] = ()
     if own.record.until is not None:
-        # Evicted, but still a holder of that very boundary: only as long as it is the committed one. As primary it
-        # holds every boundary that comes: were its key still to say "until", then once it is left alone the task would
-        # pass for lost as soon as it is suspected.
+        # Evicted, but it has the committed boundary: valid only while that is the committed one. Its key loses "until",
+        # since the primary has all later boundaries; otherwise the task would count as lost without other members.
         if own.record.until != view.epoch.record.epoch or not view.holds(own.record):
             raise LookupError(f"node {node} was evicted from task {task} at boundary {own.record.until}")
         compares.append(Compare(keys.epoch, view.epoch.mod_revision))
@@ -185,13 +181,13 @@ def take_over(
 def take_over_from_nothing(
     view: JobView, task: int, node: str, node_revision: int, *, stateful: bool, writer: str
 ) -> Txn:
-    """The first primary of a fresh job, or of a task all of whose members are gone.
+    """Makes a node the first primary of a new job, or of a task whose members are all gone.
 
-    Compares everything that the decision rests on: no member may come back meanwhile.
+    It compares all keys of the decision, so that no member can come back meanwhile.
 
     Raises:
-        LookupError: a stateful task's boundary is lost (epoch > 0), and it is not that of the checkpoint: the job must
-            be rolled back, see `roll_back`, or fail, see `fail_lost`.
+        LookupError: the state of the task is lost (epoch > 0) and not in the checkpoint: use `roll_back` or
+        `fail_lost`.
     """
     epoch = _epoch(view).record.epoch
     if stateful and epoch > 0 and not view.covered:
@@ -202,12 +198,12 @@ def take_over_from_nothing(
 def roll_back(
     view: JobView, task: int, node: str, node_revision: int, *, to: CheckpointRecord, stateful: bool, writer: str
 ) -> Txn:
-    """A stateful task lost all its members: the job goes back to a checkpoint, with the next attempt.
+    """Rolls the job back to a checkpoint, with the next attempt, since a stateful task lost all its members.
 
-    A job that had finished runs again then, unless its results were collected: they went with the members.
+    A finished job runs again, since the results are lost, too, unless they were collected.
 
     Raises:
-        LookupError: there is nothing to go back to, or nothing to go back from.
+        LookupError: there is no earlier checkpoint, or the job has ended.
     """
     if view.epoch is None or view.checkpoint is None or view.status is None:
         raise LookupError("there is no checkpoint")
@@ -236,7 +232,7 @@ def _from_nothing(
         node=node,
         term=(old.record.term if old else 0) + 1,
         stateful=stateful,
-        failovers=old.record.failovers if old else 0,  # nobody's backup took over
+        failovers=old.record.failovers if old else 0,  # no backup took over
         writer=writer,
     )
     return Txn(
@@ -260,15 +256,13 @@ def _from_nothing(
 
 
 def fail_lost(view: JobView, task: int, status: StatusRecord) -> Txn:
-    """Every member of a stateful task is gone and there is no usable checkpoint: the job fails, if that is still so.
-
-    Once a finished job's results were collected its nodes leave, one after the other, and nothing is lost any more.
+    """Fails the job: all members of a stateful task are gone, and there is no usable checkpoint.
 
     Raises:
-        LookupError: the job has ended.
+        LookupError: the job has ended. After its results were collected, nodes leave and nothing is lost.
     """
     if not view.open:
-        raise LookupError("the job has ended, and keeps the reason it has")
+        raise LookupError("the job has ended")
     keys = view.keys
     return Txn(
         compares=(
@@ -284,7 +278,7 @@ def fail_lost(view: JobView, task: int, status: StatusRecord) -> Txn:
 
 
 def _members_gone(view: JobView, task: int, node: str | None) -> Iterable[Compare]:
-    """Every member key as read, and for those that hold the boundary the absence of the node's key."""
+    """Compares all member keys, and the absence of the node keys of those that have the boundary."""
     holders = view.in_sync(task)
     for member, versioned in sorted(view.members_of(task).items()):
         yield Compare(view.keys.member(task, member), versioned.mod_revision)
@@ -313,7 +307,7 @@ def taken_over(result: TxnResult, view: JobView, task: int) -> TakenOver:
 
 
 def reread_take_over(view: JobView, task: int) -> Txn:
-    """Reads what a takeover with an unknown outcome would have read."""
+    """Reads the keys of a takeover again, since its outcome is unknown."""
     return Txn(success=_reads_of_take_over(view, task))
 
 
@@ -331,10 +325,10 @@ def admit(
     candidate: str,
     writer: str,
 ) -> Txn:
-    """The primary puts a candidate into the in-sync set; the candidate's process must still be registered.
+    """Puts a candidate into the in-sync set. Its node must be registered.
 
     Raises:
-        LookupError: in the view it is not. Compared with that, its key would have to be absent.
+        LookupError: the node is not registered in the view. To compare with revision 0 would require its absence.
     """
     keys = view.keys
     if candidate not in view.nodes:
@@ -361,7 +355,7 @@ def evict(
     member: str,
     writer: str,
 ) -> Txn:
-    """The primary writes "until e" into a member's key: it holds the committed boundary e, and nothing after it."""
+    """Writes "until e" into the key of a member: it has the committed boundary e, and no later one."""
     keys, epoch = view.keys, _epoch(view)
     record = MemberRecord(until=epoch.record.epoch, attempt=epoch.record.attempt, writer=writer)
     return Txn(
@@ -377,10 +371,10 @@ def evict(
 def remove_member(
     view: JobView, task: int, *, primary_revision: int, node: str, node_revision: int, member: str
 ) -> Txn:
-    """Tidies away the key of a member that was evicted before the committed boundary, and that is gone for good.
+    """Deletes the key of a member that was evicted before the committed boundary, and is gone.
 
-    Of one that is not gone, the key must stay: an admission of this term whose answer was lost may still be under way,
-    and an absent key is what it compares. It also compares that the node is not gone.
+    The key of a living node must stay: an admission with a lost answer may still be executed, and compares that the key
+    is absent and the node is not gone.
 
     Raises:
         LookupError: the node is not gone.
@@ -398,10 +392,7 @@ def remove_member(
 
 
 def commit(view: JobView, *, primary_revision: int, finished: bool, writer: str, epochs: int = 1) -> Txn:
-    """The leader's commit of the epoch at work and, with it, of those after it that are complete, `epochs` in all.
-
-    `status` travels in the same transaction.
-    """
+    """Commits `epochs` epochs, from the one at work on. With `finished`, `status` is put in the same transaction."""
     keys = view.keys
     if view.epoch is None or view.status is None:
         raise LookupError("the job was not submitted")
@@ -419,7 +410,7 @@ def commit(view: JobView, *, primary_revision: int, finished: bool, writer: str,
 
 
 def restart(view: JobView, *, primary_revision: int, writer: str) -> Txn:
-    """The leader starts the epoch at work again, with the next attempt. The counter never goes back."""
+    """Starts the epoch at work again, with the next attempt. The counter never goes back."""
     keys, epoch = view.keys, _epoch(view)
     record = structs.replace(epoch.record, attempt=epoch.record.attempt + 1, writer=writer)
     return Txn(
@@ -429,12 +420,12 @@ def restart(view: JobView, *, primary_revision: int, writer: str) -> Txn:
 
 
 def advance_checkpoint(view: JobView, record: CheckpointRecord, *, primary_revision: int) -> Txn:
-    """The leader's pointer: every file of this checkpoint is written, it is complete.
+    """Points to a complete checkpoint.
 
-    A roll-back puts `checkpoint`: comparing it proves that the boundary was not undone since `view`.
+    It compares `checkpoint`, which a roll-back puts: so the boundary was not undone since `view`.
 
     Raises:
-        LookupError: the boundary is not committed, is of a lineage that was undone, or is no step forward.
+        LookupError: the boundary is not committed, was undone, or is not later than the current checkpoint.
     """
     at, before = _epoch(view).record, view.checkpoint
     if record.epoch > at.epoch or record.attempt < at.lineage or (before and record.epoch <= before.record.epoch):
@@ -449,7 +440,7 @@ def advance_checkpoint(view: JobView, record: CheckpointRecord, *, primary_revis
 
 
 def fail(view: JobView, status: StatusRecord, fences: Iterable[Compare] = ()) -> Txn:
-    """The job fails, unless it already ended or a fence broke."""
+    """Fails the job, unless it has ended or a fence fails."""
     return Txn(
         compares=(Compare(view.keys.status, _mod(view.status)), *fences),
         success=(Put(view.keys.status, status.to_bytes()),),
@@ -457,9 +448,9 @@ def fail(view: JobView, status: StatusRecord, fences: Iterable[Compare] = ()) ->
 
 
 def give_results_up(view: JobView, why: str, *, by: str, writer: str) -> Txn:
-    """Nobody collected the results of a job that finished, and its nodes leave: said before the first of them does.
+    """Gives up the results of a finished job that were not collected, before its nodes leave.
 
-    What it takes with it would pass for lost with the others: the job would fail after all, or be rolled back.
+    Otherwise the other nodes would take the state of the first leaving node for lost, and fail the job or roll it back.
     """
     keys = view.keys
     value = json.dumps({"by": by, "not_kept": why, "writer": writer})
@@ -474,7 +465,7 @@ def give_results_up(view: JobView, why: str, *, by: str, writer: str) -> Txn:
 
 
 def declare_gone(view: JobView, node: str, record: GoneRecord) -> Txn:
-    """Says that a node is gone for good, to the job that was read."""
+    """Declares a node gone, in the run of the view."""
     return Txn(
         compares=(Compare(view.keys.gone(node), 0), Compare(view.keys.spec, view.spec_revision)),
         success=(Put(view.keys.gone(node), record.to_bytes()),),
@@ -482,9 +473,10 @@ def declare_gone(view: JobView, node: str, record: GoneRecord) -> Txn:
 
 
 def declare_absent_gone(view: JobView, node: str, record: GoneRecord, *, by: str, by_revision: int) -> Txn:
-    """Says so since its key has been absent for long, as `by` saw it: the key still is, and that observer's is not.
+    """Declares a node gone whose key was absent for long, as node `by` saw.
 
-    Whoever stood still itself, or wrote this while etcd was away, saw nothing of a node that came back.
+    It compares that the key is still absent, and that `by` is registered: an observer that was stopped, or without
+    etcd, may have missed that the node came back.
     """
     txn = declare_gone(view, node, record)
     keys = view.keys
@@ -492,10 +484,10 @@ def declare_absent_gone(view: JobView, node: str, record: GoneRecord, *, by: str
 
 
 def forget_gone(view: JobView, nodes: Iterable[str], *, primary_revision: int, writer: str) -> Txn:
-    """The leader deletes what was said of nodes that are gone (`forgetting.forgettable`): it grows with each.
+    """Deletes records of gone nodes (`forgetting.forgettable`), whose number grows.
 
-    As long as it is said, and there is no key of such a node, no key comes to name it: whoever would write one compares
-    one of the two. Afterwards the node itself finds `forgotten`, if it is there after all.
+    Before the deletion no new key can name such a node, since all such writes compare `gone` or the node key. After it
+    the node itself, if it lives, finds that `forgotten` changed.
     """
     keys = view.keys
     known = {node: view.gone[node].mod_revision for node in nodes}

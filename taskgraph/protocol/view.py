@@ -1,7 +1,10 @@
-"""A job as etcd tells it: a fold of a listing and then of watch events, in revision order.
+"""The view of a job: a fold of a listing of etcd, and then of watch events, in revision order.
 
-Everything a node decides from etcd it decides from one `JobView`; every fence it puts into a transaction is a mod
-revision that this view read. A view may be behind; it is never a mixture of revisions.
+A node decides from one `JobView`, and all fences of its transactions are mod revisions of this view. A view may be
+behind, but is never a mixture of revisions.
+
+The caller calls `reset` with a listing of all keys of the job, then `apply` with the events of complete revisions in
+order. After a gap in the events it calls `reset` again.
 """
 
 from __future__ import annotations
@@ -36,12 +39,12 @@ R = TypeVar("R", bound=Record)
 
 
 class WentBack(Exception):
-    """The store holds less of a job than it has told: it has lost something; in words, what."""
+    """The store has lost data: a listing is older than this view. The text says what."""
 
 
 @frozen
 class Versioned(Generic[R]):
-    """A record with the revisions it was read at."""
+    """A record with its revisions."""
 
     record: R
     create_revision: int
@@ -49,14 +52,11 @@ class Versioned(Generic[R]):
 
 
 class JobView:
-    """The state of one job's keys at `revision`.
-
-    `absent` keys simply do not appear. Nodes of an earlier run of the same job name are left out.
+    """The keys of one job at `revision`.
 
     Args:
-        one_run: it shows the run that it is first told of, and no other: once the job's name is submitted again it
-            stays as it was, but for `revision` and `superseded`. So nothing that a node decides by it is written to
-            another run: what is compared is of the revisions of its own.
+        one_run: the view shows the first run only. When the job is submitted again, it changes `revision` and
+            `superseded` only. So decisions of a node are never written to another run: they compare old revisions.
     """
 
     def __init__(self, job: str, *, one_run: bool = False) -> None:
@@ -65,34 +65,34 @@ class JobView:
         self.superseded = False
         self._one_run = one_run
         self._run_at = 0  # the first `spec_revision`
-        self.structure_revision = 0  # of the last change of anything but `epoch`, and events, which nobody asks it for
+        self.structure_revision = 0  # of the last change, except of `epoch` and events
         self.spec: bytes | None = None
         self.spec_revision = 0
         self.epoch: Versioned[EpochRecord] | None = None
         self.stamp: Stamp | None = None
         """(attempt, epoch) at work, or None before the job was submitted."""
-        self.attempt_revision = 0  # of the write that began the attempt at work, or one before it
+        self.attempt_revision = 0  # of the write that began the attempt, or earlier
         self.status: Versioned[StatusRecord] | None = None
         self.generation_revision = 0
         self.checkpoint: Versioned[CheckpointRecord] | None = None
         self.collected = False
         self.nodes: dict[str, Versioned[NodeRecord]] = {}
-        # A thousand of them stay: what is looked at again and again must not go through all of them.
+        # Up to a thousand, so frequent checks must not iterate over it.
         self.gone: dict[str, Versioned[GoneRecord]] = {}
         self.gone_revision = 0  # of their last change
-        self.forgotten: Versioned[ForgottenRecord] | None = None  # of those that were here, and are not any more
-        self._deaths: list[tuple[float, str]] = []  # the last epoch that its code ran in, and the node; in that order
+        self.forgotten: Versioned[ForgottenRecord] | None = None  # of deleted records in `gone`
+        self._deaths: list[tuple[float, str]] = []  # sorted: last epoch in which its code ran, node
         self.primaries: dict[int, Versioned[PrimaryRecord]] = {}
         self.members: dict[int, dict[str, Versioned[MemberRecord]]] = {}
 
     # -- folding ----------------------------------------------------------------------------------
 
     def reset(self, revision: int, items: Iterable[KeyValue]) -> None:
-        """Starts again from a listing of everything under the job's root at `revision`.
+        """Starts again from a listing of all keys of the job at `revision`. After an error the view is unchanged.
 
         Raises:
-            WentBack: the listing is older than what this view knows, which stays as it is.
-            DecodeError: a key holds something else, or is not there any more; see `apply`. The view stays as it is.
+            WentBack: the listing is older than this view.
+            DecodeError: a key cannot be read, or is missing; see `apply`.
         """
         listed = JobView(self.keys.job)
         for kv in items:
@@ -104,10 +104,10 @@ class JobView:
             return
         known, run, at = self.epoch, self.spec_revision, listed.epoch
         needed = [self.keys.epoch]
-        if run and listed.spec_revision in (run, 0):  # else another run has begun, or nothing was read before
+        if run and listed.spec_revision in (run, 0):  # else a new run, or the first listing
             needed += [self.keys.spec, *map(self.keys.primary, self.primaries)]
         listed._check_kept(needed)
-        if at is not None and at.mod_revision != at.create_revision:  # it was written before, perhaps in this attempt
+        if at is not None and at.mod_revision != at.create_revision:  # the attempt may have begun before
             same = known is not None and known.record.attempt == at.record.attempt
             listed.attempt_revision = self.attempt_revision if same else self.revision
         listed.revision = listed.structure_revision = listed.gone_revision = revision
@@ -118,15 +118,15 @@ class JobView:
         return self._one_run and 0 < self._run_at < spec_revision
 
     def _end(self, revision: int) -> None:
-        """Another run was read of at `revision`."""
+        """Another run began at `revision`."""
         self.superseded, self.revision = True, max(revision, self.revision)
         self.structure_revision = self.revision
 
     def _lost_in(self, listed: JobView) -> str:
-        """What this view knows and a listing shows to be lost; "": nothing does.
+        """Returns what a listing lost against this view, or "".
 
-        By what only grows, and not by revisions: those of a member of the cluster that differs from the others are
-        behind, too, and a job outlives that.
+        It compares numbers that only grow, but not revisions: those of an inconsistent etcd member may be behind, and
+        the job survives that.
         """
         job, keys = f"job {self.keys.job!r}", listed.keys
         if not (self.spec_revision and listed.spec_revision):
@@ -143,11 +143,10 @@ class JobView:
         return ""
 
     def apply(self, revision: int, events: Iterable[KeyEvent]) -> None:
-        """Applies the events of complete revisions up to `revision`, in the order given.
+        """Applies the events of complete revisions up to `revision`, in order.
 
         Raises:
-            DecodeError: a key holds something else; or one is deleted that stays for as long as there is something to
-                do for nodes, which would wait for ever for what it says.
+            DecodeError: a key cannot be read, or a key was deleted without which nodes would wait for ever.
         """
         deleted, ends = [], 0
         if self._one_run:
@@ -157,7 +156,7 @@ class JobView:
         for event in events:
             kv = event.kv
             if kv.mod_revision <= self.revision:
-                continue  # a watch that was started again may repeat what a listing already held
+                continue  # a restarted watch may repeat events of the listing
             if ends and kv.mod_revision >= ends:
                 self._end(max(revision, ends))
                 return
@@ -172,12 +171,12 @@ class JobView:
                     self.gone_revision = kv.mod_revision
         if revision > self.revision:
             self.revision = revision
-        if deleted:  # by another run that begins, unless it is later than this one's beginning
+        if deleted:  # a new run deletes keys, too, before its `spec`
             self._check_kept(kv.key for kv in deleted if kv.mod_revision > self.spec_revision)
 
     def _check_kept(self, needed: Iterable[str]) -> None:
-        """Raises DecodeError where one of these keys is missing, and the job is open and cannot do without it."""
-        if not self.open:  # it was deleted as a whole, perhaps
+        """Raises DecodeError if one of these keys is missing and the job needs it."""
+        if not self.open:  # the whole job may have been deleted
             return
         always = {self.keys.spec: self.spec, self.keys.epoch: self.epoch}
         there = {self.keys.primary(task) for task in self.primaries}
@@ -197,7 +196,7 @@ class JobView:
             raise unreadable(kv, self.keys, error) from error
 
     def _fold(self, kv: KeyValue) -> None:
-        if kv.key == self.keys.epoch:  # first, and not taken apart: one in every epoch, at every node
+        if kv.key == self.keys.epoch:  # first, since every node reads it in every epoch
             record, before = EpochRecord.from_bytes(kv.value), self.stamp
             self.epoch = Versioned(record, kv.create_revision, kv.mod_revision)
             self.stamp = Stamp(record.attempt, record.epoch)
@@ -230,7 +229,7 @@ class JobView:
             case ["tasks", task, "members", node]:
                 self.members.setdefault(int(task), {})[node] = _versioned(MemberRecord, kv)
             case _:
-                pass  # events and results are not part of the protocol's state
+                pass  # events and results are not needed here
 
     def _delete(self, key: str) -> None:
         match self._split(key):
@@ -276,16 +275,16 @@ class JobView:
 
     @property
     def finished(self) -> bool:
-        """Whether its last epoch is committed. What is lost of its results is computed again."""
+        """The last epoch is committed. Lost results are computed again."""
         return self.status is not None and self.status.record.state == State.FINISHED
 
     @property
     def open(self) -> bool:
-        """Whether there is something to do for nodes: it runs, or has results that nobody has collected yet."""
+        """Nodes have work: the job runs, or its results are not collected."""
         return self.running or (self.finished and not self.collected)
 
     def deaths_from(self, epoch: int) -> list[str]:
-        """Nodes that are gone and whose code ran in this epoch or in a later one, or before any (`Ran.epoch` -1)."""
+        """Gone nodes whose code ran in this epoch or later, or before the first one (`Ran.epoch` -1)."""
         return [node for _, node in self._deaths[bisect.bisect_left(self._deaths, (epoch, "")) :]]
 
     def term(self, task: int) -> int:
@@ -302,11 +301,10 @@ class JobView:
         return primary is not None and primary.record.node == node and primary.record.term == term
 
     def term_changed(self, *, in_attempt: bool = False) -> bool:
-        """Whether some task's primary was replaced since the epoch at work began (a first primary replaces nobody).
+        """A primary was replaced since the epoch at work began. First primaries do not count.
 
         Args:
-            in_attempt: since the attempt began, where tasks may have worked on this epoch before the one before it
-                committed. Where that is not known, it says yes rather than no.
+            in_attempt: since the attempt began: tasks may have worked ahead. True also if that is not known.
         """
         began = self.attempt_revision if in_attempt else self.epoch.mod_revision if self.epoch else 0
         return any(p.mod_revision > began and p.record.term > 1 for p in self.primaries.values())
@@ -315,22 +313,22 @@ class JobView:
         return self.members.get(task, {})
 
     def in_sync(self, task: int) -> list[str]:
-        """Members that hold the committed boundary, in the order of their admission."""
+        """Members that have the committed boundary, in the order of admission."""
         held = [(m.create_revision, node) for node, m in self.members_of(task).items() if self.holds(m.record)]
         return [node for _, node in sorted(held)]
 
     def staying(self, task: int) -> list[str]:
-        """Members that nobody evicted, in the order of their admission: in sync, whatever the epoch is."""
+        """Members that are not evicted, in the order of admission."""
         found = [(m.create_revision, node) for node, m in self.members_of(task).items() if m.record.until is None]
         return [node for _, node in sorted(found)]
 
     def holds(self, member: MemberRecord) -> bool:
-        """Whether a member with this record holds the committed boundary."""
+        """A member with this record has the committed boundary."""
         return self.epoch is None or holds(member, self.epoch.record)
 
     @property
     def covered(self) -> bool:
-        """Whether the committed boundary is that of the checkpoint, which counts as one that holds it."""
+        """The committed boundary is in the checkpoint."""
         return (
             self.epoch is not None
             and self.checkpoint is not None
@@ -338,15 +336,15 @@ class JobView:
         )
 
     def live_nodes(self, run: str) -> dict[str, NodeRecord]:
-        """Registered nodes of this run that nobody declared gone."""
+        """The registered nodes of this run that are not gone."""
         return {node: v.record for node, v in self.nodes.items() if v.record.run == run and node not in self.gone}
 
 
 def holds(member: MemberRecord, at: EpochRecord) -> bool:
-    """Whether a member with this record holds boundary `at`.
+    """A member with this record has boundary `at`.
 
-    One that was evicted "until e" holds boundary e of the lineage it was evicted in: after a roll-back the number may
-    come again, and is another boundary then.
+    A member that was evicted "until e" has boundary e of that lineage. After a roll-back the same number is another
+    boundary.
     """
     return member.until is None or (member.until >= at.epoch and member.attempt >= at.lineage)
 
@@ -357,7 +355,7 @@ def _last_epoch(record: GoneRecord) -> float:
 
 
 def unreadable(kv: KeyValue, keys: Keys, error: Exception) -> DecodeError:
-    """The error for a key that holds something else, with its name and the way out."""
+    """Makes the error for a key that cannot be read, with a way out."""
     return DecodeError(
         f"the key {kv.key} in etcd cannot be read: {error}. Another version, or another program, wrote it; "
         f"`etcdctl del --prefix {keys.root}` removes it, with all else that is there of job {keys.job!r}"
@@ -365,10 +363,10 @@ def unreadable(kv: KeyValue, keys: Keys, error: Exception) -> DecodeError:
 
 
 def readable(read: Callable[[bytes], T], kv: KeyValue, keys: Keys) -> T:
-    """What is in a key that was read by itself.
+    """Reads the value of one key.
 
     Raises:
-        DecodeError: something else is.
+        DecodeError: it cannot be read.
     """
     try:
         return read(kv.value)

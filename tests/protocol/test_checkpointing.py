@@ -170,7 +170,7 @@ def test_what_one_tells_late_goes_with_what_another_told_long_ago(world: World) 
     assert collected.give_up(world.view()) == {}, "both wrote that, and another leader may find it whole"
     collected.take(unwritten(57, 1))
     assert collected.give_up(world.view()) == {Stamp(1, 56): None, Stamp(1, 57): 1}
-    assert len(collected._passed_over) < 100
+    assert len(collected._left_out) < 100
 
 
 def unwritten(epoch: int, task: int) -> Written:

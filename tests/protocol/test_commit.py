@@ -92,7 +92,7 @@ def test_who_was_evicted_and_could_succeed_a_primary_that_is_gone_does_so_first(
     assert world.evict(1, "b", "a").succeeded
     assert decide(leader, world) == Commit(finished=False), "its primary holds all of it"
     world.die("b")
-    assert decide(leader, world) == WaitFor((1,), "its primary is gone, and nobody could succeed it after the commit")
+    assert decide(leader, world) == WaitFor((1,), "its primary is gone, and no backup could take over after the commit")
     assert not leader.missing(world.view()) and leader.lacking(world.view()) == (1,), "who waits can say for what"
     assert world.take_over(1, "a").succeeded
     leader.report(report(1, S, term=2))
@@ -248,7 +248,7 @@ def test_seals_idle_tasks_once_everything_sent_was_received(world: World) -> Non
     leader = led(world)
     leader.report(report(0, S, done=False, version=3, sent=8))
     leader.report(report(1, S, done=False, version=1, received=5))
-    assert decide(leader, world) == WaitFor((0, 1), "something sent is not received yet")
+    assert decide(leader, world) == WaitFor((0, 1), "a message is still on its way")
     leader.report(report(1, S, done=False, version=2, received=8))
     assert decide(leader, world) == SealTasks(((0, 3), (1, 2)))
 

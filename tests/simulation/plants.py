@@ -143,7 +143,7 @@ def digests_are_reported_only_for_producers_whose_term_changed(patch: pytest.Mon
         original(report)
 
     def decide(original: Any, self: Leader, view: Any, *, settled: bool = False) -> Any:
-        every = self._told
+        every = self._reports
         reports = self.reports()
         pages = {r.task: said.get((r.stamp, r.task, r.term, r.version, r.done)) for r in reports.values()}
         if all(pages.values()):
@@ -154,11 +154,11 @@ def digests_are_reported_only_for_producers_whose_term_changed(patch: pytest.Mon
                 if self.stamp is not None and self.stamp.epoch in every:
                     told = copy.copy(every[self.stamp.epoch])
                     told.reports = agreed
-                    self._told = {**every, self.stamp.epoch: told}
+                    self._reports = {**every, self.stamp.epoch: told}
         try:
             return original(self, view, settled=settled)
         finally:
-            self._told = every
+            self._reports = every
 
     _reported(patch, set_report)
     _changed(patch, Leader, "decide", decide)
@@ -197,9 +197,9 @@ def the_sums_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 @plant
 def a_successor_cannot_take_back_that_the_job_ends(patch: pytest.MonkeyPatch) -> None:
     def report(original: Any, self: Leader, *given: Report) -> bool:
-        before = {epoch: told.finishing for epoch, told in self._told.items()}
+        before = {epoch: told.finishing for epoch, told in self._reports.items()}
         counts: bool = original(self, *given)
-        for epoch, told in self._told.items():
+        for epoch, told in self._reports.items():
             told.finishing = max(told.finishing, before.get(epoch, 0))
         return counts
 
@@ -838,9 +838,9 @@ def epochs_ahead_are_committed_with_reports_of_gone_terms(patch: pytest.MonkeyPa
 @plant
 def reports_of_epochs_ahead_outlive_a_restart(patch: pytest.MonkeyPatch) -> None:
     def begin(original: Any, self: Leader, stamp: Stamp) -> None:
-        kept = self._told
+        kept = self._reports
         original(self, stamp)
-        self._told = {epoch: told for epoch, told in kept.items() if epoch >= stamp.epoch}
+        self._reports = {epoch: told for epoch, told in kept.items() if epoch >= stamp.epoch}
 
     _changed(patch, Leader, "begin", begin)
 

@@ -129,9 +129,9 @@ def deaf(stack: contextlib.ExitStack) -> int:
 @pytest.mark.parametrize(
     ("silent", "says"),
     [
-        ("at TLS", "a connection was made, and its TLS handshake did not end within 0.2 s: the network drops large"),
-        ("in TLS", "a connection was made, with TLS, and no hello came within 0.2 s: the network drops large packets"),
-        ("without TLS", "a connection was made, and no hello came within 0.2 s: something else listens there"),
+        ("at TLS", "connected, but the TLS handshake did not end within 0.2 s: the network drops large"),
+        ("in TLS", "connected with TLS, but no hello came within 0.2 s: the network drops large packets"),
+        ("without TLS", "connected, but no hello came within 0.2 s: another program listens there"),
         ("at all", "no connection within 0.2 s"),
     ],
 )
