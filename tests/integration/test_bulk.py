@@ -47,15 +47,3 @@ async def test_what_is_kept_stays_as_it_was_whoever_is_killed(cli: Cli, calm: di
     assert result["failovers"] >= 2 and result["restarts"] == 0
     await cli.nothing_left()
     assert not [name for name in os.listdir("/dev/shm") if "taskgraph" in name]
-
-
-def test_large_requests_and_answers_are_those_of_one_process() -> None:
-    """They are lent as items are, so are the views on them that user code keeps; and memory is used again: without
-    that each node has hundreds of segments in the end."""
-    asks = load_driver(str(DRIVER.with_name("asks.py")))
-    alone = tg.run(asks(), nodes=0, timeout_s=60).values
-    together = tg.run(asks(), nodes=4, timeout_s=100)
-    assert together.restarts == 0
-    assert {task: found[:2] for task, found in together.values.items()} == {t: f[:2] for t, f in alone.items()}
-    assert all(found[2] == 0 for found in alone.values())
-    assert all(4 <= found[2] <= 100 for found in together.values.values()), together.values

@@ -12,8 +12,6 @@ from etcd_kit import etcd_with_tls, etcd_with_users, etcdctl, make_certificates
 
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
-from taskgraph.errors import Unavailable
-from taskgraph.launch.access import advice
 
 
 async def everything(cli: Cli, name: str, *access: str) -> None:
@@ -131,24 +129,6 @@ async def test_tls_where_etcd_does_not_speak_it(embedded_etcd: EmbeddedEtcd, cli
     )
     assert over_tls.code == 3 and "does not speak TLS: write http://" in over_tls.err, over_tls.err
     assert as_user.code == 3 and "leave --etcd-user out" in as_user.err, as_user.err
-
-
-@pytest.mark.parametrize(
-    ("said", "advised"),
-    [
-        ("Handshake read failed (Socket closed)", "does not speak TLS"),
-        ("Handshake read failed (recvmsg:Connection reset by peer (104))", "does not speak TLS"),
-        ("Handshake read failed (Endpoint closing)", "does not answer in time"),
-        ("connection attempt timed out before receiving SETTINGS frame", "does not answer in time"),
-        ("recvmsg:Connection reset by peer (104)", "Perhaps it speaks TLS only"),
-        ("x); https://h:2379: Socket closed", "Perhaps it does not speak TLS: write http://"),
-        ("connect: Connection refused", ""),
-    ],
-)
-def test_what_is_said_of_a_connection_that_was_not_made_is_told_with_what_to_do(said: str, advised: str) -> None:
-    """A handshake that took too long was taken for an etcd without TLS."""
-    told = advice(Unavailable(f"no usable answer from etcd within 5 s (127.0.0.1:2379: {said})"))
-    assert advised in told and bool(told) == bool(advised)
 
 
 async def test_access_to_ones_own_etcd_does_not_concern_the_embedded_one(cli: Cli) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -91,22 +90,6 @@ async def test_kill_of_the_roots_primary_changes_no_number(cli: Cli) -> None:
     told = (await cli("events", "sums")).out
     assert "takeover" in told and "finished" in told
     await cli.nothing_left()
-
-
-async def test_kill_of_a_backup_and_by_nodes_name(cli: Cli) -> None:
-    run = await cli.paused("--nodes", "4", "--json")
-    tasks = (await status(cli))["tasks"]
-    backup = next(name for name in tasks[0]["in_sync"] if name != tasks[0]["primary"])
-    done = await cli("kill", "--task", "0", "--backup")
-    assert f"sent SIGKILL to {backup} " in done.out and "a backup of task 0" in done.out
-    await run.until(backup)
-    other = next(n["name"] for n in (await status(cli))["nodes"] if n["name"] not in (backup, tasks[0]["primary"]))
-    done = await cli("kill", "--node", other, "--signal", "TERM")
-    assert f"sent SIGTERM to {other} " in done.out
-    cli.open()
-    done = await run.done()
-    assert done.code == 0, done.err
-    assert json.loads(done.out.splitlines()[-1])["values"]["0"] == sums()
 
 
 async def test_a_stopped_node_can_be_killed_though_it_does_not_answer(cli: Cli) -> None:
@@ -238,29 +221,6 @@ async def test_a_submitted_job_is_run_by_launch(embedded_etcd: EmbeddedEtcd, cli
     await cli.nothing_left()
 
 
-async def test_submit_writes_the_token_file_that_is_named(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
-    etcd, token = ("--etcd", embedded_etcd.endpoint), cli.cwd / "new.token"
-    submit = ("submit", str(DRIVER), *etcd, "--token-file", "new.token")
-    done = await cli(*submit, "--name", "sub6")
-    assert done.code == 0, done.err
-    assert "wrote the job's token to new.token" in done.out and "--token-file new.token" in done.out
-    assert token.stat().st_mode & 0o777 == 0o600
-    written = token.read_text()
-    done = await cli(*submit, "--name", "sub7")
-    assert done.code == 0 and "wrote" not in done.out and token.read_text() == written, "one token for several jobs"
-    refused = await cli("submit", str(DRIVER), *etcd, "--name", "sub7", "--token-file", "unused")
-    assert refused.code == 2 and "running" in refused.err and not (cli.cwd / "unused").exists()
-    for name in ("sub6", "sub7"):
-        done = await cli("launch", name, "--nodes", "1", *etcd, "--token-file", "new.token")
-        assert done.code == 0 and done.out == printed(), done.err
-    # A job that is run here may be joined with the same file, and writes one where there is none.
-    (cli.cwd / "taskgraph.toml").write_text('token_file = "run.token"\n')
-    run = await cli.paused("--nodes", "1")
-    assert (await cli("token", "sums")).out == (cli.cwd / "run.token").read_text()
-    cli.open()
-    assert (await run.done()).code == 0
-
-
 @pytest.mark.smoke
 async def test_nodes_started_by_hand_and_a_result_nobody_waited_for(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
     etcd, token = ("--etcd", embedded_etcd.endpoint), ("--token-file", "t")
@@ -297,16 +257,6 @@ async def test_a_node_of_a_job_that_failed_says_so_with_the_traceback_and_ends_w
     await cli.nothing_left()
 
 
-async def test_a_node_that_waits_for_its_job_ends_upon_sigterm(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
-    """It had no handler, so that one that is the first process of a container did not hear of it."""
-    (cli.cwd / "t").write_text("ab" * 32)
-    node = await cli.start("node", "--job", "later", "--etcd", embedded_etcd.endpoint, "--token-file", "t")
-    await node.until("waiting for job 'later' to be submitted")
-    node.process.terminate()
-    assert (await node.done()).code == 143
-    await cli.nothing_left()
-
-
 async def test_a_node_without_the_token_gets_nothing(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
     etcd = ("--etcd", embedded_etcd.endpoint)
     run = await cli.paused("--nodes", "2", "--name", "sub3", *etcd)
@@ -336,91 +286,6 @@ async def test_a_node_with_another_version_of_the_driver_is_refused(embedded_etc
     assert (await cli("shutdown", "sub4", *etcd)).out == "job sub4 had ended already\n"
 
 
-async def test_nodes_with_another_token_are_refused_and_the_job_goes_on(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
-    etcd, gate = ("--etcd", embedded_etcd.endpoint), ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
-    submitted = await cli("submit", str(DRIVER), "--name", "sub10", *gate, *etcd)
-    assert submitted.code == 0 and "--listen HOST" in submitted.out, submitted.err
-    launch = await cli.start("launch", "sub10", "--nodes", "1", *etcd, "--token-file", "sub10.token")
-    await launch.until("epoch 1/")
-    (cli.cwd / "wrong.token").write_text("ab" * 32)
-    done = await cli("launch", "sub10", "--nodes", "1", *etcd, "--token-file", "wrong.token")
-    assert done.code == 2 and "'sub10' was submitted with another token than the one that" in done.err, done.err
-    assert [node["name"] for node in (await status(cli, "sub10", *etcd))["nodes"]] == ["n1"]
-    cli.open()
-    done = await launch.done()
-    assert done.code == 0 and done.out == printed(), done.err
-
-
-async def test_ctrl_c_of_launch_that_ends_the_last_nodes_says_what_is_lost(
-    embedded_etcd: EmbeddedEtcd, cli: Cli
-) -> None:
-    etcd, gate = ("--etcd", embedded_etcd.endpoint), ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
-    assert (await cli("submit", str(DRIVER), "--name", "sub8", *gate, *etcd)).code == 0
-    assert (
-        "no nodes are registered: start some with `taskgraph launch sub8`" in (await cli("status", "sub8", *etcd)).out
-    )
-    launch = await cli.start("launch", "sub8", "--nodes", "1", *etcd, "--token-file", "sub8.token")
-    await launch.until("epoch 1/")
-    done = await interrupted_twice(launch)
-    assert "hand over what they have, and leave: within 60 s (drain_s)" in done.err, done.err
-    assert "no node of job sub8 is left, and what they computed is gone with them" in done.err, done.err
-    await cli("shutdown", "sub8", *etcd)
-
-
-async def test_of_two_launchers_on_a_host_one_leaves_the_others_job_and_logs(
-    embedded_etcd: EmbeddedEtcd, cli: Cli
-) -> None:
-    etcd, gate = ("--etcd", embedded_etcd.endpoint), ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
-    token = ("--token-file", "sub9.token")
-    assert (await cli("submit", str(DRIVER), "--name", "sub9", "-o", "min_nodes=2", *gate, *etcd)).code == 0
-    first = await cli.start("launch", "sub9", "--nodes", "1", *etcd, *token)
-    while not (await status(cli, "sub9", *etcd))["nodes"]:  # noqa: ASYNC110 (another process)
-        await asyncio.sleep(0.1)
-    second = await cli.start("launch", "sub9", "--nodes", "1", *etcd, *token)
-    await first.until("epoch 1/")
-    await interrupted_twice(first)
-    text = (await cli("status", "sub9")).out
-    assert "sub9  running" in text, text
-    logs = Path(text.split("logs of the nodes started here: ")[1].splitlines()[0])
-    assert (logs / "n2.log").exists()
-    cli.open()
-    done = await second.done()
-    assert done.code == 0 and done.out == printed(), done.err
-    await cli.nothing_left()
-
-
-async def test_a_launcher_all_of_whose_nodes_were_drained_ends_well(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
-    """It ended as failed, with the ends of their logs."""
-    where = ("--etcd", embedded_etcd.endpoint, "--token-file", "t")
-    (cli.cwd / "t").write_text("ab" * 32)
-    assert (await cli("submit", str(DRIVER), "--name", "sub10", "-o", "min_nodes=2", *where)).code == 0
-    launch = await cli.start("launch", "sub10", "--nodes", "1", *where)
-    while not (await status(cli, "sub10", *where))["nodes"]:  # noqa: ASYNC110 (another process)
-        await asyncio.sleep(0.1)
-    drained = await cli("drain", "sub10", "--node", "n1", "--force", *where)
-    assert drained.code == 0, drained.err
-    done = await launch.done()
-    assert done.code == 0 and done.err.endswith("taskgraph: the nodes started here have left\n"), done.err
-    await cli("shutdown", "sub10", *where)
-
-
-async def test_nodes_of_launch_that_alone_are_left_of_a_run_leave_before_its_etcd_ends(cli: Cli) -> None:
-    """They never read that the job had ended, and were killed after ten seconds."""
-    run = await cli.start("run", str(DRIVER.with_name("steady.py")), "--nodes", "1", "-o", "epochs=1000000")
-    await run.until("epoch ")
-    launch = await cli.start("launch", "steady", "--nodes", "1")
-    await run.until("has a backup now")
-    assert (await cli("drain", "steady", "--node", "n1")).code == 0
-    while [node["name"] for node in (await status(cli, "steady"))["nodes"]] != ["n2"]:  # noqa: ASYNC110 (another process)
-        await asyncio.sleep(0.1)
-    assert (await cli("shutdown", "steady")).code == 0
-    assert (await run.done()).code == 1
-    done = await launch.done()
-    assert done.code == 1 and "the job was ended: shut down by" in done.err
-    assert "has not ended with the job" not in done.err
-    await cli.nothing_left()
-
-
 async def test_submit_needs_an_etcd(cli: Cli) -> None:
     done = await cli("submit", str(DRIVER))
     assert done.code == 2 and "--etcd" in done.err and "taskgraph run" in done.err
@@ -447,57 +312,3 @@ async def test_ctrl_c_of_launch_ends_its_nodes_but_not_the_job(embedded_etcd: Em
     assert json.loads(done.out.splitlines()[-1])["values"]["0"] == sums()
     assert os.listdir(cli.root / "run" / "taskgraph" / "jobs") == []
     await cli.nothing_left()
-
-
-@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
-async def test_a_launch_that_is_told_to_end_once_the_job_has_finished_goes_on_collecting(
-    embedded_etcd: EmbeddedEtcd, cli: Cli, twice: bool
-) -> None:
-    """The first signal ended its nodes, and the results with them."""
-    etcd, token = ("--etcd", embedded_etcd.endpoint), ("--token-file", "slow_result.token")
-    driver = str(DRIVER.with_name("slow_result.py"))
-    assert (await cli("submit", driver, "-o", f"gate={cli.gate}", *etcd)).code == 0
-    launch = await cli.start("launch", "slow_result", "--nodes", "2", *etcd, *token)
-    await launch.until("the job finished")
-    launch.process.terminate()
-    await launch.until("its results are being collected; once more to end without them")
-    if twice:
-        launch.interrupt()
-    else:
-        cli.open()
-    done = await launch.done()
-    if twice:
-        assert done.code == 130 and "had finished, but its values are lost: its last node left before" in done.err
-    else:
-        assert (done.code, done.out) == (0, "3\n"), done.err
-        assert (await cli("result", "slow_result", *etcd, *token)).out == "3\n"
-    await cli.nothing_left()
-
-
-async def test_launches_at_the_same_moment_name_their_nodes_apart(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
-    etcd = ("--etcd", embedded_etcd.endpoint)
-    token = ("--token-file", "sub9.token")
-    for _ in range(2):  # the second time with the keys that the first left
-        done = await cli("submit", str(DRIVER), "--name", "sub9", "-o", "min_nodes=6", *etcd, *token)
-        assert done.code == 0, done.err
-        launches = [await cli.start("launch", "sub9", "--nodes", "2", *etcd, *token) for _ in range(3)]
-        done = await launches[0].done()
-        assert "7 tasks on n1, n2, n3, n4, n5, n6;" in done.err, done.err
-        for launch in launches[1:]:
-            assert (await launch.done()).code == 0
-    await cli.nothing_left()
-
-
-async def test_a_launcher_that_cannot_leave_the_job_still_prints_its_result(
-    embedded_etcd: EmbeddedEtcd, cli: Cli
-) -> None:
-    etcd, gate = ("--etcd", embedded_etcd.endpoint), ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
-    assert (await cli("submit", str(DRIVER), "--name", "sub10", *gate, *etcd)).code == 0
-    launch = await cli.start("launch", "sub10", "--nodes", "1", *etcd, "--token-file", "sub10.token")
-    await launch.until("epoch 1/")
-    lock = cli.root / "run" / "taskgraph" / "joining.lock"
-    lock.mkdir()
-    cli.open()
-    done = await launch.done()
-    assert done.code == 0 and done.out == printed(), done.err
-    assert str(lock) in done.err, done.err

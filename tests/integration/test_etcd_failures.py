@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from etcd_kit import following
@@ -19,11 +17,7 @@ from processes_kit import becomes, free_port, kill, stopped
 
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
-from taskgraph.coordination.etcd import EtcdCoordinator, EtcdOptions
-from taskgraph.coordination.etcd.connection import Connection
-from taskgraph.coordination.etcd.convert import txn_request
-from taskgraph.coordination.etcd.methods import RANGE, TXN
-from taskgraph.coordination.etcd.watch import watch
+from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.launch.submit import submit
@@ -152,28 +146,6 @@ async def test_an_etcd_that_stops_answering_makes_writes_unknown_and_reads_unava
                 await node.get("/a")
 
 
-async def test_an_etcd_stopped_for_three_seconds_costs_nothing_but_time() -> None:
-    async with (
-        EmbeddedEtcd() as etcd,
-        await EtcdCoordinator.connect(etcd.endpoint, timeout_s=10) as node,
-    ):
-        lease = await node.lease(5.0, stall_limit_s=60.0)
-        start = (await node.txn(put("/leased", b"", lease.id))).revision
-        async with following(node, "/", start) as follower:
-            with stopped(etcd.pid):
-                writing = asyncio.create_task(node.txn(put("/during")))
-                reading = asyncio.create_task(node.get("/leased"))
-                await asyncio.sleep(3.0)
-                assert lease.valid_until() - node.now() < 2.5, "no answer came, so validity must shrink"
-            last = (await writing).revision
-            assert await reading is not None
-            await follower.until(last)
-            assert follower.revisions == [start, last]
-        await becomes(lambda: lease.valid_until() - node.now() > 3.5)  # answered again
-        assert not lease.lost()
-        await lease.close(revoke=False)
-
-
 async def test_nothing_listening_is_said_within_seconds_and_how_to_start_an_etcd() -> None:
     port = free_port()
     started = time.monotonic()
@@ -192,24 +164,6 @@ async def test_something_that_accepts_and_stays_silent_is_given_up_in_time() -> 
         with pytest.raises(Unavailable, match="no usable answer"):
             await EtcdCoordinator.connect(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.8)
         assert time.monotonic() - started < 0.8 * _LATE
-
-
-@pytest.mark.parametrize("silent", [False, True])
-async def test_a_dead_endpoint_is_passed_over_by_calls_watches_and_leases(embedded_etcd, silent: bool) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        if silent:
-            other.listen()
-        dead = f"127.0.0.1:{other.getsockname()[1]}"
-        endpoints = [dead, embedded_etcd.endpoint]
-        async with await EtcdCoordinator.connect(endpoints, timeout_s=6) as node:
-            lease = await node.lease(3.0, stall_limit_s=60.0)
-            granted_until = lease.valid_until()
-            start = (await node.txn(put("/passed-over/a", b"", lease.id))).revision
-            async with following(node, "/passed-over/", start) as follower:
-                await follower.until(start)
-            await becomes(lambda: lease.valid_until() > granted_until)
-            await lease.close(revoke=True)
 
 
 @contextlib.contextmanager
@@ -263,76 +217,6 @@ async def test_an_etcd_to_which_a_connection_takes_longer_than_a_second_can_be_u
             await follower.until(start)
 
 
-async def test_pages_of_a_listing_are_of_one_revision_whatever_is_written_and_compacted_meanwhile(
-    embedded_etcd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with await EtcdCoordinator.connect(embedded_etcd.endpoint) as node:
-        for number in range(5):
-            last = (await node.txn(put(f"/pages/{number}"))).revision
-        monkeypatch.setattr("taskgraph.coordination.etcd.coordinator._PAGE_KEYS", 2)
-        call, compacts = node._connection.call, False
-
-        async def between(method: Any, request: Any, **options: Any) -> Any:
-            answer = await call(method, request, **options)
-            if method is RANGE and request.revision == 0:
-                after = await call(TXN, txn_request(put("/pages/4", b"another")), what="", again=False)
-                if compacts:
-                    await node.compact(after.header.revision)
-            return answer
-
-        monkeypatch.setattr(node._connection, "call", between)
-        listing = await node.list("/pages/")
-        assert [(kv.key, kv.value) for kv in listing.items] == [(f"/pages/{number}", b"") for number in range(5)]
-        assert listing.revision == last
-        compacts = True
-        with pytest.raises(Unavailable, match="its history was dropped during the listing"):
-            await node.list("/pages/")
-
-
-async def test_a_watch_that_is_still_connecting_follows_calls_to_another_endpoint(embedded_etcd) -> None:
-    """It waited for the endpoint that was left for ever."""
-    with silent_endpoint() as silent:
-        async with await EtcdCoordinator.connect(embedded_etcd.endpoint) as node:
-            start = (await node.list("/left/")).revision + 1
-            connection = Connection(EtcdOptions.make([silent, embedded_etcd.endpoint]))
-            batches = aiter(watch(connection, "/left/", start))
-            watching = asyncio.ensure_future(anext(batches))
-            await becomes(lambda: len(connection._streams) == 1)
-            await asyncio.sleep(0.05)
-            connection.leave(connection.endpoint)
-            await node.txn(put("/left/a"))
-        async with asyncio.timeout(10):
-            assert (await watching).reopened
-            assert [event.kv.key for event in (await anext(batches)).events] == ["/left/a"]
-        await connection.close()
-
-
-async def test_a_watch_that_is_still_connecting_ends_when_its_connection_is_closed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """It went on for ever."""
-    with silent_endpoint() as silent:
-        connection = Connection(EtcdOptions.make(silent))
-        watching = asyncio.ensure_future(anext(aiter(watch(connection, "/closed/", 1))))
-        await becomes(lambda: len(connection._streams) == 1)
-        await asyncio.sleep(0.05)
-        await connection.close()
-        async with asyncio.timeout(5):
-            with pytest.raises(Unavailable, match="the connection to etcd was closed"):
-                await watching
-    assert not caplog.messages
-
-
-async def test_a_lease_is_renewed_where_it_was_granted(embedded_etcd, caplog: pytest.LogCaptureFixture) -> None:
-    """It began at the first endpoint, also where calls had left that one."""
-    async with await EtcdCoordinator.connect([f"127.0.0.1:{free_port()}", embedded_etcd.endpoint]) as node:
-        lease = await node.lease(2.0, stall_limit_s=60.0)
-        granted_until = lease.valid_until()
-        await becomes(lambda: lease.valid_until() > granted_until)
-        await lease.close(revoke=True)
-    assert not [text for text in caplog.messages if "renewal" in text]
-
-
 async def test_a_client_moves_to_the_other_endpoint_when_its_own_dies(tmp_path: Path) -> None:
     # Two clusters stand in for two members: the client cannot tell, as long as the keys agree. Their ids do: they are
     # made of the addresses for peers.
@@ -379,69 +263,6 @@ async def test_a_member_that_freezes_is_left_by_writes_reads_and_watches(tmp_pat
                 assert follower.revisions == [start, revision]
 
 
-async def test_an_etcd_of_another_cluster_is_not_believed_and_not_written_to(caplog: pytest.LogCaptureFixture) -> None:
-    """A job was written there where the right one was away for a moment, and ended since its keys were missing."""
-    async with (
-        EmbeddedEtcd() as ours,
-        EmbeddedEtcd() as other,
-        await EtcdCoordinator.connect(other.endpoint) as direct,
-        await EtcdCoordinator.connect([ours.endpoint, other.endpoint], timeout_s=3.5) as node,
-    ):
-        for number in range(20):
-            await direct.txn(put(f"/other/{number}"))
-        lease = await node.lease(12.0, stall_limit_s=60.0)
-        start = (await node.txn(put("/a", b"", lease.id))).revision
-        async with following(node, "/", start) as follower:
-            await follower.until(start)
-            with stopped(ours.pid):
-                for _ in range(2):
-                    calls = [node.txn(put("/b")), node.get("/a"), node.list("/"), node.txn(put("/c"))]
-                    for error in await asyncio.gather(*calls, return_exceptions=True):
-                        assert isinstance(error, Unavailable | OutcomeUnknown), error
-            last = (await node.txn(put("/e"))).revision
-            assert await node.get("/a") is not None and not lease.lost()
-            await follower.until(last)
-        await becomes(lambda: lease.valid_until() - node.now() > 9.0)  # answered again
-        assert not [kv for kv in (await direct.list("/")).items if not kv.key.startswith("/other/")]
-        await lease.close(revoke=True)
-    (said,) = (text for text in caplog.messages if "is passed over" in text)
-    assert f"etcd at {other.endpoint} is passed over: it belongs to another cluster than {ours.endpoint}; take" in said
-
-
-async def test_a_watch_alone_leaves_a_frozen_member_within_fifteen_seconds() -> None:
-    async with (
-        EmbeddedEtcd(private=True) as first,
-        EmbeddedEtcd(private=True) as second,
-        await EtcdCoordinator.connect(second.endpoint) as direct,
-        await EtcdCoordinator.connect([first.endpoint, second.endpoint]) as node,
-    ):
-        start = (await node.txn(put("/a"))).revision
-        assert (await direct.txn(put("/a"))).revision == start
-        async with following(node, "/", start) as follower:
-            await follower.until(start)
-            with stopped(first.pid):
-                revision = (await direct.txn(put("/b"))).revision
-                await follower.until(revision, limit_s=18.0)
-
-
-async def test_a_main_loop_that_is_busy_for_longer_than_the_ttl_keeps_its_lease(embedded_etcd) -> None:
-    async with await EtcdCoordinator.connect(embedded_etcd.endpoint) as node:
-        lease = await node.lease(3.0, stall_limit_s=60.0)
-        await node.txn(put("/busy", b"", lease.id))
-        time.sleep(4.0)  # noqa: ASYNC251  the loop does nothing else: that is the point
-        assert lease.valid_until() > node.now() and not lease.lost()
-        assert await node.get("/busy") is not None
-        await lease.close(revoke=True)
-
-
-async def test_closing_without_closing_the_leases_ends_their_threads(embedded_etcd) -> None:
-    node = await EtcdCoordinator.connect(embedded_etcd.endpoint)
-    leases = [await node.lease(2.0, stall_limit_s=60.0) for _ in range(3)]
-    await node.close()
-    names = {thread.name for thread in threading.enumerate()}
-    assert not any(f"taskgraph-lease-{lease.id:x}" in names for lease in leases)
-
-
 async def test_a_lease_is_closed_in_time_when_etcd_is_silent(tmp_path: Path) -> None:
     async with EmbeddedEtcd() as etcd, await EtcdCoordinator.connect(etcd.endpoint, timeout_s=1) as node:
         lease = await node.lease(2.0, stall_limit_s=60.0)
@@ -449,31 +270,3 @@ async def test_a_lease_is_closed_in_time_when_etcd_is_silent(tmp_path: Path) -> 
             started = time.monotonic()
             await lease.close(revoke=True)
             assert time.monotonic() - started < 1 * _LATE
-
-
-def test_everything_works_on_uvloop(tmp_path: Path) -> None:
-    uvloop = pytest.importorskip("uvloop")
-
-    async def main() -> None:
-        async with EmbeddedEtcd() as etcd, await EtcdCoordinator.connect(etcd.endpoint) as node:
-            lease = await node.lease(2.0, stall_limit_s=60.0)
-            start = (await node.txn(put("/a", b"", lease.id))).revision
-            async with following(node, "/", start) as follower:
-                await follower.until(start)
-                await lease.close(revoke=True)
-                await follower.until(start + 1)
-            assert [event.kind for event in follower.events] == ["put", "delete"]
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
-
-
-async def test_cancelling_a_call_leaves_the_client_usable(embedded_etcd) -> None:
-    async with await EtcdCoordinator.connect(embedded_etcd.endpoint) as node:
-        for _ in range(20):
-            calling = asyncio.create_task(node.txn(put("/cancelled")))
-            await asyncio.sleep(0)
-            calling.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await calling
-        assert (await node.txn(put("/cancelled"))).succeeded

@@ -34,14 +34,14 @@ EPOCHS = 160
 AHEAD = 16
 """Epochs that a task may be ahead of the commit: fewer than there are from one hold to the next."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # kills wait until the one before was made good
+pytestmark = pytest.mark.timeout(300)  # kills wait until the one before was made good
 
 
 def job(example: str, **options: object) -> tg.Job:
     return load_driver(str(ROOT / "examples" / f"{example}.py"))(**options)
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [2])
 @pytest.mark.parametrize("example", BOTH_STYLES)
 def test_regression_on_nodes(example: str, nodes: int) -> None:
     result = tg.run(job(example), nodes=nodes, timeout_s=LIMIT_S)
@@ -201,25 +201,6 @@ def running(example: str, nodes: int, holds: Path, *options: str) -> Iterator[Ru
             pipe.close()
 
 
-@pytest.mark.parametrize("example", BOTH_STYLES)
-def test_regression_with_the_roots_primary_another_primary_and_a_backup_killed(example: str, tmp_path: Path) -> None:
-    epochs = EPOCHS
-    with running(example, 5, tmp_path, f"epochs={epochs}") as job:
-        job.kill("--task", "0", backups=1)
-        job.kill("--task", "5", backups=1)
-        job.kill("--task", "3", "--backup", backups=1)
-        result = job.result(backups=1)
-    expected = [105 * epoch for epoch in range(epochs)]
-    assert result["values"] == {"0": expected}
-    assert [report["numbers"]["value"] for report in result["reports"]] == expected
-    assert result["epochs"] == epochs
-    assert result["failovers"] >= 2
-    assert "primary of task 0" in job.killed[0] and "backup of task 3" in job.killed[2]
-    # The story: which node was lost, and who took over the root.
-    assert all(tells(job.story, killed) for killed in job.killed), job.story
-    assert " moved to " in job.story
-
-
 @pytest.mark.parametrize(
     ("example", "endless"),
     [("linear_regression", {"tolerance": 0.0}), ("gpu_kmeans", {"tolerance": -1.0, "points": 20_000})],
@@ -238,18 +219,3 @@ def test_a_fit_is_the_same_to_the_last_bit_when_primaries_and_a_backup_are_kille
     assert result["epochs"] == EPOCHS
     assert result["values"] == undisturbed["values"]
     assert result["reports"] == undisturbed["reports"]
-
-
-def test_regression_with_two_nodes_killed_at_once_and_two_backups(tmp_path: Path) -> None:
-    epochs = EPOCHS
-    with running("framework_regression", 5, tmp_path, f"epochs={epochs}", "backups=2") as job:
-        status = job.ready(2)
-        root = next(task for task in status["tasks"] if task["task"] == 0)
-        pids = {node["name"]: node["pid"] for node in status["nodes"]}
-        backup = next(node for node in root["in_sync"] if node != root["primary"])
-        for node in (root["primary"], backup):
-            os.kill(pids[node], 9)
-        result = job.result(backups=2)
-    assert result["values"] == {"0": [105 * epoch for epoch in range(epochs)]}
-    assert result["epochs"] == epochs
-    assert result["failovers"] >= 1

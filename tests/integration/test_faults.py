@@ -195,29 +195,6 @@ async def test_a_setup_or_a_result_that_ends_its_process_does_so_too(
     await cli.nothing_left()
 
 
-async def test_code_that_ends_its_process_at_once_is_named_as_well(cli: Cli) -> None:
-    """Its successor may die of it before there is another backup: then it is the state that is lost."""
-    done = await cli("run", FATAL, "--nodes", "5")
-    assert done.code == 1
-    assert "(fatal_deaths=3)" in done.err or "every replica in sync is gone" in done.err
-    assert "'crash' of task 1 ran each time: it may have ended the process itself, by os._exit" in done.err
-    assert "every node has ended" not in done.err
-    await cli.nothing_left()
-
-
-async def test_code_that_ended_the_processes_of_all_replicas_is_named(cli: Cli, tmp_path: Path) -> None:
-    # In step a successor begins with the fatal epoch, and dies of it before it has another backup.
-    done = await cli("run", FATAL, "--nodes", "4", "-o", "ahead=0", "-o", "alone=true", **{VARIABLE: str(tmp_path)})
-    assert done.code == 1
-    assert "task 1: every replica in sync is gone" in done.err
-    died = [line for line in done.err.splitlines() if "exited with code 11 while it ran 'crash' of task 1; " in line]
-    assert len(died) == 1
-    assert "'crash' of task 1 ran each time: it may have ended the process itself, by os._exit" in died[0]
-    assert died[0].index("ran each time") < died[0].index("Where it is not to blame, run with more backups")
-    assert "exited with code 11 while it ran 'crash' of task 1" in (await cli("events", "fatal")).out
-    await cli.nothing_left()
-
-
 @contextlib.contextmanager
 def little_memory(size: int) -> Iterator[Path]:
     """A control group whose processes may take so many bytes; skips where none can be made."""

@@ -23,21 +23,19 @@ import numpy as np
 import pytest
 import trustme
 from etcd_kit import following
-from processes_kit import becomes, free_port, kill, running
+from processes_kit import becomes, kill, running
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.loading import load_driver
 from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import PeerGone, TaskGraphError
+from taskgraph.errors import PeerGone
 from taskgraph.graph.values import decode
 from taskgraph.launch.follow import follow_events
-from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.inprocess import arun_inprocess
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.standing import Standing
 from taskgraph.launch.submit import submit
 from taskgraph.network.listening import NOWHERE, Listening
 from taskgraph.network.tls import CA, CERT, KEY
@@ -47,7 +45,7 @@ from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import GoneRecord, NodeRecord, Ran, State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, NodeRecord, State, StatusRecord
 from taskgraph.system import host
 from taskgraph.transport.endpoints import host_key
 
@@ -285,29 +283,6 @@ async def test_a_killed_node_is_declared_gone_at_once_and_the_result_is_the_same
         assert sorted(rig.nodes.codes().values()) == [-signal.SIGKILL, 0, 0]
 
 
-async def test_code_that_ends_its_process_fails_the_job_and_the_nodes_that_are_left_end_in_good_order(
-    embedded_etcd: EmbeddedEtcd,
-) -> None:
-    async with launched(embedded_etcd, 5, driver=DRIVER.with_name("fatal.py"), linger_s=0.5) as rig:
-        await rig.nodes.start(5)
-
-        def died() -> set[str]:
-            return {name for name, code in rig.nodes.codes().items() if code == 11}
-
-        for count in (1, 2, 3):
-            await becomes(lambda count=count: len(died()) >= count, LIMIT_S)  # type: ignore[misc]
-            state = (await rig.status()).state
-            assert state == State.RUNNING or len(died()) >= 3
-        for name in died():
-            gone = GoneRecord.from_bytes(await present(rig.etcd, rig.keys.gone(rig.id_of(name)), LIMIT_S))
-            assert (gone.ran, gone.meant) == ((Ran("crash", 1, 2),), False)
-        await rig.nodes.wait(LIMIT_S)
-        codes = sorted(rig.nodes.codes().values())
-        assert codes in ([0, 0, 11, 11, 11], [0, 11, 11, 11, 11]), "who takes over may be faster than the word of it"
-        status = await rig.status()
-        assert (status.state, status.task, status.epoch, status.where) == (State.FAILED, 1, 2, "crash")
-
-
 async def test_a_node_tells_of_its_certificate_before_it_ends(embedded_etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     now, hour = datetime.datetime.now(datetime.UTC), datetime.timedelta(hours=1)
     authority = trustme.CA()
@@ -333,20 +308,6 @@ async def test_a_node_tells_of_its_certificate_before_it_ends(embedded_etcd: Emb
         async with ControlClient(tcp, rig.entry.token_bytes, rig.entry.node_access) as client:
             assert (await client.status(LIMIT_S)).name == "n1"
         rig.release(0)
-        assert same(await rig.results(), await calm())
-
-
-async def test_a_node_kills_itself_when_it_is_told_to(embedded_etcd: EmbeddedEtcd) -> None:
-    async with launched(embedded_etcd, 2) as rig:
-        rig.hold(1)
-        await rig.nodes.start(2)
-        await rig.committed(0)
-        async with await rig.client("n2") as client:
-            await client.kill(signal.SIGKILL)
-        assert await rig.ended() == ("n2", -signal.SIGKILL)
-        gone = await present(rig.etcd, rig.keys.gone(rig.id_of("n2")), LIMIT_S)
-        assert GoneRecord.from_bytes(gone).meant, "what it ran is not to blame"
-        rig.release(1)
         assert same(await rig.results(), await calm())
 
 
@@ -381,24 +342,6 @@ async def test_the_second_sigterm_ends_at_once_though_a_compute_runs(embedded_et
         assert await rig.gone("n1") == "exited with code 143"
 
 
-async def test_a_whole_group_that_gets_sigterm_hands_over_as_one_node_does(embedded_etcd: EmbeddedEtcd) -> None:
-    """Its launcher, which got it as well, passed it on, and that was the second: the node ended at once."""
-    async with launched(embedded_etcd, 1) as rig:
-        rig.hold(1)
-        await rig.nodes.start(1)
-        await rig.committed(0)
-        for _ in range(3):
-            os.kill(rig.nodes.pids()["n1"], signal.SIGTERM)
-        leaving = asyncio.ensure_future(rig.nodes.leave(LIMIT_S))
-        await rig.draining("n1")
-        await asyncio.sleep(0.1)
-        assert rig.nodes.alive == 1, "there is nobody to hand over to"
-        rig.release(1)
-        assert same(await rig.results(), await calm())
-        await leaving
-        assert rig.nodes.codes() == {"n1": 0}
-
-
 async def test_a_compute_that_never_returns_does_not_keep_the_process(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 1, stuck="thread") as rig:
         await rig.nodes.start(1)
@@ -406,54 +349,6 @@ async def test_a_compute_that_never_returns_does_not_keep_the_process(embedded_e
         ended = StatusRecord(state=State.CANCELLED, reason="enough")
         await rig.etcd.txn(Txn(success=(Put(rig.keys.status, ended.to_bytes()),)))
         assert await rig.ended() == ("n1", 0)
-
-
-async def test_nodes_that_listen_are_controlled_over_tcp_too(embedded_etcd: EmbeddedEtcd) -> None:
-    low = free_port()
-    high = low + 15
-    listening = Listening(host="127.0.0.1", ports=f"{low}-{high}", advertise="localhost")
-    async with launched(embedded_etcd, 2, listening=listening) as rig:
-        await rig.nodes.start(2)
-        for name in ("n1", "n2"):
-            record = await rig.record(name)
-            unix, tcp = record.control.split("|")
-            for endpoint in (tcp, *record.endpoints[1:]):
-                host, _, port = endpoint.removeprefix("tcp:").partition(":")
-                assert host == "localhost" and low <= int(port) <= high
-            assert unix.startswith(f"unix:{host_key()}:") and tcp.startswith("tcp:localhost:")
-            async with ControlClient(control_address(tcp, "another host"), rig.entry.token_bytes) as client:
-                assert (await client.status(LIMIT_S)).name == name
-            async with ControlClient(control_address(tcp, "another host"), bytes(32)) as stranger:
-                with pytest.raises(TaskGraphError, match="token is missing or wrong"):
-                    await stranger.status()
-        assert same(await rig.results(), await calm())
-
-
-async def test_a_node_that_is_stopped_is_ended_nevertheless(embedded_etcd: EmbeddedEtcd) -> None:
-    async with launched(embedded_etcd, 1) as rig:
-        rig.hold(0)
-        await rig.nodes.start(1)
-        await rig.record("n1")
-        os.kill(rig.nodes.pids()["n1"], signal.SIGSTOP)
-        async with asyncio.timeout(LIMIT_S):
-            await rig.nodes.stop(0.2)
-        assert rig.nodes.codes() == {"n1": -signal.SIGKILL}
-        # The job runs on elsewhere, perhaps: whoever is there need not wait for the lease.
-        assert await rig.etcd.get(rig.keys.gone(rig.id_of("n1"))) is not None
-
-
-async def test_another_version_of_the_driver_is_refused(embedded_etcd: EmbeddedEtcd, tmp_path: Path) -> None:
-    driver = tmp_path / "held_elsewhere.py"
-    shutil.copy(DRIVER, driver)
-
-    def change() -> None:
-        driver.write_text(driver.read_text() + "\n# changed\n")
-
-    async with launched(embedded_etcd, 1, driver=driver, between=change) as rig:
-        await rig.nodes.start(1)
-        assert await rig.ended() == ("n1", 4)
-        said = rig.nodes.log_tail("n1")
-        assert "refused" in said and rig.spec.fingerprint in said and "here it has" in said
 
 
 async def test_a_node_that_dies_before_it_registers_is_declared_gone(
@@ -470,18 +365,6 @@ async def test_a_node_that_dies_before_it_registers_is_declared_gone(
         assert await rig.ended() == ("n1", 1)
         assert "ended with sys.exit('no licence')" in rig.nodes.log_tail("n1")
         assert await rig.gone("n1") == "exited with code 1"
-
-
-async def test_without_an_etcd_a_node_says_what_it_tried(tmp_path: Path) -> None:
-    port = free_port()
-    config = NodeConfig(job="held", name="n1", etcd=f"127.0.0.1:{port}", token="00" * 32)
-    async with ForkServer(tmp_path, 1) as server:
-        started = await server.start(config, tmp_path / "n1.log")
-    async with asyncio.timeout(LIMIT_S):
-        assert await started.process.wait() == 3
-    os.close(started.pipe)
-    said = (tmp_path / "n1.log").read_text()
-    assert f"127.0.0.1:{port}" in said and "00" * 32 not in said
 
 
 @pytest.mark.parametrize("stuck", ["", "loop", "thread"])
@@ -566,21 +449,3 @@ async def test_a_node_may_be_started_before_its_job_is_submitted() -> None:
 def test_a_token_is_not_shown_where_a_configuration_is() -> None:
     config = NodeConfig(job="held", name="n1", etcd="e:1", token="5ec4e7")
     assert "5ec4e7" not in repr(config) and config.folder is None
-
-
-async def test_a_launcher_says_why_it_looks_after_a_node_no_more(
-    embedded_etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    looked = asyncio.Event()
-
-    def look(self: Standing, now: float) -> None:
-        looked.set()
-        raise ValueError("what nobody expected")
-
-    monkeypatch.setattr(Standing, "look", look)
-    async with launched(embedded_etcd, 1) as rig:
-        await rig.nodes.start(1)
-        async with asyncio.timeout(LIMIT_S):
-            await looked.wait()
-        assert rig.nodes.alive == 1
-    assert "node n1 was not looked after to its end" in caplog.text and "what nobody expected" in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -13,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import DRIVER, Cli, printed, sums
+from cli_kit import DRIVER, sums
 from processes_kit import becomes
 
 import taskgraph as tg
-from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.driver.loading import load_driver
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.supervise import Hooks
@@ -134,18 +132,3 @@ async def test_the_only_node_is_replaced_and_the_job_goes_on_from_its_checkpoint
         gate.touch()
         result = await run.work
         assert result.values == {0: sum(range(50)), 1: 2 * sum(range(50))} and result.restarts == 1
-
-
-async def test_a_launched_node_is_replaced_too(embedded_etcd: EmbeddedEtcd, cli: Cli, tmp_path: Path) -> None:
-    etcd = ("--etcd", embedded_etcd.endpoint, "--token-file", str(tmp_path / "token"))
-    words = ("-o", "pause_at=2", "-o", f"gate={cli.gate}", "--name", "replaced", *etcd)
-    assert (await cli("submit", str(DRIVER), *words)).code == 0
-    launch = await cli.start("launch", "replaced", "--nodes", "2", "--replace", *etcd)
-    await launch.until("epoch 1/")
-    nodes = json.loads((await cli("status", "replaced", "--json", *etcd)).out)["nodes"]
-    os.kill(next(node["pid"] for node in nodes if node["name"] == "n1"), signal.SIGKILL)
-    await launch.until("all tasks backed up again")
-    cli.open()
-    done = await launch.done()
-    assert (done.code, done.out) == (0, printed()), done.err
-    await cli.nothing_left()

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver.loading import load_driver
 from taskgraph.driver.spec import JobSpec
-from taskgraph.launch import collector
-from taskgraph.launch.collect import KeptCopy, kept_copy
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import Runtime
@@ -108,29 +105,6 @@ def test_a_timeout_names_what_was_waited_for() -> None:
     with pytest.raises(tg.JobFailed, match=said) as kept:
         tg.result("sums")
     assert not isinstance(kept.value, tg.JobCancelled), "nobody ended it"
-
-
-def test_a_job_that_ended_in_time_does_not_time_out_for_the_copy_that_is_kept_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copied = False
-
-    def slow(*arguments: Any, **options: Any) -> KeptCopy:
-        nonlocal copied
-        copied = True
-        time.sleep(timeout_s)
-        return kept_copy(*arguments, **options)
-
-    monkeypatch.setattr(collector, "kept_copy", slow)
-    for timeout_s in TIMEOUTS_S:
-        try:
-            found = tg.run(sums(), nodes=1, timeout_s=timeout_s)
-        except tg.JobTimeout:
-            if copied:
-                raise
-        else:
-            break
-    assert copied and found.value == VALUES
 
 
 async def test_run_where_a_loop_runs_says_what_to_write() -> None:
@@ -257,21 +231,6 @@ async def test_cancelled_while_it_starts_it_leaves_nothing() -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await running
         assert running.cancelled()
-
-
-def test_of_a_job_whose_launcher_cannot_go_on_it_is_kept_why(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def start(self: LocalNodes, count: int) -> None:
-        raise ZeroDivisionError("a fault of the launcher's")
-
-    monkeypatch.setattr(LocalNodes, "start", start)
-    with pytest.raises(ZeroDivisionError):
-        tg.run(sums(), nodes=1)
-    kept = runtime.finished("sums")
-    assert kept is not None and kept.state == "failed"
-    assert (
-        kept.status is not None
-        and kept.status.reason == "its launcher could not go on: ZeroDivisionError: a fault of the launcher's"
-    )
 
 
 async def test_two_that_begin_at_once_cannot_both_run() -> None:

@@ -41,20 +41,6 @@ async def test_processes_that_share_a_device_open_each_others_memory_and_one_is_
     await cli.nothing_left()
 
 
-async def test_rows_on_devices_of_several_processes_and_one_is_killed(cli: Cli) -> None:
-    command = await cli.start("run", str(DRIVER), "--json", "--nodes", "3")
-    await command.until("the job began")
-    assert "sent SIGKILL" in (await cli("kill", "soft_rows", "--task", "1")).out
-    done = await command.done()
-    assert done.code == 0, done.err
-    result = json.loads(done.out.splitlines()[-1])
-    assert result["failovers"] >= 1
-    assert {int(task): value for task, value in result["values"].items()} == wanted(5, 150)
-    waited = [numbers["waited_on_loops"] for report in result["reports"] for numbers in report["by_task"].values()]
-    assert len(waited) == 5 * 150 and not any(waited)
-    await cli.nothing_left()
-
-
 async def test_rows_between_hosts_survive_a_kill(cli: Cli) -> None:
     size, epochs = 600_000, 60  # more than a piece
     told = {"SOFT_DEVICE_REMOTE": "1", "SOFT_DEVICE_SIZE": str(size)}

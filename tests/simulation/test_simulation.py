@@ -25,7 +25,7 @@ from taskgraph.testing.simulate.loop import SimLoop
 from taskgraph.testing.simulate.workload import HOOKS
 
 #: How long `make test-all` looks at seeds beyond the first ones.
-LIMIT_S = float(os.environ.get("TASKGRAPH_SIMULATE_S", "80"))
+LIMIT_S = float(os.environ.get("TASKGRAPH_SIMULATE_S", "40"))
 
 #: Seeds of `make test`.
 QUICK = 120
