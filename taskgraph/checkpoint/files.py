@@ -1,18 +1,15 @@
-"""One task's state as a file: a safetensors file that any tool opens, and a value of ours that comes back exactly.
+"""One task's state as a file: a safetensors file that other tools open, and a value of ours that comes back exactly.
 
-The value is encoded already (`graph.values`): a description and its bulk. The description is a tensor of bytes called
-`taskgraph.value`; each piece of bulk is a tensor, too. Arrays have their names, dtypes and shapes, so that other tools
-see what a user would: `theta`, `layers.0.weight`. What safetensors has no name for (structured and complex dtypes, big
-endian, long bytes) are tensors of bytes. So nothing is converted, and what is read is what was written, bit by bit.
-Small arrays lie within the description; they are written a second time under their names, for other tools alone. Those
-that lie side by side in one piece of bulk are a tensor each. A header has room for some 100,000 names; arrays beyond
-that, the small ones first, are found in the description, or in bytes without a name of their own.
+The value is encoded already (`graph.values`): meta and buffers. Meta is a tensor of bytes called `taskgraph.value`, and
+each buffer is a tensor. A buffer that is one array has the array's name, dtype and shape (`theta`, `layers.0.weight`),
+if safetensors has such a dtype; other buffers are tensors of bytes. Small arrays are inside meta or share a buffer, so
+they are written a second time under their names, for other tools alone.
 
-The file's digest is of its header, but for the digest itself, and of all data: whatever is cut off, torn or flipped is
-noticed. It is against accidents, not against forgers.
+The digest of a file is in the manifest of its checkpoint. It is against accidents, not against forgers.
 
 The format, from https://github.com/huggingface/safetensors: the header's length as 8 bytes, little-endian; the header,
-JSON; the data.
+JSON; the data. The package of that name would copy a state twice before it writes, so this module writes and reads the
+format itself.
 """
 
 from __future__ import annotations
@@ -20,32 +17,29 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
 import xxhash
 
-from taskgraph.errors import CheckpointError, DecodeError
-from taskgraph.graph.arrays import PACK_ALIGN, pack_at
+from taskgraph.errors import CheckpointError
 from taskgraph.graph.outline import Named, outline
-from taskgraph.graph.values import verify
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["FORMAT", "FileInfo", "Label", "pack", "unpack"]
 
-FORMAT: Final = "taskgraph checkpoint 4"
-"""Of files and manifests: what is of another one is foreign."""
+FORMAT: Final = "taskgraph checkpoint 5"
+"""Of files and manifests; any other is refused."""
 _VALUE: Final = "taskgraph.value"
-_NO_DIGEST: Final = "0" * 32
 _ALIGN: Final = 64
 _MAX_HEADER: Final = 100_000_000
-"""What other readers take, too."""
+"""Other readers take no longer header."""
 _NAMES_BYTES: Final = 64_000_000
-"""Of the header, for the names of arrays. The rest is for large arrays that then have none: several 100,000 of them."""
+"""Bytes of the header for the names of arrays. The rest is for large arrays that then have no name of their own."""
 _ENTRY_BYTES: Final = 400
-"""At most what a name costs in the header beside itself, and with it that of bytes without a name that follow."""
+"""Bytes that a name costs in the header beside itself, at most."""
 _U64 = struct.Struct("<Q")
 
 _NAMES: Final = {
@@ -59,7 +53,7 @@ _NAMES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """Whose state a file holds. All of it is in the file, and is compared when it is read."""
+    """Whose state a file holds; written to the file for people and other tools."""
 
     job: str
     fingerprint: str
@@ -72,189 +66,118 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """What was written: enough to know the file again."""
+    """A written file, as a manifest lists it."""
 
     task: int
     size: int
     digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
 def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
-    """The file as parts to be written one after the other; bulk is not copied.
+    """The file as parts to be written one after the other. Buffers are not copied.
 
     Raises:
-        CheckpointError: it has too many large arrays for a file that can be read again.
+        CheckpointError: the header would be too long for readers.
     """
-    named = _named(value)
-    by_buffer = {n.buffer: n for n in named if n.buffer is not None and n.part is None}
-    parts_of: dict[int | None, list[Named]] = {}
-    for n in named:
-        if n.part is not None:
-            parts_of.setdefault(n.buffer, []).append(n)
     names: dict[str, int] = {_VALUE: 0, "__metadata__": 0}
-    entries: list[tuple[str, str, tuple[int, ...], memoryview]] = []
-
-    def add(data: memoryview, of: Named | None, unnamed: str = "") -> str:
-        """A tensor more, of an array or of bytes that have no name of their own; what it is called."""
-        name = _unused(unnamed if of is None else _tensor_name(of), names)
-        dtype, shape = ("U8", (data.nbytes,)) if of is None else (_safe_name(of.dtype), of.shape)
-        entries.append((name, dtype, shape, data))
-        return name
-
-    buffers: list[str | dict[str, Any]] = []
-    for number, data in enumerate(value.buffers):
-        unnamed = f"taskgraph.bytes.{number}"
-        if number in parts_of:
-            parts = [(at, add(part, of, unnamed)) for at, part, of in _parts(data, parts_of[number])]
-            buffers.append({"size": data.nbytes, "parts": parts})
-        else:
-            buffers.append(add(data, by_buffer.get(number), unnamed))
-    for small in named:
-        if small.buffer is None:
-            add(small.data, small)
-    entries.append((_VALUE, "U8", (len(value.meta),), memoryview(value.meta)))
-    entries.sort(key=lambda entry: -_item_bytes(entry[1]))  # so that all of them are aligned; bytes come last
-    header: dict[str, Any] = {
-        "__metadata__": {
-            "format": FORMAT,
-            "digest": _NO_DIGEST,
-            "value_digest": value.digest.hex(),
-            "buffers": json.dumps(buffers),
-            **{key: str(field) for key, field in asdict(label).items()},
-        }
+    named = _named(value)
+    by_buffer = {id(one.buffer): one for one in named if one.buffer is not None}
+    buffers = [
+        _tensor(data, by_buffer.get(id(data)), f"taskgraph.bytes.{number}", names)
+        for number, data in enumerate(value.buffers)
+    ]
+    tensors = [
+        *buffers,
+        *(_tensor(one.data, one, "", names) for one in named if one.buffer is None),
+        _Tensor(_VALUE, "U8", (len(value.meta),), memoryview(value.meta)),
+    ]
+    tensors.sort(key=lambda tensor: -_item_bytes(tensor.dtype))  # so that all of them are aligned; bytes come last
+    about = {
+        "format": FORMAT,
+        "value_digest": value.digest.hex(),
+        "buffers": json.dumps([buffer.name for buffer in buffers]),
+        **{key: str(field) for key, field in asdict(label).items()},
     }
+    header: dict[str, Any] = {"__metadata__": about}
     at = 0
-    for name, dtype, shape, data in entries:
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + data.nbytes]}
-        at += data.nbytes
+    for tensor in tensors:
+        end = at + tensor.data.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header, ensure_ascii=True, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + _U64.size) % _ALIGN)
     if len(text) > _MAX_HEADER:
         raise CheckpointError(
-            f"its header would have {len(text)} bytes, and readers take {_MAX_HEADER}: the state has {len(buffers)} "
-            f"large arrays or texts; keep them in fewer, larger ones"
+            f"the state has {len(buffers)} large arrays, too many for the header of a safetensors file "
+            f"({len(text)} bytes, at most {_MAX_HEADER}): keep them in fewer, larger arrays"
         )
-    written = [data.cast("B") if data.nbytes else memoryview(b"") for *_, data in entries]
-    digest = _digest(text, written)
-    head = _U64.pack(len(text)) + text.replace(_digest_field(_NO_DIGEST), _digest_field(digest), 1)
-    return FileInfo(label.task, len(head) + at, digest), [memoryview(head), *written]
+    head = _U64.pack(len(text)) + text
+    parts = [memoryview(head), *(tensor.data.cast("B") for tensor in tensors if tensor.data.nbytes)]
+    return FileInfo(label.task, len(head) + at, _digest(parts)), parts
+
+
+def _tensor(data: memoryview, named: Named | None, otherwise: str, names: dict[str, int]) -> _Tensor:
+    """A tensor of an array, or of bytes that have no name of their own."""
+    if named is None:
+        return _Tensor(_unused(otherwise, names), "U8", (data.nbytes,), data)
+    return _Tensor(_unused(_tensor_name(named), names), _safe_name(named.dtype), named.shape, data)
 
 
 def _named(value: Encoded) -> list[Named]:
-    """The arrays that have a tensor of their name in the file: large ones, then those side by side, then small ones.
-
-    All that safetensors has a dtype for, as a rule; else as many as the header has room for.
-    """
-    found = [n for n in outline(value) if _safe_name(n.dtype) and n.data.nbytes]
-    found.sort(key=lambda n: (n.buffer is None, n.part is not None))
+    """The arrays that become a tensor of their own, large ones first: as many as the header has room for."""
+    found = [one for one in outline(value) if _safe_name(one.dtype) and one.data.nbytes]
+    found.sort(key=lambda one: one.buffer is None)
     room = _NAMES_BYTES
     for at, one in enumerate(found):
-        name = _tensor_name(one)
-        # Both in the header and, of bulk, in the list of buffers, where what is escaped is escaped again.
-        room -= 3 * len(json.dumps(name)) + 20 * len(one.shape) + _ENTRY_BYTES
+        # A large array's name is in the list of buffers, too, where escapes are escaped again.
+        room -= 3 * len(json.dumps(_tensor_name(one))) + 20 * len(one.shape) + _ENTRY_BYTES
         if room < 0:
             return found[:at]
     return found
 
 
-def _parts(data: memoryview, named: Iterable[Named]) -> Iterator[tuple[int, memoryview, Named | None]]:
-    """What a buffer of several parts consists of, but for what is zero between them: where, what, and its name."""
-    end = 0
-    for one in named:
-        assert one.part is not None
-        begin = pack_at(end)
-        if begin < one.part:  # of what has no name
-            yield begin, data[begin : one.part], None
-        yield one.part, one.data, one
-        end = one.part + one.data.nbytes
-    if (begin := pack_at(end)) < data.nbytes:
-        yield begin, data[begin:], None
-
-
-def unpack(data: memoryview, label: Label, info: FileInfo, *, path: str) -> Encoded:
-    """The value of a file. It shares the file's memory, but for buffers that are of several tensors.
+def unpack(data: memoryview, info: FileInfo, *, path: str) -> Encoded:
+    """The value of a file. The value shares the file's memory.
 
     Raises:
-        CheckpointError: the file is cut off, corrupt, or another one's; named by `path`.
+        CheckpointError: the file at `path` is not the one that was written, byte by byte.
     """
     if data.nbytes != info.size:
         raise CheckpointError(f"{path} is torn: it has {data.nbytes} bytes, {info.size} were written")
-    header, text, at = _header(data, path)
-    about = header.get("__metadata__")
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is foreign: not a file of a checkpoint of this version ({FORMAT!r})")
-    digest = about.get("digest")
-    if not isinstance(digest, str) or _digest(_cleared(text, digest), [data[at:]]) != digest:
-        raise CheckpointError(f"{path} is corrupt: it does not match the digest it was written with")
-    for key, expected in asdict(label).items():
-        if about.get(key) != str(expected):
-            raise CheckpointError(f"{path} is foreign: its {key} is {about.get(key)}, not {expected}")
-    if digest != info.digest:
-        raise CheckpointError(f"{path} is another file than the one that was written: its digest is {digest}")
+    if _digest([data]) != info.digest:
+        raise CheckpointError(f"{path} is corrupt, or foreign: it does not match the digest in the manifest")
     try:
-        meta = bytes(_tensor(data, at, header[_VALUE]))
-        buffers = tuple(_buffer(data, at, header, told) for told in json.loads(about["buffers"]))
-        value = Encoded(meta, buffers, bytes.fromhex(about["value_digest"]))
-        if verify(value):
-            return value
-    except (KeyError, TypeError, ValueError, DecodeError) as error:
-        raise CheckpointError(f"{path} is corrupt: {error!r}") from error
-    raise CheckpointError(f"{path} is corrupt: its value does not match the digest it was made with")
+        begin = _U64.size + _U64.unpack_from(data)[0]
+        header = json.loads(bytes(data[_U64.size : begin]))
+        about = header["__metadata__"]
+
+        def tensor(name: str) -> memoryview:
+            at, end = header[name]["data_offsets"]
+            return data[begin + at : begin + end]
+
+        buffers = tuple(map(tensor, json.loads(about["buffers"])))
+        return Encoded(bytes(tensor(_VALUE)), buffers, bytes.fromhex(about["value_digest"]))
+    except (struct.error, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a file of a checkpoint: {error!r}") from error
 
 
-def _header(data: memoryview, path: str) -> tuple[dict[str, Any], bytes, int]:
-    """The header, its text, and where the data begins."""
-    try:
-        size = _U64.unpack_from(data, 0)[0]
-        if size > min(_MAX_HEADER, data.nbytes - _U64.size):
-            raise ValueError(f"a header of {size} bytes")
-        text = bytes(data[_U64.size : _U64.size + size])
-        header = json.loads(text)
-        if not isinstance(header, dict):
-            raise TypeError("a header that is no object")
-    except (struct.error, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is foreign or corrupt: not a safetensors file ({error})") from error
-    return header, text, _U64.size + size
-
-
-def _tensor(data: memoryview, at: int, entry: dict[str, Any]) -> memoryview:
-    begin, end = entry["data_offsets"]
-    if not 0 <= begin <= end <= data.nbytes - at:
-        raise ValueError(f"a tensor from {begin} to {end} of {data.nbytes - at} bytes")
-    return data[at + begin : at + end]
-
-
-def _buffer(data: memoryview, at: int, header: dict[str, Any], told: Any) -> memoryview:
-    """One of the value's buffers: a tensor by its name, or several of them, and where each is in it."""
-    if isinstance(told, str):
-        return _tensor(data, at, header[told])
-    size, parts = told["size"], [(begin, _tensor(data, at, header[name])) for begin, name in told["parts"]]
-    if not 0 <= size <= sum(part.nbytes + PACK_ALIGN for _, part in parts):
-        raise ValueError(f"{len(parts)} tensors in a buffer of {size} bytes")
-    buffer = memoryview(bytearray(size))
-    for begin, part in parts:
-        buffer[begin : begin + part.nbytes] = part
-    return buffer.toreadonly()
-
-
-def _digest(header: bytes, parts: Iterable[memoryview]) -> str:
-    hasher = xxhash.xxh3_128(header)
+def _digest(parts: Iterable[memoryview]) -> str:
+    hasher = xxhash.xxh3_128()
     for part in parts:
         hasher.update(part)
     return hasher.hexdigest()
 
 
-def _cleared(header: bytes, digest: str) -> bytes:
-    """The header as it was digested."""
-    return header.replace(_digest_field(digest), _digest_field(_NO_DIGEST), 1)
-
-
-def _digest_field(digest: str) -> bytes:
-    return b'"digest":"' + digest.encode("ascii", "replace") + b'"'
-
-
 def _safe_name(dtype: np.dtype[Any]) -> str:
-    """What safetensors calls the dtype; "" where it has no name, or where its bytes are in another order."""
+    """The dtype's name in safetensors; "" if it has none, or its bytes are in another order."""
     if not dtype.isnative or sys.byteorder != "little":
         return ""
     return _NAMES.get(dtype.num, "")
@@ -265,7 +188,7 @@ def _item_bytes(dtype: str) -> int:
 
 
 def _tensor_name(named: Named) -> str:
-    """The way to an array within the state; what travels beside the state says so.
+    """The path to an array within the state. Arrays beside the state (reports) are under `taskgraph`.
 
     Other tools read JSON that is Unicode: a lone surrogate in a key, which Python's json passes on, is written out.
     """
@@ -275,7 +198,7 @@ def _tensor_name(named: Named) -> str:
 
 
 def _unused(name: str, names: dict[str, int]) -> str:
-    """The name, with a number where another array has it (the keys 1 and "1", "a.b" and "a" of "b")."""
+    """The name, with a number if another array has it (the keys 1 and "1", "a.b" and "a" of "b")."""
     while name in names:
         names[name] += 1
         name = f"{name}~{names[name]}"

@@ -327,7 +327,7 @@ class Store:
         if info is None:
             return None
         path = self._file(manifest.name, task)
-        return unpack(self._read(path, info.size), manifest.label(task), info, path=f"{self._place}/{path}")
+        return unpack(self._read(path, info.size), info, path=f"{self._place}/{path}")
 
     def verify(self, manifest: Manifest) -> None:
         """Reads every file; raises CheckpointError for the first that cannot be used."""

@@ -21,15 +21,13 @@ from taskgraph.graph.digests import BLOCK_BYTES
 
 __all__ = [
     "INLINE_BYTES",
-    "PACK_ALIGN",
-    "SMALL_BYTES",
+    "PART_ALIGN",
     "Copy",
-    "Pack",
+    "SmallParts",
     "as_it_is",
     "base_of",
     "empty",
     "known_digest",
-    "pack_at",
     "remember",
     "small_bytes",
     "view",
@@ -38,16 +36,15 @@ __all__ = [
 
 Array = NDArray[Any]
 
-SMALL_BYTES: Final = 512
-"""Bulk of at most this size is inside meta."""
 INLINE_BYTES: Final = 64 << 10
-"""So is larger bulk, as long as meta is shorter than this with it; bulk of this size has a buffer of its own.
-Measured: to look after a buffer, until it is decoded in another process, costs as much as to copy 64 KiB a few times.
-To change either is to change digests: see `digests.BLOCK_BYTES`."""
+"""Arrays and `bytes` of this size have a buffer of their own. All smaller arrays of a value
+share one, if they have this size together. Measured: to look after a buffer, until it is decoded in another process,
+costs as much as to copy 64 KiB a few times. To change either is to change digests: see `digests.BLOCK_BYTES`."""
 _COPIED_BYTES: Final = 16 << 10
-"""Parts of a pack that are copied at once: to copy them twice costs less than to hold views of them."""
-PACK_ALIGN: Final = 64
-"""Where each part of a `Pack` begins: at the start of a line of the cache."""
+"""Small arrays that are copied at once: to copy them twice costs less than to hold views of them."""
+PART_ALIGN: Final = 16
+"""Where each of `SmallParts` begins."""
+_ZEROS: Final = bytes(PART_ALIGN)
 _SHARED_PART: Final = 2
 """Memory is shared where the array is at least this part (one half) of it: a row must not keep a whole table alive."""
 
@@ -212,18 +209,13 @@ class Copy:
         return self.sealed()
 
 
-def pack_at(end: int) -> int:
-    """Where the part of a pack begins that follows one which ends there."""
-    return -(-end // PACK_ALIGN) * PACK_ALIGN
+class SmallParts:
+    """The elements of small arrays, side by side: each begins at a multiple of `PART_ALIGN`, with zeros in between.
 
-
-class Pack:
-    """One buffer for what is too much for meta, and too little for a buffer each: still to be filled.
-
-    Each part begins at a multiple of `PACK_ALIGN`; what is between them is zero.
+    They become a part of meta (`joined`), or a buffer (`begin`, `digest`, `sealed`).
 
     Args:
-        allocate: gives the memory it goes to, where it has some.
+        allocate: gives the memory of that buffer, if it has some.
     """
 
     __slots__ = ("_allocate", "_parts", "_target", "nbytes")
@@ -231,41 +223,42 @@ class Pack:
     def __init__(self, allocate: Allocate | None) -> None:
         self.nbytes = 0
         self._allocate = allocate
-        self._parts: list[tuple[int, bytes | Array]] = []
+        self._parts: list[bytes | Array] = []
         self._target = memoryview(b"")
 
-    def add(self, data: bytes) -> None:
-        """The next part."""
-        self._add(data, len(data))
-
-    def add_array(self, array: Array, *, packed: bool, now: bool) -> None:
-        """The same, of an array's elements in C order.
+    def add(self, array: Array, *, packed: bool, now: bool) -> int:
+        """Appends an array's elements in C order, and returns where they begin.
 
         Args:
             packed: its dtype has no padding.
-            now: its elements are taken at once; else when the pack is filled.
+            now: its elements are taken at once; else, if they are many, when all parts are joined.
         """
         size = array.nbytes
+        part: bytes | Array
         if size > _COPIED_BYTES and packed and not now and array.flags.c_contiguous:
-            self._add(array.reshape(-1).view(np.uint8), size)
+            part = array.reshape(-1).view(np.uint8)
         else:
-            self._add(array.tobytes() if packed else small_bytes(array), size)
-
-    def _add(self, part: bytes | Array, size: int) -> None:
-        at = pack_at(self.nbytes)
-        self._parts.append((at, part))
+            part = array.tobytes() if packed else small_bytes(array)
+        if gap := -self.nbytes % PART_ALIGN:
+            self._parts.append(_ZEROS[:gap])
+        at = self.nbytes + gap
+        self._parts.append(part)
         self.nbytes = at + size
+        return at
+
+    def joined(self) -> bytes:
+        """All parts."""
+        return b"".join([part if isinstance(part, bytes) else part.data for part in self._parts])
 
     def begin(self) -> None:
-        """Fills it. To be called before `digest` is."""
+        """Fills the buffer. Call it before `digest`."""
         block = self._allocate(self.nbytes) if self._allocate is not None else None
         self._target = target = (np.empty(self.nbytes, np.uint8) if block is None else block).data
-        end = 0
-        for at, part in self._parts:
-            if at != end:
-                target[end:at] = bytes(at - end)
+        at = 0
+        for part in self._parts:
             end = at + len(part)
             target[at:end] = part if isinstance(part, bytes) else part.data
+            at = end
         self._parts.clear()
 
     def digest(self, begin: int, end: int) -> bytes:

@@ -1,39 +1,32 @@
 """numpy dtypes as bytes and back: without pickle, without `eval`, without trusting what arrives.
 
-A plain dtype is its text, e.g. `<f8`, after its length; structured and sub-array dtypes are spelled out field by field.
-dtypes that numpy calls equal may still differ in what users see (`np.longlong` and `np.int64`, records, alignment), so
-nothing here is looked up by equality alone: equal values must give equal bytes in every process.
+A plain dtype is its text, e.g. `<f8`. Structured and sub-array dtypes are MessagePack, field by field: numpy's own
+description (`dtype.descr`) loses alignment, records and fields that overlap or are out of order.
+
+dtypes that numpy calls equal may differ in what users see (`np.longlong` and `np.int64`, records, alignment). So no
+dtype is looked up by equality alone: equal values must give equal bytes in every process.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import struct
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 import numpy as np
+from msgspec.msgpack import Decoder, Encoder
 from numpy.typing import NDArray
 
 from taskgraph.errors import DecodeError
 
-__all__ = ["DESCRIBED", "PARSED", "DtypeRefused", "opaque", "padding", "read", "whole_copy"]
+__all__ = ["DESCRIBED", "PARSED", "DtypeRefused", "opaque", "padding", "whole_copy"]
 
-_SUBARRAY: Final = 0xFF
-_RECORD: Final = 0xFE
-_ALIGNED: Final = 1
-_NP_RECORD: Final = 2
-
-_MAX_TEXT: Final = 100
 _MAX_ITEM: Final = 2**31 - 1
 """Bytes of one element; numpy's own limit."""
 _MAX_DEPTH: Final = 32
 _CACHED: Final = 1024
 """Plain dtypes remembered; a program uses a handful, but `U1`, `U2`, `U3` ... has no end."""
-
-_REC = struct.Struct("<BQI")
-_U32 = struct.Struct("<I")
-_U64 = struct.Struct("<Q")
 
 _PLAIN = re.compile(r"([<>|][b-zA-Z]\d{0,10}(?:\[\w{1,24}\])?)(/\d{1,3})?", re.ASCII)
 _LONG_DOUBLES: Final = frozenset((np.dtype(np.longdouble).num, np.dtype(np.clongdouble).num))
@@ -48,16 +41,44 @@ class DtypeRefused(Exception):
     """A dtype that cannot travel. The message is the way out."""
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ITEM)]
+
+
+class _SubArray(msgspec.Struct, array_like=True, tag="a"):
+    shape: tuple[_Count, ...]
+    base: str | _SubArray | _Record
+
+
+class _Field(msgspec.Struct, array_like=True):
+    name: bytes  # UTF-8 with surrogates, as is the title
+    title: bytes | None
+    offset: _Count
+    dtype: str | _SubArray | _Record
+
+
+class _Record(msgspec.Struct, array_like=True, tag="r"):
+    aligned: bool
+    is_np_record: bool
+    itemsize: _Count
+    fields: list[_Field]
+
+
+_to_bytes: Final = Encoder().encode
+_read: Final = Decoder(_SubArray | _Record).decode
+
+
 class _Described(dict[tuple[np.dtype[Any], int], tuple[bytes, bool]]):
-    """Descriptions by dtype, and by its number, which tells plain dtypes that are equal apart. A look-up is no call."""
+    """Descriptions of plain dtypes seen before. The dtype's number tells equal plain dtypes apart."""
 
     def __missing__(self, key: tuple[np.dtype[Any], int]) -> tuple[bytes, bool]:
         dtype, number = key
-        made = _describe(dtype, 0), dtype.names is None and number not in _LONG_DOUBLES
-        if dtype.names is None:
-            if len(self) >= _CACHED:
-                self.clear()
-            self[key] = made
+        found = _describe(dtype, 0)
+        if not isinstance(found, str):
+            return _to_bytes(found), False
+        made = found.encode(), number not in _LONG_DOUBLES
+        if len(self) >= _CACHED:
+            self.clear()
+        self[key] = made
         return made
 
 
@@ -65,7 +86,9 @@ class _Parsed(dict[bytes, np.dtype[Any]]):
     """Plain dtypes by their description, those that were read before."""
 
     def __missing__(self, key: bytes) -> np.dtype[Any]:
-        made = _parse_plain(key[1:])
+        if not key.startswith((b"<", b">", b"|")):
+            return _parsed(key)
+        made = _plain(key.decode("latin-1"))
         if len(self) >= _CACHED:
             self.clear()
         self[key] = made
@@ -77,14 +100,15 @@ DESCRIBED: Final = _Described()
 Python objects, or comes from another package."""
 
 PARSED: Final = _Parsed()
+"""By a description: the dtype. Raises DecodeError: it is none, or not one of this machine."""
 
 
-def _describe(dtype: np.dtype[Any], depth: int) -> bytes:
+def _describe(dtype: np.dtype[Any], depth: int) -> str | _SubArray | _Record:
     if depth > _MAX_DEPTH:
         raise DtypeRefused(f"its dtype is nested more than {_MAX_DEPTH} deep: send its fields one by one")
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
-        return struct.pack(f"<BB{len(shape)}Q", _SUBARRAY, len(shape), *shape) + _describe(base, depth + 1)
+        return _SubArray(shape, _describe(base, depth + 1))
     if dtype.names is not None:
         return _describe_record(dtype, depth)
     if dtype.num > _LARGEST_BUILTIN:
@@ -96,8 +120,7 @@ def _describe(dtype: np.dtype[Any], depth: int) -> bytes:
             "dtype object holds references to Python objects: give the array a dtype of its own, "
             "e.g. a.astype(float), or send a.tolist()"
         )
-    text = _text(dtype).encode("ascii")
-    return bytes((len(text),)) + text
+    return _text(dtype)
 
 
 def _text(dtype: np.dtype[Any]) -> str:
@@ -107,19 +130,20 @@ def _text(dtype: np.dtype[Any]) -> str:
     return text + _LONG_DOUBLE_FORM if dtype.num in _LONG_DOUBLES else text
 
 
-def _describe_record(dtype: np.dtype[Any], depth: int) -> bytes:
+def _describe_record(dtype: np.dtype[Any], depth: int) -> _Record:
     assert dtype.names is not None
     if dtype.type not in (np.void, np.record):
         raise DtypeRefused(f"its dtype makes scalars of {dtype.type.__name__}: send a.view((np.void, a.dtype))")
-    flags = _ALIGNED * dtype.isalignedstruct | _NP_RECORD * (dtype.type is np.record)
-    parts = [bytes((_RECORD,)), _REC.pack(flags, dtype.itemsize, len(dtype.names))]
+    fields = []
     for name in dtype.names:
         field, offset, *titles = _field(dtype, name)
         title = titles[0] if titles else None
         if not isinstance(title, str | None):
             raise DtypeRefused(f"field {name!r} has a title that is not a text: {title!r:.40}; send the fields alone")
-        parts += [_name(name), _name(title), _U64.pack(offset), _describe(field, depth + 1)]
-    return b"".join(parts)
+        fields.append(
+            _Field(_to_utf8(name), None if title is None else _to_utf8(title), offset, _describe(field, depth + 1))
+        )
+    return _Record(dtype.isalignedstruct, dtype.type is np.record, dtype.itemsize, fields)
 
 
 def _field(dtype: np.dtype[Any], name: str) -> tuple[Any, ...]:
@@ -128,32 +152,16 @@ def _field(dtype: np.dtype[Any], name: str) -> tuple[Any, ...]:
     return tuple(dtype.fields[name])
 
 
-def _name(name: str | None) -> bytes:
-    """A text after its length plus one; 0 for none."""
-    if name is None:
-        return _U32.pack(0)
-    data = name.encode("utf-8", "surrogatepass")
-    return _U32.pack(len(data) + 1) + data
+def _to_utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
-def read(data: bytes, at: int) -> tuple[np.dtype[Any], int]:
-    """The dtype described at `at`, and where its description ends.
-
-    Raises:
-        DecodeError: it is none, or not one of this machine.
-    """
-    size = data[at]
-    if size <= _MAX_TEXT:
-        end = at + 1 + size
-        return PARSED[data[at:end]], end
-    try:
-        return _parse(data, at, 0)
-    except (ValueError, TypeError, OverflowError, MemoryError) as error:
-        raise DecodeError(f"not a dtype: {error}") from error
+def _from_utf8(data: bytes) -> str:
+    return str(data, "utf-8", "surrogatepass")
 
 
-def _parse_plain(text: bytes) -> np.dtype[Any]:
-    match = _PLAIN.fullmatch(text.decode("latin-1"))
+def _plain(text: str) -> np.dtype[Any]:
+    match = _PLAIN.fullmatch(text)
     if match is None:
         raise DecodeError(f"not a dtype: {text!r}")
     try:
@@ -167,61 +175,52 @@ def _parse_plain(text: bytes) -> np.dtype[Any]:
     return dtype
 
 
-def _parse(data: bytes, at: int, depth: int) -> tuple[np.dtype[Any], int]:
+def _parsed(data: bytes) -> np.dtype[Any]:
+    """A structured or sub-array dtype."""
+    try:
+        return _made(_read(data), 0)
+    except (ValueError, TypeError, OverflowError, MemoryError, RecursionError) as error:
+        raise DecodeError(f"not a dtype: {error}") from error
+
+
+def _made(described: str | _SubArray | _Record, depth: int) -> np.dtype[Any]:
     if depth > _MAX_DEPTH:
         raise DecodeError(f"a dtype is nested more than {_MAX_DEPTH} deep")
-    kind = data[at]
-    if kind <= _MAX_TEXT:
-        return read(data, at)
-    if kind == _SUBARRAY:
-        ndim = data[at + 1]
-        shape = struct.unpack_from(f"<{ndim}Q", data, at + 2)
-        base, at = _parse(data, at + 2 + 8 * ndim, depth + 1)
-        whole = base.itemsize * math.prod(shape)
-        if whole > _MAX_ITEM:
-            raise DecodeError(f"a dtype of {whole} bytes")
-        return _sized(np.dtype((base, shape)), whole), at
-    if kind != _RECORD:
-        raise DecodeError(f"not a dtype: it begins with {kind}")
-    flags, itemsize, count = _REC.unpack_from(data, at + 1)
-    at += 1 + _REC.size
-    if count > len(data) - at:
-        raise DecodeError(f"a dtype announces {count} fields and has {len(data) - at} bytes left")
-    if itemsize > _MAX_ITEM:
-        raise DecodeError(f"a dtype of {itemsize} bytes")
-    names, titles, offsets, formats = [], [], [], []
-    for _ in range(count):
-        name, at = _read_name(data, at)
-        title, at = _read_name(data, at)
-        offsets.append(_U64.unpack_from(data, at)[0])
-        field, at = _parse(data, at + 8, depth + 1)
-        if offsets[-1] + field.itemsize > itemsize:
-            # numpy adds in 32 bits, and reads beyond the array where that wraps around.
-            raise DecodeError(f"a field that ends at {offsets[-1] + field.itemsize} in a dtype of {itemsize} bytes")
-        names.append(name)
-        titles.append(title)
-        formats.append(field)
-    spec: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
-    if any(title is not None for title in titles):
-        spec["titles"] = titles
-    made = _sized(np.dtype(spec, align=bool(flags & _ALIGNED)), itemsize)
-    return (np.dtype((np.record, made)) if flags & _NP_RECORD else made), at
+    if isinstance(described, str):
+        return PARSED[described.encode()]
+    if isinstance(described, _Record):
+        return _made_record(described, depth)
+    base = _made(described.base, depth + 1)
+    whole = base.itemsize * math.prod(described.shape)
+    if whole > _MAX_ITEM:
+        raise DecodeError(f"a dtype of {whole} bytes")
+    return _sized(np.dtype((base, described.shape)), whole)
+
+
+def _made_record(record: _Record, depth: int) -> np.dtype[Any]:
+    itemsize, formats = record.itemsize, []
+    for field in record.fields:
+        dtype = _made(field.dtype, depth + 1)
+        if field.offset + dtype.itemsize > itemsize:
+            # numpy adds in 32 bits, and reads beyond the array if that wraps around.
+            raise DecodeError(f"a field that ends at {field.offset + dtype.itemsize} in a dtype of {itemsize} bytes")
+        formats.append(dtype)
+    spec: Any = {
+        "names": [_from_utf8(field.name) for field in record.fields],
+        "formats": formats,
+        "offsets": [field.offset for field in record.fields],
+        "itemsize": itemsize,
+    }
+    if any(field.title is not None for field in record.fields):
+        spec["titles"] = [field.title if field.title is None else _from_utf8(field.title) for field in record.fields]
+    made = _sized(np.dtype(spec, align=record.aligned), itemsize)
+    return np.dtype((np.record, made)) if record.is_np_record else made
 
 
 def _sized(made: np.dtype[Any], itemsize: int) -> np.dtype[Any]:
     if made.itemsize != itemsize:
         raise DecodeError(f"a dtype of {made.itemsize} bytes that announces {itemsize}")
     return made
-
-
-def _read_name(data: bytes, at: int) -> tuple[str | None, int]:
-    size = _U32.unpack_from(data, at)[0]
-    at += _U32.size
-    if size == 0:
-        return None, at
-    if at + size - 1 > len(data):
-        raise DecodeError("a dtype ends within a name")
-    return str(data[at : at + size - 1], "utf-8", "surrogatepass"), at + size - 1
 
 
 def padding(dtype: np.dtype[Any]) -> NDArray[np.bool_] | None:

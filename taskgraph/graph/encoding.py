@@ -1,4 +1,9 @@
-"""The writer: one value as meta and buffers. The format is told in `values`."""
+"""The writer: one value as meta and buffers. `layout` defines the format.
+
+msgspec writes the tree. It would also write types that do not travel (sets, subclasses, dataclasses) as something else,
+and tuples as lists. So a value is converted first: containers of plain values stay as they are, after one look at the
+set of their types; everything else becomes an extension, or is refused.
+"""
 
 from __future__ import annotations
 
@@ -14,68 +19,46 @@ from taskgraph.device import shared
 from taskgraph.device.api import Device, OnDevice
 from taskgraph.device.buffers import Private
 from taskgraph.device.lookup import device_of
-from taskgraph.graph import arrays, codecs, dtypes, orders, runs
-from taskgraph.graph.arrays import INLINE_BYTES, SMALL_BYTES
+from taskgraph.graph import arrays, codecs, dtypes, layout, orders
+from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.digests import BLOCK_BYTES
+from taskgraph.graph.layout import MAX_DEPTH, ArrayHead, Ext, lone_head, to_bytes
 from taskgraph.graph.libraries import codec_of_library
 from taskgraph.graph.refusals import CannotTravel, key_step, way_out
-from taskgraph.graph.tags import (
-    ARRAY,
-    BYTES,
-    CODED,
-    COLUMNS,
-    COMPLEX,
-    DICT,
-    FALSE,
-    FLOAT,
-    INT,
-    LIST,
-    LONG_INT,
-    MESSAGE,
-    NONE,
-    NUMPY_BYTES,
-    NUMPY_STR,
-    ORDERED,
-    PROTOBUF,
-    RUN,
-    SCALAR,
-    STR,
-    TRUE,
-    TUPLE,
-    Bulk,
-)
 
-__all__ = ["ALIGN", "MAX_DEPTH", "WRITERS", "Writer"]
+__all__ = ["Writer", "write"]
 
-MAX_DEPTH: Final = 100
-"""Containers in containers. Each takes one or two Python frames of the thousand there are."""
-ALIGN: Final = 16
-"""Where array elements begin inside meta; the data of a bytes object itself begins at a multiple of 16."""
 _MAX_BUFFERS: Final = 1 << 16
-"""More bulk than that goes inside meta, whatever its size: a transport takes so many pieces and no more."""
-_MAX_META: Final = 1 << 30
-"""A description of more bytes is a structure that holds the same parts over and over, or should be arrays."""
-_KEY_CHARS: Final = 64
-_KEYS_KEPT: Final = 1024
-"""Keys of dicts that are remembered: the names of a program's things are few, and come in every epoch."""
-_PLAIN_SCALARS: Final = tuple(map(np.dtype, "?bhilqBHILQefdFD"))
+"""A transport takes at most this many pieces. Later arrays are small parts, whatever their size."""
+_MAX_PARTS: Final = 1 << 27
+"""Parts of all containers. A value with more holds the same parts over and over, or should be arrays."""
+_CONTAINER_PARTS: Final = 8
+"""What a container counts beside its parts: each costs a call of Python."""
 
-_ARRAY_INLINE, _ARRAY_PACKED, _ARRAY_BUFFERED = ARRAY
-_PADS: Final = tuple(bytes(-n % ALIGN) for n in range(ALIGN))
-_I64 = struct.Struct("<q")
-_U32 = struct.Struct("<I")
-_U64 = struct.Struct("<Q")
-_F64 = struct.Struct("<d")
-_C128 = struct.Struct("<dd")
-_SHAPES: Final = tuple(struct.Struct(f"<B{ndim}Q") for ndim in range(65))
+_PLAIN: Final = frozenset((type(None), bool, int, float, str))
+_ALWAYS_PLAIN: Final = frozenset((type(None), bool, float))
+
+Buffer = memoryview | arrays.Copy | arrays.SmallParts | Private
 
 
-Buffer = memoryview | arrays.Copy | arrays.Pack | Private
+class _NotPlain(Exception):
+    """Some integer has more than 64 bits, or some text a lone surrogate: MessagePack has neither."""
 
 
 class Writer:
-    """Writes one value."""
+    """Converts one value to a tree, and collects its buffers.
+
+    Args:
+        careful: look at each integer and text. Otherwise some values raise `_NotPlain`.
+
+    Attributes:
+        stayed: arrays that stay on a device: their memory is taken until they are copied.
+        on_device: the numbers of the arrays that were on a device.
+        in_user_code: above 0 while a codec or a message is asked for its parts, which it may change when asked again.
+        plain: the types that need no look at their values.
+        lone: dtype and shape of the last array, if it can be a value of kind ARRAY.
+    """
 
     __slots__ = (
         "adopt",
@@ -83,331 +66,296 @@ class Writer:
         "arrays",
         "buffers",
         "depth",
-        "eager",
+        "extended",
+        "in_user_code",
         "lendable",
-        "meta",
+        "lone",
         "on_device",
         "ordered",
-        "pack",
+        "parts",
+        "plain",
+        "small",
         "stayed",
         "stays",
     )
 
     def __init__(
-        self,
-        adopt: bool,
-        allocate: Allocate | None,
-        stays: bool = False,
-        lendable: bool = False,
-        ordered: bool = False,
+        self, adopt: bool, allocate: Allocate | None, stays: bool, lendable: bool, ordered: bool, careful: bool
     ) -> None:
-        self.meta = bytearray()
-        self.buffers: list[Buffer] = []  # copies are made when the digest is taken
-        self.pack: arrays.Pack | None = None  # one of them
+        self.adopt = adopt
+        self.allocate = allocate
         self.stays = stays
         self.lendable = lendable
         self.ordered = ordered
-        self.stayed: tuple[Any, ...] = ()  # arrays that did: until they are copied, nobody may get their memory
-        self.allocate = allocate
-        self.eager = 0  # within user code's own types: what they gave may change when they are asked for more
-        self.on_device: list[int] = []  # which arrays, by number, were on a device
+        self.plain = _ALWAYS_PLAIN if careful else _PLAIN
+        self.buffers: list[Buffer] = []  # copies are made when the digest is taken
+        self.small: arrays.SmallParts | None = None
+        self.stayed: tuple[Any, ...] = ()
+        self.on_device: list[int] = []
         self.arrays = 0
+        self.in_user_code = 0
         self.depth = 0
-        self.adopt = adopt
+        self.parts = 0
+        self.extended = False
+        self.lone: tuple[bytes, tuple[int, ...]] | None = None
 
-    def too_much(self, value: Any) -> CannotTravel:
-        """Why a container does not fit: it is too deep, or too much came before it."""
+    def enter(self, container: Any, parts: int) -> None:
+        """Counts a container; raises CannotTravel if the value is nested too deep, or too large."""
+        self.depth += 1
+        self.parts += parts + _CONTAINER_PARTS
         if self.depth > MAX_DEPTH:
-            return CannotTravel(value, f"it is nested more than {MAX_DEPTH} deep (does it contain itself?)")
-        return CannotTravel(
-            value,
-            "what comes before it already needs 1 GiB of description: send arrays instead of lists of numbers, "
-            "and what is shared only once",
-        )
+            raise CannotTravel(container, f"it is nested more than {MAX_DEPTH} deep (does it contain itself?)")
+        if self.parts > _MAX_PARTS:
+            raise CannotTravel(
+                container,
+                f"the value has more than {_MAX_PARTS >> 20} million parts by here: send arrays instead of lists of "
+                "numbers, and what is shared only once",
+            )
 
-    def inline(self, size: int) -> bool:
-        """Whether bulk of so many bytes goes inside meta; else what is less than `INLINE_BYTES` goes to the pack.
+    def extension(self, code: int, payload: bytes) -> Ext:
+        self.extended = True
+        return Ext(code, payload)
 
-        It depends on the value alone, not on where its arrays are.
-        """
-        return size <= SMALL_BYTES or len(self.meta) + size < INLINE_BYTES or len(self.buffers) >= _MAX_BUFFERS
-
-    def packed(self) -> arrays.Pack:
-        """The pack, made where it is needed first."""
-        if self.pack is None:
-            self.pack = arrays.Pack(self.allocate)
-            self.buffers.append(self.pack)
-        return self.pack
-
-    def text(self, text: str) -> None:
-        data = text.encode("utf-8", "surrogatepass")
-        self.meta += _U64.pack(len(data))
-        self.meta += data
-
-    def data(self, tags: Bulk, data: bytes) -> None:
-        """Immutable bytes, after one of three tags."""
-        size = len(data)
-        inline, packed, buffered = tags
-        if self.inline(size):
-            self.meta += inline + _U64.pack(size)
-            self.meta += data
-        elif size < INLINE_BYTES:
-            self.meta += packed + _U64.pack(size)
-            self.packed().add(data)
-        else:
-            self.meta += buffered + _U64.pack(size)
-            self.buffers.append(memoryview(data))
+    def joined(self, tree: Any) -> bytes:
+        """Meta without its trailer, from the converted value. Completes `buffers`."""
+        small, in_buffer = b"", 0
+        if self.small is not None and self.small.nbytes < INLINE_BYTES:
+            small = self.small.joined()
+        elif self.small is not None:
+            self.buffers.append(self.small)
+            in_buffer = len(self.buffers)
+        if type(tree) is Ext and tree.code == layout.ARRAY_EXT and self.lone is not None:
+            kind = layout.LARGE_ARRAY if self.buffers else layout.ARRAY
+            if (lone := lone_head(kind, *self.lone)) is not None:
+                return lone + small
+        data = _packed(tree)
+        if not self.extended:
+            return layout.PLAIN + data
+        return layout.TREE_HEAD.pack(layout.TREE, len(small), in_buffer) + small + data
 
 
-def _write_int(writer: Writer, value: int) -> None:
-    if -(1 << 63) <= value < 1 << 63:
-        writer.meta += INT + _I64.pack(value)
-        return
-    size = (value.bit_length() + 8) // 8
-    writer.meta += LONG_INT + _U64.pack(size)
-    writer.meta += value.to_bytes(size, "little", signed=True)
+def write(
+    value: Any, adopt: bool, allocate: Allocate | None, stays: bool, lendable: bool, ordered: bool
+) -> tuple[Writer, bytes]:
+    """The value's writer, with its buffers, and meta without the trailer.
 
-
-def _write_float(writer: Writer, value: float) -> None:
-    writer.meta += FLOAT + _F64.pack(value)
-
-
-def _write_str(writer: Writer, value: str) -> None:
-    writer.data(STR, value.encode("utf-8", "surrogatepass"))
-
-
-def _write_bytes(writer: Writer, value: bytes) -> None:
-    writer.data(BYTES, value)
-
-
-def _write_sequence(writer: Writer, value: list[Any] | tuple[Any, ...]) -> None:
-    items = tuple(value)  # a list may be appended to by another thread meanwhile
-    meta = writer.meta
-    writer.depth += 1
-    if writer.depth > MAX_DEPTH or len(meta) > _MAX_META:
-        raise writer.too_much(value)
-    tag = LIST if type(value) is list else TUPLE
-    if (run := runs.packed(items)) is not None:
-        _write_run(writer, tag, *run)
-        writer.depth -= 1
-        return
-    meta += tag + _U64.pack(len(items))
-    index = 0
-    try:
-        for item in items:
-            WRITERS[type(item)](writer, item)
-            index += 1
-    except CannotTravel as refused:
-        raise refused.at(f"[{index}]")  # noqa: B904 - the same exception goes on
-    writer.depth -= 1
-
-
-def _write_run(writer: Writer, tag: bytes, kind: bytes, parts: tuple[Any, ...]) -> None:
-    writer.meta += RUN + tag + kind
-    for part in parts:
-        WRITERS[type(part)](writer, part)
-
-
-_EMPTY_DICT: Final = DICT + _U64.pack(0)
-
-
-class _Keys(dict[str, bytes]):
-    """Keys as they are written, so that a look-up is no call; nothing for one that is not kept."""
-
-    def __missing__(self, key: str) -> bytes:
-        if len(key) > _KEY_CHARS or len(self) >= _KEYS_KEPT:
-            return b""
-        writer = Writer(False, None)
-        _write_str(writer, key)
-        made = self[key] = bytes(writer.meta)
-        return made
-
-
-_keys: Final = _Keys()
-
-
-def _write_dict(writer: Writer, value: dict[Any, Any]) -> None:
-    if not value and writer.depth < MAX_DEPTH and len(writer.meta) <= _MAX_META:
-        writer.meta += _EMPTY_DICT
-        return
-    own = value.copy()  # another thread may change it meanwhile; a tuple for each item would cost several times as much
-    meta = writer.meta
-    writer.depth += 1
-    if writer.depth > MAX_DEPTH or len(meta) > _MAX_META:
-        raise writer.too_much(value)
-    if len(own) >= runs.LEAST and _write_columns(writer, own):
-        writer.depth -= 1
-        return
-    meta += DICT + _U64.pack(len(own))
-    for key, item in own.items():
-        known = _keys[key] if type(key) is str else b""
-        if known:
-            meta += known
-        else:
-            try:
-                WRITERS[type(key)](writer, key)
-            except CannotTravel as refused:
-                raise refused.at(f" (in the key {key_step(key)})")  # noqa: B904
-        if type(item) is dict and not item and writer.depth < MAX_DEPTH and len(meta) <= _MAX_META:
-            meta += _EMPTY_DICT
-            continue
+    Raises:
+        CannotTravel: some part of the value cannot travel.
+    """
+    for careful in (False, True):
+        writer = Writer(adopt, allocate, stays, lendable, ordered, careful)
         try:
-            WRITERS[type(item)](writer, item)
+            return writer, writer.joined(_CONVERT[type(value)](writer, value))
+        except _NotPlain:
+            pass
+    raise CannotTravel(value, "one of its parts has more than 4 GiB: send arrays instead")
+
+
+def _packed(tree: Any) -> bytes:
+    try:
+        return to_bytes(tree)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise _NotPlain from error
+
+
+# -- containers -------------------------------------------------------------------------------------------------------
+
+
+def _list(writer: Writer, value: list[Any]) -> list[Any]:
+    items = value.copy()  # another thread may change the list meanwhile
+    writer.enter(value, len(items))
+    plain = writer.plain
+    if not plain.issuperset(map(type, items)):
+        index = 0
+        try:
+            for index, item in enumerate(items):
+                if type(item) not in plain:
+                    items[index] = _CONVERT[type(item)](writer, item)
+        except CannotTravel as refused:
+            raise refused.at(f"[{index}]")  # noqa: B904 - the same exception goes on
+    writer.depth -= 1
+    return items
+
+
+def _tuple(writer: Writer, value: tuple[Any, ...]) -> Ext:
+    return writer.extension(layout.TUPLE_EXT, _packed(_list(writer, list(value))))
+
+
+def _dict(writer: Writer, value: dict[Any, Any]) -> dict[Any, Any] | Ext:
+    items = value.copy()
+    writer.enter(value, len(items))
+    plain = writer.plain
+    keys_plain = plain.issuperset(map(type, items))
+    keys = None if keys_plain else _packed(_keys(writer, list(items)))
+    if not plain.issuperset(map(type, items.values())):
+        key = None
+        try:
+            for key, item in items.items():
+                if type(item) not in plain:
+                    items[key] = _CONVERT[type(item)](writer, item)
         except CannotTravel as refused:
             raise refused.at(key_step(key))  # noqa: B904
     writer.depth -= 1
+    if keys is None:
+        return items
+    return writer.extension(layout.ITEMS_EXT, to_bytes((keys, _packed(list(items.values())))))
 
 
-def _write_columns(writer: Writer, own: dict[Any, Any]) -> bool:
-    """Writes a dict that nobody changes as two runs, if that is what it is."""
-    if (of_keys := runs.packed(tuple(own))) is None or (of_values := runs.packed(tuple(own.values()))) is None:
-        return False
-    writer.meta += COLUMNS
-    _write_run(writer, LIST, *of_keys)
-    _write_run(writer, LIST, *of_values)
-    return True
+def _keys(writer: Writer, keys: list[Any]) -> list[Any]:
+    for index, key in enumerate(keys):
+        try:
+            keys[index] = _CONVERT[type(key)](writer, key)
+        except CannotTravel as refused:
+            raise refused.at(f" (in the key {key_step(key)})")  # noqa: B904
+    return keys
 
 
-def _in_order(writer: Writer, value: Any, itemsize: int = 0) -> Any:
-    """An array of numpy's or a device's as it is to be written: where its order counts, behind that, and in C's."""
-    if order := orders.order_of(value.shape, value.strides, itemsize):
-        writer.meta += ORDERED + bytes((len(order),)) + order
-        return orders.in_c_order(value, order)
+# -- plain values that MessagePack does not have ----------------------------------------------------------------------
+
+
+def _int(writer: Writer, value: int) -> int | Ext:
+    if -(1 << 63) <= value < 1 << 64:
+        return value
+    size = (value.bit_length() + 8) // 8
+    return writer.extension(layout.INT_EXT, value.to_bytes(size, "little", signed=True))
+
+
+def _complex(writer: Writer, value: complex) -> Ext:
+    return writer.extension(layout.COMPLEX_EXT, struct.pack("<dd", value.real, value.imag))
+
+
+def _str(writer: Writer, value: str) -> str | Ext:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return writer.extension(layout.STR_EXT, value.encode("utf-8", "surrogatepass"))
     return value
 
 
-def _write_array(writer: Writer, value: NDArray[Any], adopt: bool = False) -> None:
-    if writer.ordered and not value.flags.c_contiguous:
-        value = _in_order(writer, value, value.itemsize)
-    dtype = value.dtype
+def _bytes(writer: Writer, value: bytes) -> bytes | Ext:
+    if len(value) < INLINE_BYTES or len(writer.buffers) >= _MAX_BUFFERS:
+        return value
+    writer.buffers.append(memoryview(value))
+    return writer.extension(layout.BYTES_EXT, to_bytes(len(writer.buffers)))
+
+
+# -- arrays and scalars -----------------------------------------------------------------------------------------------
+
+
+def _in_c_order(writer: Writer, value: Any, itemsize: int = 0) -> tuple[Any, bytes]:
+    """An array as it is to be written: in C order, and the order that it had if that is to arrive."""
+    order = orders.order_of(value.shape, value.strides, itemsize) if writer.ordered else b""
+    return (orders.in_c_order(value, order), order) if order else (value, b"")
+
+
+def _described(value: Any, dtype: np.dtype[Any]) -> tuple[bytes, bool]:
     try:
-        header, packed = dtypes.DESCRIBED[dtype, dtype.num]
+        return dtypes.DESCRIBED[dtype, dtype.num]
     except dtypes.DtypeRefused as refused:
         raise CannotTravel(value, str(refused)) from None
-    writer.arrays += 1
-    meta = writer.meta
-    shape = _SHAPES[value.ndim].pack(value.ndim, *value.shape)
-    if writer.inline(value.nbytes):
-        meta += _ARRAY_INLINE + header + shape
-        meta += _PADS[len(meta) % ALIGN]
-        meta += value.tobytes() if packed else arrays.small_bytes(value)
-    elif value.nbytes < INLINE_BYTES:
-        meta += _ARRAY_PACKED + header + shape
-        writer.packed().add_array(value, packed=packed, now=writer.eager > 0)
+
+
+def _array(writer: Writer, value: NDArray[Any], adopt: bool = False, order: bytes = b"") -> Ext:
+    if not order and not value.flags.c_contiguous:
+        value, order = _in_c_order(writer, value, value.itemsize)
+    dtype, packed = _described(value, value.dtype)
+    if value.nbytes < INLINE_BYTES or len(writer.buffers) >= _MAX_BUFFERS:
+        if writer.small is None:
+            writer.small = arrays.SmallParts(writer.allocate)
+        at = writer.small.add(value, packed=packed, now=writer.in_user_code > 0)
+        return _head(writer, value, dtype, packed, order, 0, at)
+    shared = arrays.as_it_is(value, adopt=adopt or writer.adopt, packed=packed)
+    if shared is None:
+        copy = arrays.Copy(value, writer.allocate)
+        writer.buffers.append(copy.made() if writer.in_user_code else copy)
     else:
-        meta += _ARRAY_BUFFERED + header + shape
-        shared = arrays.as_it_is(value, adopt=adopt or writer.adopt, packed=packed)
-        if shared is None:
-            copy = arrays.Copy(value, writer.allocate)
-            writer.buffers.append(copy.made() if writer.eager else copy)
-        else:
-            writer.buffers.append(shared)
+        writer.buffers.append(shared)
+    return _head(writer, value, dtype, packed, order, len(writer.buffers), 0)
 
 
-def _write_on_device(writer: Writer, value: OnDevice) -> None:
+def _head(writer: Writer, value: Any, dtype: bytes, packed: bool, order: bytes, buffer: int, at: int) -> Ext:
+    number = writer.arrays
+    writer.arrays = number + 1
+    shape: tuple[int, ...] = value.shape
+    writer.lone = (dtype, shape) if packed and not order else None
+    return writer.extension(layout.ARRAY_EXT, to_bytes(ArrayHead(number, buffer, at, dtype, shape, order)))
+
+
+def _on_host(writer: Writer, value: OnDevice, order: bytes = b"") -> Ext:
+    """Of an array that was on a device, and was copied to the host."""
     writer.on_device.append(writer.arrays)
-    _write_array(writer, value.host, adopt=True)
+    return _array(writer, value.host, adopt=True, order=order)
 
 
-def _write_staying(writer: Writer, value: Any, device: Device) -> None:
-    dtype = value.dtype
-    try:
-        header, packed = dtypes.DESCRIBED[dtype, dtype.num]
-    except dtypes.DtypeRefused as refused:
-        raise CannotTravel(value, str(refused)) from None
+def _on_device(writer: Writer, value: Any, device: Device) -> Ext:
+    order = b""
+    if writer.ordered and hasattr(value, "strides"):
+        value, order = _in_c_order(writer, value)
+    stays = writer.stays and value.nbytes >= INLINE_BYTES and device.keeps(value)
+    dtype, packed = _described(value, value.dtype) if stays else (b"", False)
     if not packed or len(writer.buffers) >= _MAX_BUFFERS:
-        _write_on_device(writer, OnDevice(device.to_host(value)))
-        return
+        return _on_host(writer, OnDevice(device.to_host(value)), order)
     writer.on_device.append(writer.arrays)
-    writer.arrays += 1
-    writer.meta += _ARRAY_BUFFERED + header + _SHAPES[value.ndim].pack(value.ndim, *value.shape)
     memory = shared.of(device) if writer.lendable else None
     writer.buffers.append(Private(device, value, BLOCK_BYTES, memory))
     writer.stayed += (value,)
+    return _head(writer, value, dtype, packed, order, len(writer.buffers), 0)
 
 
-_SCALARS: Final = {dtype.type: SCALAR + dtypes.DESCRIBED[dtype, dtype.num][0] for dtype in _PLAIN_SCALARS}
-"""What numpy's numbers begin with, by their type: those whose bytes are all there is to them."""
+_NUMBERS: Final = {
+    np.dtype(code).type: dtypes.DESCRIBED[np.dtype(code), np.dtype(code).num][0] for code in "?bhilqBHILQefdFD"
+}
+"""numpy's numbers whose bytes are all there is to them: their dtypes as bytes."""
 
 
-def _write_scalar(writer: Writer, value: np.generic) -> None:
-    if head := _SCALARS.get(type(value)):
-        writer.meta += head
-        writer.meta += value.tobytes()
-    elif type(value) is np.str_:
-        writer.data(NUMPY_STR, value.encode("utf-8", "surrogatepass"))  # str(value) drops NULs at its end
-    elif type(value) is np.bytes_:
-        writer.data(NUMPY_BYTES, bytes(value))
-    else:
-        array = np.asarray(value)
-        if array.dtype.type is not type(value):
-            raise CannotTravel(value, way_out(value))
-        try:
-            writer.meta += SCALAR + dtypes.DESCRIBED[array.dtype, array.dtype.num][0]
-        except dtypes.DtypeRefused as refused:
-            raise CannotTravel(value, str(refused)) from None
-        writer.meta += arrays.small_bytes(array)
+def _number(writer: Writer, value: np.generic) -> Ext:
+    return writer.extension(layout.SCALAR_EXT, to_bytes((_NUMBERS[type(value)], value.tobytes())))
 
 
-def _write_message(writer: Writer, value: Any, known: codecs.Message) -> None:
-    writer.depth += 1
-    if writer.depth > MAX_DEPTH or len(writer.meta) > _MAX_META:
-        raise writer.too_much(value)
-    writer.meta += MESSAGE
-    writer.text(known.name)
-    writer.meta += _U32.pack(len(known.fields))
-    writer.eager += 1
+def _scalar(writer: Writer, value: np.generic) -> Ext:
+    if type(value) is np.str_:
+        return writer.extension(layout.NUMPY_STR_EXT, value.encode("utf-8", "surrogatepass"))  # str() drops last NULs
+    if type(value) is np.bytes_:
+        return writer.extension(layout.NUMPY_BYTES_EXT, bytes(value))
+    array = np.asarray(value)
+    if array.dtype.type is not type(value):
+        raise CannotTravel(value, way_out(value))
+    dtype, _ = _described(value, array.dtype)
+    return writer.extension(layout.SCALAR_EXT, to_bytes((dtype, arrays.small_bytes(array))))
+
+
+# -- types of users and libraries -------------------------------------------------------------------------------------
+
+
+def _message(writer: Writer, value: Any, known: codecs.Message) -> Ext:
+    writer.enter(value, len(known.fields))
+    writer.in_user_code += 1
+    fields = {}
     for name in known.fields:
-        writer.text(name)
         try:
             field = getattr(value, name)
         except AttributeError:
             raise CannotTravel(value, f"its field {name!r} was never set") from None
         try:
-            WRITERS[type(field)](writer, field)
+            fields[name] = _CONVERT[type(field)](writer, field)
         except CannotTravel as refused:
             raise refused.at(f".{name}")  # noqa: B904
-    writer.eager -= 1
+    writer.in_user_code -= 1
     writer.depth -= 1
+    return writer.extension(layout.MESSAGE_EXT, _packed((known.name, fields)))
 
 
-def _write_coded(writer: Writer, value: Any, known: codecs.Codec) -> None:
-    writer.depth += 1
-    if writer.depth > MAX_DEPTH or len(writer.meta) > _MAX_META:
-        raise writer.too_much(value)
-    writer.meta += CODED
-    writer.text(known.name)
-    writer.eager += 1
+def _coded(writer: Writer, value: Any, known: codecs.Codec) -> Ext:
+    writer.enter(value, 1)
+    writer.in_user_code += 1
     try:
         inner = known.encode(value)
-        WRITERS[type(inner)](writer, inner)
+        tree = _CONVERT[type(inner)](writer, inner)
     except CannotTravel as refused:
         raise refused.at(f".<codec {known.name}>")  # noqa: B904
-    writer.eager -= 1
+    writer.in_user_code -= 1
     writer.depth -= 1
-
-
-def _write_other(writer: Writer, value: Any) -> None:
-    kind = type(value)
-    if known := codecs.message_of(kind):
-        _write_message(writer, value, known)
-    elif coded := codecs.codec_of(kind):
-        _write_coded(writer, value, coded)
-    elif isinstance(value, np.generic):
-        _write_scalar(writer, value)
-    elif (device := device_of(value)) is not None:
-        if writer.ordered and hasattr(value, "strides"):
-            value = _in_order(writer, value)
-        if writer.stays and value.nbytes >= INLINE_BYTES and device.keeps(value):
-            _write_staying(writer, value, device)
-        else:
-            _write_on_device(writer, OnDevice(device.to_host(value)))
-    elif library := codec_of_library(value):
-        _write_coded(writer, value, library)
-    elif _is_protobuf(value):
-        _write_protobuf(writer, value)
-    else:
-        raise CannotTravel(value, way_out(value))
+    return writer.extension(layout.CODEC_EXT, _packed((known.name, tree)))
 
 
 def _is_protobuf(value: Any) -> bool:
@@ -415,7 +363,7 @@ def _is_protobuf(value: Any) -> bool:
     return protobuf is not None and isinstance(value, protobuf.Message)
 
 
-def _write_protobuf(writer: Writer, value: Any) -> None:
+def _protobuf(writer: Writer, value: Any) -> Ext:
     from google.protobuf import descriptor_pool
     from google.protobuf.message import EncodeError
 
@@ -434,32 +382,48 @@ def _write_protobuf(writer: Writer, value: Any) -> None:
         raise CannotTravel(
             value, f"protobuf refuses it ({error}): complete it, or send large data as arrays"
         ) from error
-    writer.meta += PROTOBUF
-    writer.text(name)
-    writer.data(BYTES, data)
+    return writer.extension(layout.PROTOBUF_EXT, to_bytes((name, _bytes(writer, data))))
 
 
-class _Writers(dict[type, Callable[[Writer, Any], None]]):
-    """The writer of a type, exactly of it: `WRITERS[type(value)](writer, value)`."""
+def _other(writer: Writer, value: Any) -> Any:
+    kind = type(value)
+    if known := codecs.message_of(kind):
+        return _message(writer, value, known)
+    if coded := codecs.codec_of(kind):
+        return _coded(writer, value, coded)
+    if isinstance(value, np.generic):
+        return _scalar(writer, value)
+    if (device := device_of(value)) is not None:
+        return _on_device(writer, value, device)
+    if library := codec_of_library(value):
+        return _coded(writer, value, library)
+    if _is_protobuf(value):
+        return _protobuf(writer, value)
+    raise CannotTravel(value, way_out(value))
 
-    def __missing__(self, kind: type) -> Callable[[Writer, Any], None]:
-        return _write_other
+
+class _Converters(dict[type, Callable[[Writer, Any], Any]]):
+    """The function that converts values of exactly this type: `_CONVERT[type(value)](writer, value)`."""
+
+    def __missing__(self, kind: type) -> Callable[[Writer, Any], Any]:
+        return _other
 
 
-WRITERS: Final = _Writers(
+_CONVERT: Final = _Converters(
     {
-        type(None): lambda writer, value: writer.meta.extend(NONE),
-        bool: lambda writer, value: writer.meta.extend(TRUE if value else FALSE),
-        int: _write_int,
-        float: _write_float,
-        complex: lambda writer, value: writer.meta.extend(COMPLEX + _C128.pack(value.real, value.imag)),
-        str: _write_str,
-        bytes: _write_bytes,
-        list: _write_sequence,
-        tuple: _write_sequence,
-        dict: _write_dict,
-        np.ndarray: _write_array,
-        OnDevice: _write_on_device,
+        type(None): lambda writer, value: value,
+        bool: lambda writer, value: value,
+        float: lambda writer, value: value,
+        int: _int,
+        str: _str,
+        complex: _complex,
+        bytes: _bytes,
+        list: _list,
+        tuple: _tuple,
+        dict: _dict,
+        np.ndarray: _array,
+        OnDevice: _on_host,
+        **dict.fromkeys(_NUMBERS, _number),
     }
 )
-codecs.reserve(WRITERS)
+codecs.reserve(_CONVERT)

@@ -1,25 +1,23 @@
-"""The arrays of an encoded value by name, without making anything of it: no user code runs, nothing is copied."""
+"""The arrays of an encoded value by name, without making the value: no user code runs, nothing is copied."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from taskgraph.graph.decoding import Reader
+from taskgraph.graph import layout
+from taskgraph.graph.decoding import Reader, read_tree
 from taskgraph.graph.orders import forwards
-from taskgraph.graph.tags import CODED, COLUMNS, DICT, LIST, MESSAGE, ORDERED, PROTOBUF, RUN, TUPLE
 from taskgraph.graph.values import value_end
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["Named", "outline"]
 
 _INT_BITS: Final = 256
-"""Of an integer that is a key: a larger one is named by its place."""
+"""A key that is a larger integer is named by its position: Python refuses to write thousands of digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,130 +27,107 @@ class Named:
     Attributes:
         path: keys, indices and field names that lead to it, as texts.
         data: its elements in C order.
-        buffer: which of the value's buffers that is; None for a small one, which lies in meta.
-        part: where in that buffer it begins, if the buffer has several parts.
+        buffer: the buffer of the value that is this array; None for a small array.
     """
 
     path: tuple[str, ...]
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     data: memoryview
-    buffer: int | None
-    part: int | None = None
+    buffer: memoryview | None
 
 
 def outline(encoded: Encoded) -> list[Named]:
-    """The value's arrays, in the order they were encoded.
+    """The value's arrays, in the order of their encoding.
 
     Raises:
         DecodeError: the bytes are not a value.
     """
-    # Where arrays lived is told after the value; it does not matter here, so the reader is told of no device.
-    reader = _Outline(encoded)
-    reader.whole()
-    return reader.found
+    # The trailer says which arrays were on a device, which does not matter here.
+    tree = _Outline(encoded, value_end(encoded.meta), frozenset(), None, False).whole()
+    return list(_walk(tree, ()))
+
+
+@dataclass(eq=False, slots=True)
+class _Array:
+    """Stands for an array."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    data: memoryview
+    buffer: memoryview | None
+    order: bytes = b""
+
+
+@dataclass(eq=False, slots=True)
+class _Message:
+    """Stands for a message; may be a dict's key, as a dict may not."""
+
+    fields: dict[str, Any]
 
 
 class _Outline(Reader):
-    """A reader that keeps the way to each array, and makes no messages and no values of codecs."""
+    """A reader that makes no arrays, no messages and no values of codecs."""
 
-    __slots__ = ("_path", "found")
+    __slots__ = ()
+    extensions: ClassVar = dict(Reader.extensions)
 
-    def __init__(self, encoded: Encoded) -> None:
-        super().__init__(encoded, 1, value_end(encoded.meta), frozenset(), None, False)
-        self._path: list[str] = []
-        self.found: list[Named] = []
+    def _array_of(
+        self, data: Any, at: int, dtype: np.dtype[Any], shape: tuple[int, ...], nbytes: int, number: int
+    ) -> Any:
+        self._check(data, at, dtype, nbytes)
+        elements = memoryview(data if type(data) is bytes else data.data if isinstance(data, np.ndarray) else data)
+        return _Array(dtype, shape, elements[at : at + nbytes], data if type(data) is memoryview else None)
 
-    def _at_step(self, step: str) -> Any:
-        self._path.append(step)
-        found = self._value()
-        self._path.pop()
-        return found
+    def _in_order(self, array: Any, order: bytes) -> Any:
+        array.order = order
+        return array
 
-    def steps(self) -> None:
-        for index in range(self._count(1)):
-            self._at_step(str(index))
-        self._depth -= 1
+    def _inner(self, payload: memoryview) -> Any:
+        """What is behind the name of a codec or a protobuf message."""
+        return read_tree(memoryview(layout.read_named(payload)[1]))
 
-    def skip_run(self) -> None:
-        _, kind = self._run_of()
-        self._run_parts(kind)
+    def _fields_of(self, payload: memoryview) -> Any:
+        fields = self._inner(payload)
+        return _Message(fields if type(fields) is dict else {})
 
-    def skip_columns(self) -> None:
-        for _ in range(2):
-            self._take(1)
-            self.skip_run()
 
-    def entries(self) -> None:
-        for index in range(self._count(2)):
-            key = self._value()
-            self._at_step(f"key{index}" if (step := _step(key)) is None else step)
-        self._depth -= 1
+_Outline.extensions |= {
+    layout.MESSAGE_EXT: _Outline._fields_of,
+    layout.CODEC_EXT: _Outline._inner,
+    layout.PROTOBUF_EXT: _Outline._inner,
+}
 
-    def fields(self) -> None:
-        self._text()
-        count = int.from_bytes(self._take(4), "little")
-        self._enter()
-        for _ in range(count):
-            self._at_step(self._text())
-        self._depth -= 1
 
-    def ordered(self) -> None:
-        """Of one in Fortran's order there is a name for what lies there: `.T`; of one in C's it is its own, as gaps do
-        not lie there. Of others there is none.
-        """
-        known = len(self.found)
-        _, order = self._array_in_order()
-        if (axes := forwards(order)) == list(range(len(order))):
-            return
-        if axes != list(reversed(range(len(order)))):
-            del self.found[known:]
-        for at in range(known, len(self.found)):
-            self.found[at] = replace(self.found[at], path=(*self.found[at].path, "T"))
+def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[Named]:
+    if isinstance(tree, _Array):
+        if (last := _named_order(tree.order)) is not None:
+            yield Named(path + last, tree.dtype, tree.shape, tree.data, tree.buffer)
+        return
+    if isinstance(tree, _Message):
+        tree = tree.fields
+    if type(tree) is dict:
+        for index, (key, value) in enumerate(tree.items()):
+            yield from _walk(value, (*path, f"key{index}" if (step := _step(key)) is None else step))
+    elif type(tree) in (list, tuple):
+        for index, value in enumerate(tree):
+            if type(value) is not float:
+                yield from _walk(value, (*path, str(index)))
 
-    def inner(self) -> None:
-        self._text()  # of a codec or of a protobuf message: what follows is a value
-        self._enter()
-        self._value()
-        self._depth -= 1
 
-    def view(  # type: ignore[override]
-        self,
-        data: bytes | memoryview | NDArray[Any],
-        at: int,
-        dtype: np.dtype[Any],
-        shape: tuple[int, ...],
-        *,
-        writable: bool,
-    ) -> None:
-        """Takes note of an array instead of making it."""
-        size = math.prod(shape) * dtype.itemsize
-        buffer, part = None, False
-        if isinstance(data, memoryview):
-            buffer = self._next - 1
-        elif not isinstance(data, bytes):
-            buffer, part, data = self._pack_number, True, data.data
-        self.found.append(
-            Named(tuple(self._path), dtype, shape, memoryview(data)[at : at + size], buffer, at if part else None)
-        )
+def _named_order(order: bytes) -> tuple[str, ...] | None:
+    """The last step of an array's path: an array in Fortran's order is exported as `name.T`.
+
+    None: an array of mixed order, which has no name. Gaps make no difference, since they are not written.
+    """
+    axes = forwards(order)
+    if axes == list(range(len(order))):
+        return ()
+    return ("T",) if axes == list(reversed(range(len(order)))) else None
 
 
 def _step(key: object) -> str | None:
-    """A key as a step of a path; None where it makes no text that somebody would want to read."""
+    """A key as a step of a path; None if it makes no text that a person would want to read."""
     if isinstance(key, int):
-        return str(key) if key.bit_length() <= _INT_BITS else None  # Python refuses to write thousands of digits
+        return str(key) if key.bit_length() <= _INT_BITS else None
     return str(key) if isinstance(key, str | float | bytes) else None
-
-
-_OWN: Final[dict[bytes, Callable[[_Outline], None]]] = {
-    LIST: _Outline.steps,
-    TUPLE: _Outline.steps,
-    RUN: _Outline.skip_run,
-    DICT: _Outline.entries,
-    COLUMNS: _Outline.skip_columns,
-    MESSAGE: _Outline.fields,
-    ORDERED: _Outline.ordered,
-    CODED: _Outline.inner,
-    PROTOBUF: _Outline.inner,
-}
-_Outline.readers = tuple(_OWN.get(bytes((tag,)), read) for tag, read in enumerate(Reader.readers))

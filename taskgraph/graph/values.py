@@ -5,11 +5,8 @@ every dtype of numpy's own but object, CuPy arrays, protobuf messages, dataclass
 with a `codec`. Each arrives with exactly the type and the bits it was sent with; anything else is refused with the way
 out. `docs/values.md` tells it to users.
 
-The format. Meta is a version byte, the value, and a trailer. A value is a tag byte and what follows it (`tags`). Bulk
-of more than 512 bytes that would make meta longer than 64 KiB is not in meta but in a buffer: one for each of 64 KiB
-and more, and one, the *pack*, for all the others, each of them from a multiple of 64 bytes on. Buffers come in the
-order of their tags. The trailer lists which arrays, by number, lived on a device: a u32 each, then a u32 that counts
-them. It is left out of the digest (`digests`), which is of the value alone. All numbers are little-endian.
+`layout` defines the format. A value that is one array, and nothing else, is the most common one: `encode` and `decode`
+treat it before any other.
 """
 
 from __future__ import annotations
@@ -28,11 +25,11 @@ from taskgraph.graph import arrays, digests, dtypes
 from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.codecs import codec, message
-from taskgraph.graph.decoding import SHAPES, Reader
+from taskgraph.graph.decoding import Reader
 from taskgraph.graph.digests import without_buffers
-from taskgraph.graph.encoding import ALIGN, WRITERS, Writer
+from taskgraph.graph.encoding import write
+from taskgraph.graph.layout import ARRAY, LARGE_ARRAY, lone_head, read_lone_head
 from taskgraph.graph.refusals import CannotTravel
-from taskgraph.graph.tags import ARRAY
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
 __all__ = [
@@ -54,32 +51,23 @@ __all__ = [
     "verify",
 ]
 
-_VERSION: Final = 1
-_START: Final = bytes((_VERSION,))
-_START_BYTES: Final = len(_START)
 _U32 = struct.Struct("<I")
 _NOTHING_ON_DEVICE: Final = _U32.pack(0)
-_SMALL_ARRAY: Final = _START + ARRAY.inline
 _NONE: Final[frozenset[int]] = frozenset()
 _ndarray: Final = np.ndarray  # numpy makes some of its names when asked, so Python looks up each of them in every call
+_KEPT: Final = 1024
+"""Entries of each of the tables below; a full table begins again."""
 
-_shapes: Final[dict[int, tuple[bytes, np.dtype[Any], tuple[int, ...], int]]] = {}
-"""By the length of meta, the last small array of that length: what it begins with, its dtype and shape, and where its
-elements are. The next one begins alike, as a rule."""
-_SHAPES_KEPT: Final = 1024
+_heads: Final[dict[tuple[np.dtype[Any], int, tuple[int, ...]], bytes]] = {}
+"""What a value begins with that is one array: by dtype, its number (`dtypes.DESCRIBED`) and shape."""
 
-_starts: Final[dict[tuple[np.dtype[Any], int, tuple[int, ...]], bytes]] = {}
-"""What a value begins with that is one array, up to the elements, which follow as they are or are in a buffer: by
-dtype, its number (`dtypes.DESCRIBED`) and shape. Of those that were encoded before and have no padding."""
-_STARTS_KEPT: Final = 1024
+_small: Final[dict[int, tuple[bytes, np.dtype[Any], tuple[int, ...], int]]] = {}
+"""By the length of meta, the last small array of that length: its head, dtype and shape, and where its elements are.
+The next array of that length has the same head, as a rule."""
 
-_lone: Final[dict[bytes, tuple[np.dtype[Any], tuple[int, ...], int, bytes]]] = {}
-"""What `Reader` made of the meta of values that are one large array and nothing else: dtype, shape, bytes of elements,
-and the meta without its trailer. The same array comes in every epoch, but for its elements."""
-_BUFFERED_ARRAY: Final = ord(ARRAY.buffered)
-_LONE_KEPT: Final = 1024
-_LONE_BYTES: Final = 256
-"""Longer ones, of records with many fields, are read each time."""
+_large: Final[dict[bytes, tuple[np.dtype[Any], tuple[int, ...], int, bytes]]] = {}
+"""By meta, of values that are one large array: dtype, shape, bytes of elements, and meta without its trailer. The same
+array comes in every epoch, but for its elements."""
 
 
 def encode(
@@ -112,79 +100,65 @@ def encode(
     """
     if type(value) is _ndarray and not ordered:
         dtype = value.dtype
-        start = _starts.get((dtype, dtype.num, value.shape))
-        if start is not None:
-            if _START_BYTES + value.nbytes >= INLINE_BYTES:  # as `_inline`
-                return _large_array(value, start, adopt, allocate)
-            whole = start + value.tobytes()
+        key = dtype, dtype.num, value.shape
+        head = _heads.get(key) or _remember_head(key, value.nbytes)
+        if head:
+            if value.nbytes >= INLINE_BYTES:
+                return _large_array(value, head, adopt, allocate)
+            whole = head + value.tobytes()
             return Encoded(whole + _NOTHING_ON_DEVICE, (), without_buffers(whole))
-    writer = Writer(adopt, allocate, stays, lendable, ordered)
-    writer.meta += _START
     try:
-        WRITERS[type(value)](writer, value)
+        writer, meta = write(value, adopt, allocate, stays, lendable, ordered)
     except CannotTravel as refused:
         raise refused.told(what) from refused.__cause__
     except RecursionError as error:
         too_deep = CannotTravel(value, "it is nested deeper than what is left of this thread's stack allows")
         raise too_deep.told(what) from error
-    meta, flags = writer.meta, writer.on_device
+    flags = writer.on_device
     if writer.buffers:
-        ready, digest = _seal(writer, value)
+        ready, digest = _seal(meta, writer.buffers)
     else:
         ready, digest = (), without_buffers(meta)
-    if type(value) is np.ndarray and not ordered:
-        _remember_start(value, bytes(meta))
     meta += struct.pack(f"<{len(flags) + 1}I", *flags, len(flags)) if flags else _NOTHING_ON_DEVICE
-    if writer.stayed:
-        return EncodedOnDevice(bytes(meta), ready, digest)
-    return Encoded(bytes(meta), ready, digest)
+    return (EncodedOnDevice if writer.stayed else Encoded)(meta, ready, digest)
 
 
-def _remember_start(array: NDArray[Any], meta: bytes) -> None:
-    """The next array of this dtype and shape begins like this one, which was written as `meta`."""
-    dtype = array.dtype
-    _, packed = dtypes.DESCRIBED[dtype, dtype.num]
-    if packed:
-        if len(_starts) >= _STARTS_KEPT:
-            _starts.clear()
-        inline = array.nbytes if _inline(array) else 0
-        _starts[dtype, dtype.num, array.shape] = meta[: len(meta) - inline]
+def _remember_head(key: tuple[np.dtype[Any], int, tuple[int, ...]], nbytes: int) -> bytes | None:
+    """The head of a value that is one array; None if `write` has to look at it, because of padding, say."""
+    dtype, number, shape = key
+    try:
+        described, packed = dtypes.DESCRIBED[dtype, number]
+    except dtypes.DtypeRefused:
+        return None
+    head = lone_head(LARGE_ARRAY if nbytes >= INLINE_BYTES else ARRAY, described, shape) if packed else None
+    if head is not None:
+        if len(_heads) >= _KEPT:
+            _heads.clear()
+        _heads[key] = head
+    return head
 
 
-def _inline(array: NDArray[Any]) -> bool:
-    """`Writer.inline` of an array that is the whole value."""
-    return _START_BYTES + array.nbytes < INLINE_BYTES
-
-
-def _large_array(array: NDArray[Any], start: bytes, adopt: bool, allocate: Allocate | None) -> Encoded:
-    """A value that is one large array and begins with `start`: what `Writer` and `_seal` make of it."""
+def _large_array(array: NDArray[Any], head: bytes, adopt: bool, allocate: Allocate | None) -> Encoded:
+    """A value that is one large array."""
     buffer = arrays.as_it_is(array, adopt=adopt, packed=True)
     if buffer is None:
         copy = arrays.Copy(array, allocate)
         copy.begin()
-        digest = digests.digest(start, (copy,))
+        digest = digests.digest(head, (copy,))
         buffer = copy.sealed()
     else:
-        known = None if adopt else arrays.known_digest(array, start)
-        digest = known or digests.of_lone(start, buffer)
-    return Encoded(start + _NOTHING_ON_DEVICE, (buffer,), digest)
+        known = None if adopt else arrays.known_digest(array, head)
+        digest = known or digests.of_lone(head, buffer)
+    return Encoded(head + _NOTHING_ON_DEVICE, (buffer,), digest)
 
 
-def _seal(writer: Writer, value: Any) -> tuple[tuple[memoryview, ...], bytes]:
-    """Makes the copies that are left to make; the buffers, and the digest of a value that has some."""
-    waiting = writer.buffers
-    lone = waiting[0]
-    if len(waiting) == 1 and isinstance(lone, memoryview):  # there is nothing to copy
-        known = None
-        if type(value) is np.ndarray and not writer.adopt:  # what is given away was not decoded, as a rule
-            known = arrays.known_digest(value, bytes(writer.meta))
-        return (lone,), known or digests.digest(writer.meta, (lone,))
-    for buffer in waiting:
+def _seal(meta: bytes, buffers: Sequence[Any]) -> tuple[tuple[memoryview, ...], bytes]:
+    """Makes the copies that are still to be made. Returns the buffers, and the digest of the value."""
+    for buffer in buffers:
         if not isinstance(buffer, memoryview):
             buffer.begin()
-    digest = _digest(writer.meta, waiting)
-    ready = tuple([buffer if isinstance(buffer, memoryview) else buffer.sealed() for buffer in waiting])
-    return cast(tuple[memoryview, ...], ready), digest
+    digest = _digest(meta, buffers)
+    return tuple([buffer if isinstance(buffer, memoryview) else buffer.sealed() for buffer in buffers]), digest
 
 
 def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview | digests.Source]) -> bytes:
@@ -288,65 +262,51 @@ def decode(encoded: Encoded, *, device: Device | None = None, writable: bool = F
         DecodeError: the bytes are not a value, or name a type that is not declared here.
     """
     meta = encoded.meta
-    if len(encoded.buffers) == 1 and not writable and (known := _lone.get(meta)) is not None:
+    if len(encoded.buffers) == 1 and not writable and (known := _large.get(meta)) is not None:
         buffer = encoded.buffers[0]
-        dtype, shape, nbytes, start = known  # looked up once: another thread may clear the table
+        dtype, shape, nbytes, head = known  # looked up once: another thread may clear the table
         if type(buffer) is memoryview and buffer.nbytes == nbytes and buffer.format == "B" and buffer.c_contiguous:
-            return arrays.whole_view(buffer, dtype, shape, (start, encoded.digest))
+            return arrays.whole_view(buffer, dtype, shape, (head, encoded.digest))
     size = len(meta)
-    if size < 6 or meta[0] != _VERSION:
-        raise DecodeError(f"not an encoded value: it begins with {bytes(meta[:1])!r}, format {_VERSION} is known here")
     end, on_device = size - 4, _NONE
-    if meta[end:] != _NOTHING_ON_DEVICE:
+    if end < 0 or meta[end:] != _NOTHING_ON_DEVICE:
         end = value_end(meta)
         on_device = _on_device(meta, end)
     elif not encoded.buffers and (small := small_array(meta)) is not None:
         return small.copy() if writable else small
-    value = Reader(encoded, 1, end, on_device, device, writable).whole()
-    if encoded.buffers and type(value) is np.ndarray and len(encoded.buffers) == 1:
-        start = meta[:end]
-        arrays.remember(value, start, encoded.digest)
-        if meta[1] == _BUFFERED_ARRAY and not on_device and size <= _LONE_BYTES:  # not of a codec, which may make any
-            if len(_lone) >= _LONE_KEPT:
-                _lone.clear()
-            _lone[meta] = value.dtype, value.shape, value.nbytes, start
+    value = Reader(encoded, end, on_device, device, writable).whole()
+    if meta[:2] == LARGE_ARRAY and type(value) is np.ndarray:
+        head = meta[:end]
+        arrays.remember(value, head, encoded.digest)
+        if not on_device:
+            if len(_large) >= _KEPT:
+                _large.clear()
+            _large[meta] = value.dtype, value.shape, value.nbytes, head
     return value
 
 
 def small_array(meta: bytes) -> NDArray[Any] | None:
-    """The array that a value without buffers is, where it is one of a plain dtype and nothing else.
+    """The array that a value without buffers is, if it is one and nothing else.
 
-    Most items are: this is what `decode` does with them, in one call. None where it would do anything else, or refuse.
+    Most items are: `decode` does the same with them, in one call. None if `decode` would do anything else, or refuse.
     """
-    known = _shapes.get(len(meta))
+    known = _small.get(len(meta))
     if known is not None and meta.startswith(known[0]) and meta.endswith(_NOTHING_ON_DEVICE):
         return _ndarray(known[2], known[1], meta, known[3])  # bytes are all aligned alike
-    end = len(meta) - 4
-    if meta[:2] != _SMALL_ARRAY or meta[end:] != _NOTHING_ON_DEVICE or end < 3:
-        return None
-    at = 3 + meta[2]
-    dtype = dtypes.PARSED.get(meta[2:at])
-    if dtype is None or at >= end:
+    if meta[:2] != ARRAY or not meta.endswith(_NOTHING_ON_DEVICE):
         return None
     try:
-        ndim = meta[at]
-        shape = SHAPES[ndim].unpack_from(meta, at + 1)
-        at += 1 + 8 * ndim
-        at += -at % ALIGN
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
-        if at + size != end or not size:
+        dtype, shape, nbytes, at = read_lone_head(meta)
+        if at + nbytes + 4 != len(meta) or not nbytes or dtype.subdtype is not None:
             return None
         found: NDArray[Any] = np.ndarray(shape, dtype, meta, at)
-    except (IndexError, OverflowError, TypeError, ValueError, struct.error):
+    except (DecodeError, IndexError, TypeError, ValueError, OverflowError):
         return None
     if not found.flags.aligned:
         return None
-    if at <= _LONE_BYTES:
-        if len(_shapes) >= _SHAPES_KEPT:
-            _shapes.clear()
-        _shapes[len(meta)] = meta[:at], dtype, shape, at
+    if len(_small) >= _KEPT:
+        _small.clear()
+    _small[len(meta)] = meta[:at], dtype, shape, at
     return found
 
 

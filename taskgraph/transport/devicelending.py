@@ -27,7 +27,7 @@ from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES, Device, Event
 from taskgraph.device.buffers import DeviceBuffer, borrowed
 from taskgraph.device.shared import IDLE_PART, LEAST_BYTES, Segment, segment_of
 from taskgraph.errors import DecodeError
-from taskgraph.graph.arrays import SMALL_BYTES
+from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.digests import BLOCK_BYTES
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 from taskgraph.transport.mappings import CannotBorrow
@@ -323,4 +323,4 @@ class DeviceBorrowing:
         return opened
 
 
-assert TICKET_BYTES <= SMALL_BYTES  # no other buffer is as small
+assert TICKET_BYTES < INLINE_BYTES  # no other buffer is as small

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from safetensors import numpy as safetensors_numpy
 from safetensors import safe_open
 
 import taskgraph as tg
-from taskgraph.checkpoint.files import FORMAT, FileInfo, Label, pack, unpack
+from taskgraph.checkpoint.files import FileInfo, Label, pack, unpack
 from taskgraph.errors import CheckpointError
 from taskgraph.graph.values import decode, encode
 
@@ -76,7 +77,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("name", STATES)
 def test_comes_back_exactly(name: str) -> None:
     info, data = packed(STATES[name])
-    value = unpack(memoryview(data), LABEL, info, path="p")
+    value = unpack(memoryview(data), info, path="p")
     found = decode(value)
     assert same(found["state"], STATES[name])
     assert found["numbers"] == {"loss": 0.5}
@@ -108,18 +109,16 @@ def test_others_see_arrays_by_name(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("room", [0, 1_000, 3_000, 10_000])
 @pytest.mark.parametrize("name", STATES)
-def test_arrays_that_the_header_has_no_room_to_name_come_back_all_the_same(
-    name: str, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrays_without_room_for_names(name: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taskgraph.checkpoint.files._NAMES_BYTES", room)
     info, data = packed(STATES[name])
-    assert same(decode(unpack(memoryview(data), LABEL, info, path="p"))["state"], STATES[name])
+    assert same(decode(unpack(memoryview(data), info, path="p"))["state"], STATES[name])
     tensors = safetensors_numpy.load(data)
     if room == 0:
         assert all(key.startswith("taskgraph.") for key in tensors)
 
 
-def test_a_header_stays_within_its_bound_however_many_arrays_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state of a million small arrays had a file that was written, called complete, and could never be read."""
     state = {
         **{f'small-{n}-"\\\n\x00é😀': np.zeros(2) for n in range(3000)},
@@ -132,21 +131,19 @@ def test_a_header_stays_within_its_bound_however_many_arrays_there_are(monkeypat
     info, data = packed(state)
     assert struct.unpack_from("<Q", everything)[0] > 300_000
     assert 10_000 < struct.unpack_from("<Q", data)[0] < 101_000
-    assert same(decode(unpack(memoryview(data), LABEL, info, path="p"))["state"], state)
+    assert same(decode(unpack(memoryview(data), info, path="p"))["state"], state)
     tensors = safetensors_numpy.load(data)
     assert "large" in tensors and len(tensors) > 50, "large ones are named before small ones"
 
 
-def test_a_header_that_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_large_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taskgraph.checkpoint.files._MAX_HEADER", 10_000)
     large = {str(n): np.zeros(40_000) for n in range(200)}
-    with pytest.raises(
-        CheckpointError, match=r"readers take 10000: the state has 200 large arrays or texts; keep them"
-    ):
+    with pytest.raises(CheckpointError, match=r"200 large arrays, too many for the header"):
         packed(large)
 
 
-def test_many_arrays_side_by_side_are_written_in_time() -> None:
+def test_many_small_arrays_are_quick() -> None:
     """It took time that grew with the square of their number: seconds for these, minutes for 100,000."""
     value = encode({str(n): np.full(200, float(n)) for n in range(20_000)})
     begin = time.process_time()
@@ -154,37 +151,7 @@ def test_many_arrays_side_by_side_are_written_in_time() -> None:
     assert time.process_time() - begin < 3
 
 
-def test_those_that_lie_side_by_side_are_tensors_once_each() -> None:
-    """In one buffer of the value; in the file as what they are, and not a second time."""
-    layers = {f"layer{n}": np.random.default_rng(n).normal(size=(50, 60)) for n in range(100)}
-    value = encode({"state": {**layers, "blob": b"x" * 5000}, "numbers": {}, "log": {}})
-    assert len(value.buffers) == 1
-    info, data = packed({**layers, "blob": b"x" * 5000})
-    tensors = safetensors_numpy.load(data)
-    assert all(np.array_equal(tensors[name], array) for name, array in layers.items())
-    bulk = sum(array.nbytes for array in layers.values()) + 5000
-    assert info.size < bulk + len(value.meta) + (64 << 10) + 20_000, "the description, and what is in it once more"
-
-
-def test_a_buffer_that_cannot_be_put_together_is_corrupt() -> None:
-    """Though its file has the digest that it was written with."""
-    value = encode({"state": {str(n): np.full(1000, n) for n in range(20)}, "numbers": {}, "log": {}})
-    real, size, count = json.dumps, value.buffers[0].nbytes, len(value.buffers)
-    assert count == 1
-    for said in ('{"size": -1', '{"size": 1e99', '{"size": 99999999999999', '{"size": 9', '{"siz_": 9', '["size", 9'):
-
-        def dumps(told: Any, said: str = said, **more: Any) -> str:
-            text = real(told, **more)
-            return text.replace(f'{{"size": {size}', said).replace("}]", "}]" if said[0] == "{" else "]]")
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("taskgraph.checkpoint.files.json.dumps", dumps)
-            info, parts = pack(value, LABEL)
-        with pytest.raises(CheckpointError, match="f is corrupt"):
-            unpack(memoryview(b"".join(parts)), LABEL, info, path="f")
-
-
-def test_bulk_is_not_copied() -> None:
+def test_buffers_are_not_copied() -> None:
     value = encode({"state": np.zeros(1_000_000), "numbers": {}, "log": {}})
     _, parts = pack(value, LABEL)
     assert any(np.shares_memory(np.frombuffer(p, np.uint8), np.frombuffer(value.buffers[0], np.uint8)) for p in parts)
@@ -198,63 +165,38 @@ def test_arrays_are_aligned_in_the_file() -> None:
         assert (8 + size + header[name]["data_offsets"][0]) % itemsize == 0
 
 
-def test_a_flipped_bit_anywhere_is_noticed() -> None:
+def test_flipped_bits() -> None:
     info, data = packed({"theta": np.ones(3), "big": np.zeros(600)})
     for at in range(len(data)):
         torn = bytearray(data)
         torn[at] ^= 1 << at % 8
         with pytest.raises(CheckpointError, match=r"^some/file is "):
-            unpack(memoryview(bytes(torn)), LABEL, info, path="some/file")
+            unpack(memoryview(bytes(torn)), info, path="some/file")
 
 
-def test_a_file_that_was_cut_off_is_torn() -> None:
+def test_truncated_file() -> None:
     info, data = packed({"theta": np.ones(300)})
     for size in (0, 1, 7, 8, 100, len(data) // 2, len(data) - 1):
         with pytest.raises(CheckpointError, match="some/file is torn"):
-            unpack(memoryview(data[:size]), LABEL, info, path="some/file")
+            unpack(memoryview(data[:size]), info, path="some/file")
         with pytest.raises(CheckpointError, match="some/file is"):
             short = dataclasses.replace(info, size=size)
-            unpack(memoryview(data[:size]), LABEL, short, path="some/file")
+            unpack(memoryview(data[:size]), short, path="some/file")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("job", "other"), ("fingerprint", "f2"), ("tasks", 4), ("task", 1), ("epoch", 10), ("attempt", 3), ("run", "x")],
-)
-def test_anothers_file_is_foreign(key: str, value: Any) -> None:
-    info, data = packed({"theta": np.ones(3)})
-    with pytest.raises(CheckpointError, match=f"f is foreign: its {key} is"):
-        unpack(memoryview(data), dataclasses.replace(LABEL, **{key: value}), info, path="f")
-
-
-def test_another_tools_file_is_foreign() -> None:
-    data = safetensors_numpy.save({"theta": np.ones(3)})
-    with pytest.raises(CheckpointError, match="f is foreign"):
-        unpack(memoryview(data), LABEL, FileInfo(2, len(data), "0" * 32), path="f")
-
-
-@pytest.mark.parametrize("digest", [5, None, ["x"], {"a": 1}])
-def test_a_digest_that_is_no_text_is_corrupt(digest: Any) -> None:
-    header = json.dumps({"__metadata__": {"format": FORMAT, "digest": digest}}).encode()
-    data = struct.pack("<Q", len(header)) + header
-    with pytest.raises(CheckpointError, match="f is corrupt: it does not match the digest"):
-        unpack(memoryview(data), LABEL, FileInfo(2, len(data), ""), path="f")
-
-
-def test_a_file_of_an_earlier_format_is_foreign() -> None:
-    """Its digest was taken in another way: it must not be called corrupt."""
-    info, data = packed({"theta": np.ones(3000)})
-    earlier = data.replace(b'"taskgraph checkpoint 4"', b'"taskgraph checkpoint 3"')
-    with pytest.raises(CheckpointError, match="f is foreign: not a file of a checkpoint of this version"):
-        unpack(memoryview(earlier), LABEL, info, path="f")
-
-
-def test_a_file_of_the_same_label_and_size_is_another() -> None:
+def test_another_file() -> None:
     info, _ = packed({"theta": np.ones(3)})
     other, data = packed({"theta": np.zeros(3)})
     assert other.size == info.size
-    with pytest.raises(CheckpointError, match="another file than the one that was written"):
-        unpack(memoryview(data), LABEL, info, path="f")
+    with pytest.raises(CheckpointError, match="f is corrupt, or foreign"):
+        unpack(memoryview(data), info, path="f")
+
+
+def test_file_of_another_tool() -> None:
+    data = memoryview(safetensors_numpy.save({"theta": np.ones(3)}))
+    for digest in ("0" * 32, xxhash.xxh3_128_hexdigest(data)):
+        with pytest.raises(CheckpointError, match=r"f is (corrupt|not a file)"):
+            unpack(data, FileInfo(2, len(data), digest), path="f")
 
 
 def test_random_bytes() -> None:
@@ -262,4 +204,4 @@ def test_random_bytes() -> None:
     for size in (*range(40), 200, 5000):
         data = rng.bytes(size)
         with pytest.raises(CheckpointError):
-            unpack(memoryview(data), LABEL, FileInfo(2, size, "0" * 32), path="f")
+            unpack(memoryview(data), FileInfo(2, size, "0" * 32), path="f")

@@ -317,13 +317,13 @@ def test_whether_the_driver_alone_was_changed_is_told(
     assert found.refused_as(ChangedDriver) == driver_changed
 
 
-def test_of_a_checkpoint_of_an_earlier_format_it_is_told_who_wrote_it(tmp_path: Path) -> None:
+def test_checkpoint_of_an_earlier_format(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     manifest = save(store, 10)
     for file in (tmp_path / "fit" / manifest.name).glob("manifest*.json"):
-        file.write_text(file.read_text().replace("taskgraph checkpoint 4", "taskgraph checkpoint 3"))
+        file.write_text(file.read_text().replace("taskgraph checkpoint 5", "taskgraph checkpoint 4"))
     with pytest.raises(
-        CheckpointError, match=r"by another taskgraph, 0\..*: its format is '.* 3', and .* reads '.* 4'"
+        CheckpointError, match=r"by another taskgraph, 0\..*: its format is '.* 4', and .* reads '.* 5'"
     ):
         store.open(manifest.name)
 

@@ -249,7 +249,7 @@ def test_a_stack_that_is_nearly_used_up_is_no_crash() -> None:
 
 
 def test_the_same_part_over_and_over_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "_MAX_META", 10_000)
+    monkeypatch.setattr(encoding, "_MAX_PARTS", 10_000)
     doubled: Any = 0
     for _ in range(50):
         doubled = [doubled, doubled]
