@@ -173,9 +173,9 @@ class Reader:
 
     def _fields(self, known: codecs.Message, packed: msgspec.Raw) -> dict[str, Any]:
         fields = read_tree(memoryview(packed))
-        found = tuple(fields) if type(fields) is dict else type(fields)
-        if found != known.fields:
-            raise DecodeError(f"message {known.name!r} came with {found!r:.200}, and has {known.fields!r} here")
+        if type(fields) is not dict or tuple(fields) != known.fields:
+            came = list(fields) if type(fields) is dict else type(fields).__name__
+            raise DecodeError(f"message {known.name!r} came with {came!s:.200}, and has {known.fields!r} here")
         return fields
 
     def _coded(self, payload: memoryview) -> Any:

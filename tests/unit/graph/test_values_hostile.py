@@ -217,7 +217,7 @@ def nested_dtype(times: int) -> Any:
         (ext(layout.SCALAR_EXT, [b"|S1", b"a"]), "a scalar of"),
         (ext(layout.SCALAR_EXT, [b"<i8", b"a"]), "a scalar of 1 bytes"),
         (ext(layout.MESSAGE_EXT, ["None", {}]), "no @tg.message is called 'None'"),
-        (ext(layout.MESSAGE_EXT, ["Hostile", {"b": 1, "a": 2}]), "came with ('b', 'a')"),
+        (ext(layout.MESSAGE_EXT, ["Hostile", {"b": 1, "a": 2}]), "came with ['b', 'a']"),
         (ext(layout.MESSAGE_EXT, ["Hostile", 3]), "came with"),
         (ext(layout.CODEC_EXT, ["None", 3]), "no codec is called 'None'"),
         (ext(layout.PROTOBUF_EXT, ["x", None]), "without its bytes"),
