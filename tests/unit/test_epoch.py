@@ -74,7 +74,7 @@ def refused(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_a_link_is_asked_for_once_in_compose() -> None:
+def test_link_is_computed_once_in_compose() -> None:
     work = Work()
     epoch = Epoch(work, "compose")
     epoch.processor(no_op, inbound={"x": "parents"}, outbound={"x": "children"}, name="relay")
@@ -106,7 +106,7 @@ def test_processors_by_when_they_run() -> None:
     assert [p.name for p in made.sync_points] == ["sync"]
 
 
-def test_a_processor_that_is_refused_leaves_nothing_to_pull_or_run() -> None:
+def test_refused_processor_leaves_nothing() -> None:
     work = Work()
     epoch = Epoch(work, "compose")
     epoch.processor(no_op, outbound={"a": 6})
@@ -135,14 +135,14 @@ class Callee:
         (functools.partial(functools.partial(Callee().method)), "method"),
     ],
 )
-def test_what_a_processor_is_called(function: Any, name: str) -> None:
+def test_name_of_a_processor(function: Any, name: str) -> None:
     work = Work()
     Epoch(work, "compose").processor(function)
     assert work.composing is not None
     assert [p.name for p in work.composing.graph().processors] == [name]
 
 
-def test_a_link_that_is_wrong_is_told_where_it_was_named() -> None:
+def test_wrong_link_is_named() -> None:
     epoch = Epoch(Work(), "compose")
     assert refused(lambda: epoch.processor(no_op, inbound={"x": "friends"})) == (
         "task 6, epoch 3, compose: inbound 'x' names link 'friends', but the topology's links are: "
@@ -154,7 +154,7 @@ def test_a_link_that_is_wrong_is_told_where_it_was_named() -> None:
     )
 
 
-def test_a_link_named_by_a_processor_alone() -> None:
+def test_link_named_by_a_processor() -> None:
     def work(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         outs.put("x", 1, to="children")
 
@@ -163,7 +163,7 @@ def test_a_link_named_by_a_processor_alone() -> None:
     )
 
 
-def test_values_come_from_every_producer_in_the_order_declared() -> None:
+def test_values_come_in_declared_order() -> None:
     work = Work()
     Epoch(work, "compose").processor(no_op, inbound={"x": [3, 1], "y": 5, "z": "children"})
     assert work.composing is not None
@@ -191,7 +191,7 @@ class Kind(str, enum.Enum):  # noqa: UP042 - a StrEnum is its value as text, thi
 @pytest.mark.parametrize(
     "tag", [Kind.GRAD, tg.Tag[int]("grad"), np.str_("grad"), 0, None, b"grad", ("grad", 1)], ids=repr
 )
-def test_a_tag_is_the_same_wherever_it_is_named(tag: Any) -> None:
+def test_tag_objects_and_texts_are_equal(tag: Any) -> None:
     """Also one that is no plain text: its text is its name."""
     work = Work()
     Epoch(work, "compose").processor(no_op, inbound={tag: 5}, outbound={tag: 5})
@@ -233,7 +233,7 @@ def test_every_channel_is_put_once() -> None:
 
 
 @pytest.mark.parametrize("shape", [3, (2, 3), (), 0, (2, 0), np.int64(3), (np.int64(2), 1), [2, 3]])
-def test_an_array_to_fill_has_the_shape_asked_for(shape: Any) -> None:
+def test_empty_array_has_its_shape(shape: Any) -> None:
     work = Work()
     Epoch(work, "compose").processor(no_op, outbound={"x": 5})
     assert work.composing is not None
@@ -251,7 +251,7 @@ def test_an_array_to_fill_has_the_shape_asked_for(shape: Any) -> None:
         (3, "zz", "zz"),
     ],
 )
-def test_an_array_to_fill_that_cannot_be_is_refused_where_it_is_asked_for(shape: Any, dtype: Any, text: str) -> None:
+def test_bad_empty_array_is_refused(shape: Any, dtype: Any, text: str) -> None:
     work = Work()
     Epoch(work, "compose").processor(no_op, outbound={"x": 5})
     assert work.composing is not None
@@ -262,7 +262,7 @@ def test_an_array_to_fill_that_cannot_be_is_refused_where_it_is_asked_for(shape:
     outs.put("x", 0)  # it counts as not put
 
 
-def test_only_an_array_that_does_not_travel_inside_meta_takes_memory_of_the_transport() -> None:
+def test_large_empty_array_takes_shared_memory() -> None:
     work = Work()
     Epoch(work, "compose").processor(no_op, outbound={"x": 5, "y": 5})
     assert work.composing is not None
@@ -275,7 +275,7 @@ def test_only_an_array_that_does_not_travel_inside_meta_takes_memory_of_the_tran
     assert [len(work.put_values[(tag, 5)].buffers) for tag in ("x", "y")] == [0, 1]
 
 
-def test_an_array_that_came_is_passed_on_as_it_came_unless_it_was_looked_at_in_another_way() -> None:
+def test_input_is_passed_on_unchanged() -> None:
     work = Work()
     Epoch(work, "compose").processor(
         no_op, inbound={"x": 1, "small": 1}, outbound=dict.fromkeys(("same", "part", "shaped", "small", "other"), 5)
@@ -302,7 +302,7 @@ def test_an_array_that_came_is_passed_on_as_it_came_unless_it_was_looked_at_in_a
     assert work.put_values[("shaped", 5)].digest != came.digest == work.put_values[("other", 5)].digest
 
 
-def test_an_array_that_came_and_was_turned_in_place_is_not_passed_on_as_it_came() -> None:
+def test_reshaped_input_is_encoded_anew() -> None:
     """It has the shape and the dtype that it had: only how it lies in memory differs."""
     work = Work()
     Epoch(work, "compose").processor(no_op, inbound={"x": 1}, outbound={"turned": 5})
@@ -320,7 +320,7 @@ def test_an_array_that_came_and_was_turned_in_place_is_not_passed_on_as_it_came(
     assert np.array_equal(decode(work.put_values[("turned", 5)]), square.T)
 
 
-def test_outs_that_is_kept_beyond_its_call_is_told_to_be_over() -> None:
+def test_outs_kept_too_long() -> None:
     work = Work()
     Epoch(work, "compose").processor(no_op, outbound={"x": [1, 2]})
     assert work.composing is not None
@@ -333,7 +333,7 @@ def test_outs_that_is_kept_beyond_its_call_is_told_to_be_over() -> None:
 
 
 @pytest.mark.parametrize("name", [3, None, b"x"])
-def test_a_tag_is_a_text(name: Any) -> None:
+def test_tag_must_be_text(name: Any) -> None:
     with pytest.raises(tg.JobError, match="a tag is a text"):
         tg.Tag(name)
     grad = tg.Tag[np.ndarray]("grad")

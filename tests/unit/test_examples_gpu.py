@@ -66,7 +66,7 @@ def told(result: JobResult) -> tuple[Any, Any]:
     return on_host(result.value), result.reports
 
 
-def test_kmeans_ends_where_each_centroid_is_the_mean_of_the_points_nearest_to_it() -> None:
+def test_kmeans_converges() -> None:
     result = tg.testing.run(job("gpu_kmeans", points=6000))
     shares = [module("gpu_kmeans").draw(6000, 8, 4, task, 7) for task in range(7)]
     points, around = (np.concatenate(parts) for parts in zip(*shares, strict=True))
@@ -84,7 +84,7 @@ def test_kmeans_ends_where_each_centroid_is_the_mean_of_the_points_nearest_to_it
     assert 3 <= result.epochs < 100, "it ends when nothing moves"
 
 
-def test_regression_ends_at_the_maximum_of_the_likelihood() -> None:
+def test_regression_finds_the_maximum() -> None:
     result = tg.testing.run(job("gpu_regression", rows=6000, columns=5))
     drawn = module("gpu_regression")
     shares = [drawn.draw(6000, 5, task, 7) for task in range(7)]
@@ -110,7 +110,7 @@ def test_kills_change_no_bit(example: str) -> None:
 
 
 @pytest.mark.parametrize("example", GPU)
-def test_the_array_api_is_enough_and_state_comes_back_as_its_arrays(
+def test_array_api_is_enough(
     example: str, nodes_have_a_strict_array_api: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = tg.testing.run(job(example))
@@ -188,9 +188,7 @@ def every_second_node_has_a_device(monkeypatch: pytest.MonkeyPatch) -> SoftDevic
 
 @pytest.mark.parametrize("example", GPU)
 @pytest.mark.parametrize("killed", [0, 1])
-def test_nodes_with_and_without_a_device_run_one_job(
-    example: str, killed: int, every_second_node_has_a_device: SoftDevice
-) -> None:
+def test_mixed_nodes_run_one_job(example: str, killed: int, every_second_node_has_a_device: SoftDevice) -> None:
     """What came from a node without a device, or was kept there, was numpy's, and the device's arrays refused it."""
     kills: Any = {(killed, 1): "sync", (0, 2): "done"}
     result = tg.testing.run(job(example), kills=kills, strict=False)
@@ -202,7 +200,7 @@ def test_nodes_with_and_without_a_device_run_one_job(
         np.testing.assert_allclose(np.asarray(on_host(found[name])), np.asarray(on_host(array)), rtol=1e-6)
 
 
-def test_the_program_of_the_page_runs_on_both_kinds_of_nodes(every_second_node_has_a_device: SoftDevice) -> None:
+def test_page_program_on_mixed_nodes(every_second_node_has_a_device: SoftDevice) -> None:
     mean = program_of_the_page()["Mean"]
     job = tg.Job(tasks=4, epochs=5, builder=mean, topology=tg.ring())
     result = tg.testing.run(job, kills={(0, 1): "sync", (1, 3): "done"}, strict=False)
@@ -221,7 +219,7 @@ class Forgets(tg.Task):
         self.xp.zeros(10) + ins["row"]
 
 
-def test_who_forgets_asarray_is_told(every_second_node_has_a_device: SoftDevice) -> None:
+def test_missing_asarray_is_named(every_second_node_has_a_device: SoftDevice) -> None:
     with pytest.raises(tg.JobFailed, match=r"what a node without a device put.* self.xp.asarray\(ins\['tag'\]\)"):
         tg.testing.run(tg.Job(tasks=4, epochs=1, builder=Forgets, topology=tg.ring()), strict=False)
 
@@ -252,5 +250,5 @@ def program_of_the_page() -> dict[str, Any]:
     return vars(page)
 
 
-def test_the_programs_of_the_page_run() -> None:
+def test_page_programs_run() -> None:
     assert program_of_the_page()["Mean"]

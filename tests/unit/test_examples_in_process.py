@@ -42,7 +42,7 @@ def without_tasks(example: str, function: str) -> Any:
     return load_driver(str(EXAMPLES / f"{example}.py")).__wrapped__.__globals__[function]
 
 
-def test_flights_that_cannot_be_read_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_flights_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)  # as where it is not installed
     with pytest.raises(tg.JobFailed, match=r"pip install 'taskgraph-aio\[examples\]'"):
         tg.testing.run(job("linear_regression", tasks=1, epochs=1))
@@ -64,9 +64,7 @@ def test_flights_that_cannot_be_read_say_what_to_install(monkeypatch: pytest.Mon
         *((example, {"length": 0}, "length must be 1 at least") for example in BOTH_STYLES),
     ],
 )
-def test_a_size_that_makes_no_sense_is_named_before_anything_starts(
-    example: str, options: dict[str, Any], says: str
-) -> None:
+def test_senseless_size_is_refused(example: str, options: dict[str, Any], says: str) -> None:
     """Some task divided by zero in epoch 0, with a traceback of numpy's."""
     with pytest.raises(ValueError, match=says):
         job(example, **options)
@@ -83,7 +81,7 @@ def test_a_size_that_makes_no_sense_is_named_before_anything_starts(
         ("search", {"trainers": 5, "trials": 2}),
     ],
 )
-def test_as_many_tasks_as_there_is_work_for_or_more(example: str, options: dict[str, Any]) -> None:
+def test_more_tasks_than_work(example: str, options: dict[str, Any]) -> None:
     more = {} if example in ("heat", "search") else {"epochs": 3}
     assert tg.testing.run(job(example, **options, **more)).epochs >= 1
 
@@ -93,7 +91,7 @@ def values_reported(result: JobResult) -> list[float]:
 
 
 @pytest.mark.parametrize("example", BOTH_STYLES)
-def test_regression_defaults_are_the_original_projects_numbers(example: str) -> None:
+def test_regression_has_the_original_numbers(example: str) -> None:
     result = tg.testing.run(job(example))
     assert result.value == [0, 105, 210, 315, 420, 525, 630, 735, 840, 945, 1050]
     assert values_reported(result) == result.value
@@ -110,7 +108,7 @@ def test_regression_of_any_number_of_tasks(example: str, tasks: int) -> None:
 
 @pytest.mark.parametrize("example", BOTH_STYLES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_regression_with_the_roots_primary_killed_at_every_stage(example: str, stage: str) -> None:
+def test_regression_survives_kills_of_the_root(example: str, stage: str) -> None:
     result = tg.testing.run(job(example, tasks=7, epochs=5), kills={(0, 2): stage}, order=STAGES.index(stage))
     assert result.value == [0, 21, 42, 63, 84]
     assert values_reported(result) == result.value
@@ -119,7 +117,7 @@ def test_regression_with_the_roots_primary_killed_at_every_stage(example: str, s
 
 @pytest.mark.parametrize("example", BOTH_STYLES)
 @pytest.mark.parametrize("order", range(3))
-def test_regression_with_several_primaries_killed_in_shuffled_orders(example: str, order: int) -> None:
+def test_regression_survives_several_kills(example: str, order: int) -> None:
     kills = {(1, 1): "processor", (6, 2): "sync", (0, 3): "done", (2, 3): "compose"}
     result = tg.testing.run(job(example, tasks=7, epochs=5, backups=2), kills=kills, order=order)
     assert result.value == [0, 21, 42, 63, 84]
@@ -133,7 +131,7 @@ def test_readmes_program_finds_the_line() -> None:
     assert slopes[-1] < 1e-3 < slopes[0]
 
 
-def test_a_cold_chain_leaves_its_well_by_the_help_of_hot_ones() -> None:
+def test_cold_chain_leaves_its_well() -> None:
     epochs = 400
     assert tg.run(job("tempering", tasks=1, epochs=epochs), nodes=0).value == 0, "alone it does not"
     found = tg.run(job("tempering", epochs=epochs), nodes=0)
@@ -143,7 +141,7 @@ def test_a_cold_chain_leaves_its_well_by_the_help_of_hot_ones() -> None:
 
 
 @pytest.mark.parametrize("order", range(2))
-def test_a_tempering_is_the_same_whoever_is_killed(order: int) -> None:
+def test_tempering_survives_kills(order: int) -> None:
     undisturbed = tg.testing.run(job("tempering", tasks=4, epochs=8))
     kills = {(0, 2): "processor", (3, 3): "sync", (1, 5): "done"}
     killed = tg.testing.run(job("tempering", tasks=4, epochs=8), kills=kills, order=order)
@@ -153,7 +151,7 @@ def test_a_tempering_is_the_same_whoever_is_killed(order: int) -> None:
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 5])
-def test_alignments_are_scored_as_without_tasks_whoever_is_killed(tasks: int) -> None:
+def test_alignment_survives_kills(tasks: int) -> None:
     score = without_tasks("alignment", "score")
     scores = [score(number, 30) for number in range(8)]
     assert scores[0] == 60 > scores[7], "two that are alike, and two that are not"
@@ -164,7 +162,7 @@ def test_alignments_are_scored_as_without_tasks_whoever_is_killed(tasks: int) ->
     assert killed.failovers >= 2
 
 
-def test_a_network_learns_what_it_learns_without_tasks_whoever_is_killed() -> None:
+def test_network_survives_kills() -> None:
     alone, right = (without_tasks("network", each) for each in ("alone", "right"))
     told = right(alone(4, 400, 16, 2000, 50), 16, 2000)
     assert told > 0.99
@@ -180,7 +178,7 @@ def test_a_network_learns_what_it_learns_without_tasks_whoever_is_killed() -> No
 
 
 @pytest.mark.parametrize("order", range(2))
-def test_a_search_finds_what_it_finds_without_tasks_whoever_is_killed(order: int) -> None:
+def test_search_survives_kills(order: int) -> None:
     ((number, trial),) = without_tasks("search", "alone")(trials=9, seed=1).items()
     told = {"trial": number, **{name: value for name, value in trial.items() if name != "weights"}}
     undisturbed = tg.testing.run(job("search", trials=9, at_a_time=4, seed=1))
@@ -191,20 +189,20 @@ def test_a_search_finds_what_it_finds_without_tasks_whoever_is_killed(order: int
     assert undisturbed.reports == killed.reports and undisturbed.epochs == 3 + 2 + 1 + 1
 
 
-def test_a_search_for_nothing_is_refused() -> None:
+def test_empty_search_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing would be trained"):
         job("search", trainers=0)
 
 
 @pytest.mark.parametrize("tasks", [1, 7])
-def test_a_network_may_have_any_number_of_tasks(tasks: int) -> None:
+def test_network_of_any_number_of_tasks(tasks: int) -> None:
     result = tg.testing.run(job("network", tasks=tasks, epochs=3, hidden=2, points=50, size=9))
     parts = [result.values[task] for task in range(tasks)]
     np.testing.assert_array_equal(np.concatenate(parts), without_tasks("network", "alone")(tasks, 3, 2, 50, 9))
 
 
 @pytest.mark.slow
-def test_linear_regression_is_least_squares_to_the_last_bit_whatever_is_killed() -> None:
+def test_linear_regression_is_exact_after_kills() -> None:
     undisturbed = tg.testing.run(job("linear_regression", tasks=7))
     found = undisturbed.value
     assert found["rows"] == 327_346
@@ -225,7 +223,7 @@ def test_linear_regression_is_least_squares_to_the_last_bit_whatever_is_killed()
 @pytest.mark.parametrize(
     "example", [pytest.param(each, marks=pytest.mark.slow if each == "linear_regression" else ()) for each in ALL]
 )
-def test_no_example_changes_what_no_snapshot_holds(example: str) -> None:
+def test_examples_keep_all_state_in_snapshots(example: str) -> None:
     events: list[Event] = []
     few = {"heat": {"tolerance": 20.0}, "search": {"trials": 2}}.get(example, {"epochs": 2})
     asyncio.run(arun_inprocess(job(example, **few), on_event=events.append))
@@ -234,6 +232,6 @@ def test_no_example_changes_what_no_snapshot_holds(example: str) -> None:
 
 
 @pytest.mark.parametrize("example", ALL)
-def test_every_example_says_which_command_to_type(example: str) -> None:
+def test_examples_name_their_command(example: str) -> None:
     text = (EXAMPLES / f"{example}.py").read_text()
     assert f"taskgraph run examples/{example}.py --nodes 4" in text.split('"""')[1]

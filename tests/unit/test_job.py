@@ -41,14 +41,14 @@ def test_defaults() -> None:
     assert job.settings == tg.Settings()
 
 
-def test_a_job_is_frozen_and_takes_keywords_only() -> None:
+def test_job_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         simple().tasks = 5  # type: ignore[misc]
     with pytest.raises(TypeError):
         tg.Job(3, Fit)  # type: ignore[call-arg, misc]
 
 
-def test_a_plain_dict_is_a_topology_and_numpys_ints_are_ints() -> None:
+def test_dict_as_topology_and_numpy_ints() -> None:
     job = simple(tasks=np.int64(7), epochs=np.int32(2), topology={"root": lambda i, n, e: (0,)})
     assert job.topology.neighbors("root", 3, 7, 0) == (0,)  # type: ignore[attr-defined]
     assert (type(job.tasks), type(job.epochs)) == (int, int)
@@ -96,7 +96,7 @@ def test_name_may_have_letters_of_any_language(name: str) -> None:
         ({"checkpoint": "checkpoints"}, "nodes do not share a working directory"),
     ],
 )
-def test_values_that_do_not_fit_are_named(changes: dict[str, Any], complaint: str) -> None:
+def test_bad_values_are_named(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(tg.JobError, match=complaint):
         simple(**changes)
 
@@ -109,7 +109,7 @@ def test_values_that_do_not_fit_are_named(changes: dict[str, Any], complaint: st
         (lambda: tg.Settings(lease_ttl=5), r"Settings has no 'lease_ttl'; did you mean 'lease_ttl_s'\?"),  # type: ignore[call-arg]
     ],
 )
-def test_a_name_that_is_mistyped_is_answered_with_the_right_one(make: Callable[[], object], complaint: str) -> None:
+def test_mistyped_name_is_corrected(make: Callable[[], object], complaint: str) -> None:
     with pytest.raises(tg.JobError, match=complaint):
         make()
 
@@ -124,7 +124,7 @@ def test_builders() -> None:
     assert simple(builder=Named).build(2).given == 2  # type: ignore[attr-defined]
 
 
-def test_a_class_that_needs_other_arguments_is_no_builder() -> None:
+def test_builder_class_with_arguments() -> None:
     class Root(tg.Task):
         def __init__(self, length: int, *, scale: float) -> None: ...
 
@@ -171,7 +171,7 @@ def no_job() -> tg.Job:
     return None  # type: ignore[return-value]
 
 
-def test_a_job_function_makes_jobs_that_know_their_origin() -> None:
+def test_job_function_records_its_origin() -> None:
     job = fit(tasks=7)
     assert (job.tasks, job.name) == (7, "fit")
     assert job.origin() == (fit, {"tasks": 7})
@@ -181,17 +181,17 @@ def test_a_job_function_makes_jobs_that_know_their_origin() -> None:
     assert (fit.__name__, fit.__doc__, fit.__wrapped__().name) == ("fit", fit.__wrapped__.__doc__, "")
 
 
-def test_a_job_made_without_tg_job_has_no_origin() -> None:
+def test_plain_job_has_no_origin() -> None:
     with pytest.raises(tg.JobError, match=r"decorate the function that returns it, or run it .* with nodes=0"):
         simple().origin()
 
 
-def test_what_the_function_does_to_its_arguments_is_not_what_nodes_get() -> None:
+def test_nodes_get_the_original_arguments() -> None:
     sizes = [1, 2]
     assert fit(sizes=sizes).origin() == (fit, {"sizes": [1, 2]})
 
 
-def test_what_nodes_read_in_the_spec_may_be_replaced() -> None:
+def test_fields_in_the_spec_may_be_replaced() -> None:
     job = dataclasses.replace(fit(), name="other", epochs=3, backups=2, seed=1, settings=tg.Settings(strict=True))
     assert job.origin()[0] is fit
 
@@ -201,7 +201,7 @@ def test_what_nodes_read_in_the_spec_may_be_replaced() -> None:
     [{"tasks": 31}, {"builder": tg.Task}, {"topology": tg.ring()}, {"requires_gpu": True}],
     ids=lambda change: next(iter(change)),
 )
-def test_what_nodes_would_make_otherwise_may_not(change: dict[str, Any]) -> None:
+def test_other_fields_may_not_be_replaced(change: dict[str, Any]) -> None:
     name = next(iter(change))
     with pytest.raises(tg.JobError, match=rf"made by fit\(\) and then got another {name}; .* a parameter of fit"):
         dataclasses.replace(fit(), **change).origin()
@@ -219,7 +219,7 @@ def test_what_nodes_would_make_otherwise_may_not(change: dict[str, Any]) -> None
         ({1: 2}, "not dict with other keys than str"),
     ],
 )
-def test_an_argument_that_json_cannot_carry_is_named(value: Any, complaint: str) -> None:
+def test_argument_beyond_json_is_named(value: Any, complaint: str) -> None:
     with pytest.raises(tg.JobError, match=rf"fit\(sizes=\.\.\.\): nodes get .* {complaint}"):
         fit(sizes=value)
 
@@ -235,28 +235,28 @@ def test_an_argument_that_json_cannot_carry_is_named(value: Any, complaint: str)
         ([{"rates": [np.float64(0.01)]}], [{"rates": [0.01]}]),
     ],
 )
-def test_numbers_of_numpy_reach_the_function_and_the_nodes_as_pythons(value: Any, travels_as: Any) -> None:
+def test_numpy_arguments_become_python_numbers(value: Any, travels_as: Any) -> None:
     job = scaled(rate=value)
     assert repr(job.origin()[1]) == repr({"rate": travels_as})
     assert job.build(0).given == repr(travels_as), "it makes here what nodes make of the same"
 
 
 @pytest.mark.parametrize("run", [tg.run, tg.arun, tg.testing.run])
-def test_a_job_function_that_was_not_called_is_no_job(run: Callable[[Any], object]) -> None:
+def test_uncalled_job_function_is_refused(run: Callable[[Any], object]) -> None:
     with pytest.raises(tg.JobError, match=r"fit is a job function, which makes the job: call it, fit\(\.\.\.\)"):
         run(fit)
     with pytest.raises(tg.JobError, match=r"what is run is a tg\.Job, as .* returns it, not Fit"):
         run(Fit())
 
 
-def test_arguments_the_function_does_not_have_are_answered_with_those_it_has() -> None:
+def test_unknown_argument_lists_the_known() -> None:
     with pytest.raises(tg.JobError, match=r"fit: .*'taks'; its options are: tasks=15, epochs=None, sizes=None"):
         fit(taks=3)
     with pytest.raises(tg.JobError, match="needs: missing a required argument: 'tasks'; its options are: tasks, name"):
         needs()
 
 
-def test_what_returns_no_job_is_no_job_function() -> None:
+def test_job_function_must_return_a_job() -> None:
     with pytest.raises(tg.JobError, match=r"no_job must return a tg\.Job, not NoneType"):
         no_job()
 
@@ -293,7 +293,7 @@ _nested.__qualname__ = "outer.<locals>._nested"
         (_starred, "by name, and tasks has none"),
     ],
 )
-def test_what_nodes_could_not_call_is_refused_where_it_is_decorated(function: Any, complaint: str) -> None:
+def test_uncallable_job_function_is_refused(function: Any, complaint: str) -> None:
     with pytest.raises(tg.JobError, match=complaint):
         tg.job(function)
 
@@ -301,7 +301,7 @@ def test_what_nodes_could_not_call_is_refused_where_it_is_decorated(function: An
 # -- options ------------------------------------------------------------------------------------------
 
 
-def test_options_tell_types_defaults_and_help() -> None:
+def test_options_have_types_and_help() -> None:
     assert fit.options() == {
         "tasks": OptionInfo("tasks", int, 15, False, "how many, all told."),
         "epochs": OptionInfo("epochs", int | None, None, False, "how long."),
@@ -397,7 +397,7 @@ MANY = JobFunction(_many)
         ("pairs=[1e3, 2]", [1000, 2]),
     ],
 )
-def test_an_options_text_becomes_a_value_of_its_type(text: str, value: Any) -> None:
+def test_option_text_becomes_a_value(text: str, value: Any) -> None:
     found = MANY.parse_options([text])[text.partition("=")[0]]
     assert (found, type(found)) == (value, type(value))
 
@@ -427,7 +427,7 @@ def test_an_options_text_becomes_a_value_of_its_type(text: str, value: Any) -> N
         ("scalar=x", "float"),
     ],
 )
-def test_a_text_that_is_no_value_of_the_type_is_an_error(text: str, expected: str) -> None:
+def test_bad_option_text_is_refused(text: str, expected: str) -> None:
     name, _, value = text.partition("=")
     with pytest.raises(tg.JobError, match=re.escape(f"option {name}='{value}': expected {expected}")):
         MANY.parse_options([text])
@@ -464,7 +464,7 @@ def _unusable(
         ("some=x", f"{Path.__module__}.Path | int", "str, and make it Path(...) in the function"),
     ],
 )
-def test_a_type_that_json_does_not_hold_is_refused_with_what_to_write(text: str, annotation: str, instead: str) -> None:
+def test_option_type_beyond_json_is_refused(text: str, annotation: str, instead: str) -> None:
     """`-o` must not give a function what its annotation does not say; from Python these are refused as well."""
     name, _, value = text.partition("=")
     said = f"option {name}={value!r}: its annotation is {annotation}, and nodes get a job's arguments as JSON: annotate"
@@ -472,13 +472,13 @@ def test_a_type_that_json_does_not_hold_is_refused_with_what_to_write(text: str,
         JobFunction(_unusable).parse_options([text])
 
 
-def test_help_says_which_options_cannot_be_given() -> None:
+def test_help_names_unusable_options() -> None:
     lines = help_text(JobFunction(_unusable).options()).splitlines()
     assert [line.split()[1] for line in lines if "(cannot be given)" not in line] == ["some=0"]
     assert "(cannot be given)" not in help_text(MANY.options())
 
 
-def test_an_enum_member_as_an_argument_is_refused_with_what_to_pass() -> None:
+def test_enum_argument_is_refused() -> None:
     with pytest.raises(tg.JobError, match=r"not Mode; pass its value, and make it Mode\(\.\.\.\) in the function"):
         fit(sizes=Mode.FAST)
 
@@ -496,7 +496,7 @@ def test_options_are_found_by_their_names() -> None:
         fit.parse_options(["tasks"])
 
 
-def test_requires_gpu_is_asked_once_and_where_it_can_be_told() -> None:
+def test_requires_gpu_is_computed_once() -> None:
     asked: list[int] = []
 
     def needs(task_id: int) -> bool:

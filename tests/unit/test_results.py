@@ -29,7 +29,7 @@ FULL = tg.JobResult(
 )
 
 
-def test_the_only_value() -> None:
+def test_only_value() -> None:
     assert tg.JobResult(name="x", values={7: "found"}).value == "found"
 
 
@@ -41,31 +41,31 @@ def test_the_only_value() -> None:
         (dict.fromkeys(range(31), 0), "tasks 0, 1, 2, 3, 4 and 26 more returned one each"),
     ],
 )
-def test_the_only_value_of_none_or_several_is_an_error(values: dict[int, Any], complaint: str) -> None:
+def test_only_value_of_none_or_several(values: dict[int, Any], complaint: str) -> None:
     with pytest.raises(tg.JobError, match=complaint):
         _ = tg.JobResult(name="x", values=values).value
 
 
-def test_a_result_survives_json_as_far_as_json_goes() -> None:
+def test_result_survives_json() -> None:
     text = FULL.to_json()
     assert "\n" not in text
     assert tg.JobResult.from_json(text) == FULL
     assert tg.JobResult.from_json(tg.JobResult(name="x").to_json()) == tg.JobResult(name="x")
 
 
-def test_many_reports_are_one_list() -> None:
+def test_reports_are_one_list() -> None:
     reports = tuple(tg.EpochReport(epoch, {"loss": 0.5}, {0: {"loss": 0.5}}) for epoch in range(2500))
     full = dataclasses.replace(FULL, reports=reports)
     assert tg.JobResult.from_json(full.to_json()) == full
     assert full.to_json() == json.dumps(json.loads(full.to_json())), "as one call writes it"
 
 
-def test_of_what_was_kept_without_reports_the_rest_is_as_it_was() -> None:
+def test_result_without_reports() -> None:
     text = json.dumps({**json.loads(FULL.to_json()), "reports": [], "left_out": "reports left out: ..."})
     assert tg.JobResult.from_json(text) == dataclasses.replace(FULL, reports=())
 
 
-def test_the_json_is_for_any_reader() -> None:
+def test_json_is_standard() -> None:
     read = json.loads(FULL.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert list(read) == ["name", "status", "values", "reports", "epochs", "failovers", "restarts", "wall_s"]
     assert read["values"] == {"0": [1, 2.5], "3": None}
@@ -75,7 +75,7 @@ def test_the_json_is_for_any_reader() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense", b"\xff", FULL.to_json().replace('"epochs"', '"eras"')])
-def test_what_is_no_result_is_refused(text: str | bytes) -> None:
+def test_bad_result_is_refused(text: str | bytes) -> None:
     with pytest.raises(tg.DecodeError, match="not a job's result"):
         tg.JobResult.from_json(text)
 
@@ -144,7 +144,7 @@ class Found:
         ([Row([5, 6])], [[2, [5, 6]]]),
     ],
 )
-def test_any_value_is_said_in_json(value: Any, plain: Any) -> None:
+def test_values_in_json(value: Any, plain: Any) -> None:
     assert plain_value(value) == plain
     json.dumps(plain_value(value), allow_nan=False)
 
@@ -158,7 +158,7 @@ def test_any_value_is_said_in_json(value: Any, plain: Any) -> None:
         ({math.nan: 1, float("nan"): 2}, [["nan", 1], ["nan", 2]]),
     ],
 )
-def test_of_keys_that_read_the_same_none_is_lost(value: Any, pairs: list[Any]) -> None:
+def test_keys_with_equal_text_survive(value: Any, pairs: list[Any]) -> None:
     text = tg.JobResult(name="x", values={0: value, 1: {"in": [value]}}).to_json()
     assert json.loads(text)["values"] == {"0": pairs, "1": {"in": [pairs]}}
 
@@ -171,13 +171,13 @@ def test_of_keys_that_read_the_same_none_is_lost(value: Any, pairs: list[Any]) -
     ],
     ids=["unknown type", "after the year 9999"],
 )
-def test_a_message_that_has_no_json_says_so_and_costs_no_other_value(message: Any, said: str) -> None:
+def test_message_beyond_json(message: Any, said: str) -> None:
     """None of a job's values was kept, and `taskgraph run --json` ended with a traceback."""
     values = json.loads(tg.JobResult(name="x", values={0: message, 1: [message], 2: 1.5}).to_json())["values"]
     assert values["0"].startswith(said) and values["1"] == [values["0"]] and values["2"] == 1.5
 
 
-def test_at_a_prompt_a_result_is_short() -> None:
+def test_repr_is_short() -> None:
     reports = tuple(tg.EpochReport(epoch, {"loss": 0.5}, {0: {"loss": 0.5}}) for epoch in range(1000))
     found = tg.JobResult(name="fit", values={0: np.array([1.0, 2.0])}, reports=reports, epochs=1000, wall_s=1.23456)
     assert repr(found) == (
@@ -195,7 +195,7 @@ class Untold:
     __repr__ = __str__
 
 
-def test_what_python_makes_no_text_of_is_said_otherwise() -> None:
+def test_value_whose_repr_fails() -> None:
     huge = 10**5000
     assert plain_value([huge, -huge, 10**600]) == [hex(huge), hex(-huge), 10**600]
     assert plain_value({"x": Untold()}) == {"x": "<Untold: ZeroDivisionError: no words>"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ def make(state: Any = (), bases: tuple[type, ...] = (tg.Task,), **members: Any) 
 # -- state --------------------------------------------------------------------------------------------
 
 
-def test_a_subclass_adds_to_the_state_of_all_its_bases_each_name_once() -> None:
+def test_subclass_adds_to_the_state() -> None:
     class A(tg.Task, state=["theta"]):
         pass
 
@@ -40,7 +39,7 @@ def test_a_subclass_adds_to_the_state_of_all_its_bases_each_name_once() -> None:
     assert list(A.__taskgraph_state__) == ["theta"], "a base is not changed by its subclasses"
 
 
-def test_a_dataclass_with_slots_keeps_the_state_that_it_declares() -> None:
+def test_dataclass_with_slots_keeps_its_state() -> None:
     class Base(tg.Task, state=["seen"]):
         pass
 
@@ -70,14 +69,14 @@ def test_a_dataclass_with_slots_keeps_the_state_that_it_declares() -> None:
         (["__theta"], "call it 'theta' or '_theta'"),
     ],
 )
-def test_state_that_cannot_be_is_refused_where_the_class_is_made(state: Any, complaint: str) -> None:
+def test_bad_state_is_refused(state: Any, complaint: str) -> None:
     with pytest.raises(tg.JobError, match=complaint) as refused:
         make(state, helper=lambda self: None)
     assert "class Fit" in str(refused.value)
 
 
 @pytest.mark.parametrize("keywords", [{"states": ["theta"]}, {"State": ["theta"], "seed": 1}])
-def test_a_keyword_of_a_class_that_nobody_takes_is_told_with_the_one_that_is_meant(keywords: dict[str, Any]) -> None:
+def test_mistyped_class_keyword_is_named(keywords: dict[str, Any]) -> None:
     class Mixin:
         pass
 
@@ -89,7 +88,7 @@ def test_a_keyword_of_a_class_that_nobody_takes_is_told_with_the_one_that_is_mea
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_mixins_take_keywords_of_their_own(first: bool) -> None:
+def test_mixins_take_keywords(first: bool) -> None:
     class Mixin:
         flavor = ""
 
@@ -103,7 +102,7 @@ def test_mixins_take_keywords_of_their_own(first: bool) -> None:
         type("Fit", fit.__bases__, {}, flavor="sweet", states=["theta"])
 
 
-def test_the_default_snapshot_and_restore_are_each_others_inverse() -> None:
+def test_restore_inverts_snapshot() -> None:
     class Fit(tg.Task, state=["theta", "step"]):
         def setup(self) -> None:
             self.theta, self.step = np.zeros(3), 7
@@ -115,13 +114,13 @@ def test_the_default_snapshot_and_restore_are_each_others_inverse() -> None:
     assert (other.theta is one.theta, other.step) == (True, 7)
 
 
-def test_a_task_without_state_snapshots_none_and_takes_it_back() -> None:
+def test_snapshot_without_state() -> None:
     task = make()()
     assert task.snapshot() is None
     task.restore(None)
 
 
-def test_a_state_attribute_that_was_never_set_is_named() -> None:
+def test_unset_state_is_named() -> None:
     task = make(["theta"])()
     with pytest.raises(tg.StateError, match=r"declares state 'theta'.*set self\.theta in setup\(\)"):
         task.snapshot()
@@ -130,7 +129,7 @@ def test_a_state_attribute_that_was_never_set_is_named() -> None:
         task.snapshot()
 
 
-def test_a_default_in_the_class_is_a_state_attribute_that_was_set() -> None:
+def test_class_default_is_state() -> None:
     assert make(["step"], step=0)().snapshot() == {"step": 0}
 
 
@@ -144,7 +143,7 @@ def test_a_default_in_the_class_is_a_state_attribute_that_was_set() -> None:
         ([1, 2], "takes a dict, not list"),
     ],
 )
-def test_a_snapshot_that_does_not_fit_is_refused_and_changes_nothing(given: Any, complaint: str) -> None:
+def test_snapshot_that_does_not_fit_is_refused(given: Any, complaint: str) -> None:
     task = make(["theta", "step"])()
     with pytest.raises(tg.StateError, match=complaint):
         task.restore(given)
@@ -155,7 +154,7 @@ def test_a_snapshot_that_does_not_fit_is_refused_and_changes_nothing(given: Any,
 
 
 @pytest.mark.parametrize("name", ["task_id", "tasks", "log", "primary", "xp"])
-def test_reading_what_is_not_set_yet_says_when_it_will_be(name: str) -> None:
+def test_reading_an_attribute_too_early(name: str) -> None:
     class Eager(tg.Task):
         def __init__(self) -> None:
             self.kept = getattr(self, name)
@@ -165,14 +164,7 @@ def test_reading_what_is_not_set_yet_says_when_it_will_be(name: str) -> None:
     assert not hasattr(tg.Task(), name)
 
 
-def test_what_the_framework_sets_is_an_ordinary_attribute() -> None:
-    task = tg.Task()
-    task.task_id, task.tasks, task.primary, task.xp = 3, 15, True, np
-    task.log = logging.getLogger("x")
-    assert (task.task_id, task.tasks, task.primary, task.xp.zeros(1).shape) == (3, 15, True, (1,))
-
-
-def test_state_that_is_a_property_without_a_setter_is_told_so() -> None:
+def test_state_property_needs_a_setter() -> None:
     task = make(["loss"], loss=property(lambda self: 0.5))()
     with pytest.raises(
         tg.StateError, match="state 'loss' is a property that cannot be set: declare what it is made of"
@@ -180,7 +172,7 @@ def test_state_that_is_a_property_without_a_setter_is_told_so() -> None:
         task.restore(task.snapshot())
 
 
-def test_an_attribute_error_inside_a_users_setter_stays_what_it_is() -> None:
+def test_error_in_a_setter_is_the_users() -> None:
     def refuses(self: Any, value: Any) -> None:
         raise AttributeError("mine")
 
@@ -189,7 +181,7 @@ def test_an_attribute_error_inside_a_users_setter_stays_what_it_is() -> None:
         task.restore(task.snapshot())
 
 
-def test_an_attribute_error_inside_a_users_property_stays_what_it_is() -> None:
+def test_error_in_a_property_is_the_users() -> None:
     class Fit(tg.Task):
         @property
         def rows(self) -> int:
@@ -199,7 +191,7 @@ def test_an_attribute_error_inside_a_users_property_stays_what_it_is() -> None:
         _ = Fit().rows
 
 
-def test_a_task_without_compose_says_so() -> None:
+def test_task_needs_compose() -> None:
     with pytest.raises(tg.JobError, match=r"class Fit must define compose\(self, epoch\)"):
         make()().compose(None)  # type: ignore[arg-type]
 
@@ -207,12 +199,7 @@ def test_a_task_without_compose_says_so() -> None:
 # -- hooks and handlers -------------------------------------------------------------------------------
 
 
-def test_the_shape_of_a_plain_task() -> None:
-    shape = shape_of(make(compose=lambda self, epoch: None))
-    assert (shape.stateful, shape.receives, shape.overrides, dict(shape.handlers)) == (False, False, {"compose"}, {})
-
-
-def test_hooks_of_every_kind_are_seen() -> None:
+def test_overridden_hooks_are_found() -> None:
     class Mixin:
         async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None: ...
 
@@ -230,7 +217,7 @@ def test_hooks_of_every_kind_are_seen() -> None:
     assert shape.overrides == {"on_flag", "snapshot", "restore", "setup"}
 
 
-def test_handlers_are_seen_and_make_the_task_receive() -> None:
+def test_handlers_are_found() -> None:
     class Server(tg.Task):
         @tg.handles("push")
         async def take(self, epoch: tg.Epoch, sender: int, payload: Any) -> None: ...
@@ -249,7 +236,7 @@ def test_handlers_are_seen_and_make_the_task_receive() -> None:
         shape.handlers["x"] = HandlerInfo("y", False)  # type: ignore[index]
 
 
-def test_a_subclass_that_overrides_a_handler_keeps_it_changes_it_or_takes_it_away() -> None:
+def test_subclass_overrides_a_handler() -> None:
     class Base(tg.Task):
         @tg.handles("push")
         def push(self, epoch: tg.Epoch, sender: int, payload: Any) -> Any: ...
@@ -268,7 +255,7 @@ def test_a_subclass_that_overrides_a_handler_keeps_it_changes_it_or_takes_it_awa
 
 @pytest.mark.parametrize("kind", [staticmethod, classmethod])
 @pytest.mark.parametrize("first", [True, False])
-def test_a_handler_that_takes_no_task_is_seen_wherever_the_mark_stands(kind: Any, first: bool) -> None:
+def test_static_and_class_handlers(kind: Any, first: bool) -> None:
     """Below @staticmethod the mark was lost, and who sent the request was told to add it."""
 
     def push(*args: Any) -> int:
@@ -279,7 +266,7 @@ def test_a_handler_that_takes_no_task_is_seen_wherever_the_mark_stands(kind: Any
     assert shape_of(fit).handlers == {"push": HandlerInfo("push", True)}
 
 
-def test_one_handler_of_two_requests_is_an_error() -> None:
+def test_handler_has_one_request() -> None:
     """One of them was dropped without a word, and who sent it was told to add what was there."""
     with pytest.raises(tg.JobError, match="push handles 'pull' and cannot handle 'push', too: give that a method of"):
 
@@ -292,7 +279,7 @@ def test_one_handler_of_two_requests_is_an_error() -> None:
         tg.handles("push")(staticmethod(tg.handles("pull")(lambda: None)))
 
 
-def test_a_handler_that_is_wrapped_may_be_marked_anew() -> None:
+def test_wrapped_handler_may_be_marked() -> None:
     class Fit(tg.Task):
         @tg.handles("push")
         def push(self, epoch: Any, sender: int, payload: Any) -> None: ...
@@ -312,7 +299,7 @@ def test_a_handler_that_is_wrapped_may_be_marked_anew() -> None:
     }
 
 
-def test_two_handlers_of_one_request_are_an_error() -> None:
+def test_request_has_one_handler() -> None:
     def one(self: Any, epoch: Any, sender: Any, payload: Any) -> None: ...
     def other(self: Any, epoch: Any, sender: Any, payload: Any) -> None: ...
 
@@ -321,7 +308,7 @@ def test_two_handlers_of_one_request_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["", None, lambda self: None])
-def test_a_handler_needs_a_name(name: Any) -> None:
+def test_handler_needs_a_name(name: Any) -> None:
     with pytest.raises(tg.JobError, match=r"@tg\.handles\('push'\)"):
         tg.handles(name)
 
@@ -349,15 +336,13 @@ def _generator(self: Any, *_: Any) -> Any:
         ({"setup": tg.handles("push")(lambda self: None)}, "setup is a hook and cannot handle 'push'"),
     ],
 )
-def test_a_hook_that_could_not_be_called_is_refused_where_the_class_is_made(
-    members: dict[str, Any], complaint: str
-) -> None:
+def test_hook_with_wrong_parameters_is_refused(members: dict[str, Any], complaint: str) -> None:
     with pytest.raises(tg.JobError, match=complaint) as refused:
         make(**members)
     assert "class Fit" in str(refused.value)
 
 
-def test_who_declares_state_may_override_restore_alone() -> None:
+def test_restore_may_be_overridden_alone() -> None:
     class Fit(tg.Task, state=["w", "steps"]):
         def restore(self, state: Any) -> None:
             super().restore({"steps": 0, **state})  # an earlier version had none
@@ -390,7 +375,7 @@ def test_who_declares_state_may_override_restore_alone() -> None:
         ("tear_down", "", "teardown"),
     ],
 )
-def test_a_hook_that_is_misspelt_is_told_where_the_class_is_made(name: str, parameters: str, meant: str) -> None:
+def test_misspelt_hook_is_named(name: str, parameters: str, meant: str) -> None:
     function = eval(f"lambda self, {parameters}: None")
     with pytest.raises(tg.JobError, match=f"class Fit: {name} is no hook and would not be called: .* mean {meant}"):
         make(**{name: function})
@@ -400,7 +385,7 @@ def test_a_hook_that_is_misspelt_is_told_where_the_class_is_made(name: str, para
     make(**{name: tg.handles("x")(lambda self, epoch, sender, payload: None)})
 
 
-def test_names_that_only_remind_of_a_hook_are_free() -> None:
+def test_similar_names_are_free() -> None:
     def compute(self: Any, epoch: Any, ins: Any, outs: Any) -> None: ...
 
     names = ("commit", "results", "composed", "restored", "setup_data", "reset", "restart", "resume", "compute", "step")
@@ -432,13 +417,13 @@ def test_events_are_values(event: tg.Event) -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 2, 6, 7, 100, 327_346])
 @pytest.mark.parametrize("tasks", [1, 2, 7, 31])
-def test_shards_cover_everything_once_in_order_and_are_balanced(n: int, tasks: int) -> None:
+def test_shards_are_balanced(n: int, tasks: int) -> None:
     shards = [range(n)[tg.shard(n, task, tasks)] for task in range(tasks)]
     assert [row for part in shards for row in part] == list(range(n))
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
-def test_shards_of_numpys_integers_do_not_overflow() -> None:
+def test_shards_of_numpy_integers() -> None:
     big = np.int64(2**62)
     assert tg.shard(big, np.int64(6), np.int64(7)).stop == 2**62  # type: ignore[arg-type]
 
@@ -453,7 +438,7 @@ def test_shards_of_numpys_integers_do_not_overflow() -> None:
         ((10.5, 0, 1), "takes ints"),
     ],
 )
-def test_shards_of_nothing_sensible_are_refused(arguments: tuple[Any, ...], complaint: str) -> None:
+def test_bad_shards_are_refused(arguments: tuple[Any, ...], complaint: str) -> None:
     with pytest.raises(tg.JobError, match=complaint):
         tg.shard(*arguments)
 
@@ -461,7 +446,7 @@ def test_shards_of_nothing_sensible_are_refused(arguments: tuple[Any, ...], comp
 # -- what is stateless --------------------------------------------------------------------------------
 
 
-def test_what_partial_makes_of_a_stateless_compute_is_stateless() -> None:
+def test_partial_of_a_stateless_compute() -> None:
     """A compute for each of several shards is no other code than the method it is made of."""
 
     class Fit(tg.Task):
@@ -488,12 +473,12 @@ tg.stateless(marked)
 
 
 @pytest.mark.parametrize("given", [None, "early", 3, staticmethod(works), classmethod(works), Any])
-def test_the_mark_stands_before_a_method(given: Any) -> None:
+def test_stateless_marks_methods_only(given: Any) -> None:
     with pytest.raises(tg.JobError, match=r"@tg\.stateless stands before a method, without parentheses; it was given"):
         tg.stateless(given)
 
 
-def test_the_mark_takes_no_parentheses() -> None:
+def test_stateless_takes_no_parentheses() -> None:
     with pytest.raises(tg.JobError, match="without parentheses"):
 
         @tg.stateless()
@@ -514,7 +499,7 @@ def test_the_mark_takes_no_parentheses() -> None:
         ("teardown", lambda self: None),
     ],
 )
-def test_a_hook_that_no_epoch_calls_early_cannot_be_marked(name: str, hook: Any) -> None:
+def test_stateless_on_other_hooks_is_refused(name: str, hook: Any) -> None:
     both = (
         {"snapshot": lambda self: None, "restore": lambda self, state: None} if name in ("snapshot", "restore") else {}
     )
@@ -526,7 +511,7 @@ def test_a_hook_that_no_epoch_calls_early_cannot_be_marked(name: str, hook: Any)
 
 
 @pytest.mark.parametrize("inherited", [False, True])
-def test_a_handler_cannot_be_marked(inherited: bool) -> None:
+def test_stateless_on_handlers_is_refused(inherited: bool) -> None:
     def push(self: Any, epoch: Any, sender: int, payload: Any) -> None:
         """In the subclass it stays a handler, by the mark of its base."""
 
@@ -536,7 +521,7 @@ def test_a_handler_cannot_be_marked(inherited: bool) -> None:
         make(bases=bases, push=given)
 
 
-def test_epochs_are_in_flight_where_compose_is_marked_and_nothing_has_an_order_among_them() -> None:
+def test_which_tasks_have_epochs_in_flight() -> None:
     handler = tg.handles("push")(lambda self, epoch, sender, payload: None)
     assert not shape_of(tg.Task).in_flight
     assert not shape_of(make(compose=works)).in_flight
