@@ -50,9 +50,9 @@ class NodeConfig:
     node_id: str = ""
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> NodeConfig:
+    def of(cls, fields: dict[str, Any]) -> NodeConfig:
         """The inverse of `dataclasses.asdict`."""
-        return cls(**{**told, "listening": Listening(**told["listening"])})
+        return cls(**{**fields, "listening": Listening(**fields["listening"])})
 
     @staticmethod
     def new_id(name: str) -> str:

@@ -95,7 +95,7 @@ class ControlServer:
         self._servers: list[grpc.aio.Server] = []
         self._path: Path | None = None
         self._followers: set[_Follower] = set()
-        self._traces: set[asyncio.Task[Any]] = set()  # calls
+        self._traces: set[asyncio.Task[Any]] = set()  # trace calls under way
         self._ending = False
         self._end = asyncio.Event()
 
@@ -164,10 +164,10 @@ class ControlServer:
         """
         if self._ending or self._path is None:
             return
-        server = self._new_server()  # gRPC adds no address to one that serves
+        server = self._new_server()  # gRPC adds no address to a running server
         _bind_unix(server, self._path)
         await server.start()
-        self._servers.append(server)  # the one before removes that file when it is stopped, whosever it is
+        self._servers.append(server)  # the stopped server removes the file at its path, even a new one
 
     async def stop(self) -> None:
         """Sends followers their last events, ends every call, removes the socket."""
@@ -228,7 +228,7 @@ class ControlServer:
     ) -> Callable[[Any, Any], AsyncGenerator[Any, None]]:
         async def checked(request: Any, context: Any) -> AsyncGenerator[Any, None]:
             node = await self._check(context)
-            # Closed here, when the caller goes: a follower must not be told events until somebody collects garbage.
+            # Closed as soon as the caller goes, not by the garbage collector: a follower would get events until then.
             async with contextlib.aclosing(function(node, request)) as replies:
                 try:
                     async for reply in replies:
@@ -255,7 +255,7 @@ class ControlServer:
                     f"not reach: send it from outside of the container, or run an init in it (`docker run --init`, "
                     f"shareProcessNamespace)"
                 )
-        log.warning("told to send %s to this process", number.name)
+        log.warning("a client had %s sent to this process", number.name)
         if number == signal.SIGKILL:
             lastwords.mean()
         after_s = 0.0 if number == signal.SIGKILL else _SIGNAL_AFTER_S
@@ -324,7 +324,7 @@ class ControlServer:
                     yield chunk
                     over = chunk.over
             if over:
-                await asyncio.sleep(_TAKEN_S)  # who has the last one ends the call
+                await asyncio.sleep(_TAKEN_S)  # the client ends the call after the last span
         finally:
             self._traces.discard(call)
 
@@ -347,7 +347,7 @@ class _Gate(grpc.GenericRpcHandler):
             self._refusals.refused(context.peer(), text)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's token is missing or wrong")
 
-        return grpc.stream_stream_rpc_method_handler(refuse)  # which begins before there is any request
+        return grpc.stream_stream_rpc_method_handler(refuse)  # this kind begins before there is any request
 
 
 class _Follower:
@@ -357,7 +357,7 @@ class _Follower:
         self._queue: deque[Event] = deque()  # bounded by `take`
         self._lost = 0
         self._over = False
-        self._look = asyncio.Event()  # something is to be sent now
+        self._look = asyncio.Event()  # set when something has to be sent now
         self._loop = asyncio.get_running_loop()
         self._sent_at = -_PACE_S
         self._timer: asyncio.TimerHandle | None = None
@@ -426,7 +426,7 @@ def _bind_unix(server: grpc.aio.Server, path: Path) -> None:
 def _bind_tcp(server: grpc.aio.Server, host: str, ports: Sequence[int], tls: Tls | None) -> int:
     """Binds to the first of these ports that is free."""
     for port in ports:
-        if not is_free(host, port):  # and where it cannot be listened on at all, this says why, as gRPC would not
+        if not is_free(host, port):  # also raises with the reason, which gRPC does not give
             continue
         try:
             return _bind(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls)

@@ -126,7 +126,7 @@ class NodeCore:
         self._leaving = False
         self._owned: dict[asyncio.Task[None], None] = {}
         self._failure: asyncio.Future[None] | None = None
-        self._broken: BaseException | None = None  # what the first of its asyncio tasks raised that did
+        self._broken: BaseException | None = None  # the first error of its asyncio tasks
         self._why_left = _LEFT
         self._ran: tuple[Ran, ...] = ()
 
@@ -199,14 +199,14 @@ class NodeCore:
 
     async def from_etcd(self, call: Callable[[], Awaitable[T]]) -> T | None:
         """Repeats a call until etcd answers; None if the node is told to leave first."""
-        told = False
+        logged = False
         while not self.draining:
             try:
                 return await call()
             except Unavailable as error:
-                if not told:
+                if not logged:
                     self.log.warning("waiting for etcd: %s", error)
-                    told = True
+                    logged = True
                 await self.breathe()
         return None
 
@@ -265,7 +265,7 @@ class NodeCore:
         view = self.keeper.view
         if view.status is None or not (view.running or (finished and view.finished)):
             return False
-        if view.finished:  # once its results were collected they are there, whatever raises
+        if view.finished:  # collected results stay valid, whatever raises later
             fences = (*fences, Compare(view.keys.collected, 0))
         if not await self.write_failed(transactions.fail(view, status, fences), status):
             await self.keeper.refresh()
@@ -280,16 +280,16 @@ class NodeCore:
             if revision is None:
                 return False
         except asyncio.CancelledError:
-            # This node may read what it wrote before it hears that it did, and ends then.
+            # The view may show the write before its answer comes, and then this node ends.
             found = keeper.view.status
             if found is not None and found.record.writer == status.writer:
-                self._tell_failed(status)
+                self._emit_failed(status)
             raise
-        self._tell_failed(status)
+        self._emit_failed(status)
         await keeper.caught_up(revision)
         return True
 
-    def _tell_failed(self, status: StatusRecord) -> None:
+    def _emit_failed(self, status: StatusRecord) -> None:
         self.events.emit("failed", status.reason, task=status.task, epoch=status.epoch)
 
     def end_with(self, error: TaskGraphError, ran: tuple[Ran, ...] = ()) -> None:

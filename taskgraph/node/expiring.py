@@ -53,7 +53,7 @@ class Expiring:
         """
         try:
             found = self._tls.validity()
-        except TransportError:  # there are no files any more, nor were there ever: who needs them says so
+        except TransportError:  # the files are missing; connections that need them say so
             return _LOOK_S
         now, next_s = self._now(), _LOOK_S
         for path, (begins, ends) in found.items():

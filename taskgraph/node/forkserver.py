@@ -53,7 +53,7 @@ def serve(server: socket.socket, main: Callable[[NodeConfig], NoReturn]) -> None
     """
     hear_of_children()
     parent = os.getppid()
-    # What was loaded lives as long as the process: no collection, here or in a node, needs to write to its memory.
+    # Loaded modules live as long as the process: no collection, here or in a node, should write to their memory.
     gc.collect()
     gc.freeze()
     poll = select.poll()
@@ -96,7 +96,7 @@ def _fork(
             if not child:
                 _fork_and_end(server, pipes, say, may_begin, begin, config, output, main)
             say.close()
-            text = _told(said, parent)
+            text = _read_all(said, parent)
             if text is None:
                 os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -110,14 +110,14 @@ def _fork(
                 begin.write(b"\n")
 
 
-def _told(said: io.FileIO, parent: int) -> bytes | None:
+def _read_all(said: io.FileIO, parent: int) -> bytes | None:
     """Reads what a child writes, to its end; None after the timeout."""
     poll = select.poll()
     poll.register(said, select.POLLIN | select.POLLHUP)
     until, text = time.monotonic() + _FORK_S, b""
     while (left_s := until - time.monotonic()) > 0:
         if os.getppid() != parent:
-            os.killpg(0, signal.SIGKILL)  # what was forked is in our group until it begins
+            os.killpg(0, signal.SIGKILL)  # forked nodes are in our group until they begin
         if poll.poll(min(left_s, _PARENT_CHECK_S) * 1000):
             if not (more := said.read(_PIECE_BYTES)):
                 return text
@@ -149,14 +149,14 @@ def _fork_and_end(
         if node:
             say.write(json.dumps({"pid": node}).encode())
             os._exit(0)
-        for end in (server, say, begin):  # whoever reads from the others hears that they ended
+        for end in (server, say, begin):  # so that their readers see the end
             end.close()
-        if not may_begin.read(1):  # nobody was told of us
+        if not may_begin.read(1):  # the launcher does not know of this node
             os._exit(1)
         pipes.close()
         os.setsid()  # a Ctrl-C on the terminal is for the launcher alone
         if seeded := sys.modules.get("numpy.random"):
-            seeded.seed()  # Python's own generator is seeded anew by itself
+            seeded.seed()  # Python seeds its own generator anew by itself
         _become(config, output, main)
     except BaseException:
         traceback.print_exc()
@@ -170,6 +170,6 @@ def _become(config: NodeConfig, output: int, main: Callable[[NodeConfig], NoRetu
     os.close(output)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Our file, and our reader: what user code may print is not for the terminal's encoding to say.
+            # We read this file, so the terminal's encoding must not limit what user code prints.
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     main(config)

@@ -53,7 +53,7 @@ class NodeLoop(uvloop.Loop):
             made = self.create_task(trial)
             if not (asyncio.isfuture(made) and hasattr(made, "uncancel")):
                 why = f"it returns no task, but {class_name(type(made))} (it has to return the one that it makes)"
-                self.call_soon(trial.close)  # behind the first step of a task that it made, and kept to itself
+                self.call_soon(trial.close)  # after the first step of a task that a factory may have made and hidden
         except Exception as error:
             trial.close()
             why = f"it cannot make them, {worded(error)}"

@@ -91,8 +91,8 @@ class Node(NodeServices):
             self, lambda: not (self.roles.primaries or self.roles.runs), lambda: self.registration.waits
         )
         self.router.on_gone = self._on_gone
-        # From the first read on: a node serves offers while it still registers, and what a roll-back undid has to go
-        # before a boundary of after it is held.
+        # From the first read on: a node takes offers while it registers, and must drop boundaries that a roll-back
+        # undid before it holds later ones.
         self._stop_following = self.keeper.on_change(self.reconciler.follow)
 
     # -- life -------------------------------------------------------------------------------------
@@ -109,11 +109,11 @@ class Node(NodeServices):
         try:
             await self.from_etcd(self.keeper.load)
             if self.draining:
-                return  # nobody knows of it yet
+                return  # no other node knows this one
             self._check_spec()
             await self.registration.register(self._record())
             if not self.node_revision:
-                return  # it drained before it might
+                return  # it was told to leave before it was registered
             try:
                 self.registration.check_reach()
                 with kept_from_children():
@@ -121,7 +121,7 @@ class Node(NodeServices):
             finally:
                 await self.registration.leave()
         finally:
-            if not self._leaving:  # it takes no part, and may have been offered something while it registered
+            if not self._leaving:  # it does not take part, but may hold offers from its registration
                 await self._stop_everything([])
             self.threads.close()
             self.file_threads.close()
@@ -144,7 +144,7 @@ class Node(NodeServices):
                 try:
                     await self._until_over()
                 except asyncio.CancelledError:
-                    if self._broken is not None:  # then it was the group that cancelled this
+                    if self._broken is not None:  # the task group cancelled this
                         self._why_left = ended_itself(self._broken)
                     elif self.own_process:
                         self._cut_off()
@@ -165,7 +165,7 @@ class Node(NodeServices):
         while pending:
             for task in pending:
                 task.cancel()
-            # They let a running compute return first; one that does not is left to the process's end.
+            # A running compute may return first; otherwise it ends with the process.
             _, pending = await asyncio.wait(pending, timeout=_STOP_S)
             if pending:
                 self.threads.abandon()
@@ -231,7 +231,7 @@ class Node(NodeServices):
                 if await self._gave_results_up():
                     return
                 continue
-            if not view.running:  # else what was lost with the results is computed again
+            if not view.running:  # else the job runs again, to compute lost results
                 return
 
     async def _gave_results_up(self) -> bool:
@@ -244,8 +244,8 @@ class Node(NodeServices):
                 if await self.transact(txn, key=view.keys.collected, writer=writer) is None:
                     await self.keeper.refresh()
                     return False
-        except (CoordinationError, TimeoutError) as error:  # while etcd is away nothing passes for lost either
-            self.log.info("that nobody collected the results is not told: %s", str(error) or "no answer")
+        except (CoordinationError, TimeoutError) as error:  # without etcd nobody takes the results for lost
+            self.log.info("the results were not given up in etcd: %s", str(error) or "no answer")
         self.log.warning("the results are given up: %s", why)
         return True
 
@@ -280,7 +280,7 @@ class Node(NodeServices):
         )
         begun = {task: primary.attempts.latest for task, primary in self.roles.primaries.items()}
         self._ran = tuple(Ran(_BESIDE, t, self.epoch if at is None else at.epoch) for t, at in begun.items())
-        if lastwords.here is not None:  # it may come to tell nobody else
+        if lastwords.here is not None:  # this node may not be able to tell etcd
             for ran in self._ran:
                 lastwords.here.began((ran.task, -1), ran.task, ran.epoch, lastwords.named(_BESIDE))
         self.log.error("this node %s", self._why_left)

@@ -99,7 +99,7 @@ async def run_node(config: NodeConfig, untaken: Untaken | None = None) -> int:
         async with await _connected(config) as coordinator:
             spec, revision = await wait_for_job(coordinator, config.job)
             if config.path:
-                sys.path[:] = config.path  # not sooner: what Python itself needs is not to be found beside a driver
+                sys.path[:] = config.path  # not earlier: Python's own modules must not be found beside a driver
             job = spec.load_job()
             await _run(config, coordinator, spec, revision, job, untaken)
             return OK
@@ -119,16 +119,16 @@ async def _connected(config: NodeConfig) -> EtcdCoordinator:
     Raises:
         CoordinationError: etcd refuses; or it is away, and without a launcher the address may be wrong.
     """
-    told = False
+    logged = False
     while True:
         try:
             return await EtcdCoordinator.connect(config.etcd, **config.tls)
         except Unavailable as error:
             if not config.parent_pid:
                 raise
-            if not told:
+            if not logged:
                 log.warning("waiting for etcd, which the launcher has reached: %s", error)
-                told = True
+                logged = True
             await asyncio.sleep(_ETCD_AGAIN_S)
 
 
@@ -139,7 +139,7 @@ def _say(text: str, code: int) -> int:
 
 def _say_last(text: str) -> None:
     """Prints why the node ends. No logger is used: user code may have silenced them all."""
-    with contextlib.suppress(OSError, ValueError):  # or closed this
+    with contextlib.suppress(OSError, ValueError):  # user code may have closed the stream
         _say(text, CANNOT_GO_ON)
 
 
@@ -260,14 +260,14 @@ async def _run(
             events, coordinator, spec.name, spec_revision=spec_revision, node_id=config.node_id, kept=kept
         )
         async with _while(keeping):
-            gc.freeze()  # what was imported lives as long as the process: no collection needs to look at it again
+            gc.freeze()  # imported modules live as long as the process: no collection should look at them again
             await node.run()
         ended = node.keeper.view.status
         if ended is not None and not config.parent_pid:
-            _tell_end(spec.name, ended.record)
+            _log_end(spec.name, ended.record)
 
 
-def _tell_end(job: str, status: StatusRecord) -> None:
+def _log_end(job: str, status: StatusRecord) -> None:
     """Logs how the job ended. With a launcher, that says it; otherwise the log is all there is."""
     if status.state == State.FAILED:
         log.error("job %r failed: %s", job, "\n\n".join(filter(None, (status.reason, status.traceback.rstrip()))))
@@ -285,11 +285,11 @@ def _emit_soon(loop: asyncio.AbstractEventLoop, events: EventLog, kind: str, tex
 async def _while(service: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Runs a service within a block. An error of the service is logged, and costs the node nothing."""
     async with alongside(service) as (task,):
-        task.add_done_callback(_tell_failed)
+        task.add_done_callback(_log_failed)
         yield
 
 
-def _tell_failed(service: asyncio.Future[None]) -> None:
+def _log_failed(service: asyncio.Future[None]) -> None:
     if not service.cancelled() and (error := service.exception()) is not None:
         log.error("a service failed", exc_info=error)
 
@@ -299,9 +299,9 @@ def _keep_files_of_pools(folder: Path) -> None:
 
     By default a fork server or a manager would remove them only when Python exits normally.
     """
-    said = getattr(multiprocessing.process.current_process(), "_config", None)  # what its children are told, too
-    if isinstance(said, dict):
-        said.setdefault("tempdir", str(folder))
+    config = getattr(multiprocessing.process.current_process(), "_config", None)  # its children get it, too
+    if isinstance(config, dict):
+        config.setdefault("tempdir", str(folder))
 
 
 def _remove_sockets(config: NodeConfig, *, launcher_gone: bool = False) -> None:
@@ -313,7 +313,7 @@ def _remove_sockets(config: NodeConfig, *, launcher_gone: bool = False) -> None:
         return
     shutil.rmtree(config.folder, ignore_errors=True)
     if launcher_gone or not config.parent_pid or os.getppid() != config.parent_pid:
-        with contextlib.suppress(OSError):  # not the last
+        with contextlib.suppress(OSError):  # other nodes have folders there
             config.folder.parent.rmdir()
 
 
@@ -355,7 +355,7 @@ def _obey(config: NodeConfig, node: Node) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle, number)
     _view = node.keeper.view
-    _leave = partial(loop.call_soon_threadsafe, node.drain, "its launcher is told to end")
+    _leave = partial(loop.call_soon_threadsafe, node.drain, "its launcher ends")
 
 
 def _follow_parent(config: NodeConfig) -> None:
@@ -367,11 +367,11 @@ def _follow_parent(config: NodeConfig) -> None:
     if config.parent_fd >= 0:
         poll.register(config.parent_fd, select.POLLIN | select.POLLHUP)
     while True:
-        told = [os.read(fd, 4096) for fd, _ in poll.poll(_PARENT_CHECK_S * 1000)]
-        if b"" in told or (config.parent_pid and os.getppid() != config.parent_pid):
+        orders = [os.read(fd, 4096) for fd, _ in poll.poll(_PARENT_CHECK_S * 1000)]
+        if b"" in orders or (config.parent_pid and os.getppid() != config.parent_pid):
             _remove_sockets(config, launcher_gone=True)
             _exit(_say("the launcher is gone", CANNOT_GO_ON))
-        if not told:
+        if not orders:
             continue
         if _leave is None:
             _remove_sockets(config)
@@ -385,7 +385,7 @@ def _end_with(gone: Callable[[], bool], config: NodeConfig) -> None:
     while not gone():
         time.sleep(_PARENT_CHECK_S)
     time.sleep(_LAST_READ_S)
-    if _view is None or _view.status is None or _view.open:  # else the node ends by itself: its job is over
+    if _view is None or _view.status is None or _view.open:  # else the node ends by itself
         _remove_sockets(config)
         _exit(_say("the job has ended with its launcher, whose etcd it was in", UNREACHABLE))
 
@@ -400,7 +400,7 @@ def _exit(code: int, *, meant: bool = True) -> NoReturn:
     """
     if meant:
         lastwords.mean()
-    # Nobody may read what we say; and a signal may come while it is said.
+    # The reader may be gone, and a signal may interrupt a write.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -442,11 +442,11 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
     """
     untaken = Untaken()
     log_to_stderr()
-    with contextlib.suppress(OSError):  # not another one that user code puts in the place of standard error
+    with contextlib.suppress(OSError):  # a copy, since user code may replace standard error
         faulthandler.enable(os.dup(2), all_threads=False)
     pass_ended_threads_over()
     allow_more_files()
-    search_garbage_less_often()  # a driver, which is loaded later, may say otherwise
+    search_garbage_less_often()  # a driver may change that later
     if config.devices is not None:
         os.environ[VISIBLE] = config.devices  # before the driver is loaded: CUDA reads it once
     if not config.node_id:

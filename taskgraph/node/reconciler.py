@@ -93,7 +93,7 @@ class Reconciler:
         self._suspicion.update()
         for task, primary in list(roles.primaries.items()):
             if view.revision < primary.revision:
-                continue  # the view has not come to its takeover yet
+                continue  # the view does not show its takeover yet
             if not view.is_primary(task, node.id, primary.term):
                 roles.step_down(task)
             else:

@@ -183,7 +183,7 @@ class Replica:
             raise JobError(
                 f"the task builder returned {type(task).__name__} for task {self.task}; it must return a tg.Task"
             )
-        if getattr(vars(task).get("log"), "name", "").startswith(_LOGGERS):  # two replicas would count in one object
+        if getattr(vars(task).get("log"), "name", "").startswith(_LOGGERS):  # two replicas must not share an object
             raise JobError(
                 f"the task builder returned an object for task {self.task} that it had returned before: make one each "
                 f"time it is called, as in builder=lambda task_id: {type(task).__name__}(...)"
@@ -240,17 +240,17 @@ class Replica:
         task, shape = self.user_task, self.shape
 
         def take() -> Encoded:
-            check_attributes(task, shape)  # of the last epoch, too: its result is asked for when all has ended
-            # Encoded before anything else of the task runs: the snapshot may be the task's own arrays.
+            check_attributes(task, shape)  # also after the last epoch, whose state gives the result
+            # Encoded before other code of the task runs, since a snapshot may be the task's own arrays.
             state = task.snapshot() if shape.stateful else None
             try:
                 whole = {"state": state, "numbers": numbers, "log": rows}
                 what, there = f"snapshot of task {self.task}", stays and self.device is not None
                 value = encode(whole, what=what, allocate=self.router.allocate, stays=there, ordered=True)
             except ValueNotEncodable:
-                encode_fields(state, self.task)  # raises as well, and names the field
+                encode_fields(state, self.task)  # raises with the name of the field
                 raise
-            if there:  # before the next epoch computes: who waits for the device then holds up whoever queues copies
+            if there:  # before the next epoch computes, which would delay the copy
                 begin_hosted(value, allocate=self.router.allocate)
             return value
 
@@ -384,7 +384,7 @@ def _is_small_snapshot(task: Task, shape: TaskShape) -> bool:
         if name not in has:
             return False
         value = has[name]
-        if type(value) is np.ndarray:  # as most are
+        if type(value) is np.ndarray:  # the usual case
             if value.nbytes > _SMALL_BYTES or value.dtype.kind not in "biufc":
                 return False
         elif not _is_small(value):

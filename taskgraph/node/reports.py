@@ -70,10 +70,10 @@ class _Block:
         made = cls()
         try:
             at = _HEAD.size + _HEAD.unpack_from(data)[1]
-            for count, told in json.loads(data[_HEAD.size : at]):
-                names = tuple([(task, tuple(row)) for task, row in told])
+            for count, rows in json.loads(data[_HEAD.size : at]):
+                names = tuple([(task, tuple(row)) for task, row in rows])
                 if type(count) is not int or count < 1 or not names or names in made.groups or not _are_names(names):
-                    raise ValueError(f"{count!r} epochs of {told!r:.100}")
+                    raise ValueError(f"{count!r} epochs of {rows!r:.100}")
                 epochs, numbers = made._group(names)
                 for column, size in ((epochs, 8 * count), (numbers, 8 * count * _width(names))):
                     if len(data) < at + size:
@@ -90,8 +90,8 @@ class _Block:
         return made
 
     def packed(self, level: int) -> bytes:
-        told = [[len(epochs), names] for names, (epochs, _) in self.groups.items()]
-        text = json.dumps(told, separators=(",", ":")).encode()
+        head = [[len(epochs), names] for names, (epochs, _) in self.groups.items()]
+        text = json.dumps(head, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         parts = [_HEAD.pack(level, len(text)), text]
         for columns in self.groups.values():
@@ -183,7 +183,7 @@ class ReportLog:
         self._full: list[bytes] = []
         self._open = _Block()
         self._newest = -1
-        self._rows: Rows = {}  # in no block yet: more may come of it
+        self._rows: Rows = {}  # in no block yet, since more rows may come
 
     def __bool__(self) -> bool:
         return self._newest >= 0
@@ -216,7 +216,7 @@ class ReportLog:
         while len(full) > 1 and sum(map(len, full)) > self.most_bytes:
             levels = [_level(block) for block in full]
             twins = [at for at in range(len(full) - 1) if levels[at] == levels[at + 1]]
-            at = min(twins, key=levels.__getitem__, default=0)  # of several the oldest
+            at = min(twins, key=levels.__getitem__, default=0)  # the oldest of several
             older, newer = map(_Block.of, full[at : at + 2])
             full[at : at + 2] = [older.thinned_with(newer).packed(max(levels[at : at + 2]) + 1)]
 
@@ -348,6 +348,6 @@ def with_log(value: Encoded, log: list[bytes] | dict[int, PlainRows]) -> Encoded
     """A boundary of task 0 with these reports: all, or those of one epoch. May be called in any thread."""
     raw: dict[str, Any] = decode(value)
     made = encode({**raw, "log": log}, what="snapshot of task 0", ordered=True)
-    # Read on the host, the arrays that lived on a device did not come from one: the trailer still tells.
+    # Decoding on the host hides which arrays lived on a device: keep the trailer that says so.
     trailer = value.meta[value_end(value.meta) :]
     return Encoded(made.meta[: value_end(made.meta)] + trailer, made.buffers, made.digest)

@@ -41,7 +41,7 @@ class Roles:
         self.runs: dict[int, asyncio.Task[None]] = {}
         """The primaries' `run`, until they have returned."""
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
-        self._shared_by = 0  # primaries, when memory was shared among them last
+        self._shared_by = 0  # number of primaries at the last `share`
         self._leading: asyncio.Task[None] | None = None
         self.leaving: list[Replica] = []
         """Replicas that are being torn down; the same tasks may have new replicas here."""
@@ -59,7 +59,7 @@ class Roles:
         task = primary.task
         self.primaries[task] = primary
         self._node.sharing.primaries = len(self.primaries)
-        if task == 0:  # before its first boundary, which is to have what all tasks reported
+        if task == 0:  # before its first boundary, which carries all reports
             self._lead(primary)
         run = self.runs[task] = self._node.own(self._run_primary(primary), f"primary of task {task}")
         run.add_done_callback(lambda _: self.runs.pop(task, None))
@@ -184,7 +184,7 @@ class Roles:
         """
         node, loop = self._node, asyncio.get_running_loop()
         self.leaving.append(replica)
-        telling = loop.call_later(node.settings.slow_compute_s, self._tell_slow, replica)
+        telling = loop.call_later(node.settings.slow_compute_s, self._emit_slow, replica)
         try:
             await replica.tear_down()
         except StuckError as stuck:
@@ -193,7 +193,7 @@ class Roles:
             telling.cancel()
             self.leaving.remove(replica)
 
-    def _tell_slow(self, replica: Replica) -> None:
+    def _emit_slow(self, replica: Replica) -> None:
         self._node.events.emit("slow", self._waits_for(replica), task=replica.task)
 
     def _waits_for(self, replica: Replica) -> str:
@@ -209,7 +209,7 @@ class Roles:
     async def end(self) -> None:
         """Tears all replicas down at the node's end."""
         self.primaries.clear()
-        async with asyncio.TaskGroup() as group:  # all at a time: each may take long
+        async with asyncio.TaskGroup() as group:  # concurrently: each may take long
             for replica in self.replicas.values():
                 group.create_task(self._end(replica))
 
@@ -217,7 +217,7 @@ class Roles:
         try:
             await self._torn_down(replica)
         except UserCodeError as error:
-            # It changes nothing of what the job has come to, so this is how somebody hears of it.
+            # The job has ended, so an event is the only way to report this.
             what = f"task {replica.task}: teardown raised {worded(error.error)}{place_of(error.error)}"
             text = f"{what}; the log of its node has the traceback"
             self._node.events.emit("teardown failed", text, task=replica.task)

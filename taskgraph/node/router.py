@@ -24,7 +24,7 @@ from taskgraph.transport.api import Peer, Transport
 
 __all__ = ["Router", "peer_of"]
 
-# Answers that another try may change: the view is behind, here or there, or the node is busy with itself.
+# Refusals that a retry may change: a view is stale, here or there, or the node is busy.
 _TRY_AGAIN = frozenset(
     {
         Reason.NOT_PRIMARY,
@@ -76,8 +76,8 @@ class Router:
         self._in_flight: dict[asyncio.Timeout, Callable[[JobView], bool]] = {}
         self._sweep_at = _SWEEP_AT
         self._failing: dict[str, _Failing] = {}
-        # The same without a task, those together that began together. Weak: a reply's value is its caller's alone, and
-        # its memory takes the next one.
+        # The same without a task, grouped by when they began. Weak, since only the caller may keep a reply's value: its
+        # memory takes the next one.
         self._begun: list[tuple[list[weakref.ref[asyncio.Future[Reply]]], Callable[[JobView], bool]]] = []
         keeper.on_change(self._abandon, structure=True)
 
@@ -89,7 +89,7 @@ class Router:
         self._looked_at = view.structure_revision
         now = asyncio.get_running_loop().time()
         for scope in [scope for scope, in_vain in self._in_flight.items() if in_vain(view)]:
-            del self._in_flight[scope]  # each is told once: a timeout that expires cannot be moved again
+            del self._in_flight[scope]  # each once: a timeout that expires cannot be moved again
             scope.reschedule(now)
         self._sweep()
         for begun, in_vain in tuple(self._begun):
@@ -130,7 +130,7 @@ class Router:
                 if refused.reason not in _TRY_AGAIN:
                     raise
             except (TransportError, TimeoutError):
-                pass  # the node may be dead or replaced: its successor is, or will be, in the view
+                pass  # the node may be dead or replaced: the view shows its successor, now or soon
             await self._next_try(task, revision, backoff.step())
 
     def begin(self, task: int, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:

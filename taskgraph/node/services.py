@@ -57,7 +57,7 @@ class NodeServices(NodeCore):
         self.wishes = Wishes(self)
         self.gathering = Gathering(self)
         self.device_loss = DeviceLoss(self, self.replicas)
-        # Threads of their own: a place that hangs must take none from user code.
+        # Own threads: a place that hangs must not block user code.
         own = file_threads or core.get("threads")
         self.file_threads = own or PooledThreads(f"{self.name}-files", limit=FILES_AT_A_TIME)
         self.checkpoints = CheckpointReader(self, self.file_threads, place)
@@ -96,6 +96,6 @@ class NodeServices(NodeCore):
     async def fail_early(self, error: UserCodeError | TaskGraphError, task: int, *, finished: bool = False) -> bool:
         """Fails the job for user code that failed before there was a primary, fenced by this node's own key."""
         view = self.keeper.view
-        epoch = view.stamp.epoch if view.stamp and view.running else None  # of none: after the last
+        epoch = view.stamp.epoch if view.stamp and view.running else None  # after the last epoch
         fences = (Compare(view.keys.node(self.id), self.node_revision),)
         return await self.fail_job(error, task, epoch, fences, finished=finished)

@@ -74,7 +74,7 @@ class Serving:
         self._node = node
         self._roles = roles
         self._takeovers = takeovers
-        self._waiting = Counted()  # calls of those that may be many that wait here
+        self._waiting = Counted()  # calls of the kinds `_PARKED` that wait here
         self._ahead = node.settings.epochs_ahead
 
     @property
@@ -119,7 +119,7 @@ class Serving:
         node, waiting = self._node, self._waiting
         room = self._room(Stamp(pull.stamp.attempt, pull.stamp.epoch + pull.count - 1))
         if peer == node.id:
-            room -= node.settings.max_parked // 4  # asked for one by one they would be few: others' calls find room
+            room -= node.settings.max_parked // 4  # leave room for calls that pull one epoch
         if node.paused or room < pull.count:
             return None
         primary = self._asked(pull)
@@ -157,7 +157,7 @@ class Serving:
         if replica is None or not replica.ready or offer.committed or node.injects_held:
             return None
         if view.term(offer.task) < offer.term or view.stamp is None or view.stamp.attempt < offer.stamp.attempt:
-            return None  # what it was made in has to be read here, too
+            return None  # the view must show that attempt
         self._check_offer(peer, offer)
         began = node.tracing.on and clock()
         self._hold(replica, offer)
@@ -187,7 +187,7 @@ class Serving:
         except (
             UserCodeError,
             StateError,
-        ) as error:  # its task's primary fails the job, or the attempt was dead: the caller waits
+        ) as error:  # the task's primary fails the job, or the attempt is over: the caller waits
             raise Refused(Reason.USER_ERROR, str(error)) from error
         finally:
             self._waiting.count -= parks
@@ -274,7 +274,7 @@ class Serving:
         """Holds boundaries for the task's primary; sets a new replica up first."""
         node, keeper = self._node, self._node.keeper
         await keeper.wait_until_read(lambda view: view.term(offer.task) >= offer.term)
-        # What it was made in was read from etcd by its primary: here, a roll-back that began it must be read, too.
+        # The primary read the boundary's attempt from etcd. This node, too, must have read a roll-back that began it.
         await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp.attempt >= offer.stamp.attempt)
         self._check_offer(peer, offer)
         began = node.tracing.on and clock()
@@ -287,10 +287,10 @@ class Serving:
         log = await self._log_in(replica, offer)
         if node.paused:
             raise Refused(Reason.PAUSED, f"{node.name} cannot prove its lease at the moment")
-        self._check_offer(peer, offer)  # setting up may have taken long
+        self._check_offer(peer, offer)  # the set-up may have taken long
         if self._roles.replica(offer.task) is not replica:
-            # Placement wished it away meanwhile and wishes for it again: what is acknowledged must be held by the
-            # replica that stays, or a member would have nothing to take over with.
+            # The replica was dropped and made anew meanwhile. The one that stays must hold what is acknowledged,
+            # or a member would have nothing to take over with.
             raise Refused(Reason.STALE, f"{node.name} dropped its replica of task {offer.task} while it was set up")
         self._hold(replica, offer, log)
         if node.injects_held:
@@ -312,7 +312,7 @@ class Serving:
     def _hold(self, replica: Replica, offer: Offer | Offers, log: dict[int, Rows] | ReportLog | None = None) -> None:
         epoch = self._node.keeper.view.epoch
         if epoch is not None:
-            replica.follow(epoch.record)  # what a roll-back undid makes nothing that comes after it history
+            replica.follow(epoch.record)  # first drop what a roll-back undid: it must not make later boundaries history
         for boundary in _boundaries(offer):
             if not replica.boundaries.hold(boundary, committed=offer.committed):
                 raise Refused(Reason.STALE, f"boundary {boundary.key} of task {offer.task} is not one that counts")
@@ -320,7 +320,7 @@ class Serving:
             replica.log.fold(log)
         replica.promise(offer.term, offer.invitation)
         if epoch is not None and offer.stamp.epoch <= epoch.record.epoch:
-            replica.follow(epoch.record)  # it is not ahead of what was read already
+            replica.follow(epoch.record)  # it is not ahead of the view
 
     def _trace_hold(self, began: int, peer: str, offer: Offer | Offers) -> None:
         """Traces a message as one span, of the first traced epoch in it."""
@@ -335,7 +335,7 @@ class Serving:
 
     def _check_offer(self, peer: str, offer: Offer | Offers) -> None:
         view = self._node.keeper.view
-        if self._node.leaving:  # a replica that is set up now would not be torn down
+        if self._node.leaving:  # a new replica would not be torn down
             raise Refused(Reason.CLOSING, f"{self._node.name} is leaving")
         if not view.is_primary(offer.task, peer, offer.term):
             raise Refused(Reason.STALE, f"task {offer.task} is in term {view.term(offer.task)}, not {offer.term}")

@@ -33,7 +33,7 @@ async def keep_sockets(folder: Path, listeners: tuple[Listens, ...], events: Eve
     """Lets services listen again whose files vanished from the node's folder, until cancelled. No other node has that
     path.
     """
-    told, held = "", list[int]()
+    emitted, held = "", list[int]()
     what = f"the sockets of nodes in {folder.parent} were removed, as a cleaner of temporary files does"
     try:
         while True:
@@ -48,10 +48,10 @@ async def keep_sockets(folder: Path, listeners: tuple[Listens, ...], events: Eve
                     await listener.listen_anew()
                 lastwords.listen_anew(folder)
             except (OSError, TransportError) as error:
-                if told != (told := str(error)):
+                if emitted != (emitted := str(error)):
                     events.emit("sockets", f"{what}, and nobody can connect to them any more: {error}")
                 continue
-            told = ""
+            emitted = ""
             events.emit("sockets", f"{what}: they listen there anew")
     finally:
         for file in held:

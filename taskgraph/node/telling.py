@@ -52,7 +52,7 @@ def _replica_status(node: NodeCore, replica: Replica, primary: Primary | None) -
     if primary is not None:
         if primary.waiting_for:
             waits.append(primary.waiting_for)
-        # Of the earliest epoch that waits: those after it may not be seen to wait for that.
+        # Of the earliest waiting epoch: later epochs may wait for that one.
         open_waits = (attempt.waits() for attempt in primary.attempts if not attempt.cancelled)
         waits += [
             f"{w.processor} waits for {w.name!r} from task {w.task}"
@@ -66,7 +66,7 @@ def _replica_status(node: NodeCore, replica: Replica, primary: Primary | None) -
         boundary=committed.stamp.epoch if committed else None,
         processor=running[-1].where if running else "",
         running_s=node.now() - running[-1].since if running else 0.0,
-        waits=tuple(dict.fromkeys(waits)),  # a handler may wait for many of its requests, alike
+        waits=tuple(dict.fromkeys(waits)),  # a handler may have many equal waits
         in_sync=primary.backups.in_sync if primary else 0,
     )
 
@@ -77,7 +77,7 @@ async def task_results(keeper: ViewKeeper, primaries: Mapping[int, Primary]) -> 
     def all_final(view: JobView) -> bool:
         return not view.running and all(primary.final is not None for primary in primaries.values())
 
-    while not all_final(keeper.view):  # since it was woken, this node may have taken over one task more
+    while not all_final(keeper.view):  # this node may have taken over another task since it was woken
         await keeper.wait_until(all_final)
     found = []
     for task, primary in sorted(primaries.items()):

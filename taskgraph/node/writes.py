@@ -32,7 +32,7 @@ class Writes:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._tried: dict[_Tried, None] = {}
-        self._let_in = False  # a write was answered
+        self._let_in = False  # True once a write succeeded
 
     @property
     def waits(self) -> tuple[str, ...]:

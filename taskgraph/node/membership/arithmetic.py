@@ -71,7 +71,7 @@ def why_unlike(ours: NodeRecord, others: Mapping[str, NodeRecord]) -> str:
     """Says how a node differs from the first of the others that differs from it; "" if all are alike."""
     for other in others.values():
         mine, its = ours.arithmetic, other.arithmetic
-        if mine[1:2] != its[1:2]:  # each numpy has names of its own for what a processor has
+        if mine[1:2] != its[1:2]:  # each numpy has its own names for a processor's features
             mine, its = _without_features(mine), _without_features(its)
         differing = [(a, b, effect) for a, b, effect in zip(mine, its, _EFFECTS, strict=False) if a != b]
         if differing:

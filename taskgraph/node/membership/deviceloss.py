@@ -71,7 +71,7 @@ class DeviceLoss:
         if why := self._outcome(task, epoch).fail:
             return why + hint(found)
         self._leaving = True
-        # Owned by the node: it must end, also where whoever met the error is replaced meanwhile.
+        # Owned by the node, which must end even if that primary is replaced meanwhile.
         self._node.own(self._leave(error, found, task, epoch), "leave without a device")
         return None
 
@@ -103,7 +103,7 @@ class DeviceLoss:
         except CoordinationError as failed:
             node.log.warning("cannot tell why this node ends: %s", failed)
         for replica in self._replicas.values():
-            replica.actor.abandoned = True  # none of its code runs here any more, `teardown` neither
+            replica.actor.abandoned = True  # no more code of the task may run here, not even `teardown`
         node.end_with(self.error)
 
     async def _given_away(self, task: int, epoch: int) -> str:
@@ -128,4 +128,4 @@ class DeviceLoss:
             async with asyncio.timeout(node.settings.call_s):
                 await node.transact(txn, key=keys.gone(node.id), writer=record.writer)
         except TimeoutError:
-            node.log.warning("etcd was not told in time why this node ends")
+            node.log.warning("etcd did not take in time why this node ends")

@@ -97,6 +97,6 @@ class Draining:
         if not self._empty():
             return False
         view = node.keeper.view
-        # Who was evicted holds the committed boundary until the next commit: of a finished job there is none.
+        # An evicted member holds the committed boundary until the next commit, which a finished job does not have.
         holders = view.in_sync if view.running else view.staying
         return not any(view.primary_node(t) == node.id or node.id in holders(t) for t in range(node.job.tasks))

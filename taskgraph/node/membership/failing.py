@@ -52,7 +52,7 @@ def failure_record(
         task=task,
         epoch=epoch,
         where=where,
-        traceback=_readable(traceback)[-_MAX_TRACEBACK:].decode(errors="ignore"),  # its end says more than its middle
+        traceback=_readable(traceback)[-_MAX_TRACEBACK:].decode(errors="ignore"),  # the end says more than the middle
         writer=writer,
     )
 
@@ -103,7 +103,7 @@ def culprit_text(deaths: Mapping[str, GoneRecord]) -> str:
     if all(record.out_of_memory for record in deaths.values()):
         return f"{' and '.join(sorted(common))} ran each time: it may be what takes the memory"
     if all(record.ended_itself for record in deaths.values()):
-        return f"{' and '.join(sorted(common))} ran each time, and each node told why it could not go on"
+        return f"{' and '.join(sorted(common))} ran each time, and each node said why it could not go on"
     may = (
         "unless somebody killed them, it may take more memory than there is: see the kernel's log (dmesg)"
         if all("SIGKILL" in record.reason for record in deaths.values())

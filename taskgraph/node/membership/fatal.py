@@ -45,7 +45,7 @@ class FatalCode:
         names = {name_of(each): record for each, record in found.deaths.items()}
         writer = node.writer()
         status = fatal_record(found, names, node.settings.fatal_deaths, writer)
-        # As long as that epoch is not committed: then the code went through after all.
+        # Only while that epoch is not committed: a commit means that the code went through.
         fences = () if view.epoch is None else (Compare(view.keys.epoch, view.epoch.mod_revision),)
         if view.open and not await node.write_failed(transactions.fail(view, status, fences), status):
             await node.keeper.refresh()

@@ -50,7 +50,7 @@ class Noticing:
         view, job = self._node.keeper.view, self._node.job
         epoch = view.stamp.epoch if view.stamp else 0
         if job.epochs is not None:
-            epoch = min(epoch, job.epochs - 1)  # after the last, there is none that links are made for
+            epoch = min(epoch, job.epochs - 1)  # links are not made for epochs after the last
         try:
             return primary.replica.topology.neighbors(link, primary.task, job.tasks, epoch)
         except Exception as error:
@@ -69,10 +69,10 @@ class Noticing:
         names = {other: name_of(other) for other in sorted(found) if other not in (node.id, *node.suspects)}
         return {other: f"{node.name} cannot reach {name}: {found[other]}" for other, name in names.items()}
 
-    def _tell_unreached(self) -> None:
+    def _emit_unreached(self) -> None:
         found = self._unreached()
         self._told_unreached &= found.keys()
-        for other, why in found.items():  # in their order: a seed of the simulation replays exactly
+        for other, why in found.items():  # sorted, so that a seed of the simulation replays exactly
             if other not in self._told_unreached:
                 self._told_unreached.add(other)
                 self._node.events.emit("unreachable", why, fields={"unreachable": other})
@@ -82,7 +82,7 @@ class Noticing:
 
         `status` shows both while they last.
         """
-        told: set[tuple[int, str, float]] = set()
+        emitted: set[tuple[int, str, float]] = set()
         limit = self._node.settings.slow_compute_s
         while True:
             await asyncio.sleep(min(1.0, limit / 4))
@@ -91,11 +91,11 @@ class Noticing:
                 for r in self._roles.replicas.values()
                 for running in r.actor.running
             }
-            told &= current
-            for task, where, since in sorted(current - told):
+            emitted &= current
+            for task, where, since in sorted(current - emitted):
                 if self._node.now() - since > limit:
-                    told.add((task, where, since))
+                    emitted.add((task, where, since))
                     self._node.events.emit(
                         "slow", f"task {task}: {where!r} runs for {self._node.now() - since:.0f} s", task=task
                     )
-            self._tell_unreached()
+            self._emit_unreached()

@@ -59,7 +59,9 @@ class Overdue:
             await asyncio.sleep(min(max(next_at - node.coordinator.now(), 0.0), beat_s))
             now = node.coordinator.now()
             at = node.keeper.view.stamp
-            if at is not None and at.epoch != self._epoch:  # not its attempt: a restart proves nobody's life
+            if (
+                at is not None and at.epoch != self._epoch
+            ):  # not the attempt: a restart does not prove that a node lives
                 self._epoch, self._moved_at = at.epoch, now
             self._choose(missing=now - self._moved_at >= beat_s and not node.paused)
             for name, asked in list(self._asked.items()):

@@ -52,15 +52,15 @@ class Registration:
         self._record: NodeRecord
         self._suspicion = suspicion
         self._reconcile = reconcile
-        self._spec_revision = 0  # when it began to register
+        self._spec_revision = 0  # as read when registration began
         self._lease: Lease | None = None
-        self._paused_for = ""  # why it paused, as it was then
-        self._why_paused = ""  # what was last said of it
-        self._writing = ""  # the writer of a change of the key that was not answered yet
+        self._paused_for = ""  # why the pause began
+        self._why_paused = ""  # the last logged reason
+        self._writing = ""  # the writer of a change of the key that is not answered yet
         self._one_writes = asyncio.Lock()
         node.announce = self.announce
-        self._there = 0  # the last revision in which this node read that it is not gone; 0: it has put no key yet
-        self._reached: set[str] = set()  # nodes that answered before this one began: ids are never used again
+        self._there = 0  # the last revision that showed this node as not gone; 0: it has put no key yet
+        self._reached: set[str] = set()  # nodes that have answered; ids are never reused
 
     def _current(self) -> NodeRecord:
         """The key's value for one write, made anew for each since several may be under way."""
@@ -74,7 +74,7 @@ class Registration:
         )
 
     async def register(self, record: NodeRecord) -> None:
-        """Grants the lease and puts the key, unless the node is told to leave first.
+        """Grants the lease and puts the key, unless the node is asked to leave first.
 
         Args:
             record: the part of the key that never changes.
@@ -102,7 +102,7 @@ class Registration:
                 if why := why_unlike(self._record, self._before()):
                     self._node.events.emit("unlike", why)
                 return
-            # Others registered after this one had looked: it takes its key back, before it begins anything.
+            # A member registered after this node had looked: this node takes its key back before it begins anything.
             self._node.pause(True)
             assert self._lease is not None
             await self._lease.close(revoke=True)
@@ -123,28 +123,28 @@ class Registration:
         long enough is alive. Time alone proves nothing: after an absence or a new leader of etcd, leases of the dead
         have their
         whole TTL again. The last try to reach it decides, since a member that is back may have missed an earlier one.
-        Returns also when the node is told to leave.
+        Returns also when the node is asked to leave.
 
         Raises:
             JobError: an unreachable member is alive; or the job is another one; or this node was declared gone.
         """
-        node, settings, told = self._node, self._node.settings, ""
-        # A node whose main loop is stuck is silent, too, and renews its lease for as long as it may be.
+        node, settings, emitted = self._node, self._node.settings, ""
+        # A node whose main loop is stuck does not answer either, and renews its lease for `lease_stall_s`.
         enough_s = settings.lease_ttl_s + _REGRANTED_S + settings.lease_stall_s
-        renewed: dict[str, float] = {}  # since when nothing else was seen
+        renewed: dict[str, float] = {}  # since when its lease looked renewed
         while not node.draining:
             tried_at = node.now()
             found = self._why_refused() or await self._why_unreached()
             if not found:
                 return
-            if (why := next(iter(found.values()))) != told:
+            if (why := next(iter(found.values()))) != emitted:
                 node.events.emit("refused", f"{node.name} may not register as long as this is so: {why}")
-                told = why
+                emitted = why
             await asyncio.sleep(_LOOK_S)
             asked_at = node.now()
             await node.from_etcd(node.keeper.load)
             self._check_run()
-            self._check_not_gone()  # that may be forgotten before it may register
+            self._check_not_gone()  # the record may be deleted before this node may register
             renews = dict(zip(found, await asyncio.gather(*map(self._renews, found)), strict=True))
             now = node.now()
             if now - asked_at > settings.lease_ttl_s / _RENEWALS:
@@ -177,7 +177,7 @@ class Registration:
         self._reached.update(other for other in asked if why[other] is None)
         if not any(why.values()):
             return {}
-        await node.keeper.refresh()  # some of them may have left, or have been declared gone, meanwhile
+        await node.keeper.refresh()  # some may have left, or be gone, by now
         there = self._before()
         return {
             n: why_unreached(
@@ -224,7 +224,7 @@ class Registration:
     async def _put_first(self) -> int | None:
         """Grants a lease and puts the key.
 
-        None if the job is another one, the lease ended meanwhile, or the node is told to leave.
+        None if the job is another one, the lease ended meanwhile, or the node is asked to leave.
 
         Raises:
             JobError: this node was declared gone, perhaps after an earlier try.
@@ -271,8 +271,8 @@ class Registration:
     def waits(self) -> tuple[str, ...]:
         """Why this node is paused, for `status`."""
         if not (self._node.paused and self._node.node_revision and self._lease is not None):
-            return ()  # it is not registered yet, or has nothing to prove
-        # Under another lease the key is not there yet, or is not known to be: that is no reason, but what follows.
+            return ()  # not registered yet, or not paused
+        # A new lease without the key in etcd is a consequence of the pause, not its reason.
         why = self._why_unrenewed(self._lease) or self._why_paused or self._paused_for
         return (f"{self._node.name} is paused{f': {why}' if why else ''}",)
 
@@ -325,16 +325,16 @@ class Registration:
                 return
             with self._ticking():
                 await node.keeper.load()
-            self._reconcile()  # primaries of gone terms step down now: who stays is named by this view
+            self._reconcile()  # stale primaries step down now: the transaction names those that stay
             if node.id in node.keeper.view.gone:
-                return  # the node sees that, and ends
+                return  # `reconcile` ends the node
             if self._forgotten():
                 node.end_with(JobError(self._forgotten()))
                 return
             txn = transactions.resume(node.keeper.view, node.id, self._current())
             result = await node.coordinator.txn(txn)
         except CoordinationError as error:
-            if str(error) != self._why_paused:  # it may be the same ten times a second
+            if str(error) != self._why_paused:  # it may repeat ten times a second
                 node.log.warning("paused: %s", error)
             self._why_paused = str(error)
             return
@@ -411,9 +411,9 @@ class Registration:
             try:
                 revision = await self._node.transact(txn, key=view.keys.node(self._node.id), writer=record.writer)
             except LeaseGone:
-                revision = None  # the node pauses, and resumes under another lease
+                revision = None  # the node pauses, and resumes with another lease
             if revision is not None:
-                self._node.node_revision = max(self._node.node_revision, revision)  # it may have resumed since
+                self._node.node_revision = max(self._node.node_revision, revision)  # a later resume may have set it
                 self._writing = ""
                 await self._node.keeper.caught_up(revision)
                 return
@@ -428,7 +428,7 @@ class Registration:
             async with asyncio.timeout(node.settings.call_s):
                 try:
                     await self._say_gone()
-                except CoordinationError as error:  # the lease is the node's own: it may be able to end that
+                except CoordinationError as error:  # the node may still be able to end its own lease
                     node.log.info("that it is gone could not be said: %s", error)
                 await self._lease.close(revoke=True)
         except (CoordinationError, TimeoutError) as error:

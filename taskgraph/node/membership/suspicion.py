@@ -74,15 +74,15 @@ class Suspicion:
         self._unproved = unproved
         self._changed = changed
         self._refused: dict[str, Refusal] = {}
-        self._outlived: set[str] = set()  # those that lived on though their port refused: that it does is no news
+        self._outlived: set[str] = set()  # nodes that proved alive although their port refuses
         self.overdue = Overdue(node, self._lease_changed)
         self._absent_since: dict[str, float] = {}
-        self._absent_before: frozenset[str] | None = None  # when this node paused; None: it is long ago
+        self._absent_before: frozenset[str] | None = None  # absent nodes when this node paused; None: that is long ago
         self._coming_back: asyncio.Task[None] | None = None
-        self._doubted: set[str] = set()  # a call found nobody listening: it is looked at
+        self._doubted: set[str] = set()  # nodes whose port refused a call
         self._probing: set[str] = set()
-        self._gone_revision = -1  # of what it says of `gone`
-        self._missed: set[str] = set()  # whose loss it told because their ports refuse
+        self._gone_revision = -1  # of the view's `gone` that was used last
+        self._missed: set[str] = set()  # nodes whose loss was emitted for a refusing port
         self._told: set[str] | None = None
 
     def refused(self, node: str) -> None:
@@ -96,7 +96,7 @@ class Suspicion:
                     "lost",
                     f"{name_of(node)} died: its port refuses connections",
                     fields={"lost": node},
-                    transient=not view.running,  # its job ended, and so it left: no news
+                    transient=not view.running,  # nodes leave at the end of a job
                 )
             self.update()
             self._changed()
@@ -132,7 +132,7 @@ class Suspicion:
         try:
             await asyncio.sleep(_DOUBT_S)
             if node not in self._refused:
-                await self._node.keeper.refresh()  # it may have left in good order, and that is not read yet
+                await self._node.keeper.refresh()  # it may have left in good order, which the view does not show yet
                 view = self._node.keeper.view
                 if node in view.nodes and node not in view.gone:
                     self._look_at(node)
@@ -197,7 +197,7 @@ class Suspicion:
     def update(self) -> None:
         """Follows the view."""
         if self._absent_before is None and self._unproved():
-            self.paused()  # it will be; else it waits for them in vain
+            self.paused()  # a pause is coming; without this, it would wait for them in vain
             self.resumed()
         view = self._node.keeper.view
         self._look_who_takes_back()
@@ -209,7 +209,7 @@ class Suspicion:
         if self._gone_revision != view.gone_revision:
             self._gone_revision = view.gone_revision
             self._node.gone = frozenset(view.gone)
-            self._tell_deaths()
+            self._emit_deaths()
             self._forget(named)
         if self._absent_before is not None:
             absent &= self._absent_before
@@ -234,7 +234,7 @@ class Suspicion:
         self._missed -= self._node.gone
         self._node.router.keep(kept)
 
-    def _tell_deaths(self) -> None:
+    def _emit_deaths(self) -> None:
         """One living node emits how another one died, as its launcher recorded."""
         view = self._node.keeper.view
         if self._told is None:
@@ -248,7 +248,7 @@ class Suspicion:
             name = name_of(node)
             if (record.running and not record.meant) or record.task is not None or record.ended_itself:
                 self._node.events.emit("gone", f"{name} {record.told}", fields={"lost": node})
-            elif record.died and node not in self._missed:  # its launcher was faster than whoever missed it
+            elif record.died and node not in self._missed:  # its launcher reported first
                 self._node.events.emit("lost", f"{name} died: {record.reason}", fields={"lost": node})
 
     def _look_at_refused(self) -> None:

@@ -71,10 +71,9 @@ class Wishes:
         self.revision = view.structure_revision
         live = view.live_nodes(node.spec.run)
         seats = [Seat(n, r.machine or r.host, r.devices, r.left) for n, r in sorted(live.items()) if not r.draining]
-        # Who was evicted "until e" counts as no holder, though it is one while e is committed. Where all have to wish
-        # for the same, it must not matter whether a node read the next commit together with the change or after it.
-        # Nothing is lost by that: such a node takes over where nobody else can, whoever is wished for, and is then the
-        # primary, which holds its task; else the task's primary lets it go, or invites it again, as placement wants.
+        # A member evicted "until e" does not count as a holder, although it is one while e is the committed epoch: all
+        # nodes must compute the same, whether they read the next commit with this change or after it. Nothing is lost:
+        # such a member still takes over if no other can, whatever is wished.
         holdings = {
             t: Holding(view.primary_node(t), tuple(view.staying(t))) for t in range(job.tasks) if t in view.primaries
         }

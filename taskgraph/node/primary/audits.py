@@ -48,9 +48,8 @@ class Findings:
     @cached_property
     def disagreements(self) -> list[str]:
         """Edges whose two ledgers were both seen, and differ: one line each."""
-        # A task is not idle before what it sent was acknowledged: so what others show, asked later, has it. Only who
-        # took, or sent, a message since it reported may have met another that was asked too early: of those, only
-        # items are settled.
+        # An idle task's messages were acknowledged, so ledgers that are read later include them. Only a task whose
+        # ledger moved since its report may differ from one that was asked earlier: for those, only items count.
         moved = self._moved
         return explain(self._pages, counts=lambda edge, *_: edge[0] == ITEM or moved.isdisjoint(edge[1:3]))
 
@@ -67,7 +66,7 @@ class Findings:
                 return True
             if sent:
                 return receiver not in self._moved
-            # A request counts with its answer. All else is counted by who sends it before anybody can have it.
+            # A request counts with its answer. All other messages are counted by their sender before they can arrive.
             return kind != REQUEST or sender not in self._moved
 
         return explain(self._pages, counts=counts)

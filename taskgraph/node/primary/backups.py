@@ -524,13 +524,13 @@ class Backups:
             member=node,
             writer=writer,
         )
-        told = self._insync.place(node) is Place.MARKED  # by the primary that marked it
+        known = self._insync.place(node) is Place.MARKED  # by the primary that marked it
         self._insync.evicting(node)
         revision = await self._node.transact(txn, key=key, writer=writer)
         self._evicted(tender, revision is not None)
         ended = not self._node.keeper.view.running  # nodes leave at the end of a job: no event
         what = f"{name_of(node)} is no longer in sync"
-        await self._after_write(revision, backoff, "evicted", node, what, transient=ended or told)
+        await self._after_write(revision, backoff, "evicted", node, what, transient=ended or known)
 
     def _evicted(self, tender: Tender, written: bool) -> None:
         """The outcome of the evicting write is known: under a new invitation the node acknowledges everything again."""

@@ -85,7 +85,7 @@ class CheckpointReader:
         current, mine = Name.parse(pointer.name), self._node.spec.run[:8]
         with contextlib.suppress(OSError):
             for other in self.store.of_others(mine, (pointer.name, *pointer.before)):
-                # What an earlier run left unfinished is older than this run, or of the run that is gone on from.
+                # Unfinished files of earlier runs are older than this run, or belong to the run that it resumes.
                 if current is not None and other > current and other.run != current.run:
                     return (
                         f"another run ({other.run}) keeps checkpoints of this job there, too, and may have removed it"
@@ -110,6 +110,6 @@ class CheckpointReader:
                 raise CheckpointError(f"{error}: {self._why_missing(record)}") from error
 
         value = await self.call(read)
-        # After a roll-back it counts as made in the attempt that began then: whatever is older was undone.
+        # After a roll-back the boundary belongs to the attempt that began then: older ones were undone.
         stamp = Stamp(max(record.attempt, lineage), record.epoch)
         return Boundary(stamp, term, value) if value is not None else None

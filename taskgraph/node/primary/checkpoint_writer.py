@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointWriter"]
 
-_UNTOLD = 16
+_UNREPORTED = 16
 """Files, written or failed, that may wait to be reported. The leader considers as many."""
-_TOLD = 16
+_REPORTED = 16
 """Reported files that a primary reports again to a new leader."""
 
 
@@ -37,7 +37,7 @@ class CheckpointWriter:
         self._begun = Stamp(0, 0)
         self._writing: Stamp | None = None
         self._written: dict[Stamp, Written] = {}
-        self._told: set[tuple[Stamp, int]] = set()  # of what was written, to the leader of that revision
+        self._told: set[tuple[Stamp, int]] = set()  # (file, revision of the leader that knows of it)
         self._changed = asyncio.Event()
         self._failing = False
 
@@ -78,7 +78,7 @@ class CheckpointWriter:
             (stamp, value), self._waiting = self._waiting, None
             self._changed.set()
             if not is_open(self._node.keeper.view, stamp):
-                continue  # undone while it waited
+                continue  # undone meanwhile
             self._writing = stamp
             await self._node.point("checkpoint", self._task, stamp.epoch)
             await self._write(stamp, value)
@@ -92,7 +92,7 @@ class CheckpointWriter:
         try:
             info = await checkpoints.call(lambda: checkpoints.store.write(name, self._task, value()))
         except (OSError, CheckpointError, DecodeError, MemoryError) as error:
-            # Of a disk that stays full every checkpoint fails: what is kept of that is the first.
+            # On a full disk every checkpoint fails: etcd keeps the first event.
             again, self._failing = self._failing, True
             self._node.events.emit(
                 "checkpoint failed",
@@ -102,14 +102,14 @@ class CheckpointWriter:
                 epoch=stamp.epoch,
                 transient=again,
             )
-            # Told all the same: what others write of it would take the room of the next.
+            # Reported, too: the others' files of that checkpoint would take the room of the next.
             self._written[stamp] = Written(stamp, self._task, 0, "")
         else:
             self._failing = False
             self._written[stamp] = Written(stamp, self._task, info.size, info.digest)
-        untold = self._untold(self._leader)
-        told = sorted(self._written.keys() - set(untold))
-        kept = {*sparse(untold, _UNTOLD), *told[-_TOLD:]}
+        unreported = self._untold(self._leader)
+        reported = sorted(self._written.keys() - set(unreported))
+        kept = {*sparse(unreported, _UNREPORTED), *reported[-_REPORTED:]}
         self._written = {at: written for at, written in self._written.items() if at in kept}
 
     async def tell(self) -> None:
@@ -125,11 +125,11 @@ class CheckpointWriter:
             view, leader = keeper.view, self._leader
             self._written = {stamp: w for stamp, w in self._written.items() if is_open(view, stamp)}
             self._told = {(stamp, of) for stamp, of in self._told if stamp in self._written and of == leader}
-            untold = self._untold(leader)
-            if not untold or not leader:
+            unreported = self._untold(leader)
+            if not unreported or not leader:
                 await keeper.wait_until(lambda _: bool(self._leader and self._untold(self._leader)))
-            elif await self._tell(WrittenFiles(tuple(self._written[stamp] for stamp in untold))):
-                self._told.update((stamp, leader) for stamp in untold)
+            elif await self._tell(WrittenFiles(tuple(self._written[stamp] for stamp in unreported))):
+                self._told.update((stamp, leader) for stamp in unreported)
 
     async def _tell(self, written: WrittenFiles) -> bool:
         try:

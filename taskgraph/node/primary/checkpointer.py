@@ -46,21 +46,21 @@ class Checkpointer:
         self._primary = primary
         self._collected = Collected(node.job.tasks)
         self._wake = asyncio.Event()
-        self._failed: dict[str, int] = {}  # what failed last, and at which checkpoint's epoch that was told
-        self._cleaned = False  # what this leader finds of earlier runs, but for what is kept, was written since
-        self._others: set[str] = set()  # runs that keep checkpoints here as well, and were told of
+        self._failed: dict[str, int] = {}  # last failures -> the checkpoint's epoch at which each was emitted
+        self._cleaned = False  # True once files of earlier runs are removed
+        self._others: set[str] = set()  # other runs in the same place that have been emitted
         self._given_up = 0  # checkpoints that failed since one was complete
         self._last_given_up = Stamp(0, 0)
-        self._seen = primary.took_over_at  # at work when it was looked at the terms last, or before that
+        self._seen = primary.took_over_at  # the stamp at work at the last look at terms, or an earlier one
         self._terms: dict[int, int] = {}
-        self._terms_of = 0  # the revision of `generation` at which these are the terms
-        self._to_sweep = asyncio.Event()  # something may have become nothing since it looked last
+        self._terms_of = 0  # the revision of `generation` at that look
+        self._to_sweep = asyncio.Event()  # there may be new useless files
         self._removing = asyncio.Lock()
         self._collected.began(0, primary.took_over_at)
-        self._finished = ""  # the name of the last one that is complete also for those who do not know the pointer
+        self._finished = ""  # the last checkpoint whose manifest was written again after the pointer
 
-    def take(self, told: WrittenFiles) -> Accepted:
-        for written in told.files:
+    def take(self, message: WrittenFiles) -> Accepted:
+        for written in message.files:
             self._collected.take(written)
         self._wake.set()
         return Accepted(self._primary.term)
@@ -70,14 +70,14 @@ class Checkpointer:
         stop = self._node.keeper.on_change(self._wake.set)
         try:
             await self._node.keeper.caught_up(self._primary.revision)
-            self._tell_of_leaders_before()
+            self._emit_short_terms()
             while True:
                 self._wake.clear()
                 await self._node.while_paused()
                 view = self._node.keeper.view
                 self._look_at_terms()
                 if view.checkpoint is not None and view.checkpoint.record.name != self._finished:
-                    # The leader before may have died between the pointer and the last manifest; or the disk was full.
+                    # An earlier leader may have died between pointer and last manifest; or the disk was full.
                     await self._finish(view.checkpoint.record)
                 await self._give_up()
                 ready = self._collected.complete(self._node.keeper.view)
@@ -119,10 +119,10 @@ class Checkpointer:
         except OSError as error:
             names, stays = [], error
         for name in names:
-            # As it is now: of one that became complete meanwhile it is not known any more who told of what.
+            # The present state: once a checkpoint is complete, its reports are dropped.
             newest = Name.parse(view.checkpoint.record.name) if view.checkpoint is not None else None
             if newest is not None and name <= newest:
-                continue  # it goes with that, or is kept
+                continue  # it is removed with that one, or kept
             stamp = Stamp(name.attempt, name.epoch)
             if (task := self._collected.never(view, stamp)) is None:
                 continue
@@ -132,7 +132,7 @@ class Checkpointer:
             try:
                 async with self._removing:
                     await checkpoints.call(partial(store.remove_unfinished, name, self._may_write, self._leads))
-            except OSError as error:  # it must not keep what comes after it
+            except OSError as error:  # it must not stop the others
                 stays = stays or error
         if stays is not None:
             node.log.info("what was written of checkpoints that became nothing cannot be removed: %s", stays)
@@ -148,14 +148,14 @@ class Checkpointer:
         """True if this node leads, as far as it knows. May be called in any thread."""
         return not self._node.paused and self._node.keeper.view.is_primary(0, self._node.id, self._primary.term)
 
-    def _tell_of_leaders_before(self) -> None:
+    def _emit_short_terms(self) -> None:
         """Reports terms of earlier leaders that were too short for any checkpoint."""
         node, pointer, at = self._node, self._node.keeper.view.checkpoint, self._primary.took_over_at
         base, term = (pointer.record.epoch, pointer.record.term) if pointer is not None else (0, 1)
         every, leaders = node.spec.checkpoint_every, self._primary.term - max(1, term)
         due = (at.epoch - 1) // every - base // every
         if leaders < 2 or leaders & (leaders - 1) or due < 2:
-            return  # as those that fail
+            return  # like failed ones
         node.events.emit(
             "no checkpoint",
             f"no checkpoint is complete {self._since}: {due} were due, and {leaders} times in a row task 0, which "
@@ -177,7 +177,7 @@ class Checkpointer:
             await node.while_paused()
             try:
                 await checkpoints.call(partial(checkpoints.store.discard, name, still))
-            except OSError as error:  # then it goes with the next that is complete; that this one failed was told
+            except OSError as error:  # the next complete checkpoint removes it; the failure was emitted
                 node.log.info("what was written of checkpoint %s cannot be removed: %s", name, error)
             if task is not None and stamp > self._last_given_up:
                 self._count_given_up(stamp, task)
@@ -186,7 +186,7 @@ class Checkpointer:
         self._given_up, self._last_given_up = self._given_up + 1, stamp
         count = self._given_up
         if count < 2 or count & (count - 1):
-            return  # the second, fourth, eighth, ... is told, and kept: it may be so for hours
+            return  # the second, fourth, eighth, ... is emitted: it may go on for hours
         self._node.events.emit(
             "no checkpoint",
             f"no checkpoint is complete {self._since}: {count} in a row failed, the last of them, of epoch "
@@ -217,7 +217,7 @@ class Checkpointer:
             term=self._primary.term,
             writer=writer,
         )
-        # Before anything else happens: what it compares must be what `complete` decided from.
+        # Before any await: the transaction must compare what `complete` decided from.
         txn = transactions.advance_checkpoint(view, record, primary_revision=self._primary.revision)
         others: list[Name] = []
         known = (old.name, *old.before) if old is not None else ()
@@ -228,7 +228,7 @@ class Checkpointer:
         )
         if not looked:
             return False
-        self._tell_of_others(name, others)
+        self._emit_other_runs(name, others)
         if not await self._all_seen(manifest):
             return False
         if not await self._did(
@@ -275,7 +275,7 @@ class Checkpointer:
         of = f"task {info.task}" + (f" on {name_of(primary.record.node)}" if primary is not None else "")
         more = f" (so it is with {len(unseen)} of {len(manifest.files)} files)" if len(unseen) > 1 else ""
         why = f"the file of {of}, {what}{more}: {SAME_PLACE} The job goes on with the checkpoint before, if any"
-        self._tell_failed(epoch, failed, why)
+        self._emit_failed(epoch, failed, why)
         return False
 
     async def _finish(self, record: CheckpointRecord) -> bool:
@@ -291,12 +291,12 @@ class Checkpointer:
                 "it is complete, but some before it cannot be removed",
                 lambda: store.keep_only(kept, record.name),
             )
-        # What comes after the checkpoint that this run goes on from, which is another's, the dead left behind.
+        # Files after the resumed checkpoint are left over from the dead run.
         own = Name.parse(record.name)
         self._cleaned = cleaned and own is not None and own.run == self._node.spec.run[:8]
         return True
 
-    def _tell_of_others(self, mine: Name, others: Iterable[Name]) -> None:
+    def _emit_other_runs(self, mine: Name, others: Iterable[Name]) -> None:
         """Emits an event, once each, about other runs that write checkpoints of this job to the same place.
 
         The run that began later removes the files of the other. Of two that began at the same time, the one that is
@@ -326,12 +326,12 @@ class Checkpointer:
         try:
             await self._node.checkpoints.call(work)
         except (OSError, CheckpointError) as error:
-            self._tell_failed(epoch, failed, str(error))
+            self._emit_failed(epoch, failed, str(error))
             return False
         self._failed.pop(failed, None)
         return True
 
-    def _tell_failed(self, epoch: int, failed: str, why: str) -> None:
+    def _emit_failed(self, epoch: int, failed: str, why: str) -> None:
         """Emits a failure, once although it is retried each second; etcd keeps the first."""
         if self._failed.get(failed) == epoch:
             return

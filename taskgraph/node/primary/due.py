@@ -26,9 +26,9 @@ class Due:
         self._node = node
         self._part = part
         self._loop = asyncio.get_running_loop()
-        self._at = 0.0  # by the commit that was seen last
-        self._of = 0  # the revision of `generation` then: after a takeover nothing is gathered for a commit
-        self._went = False  # whether anything did since that commit
+        self._at = 0.0  # the deadline by the last commit
+        self._of = 0  # the revision of `generation` then: a takeover makes the deadline void
+        self._went = False  # True if something was sent since that commit
         self.ahead = node.settings.epochs_ahead
 
     def committed(self) -> None:

@@ -36,7 +36,7 @@ async def forget_gone(node: NodeServices, primary: Primary) -> None:
         read, own = keeper.view.revision, node.node_revision
         await asyncio.sleep(max(LOOK_AGAIN_S, node.settings.lost_after_s))
         if node.paused or node.node_revision != own:
-            continue  # it was away itself, and so may others have been: that time counts for nothing
+            continue  # this node was paused, and others may have been: that time does not count
         oldest = [each for each in forgettable(keeper.view, KEPT) if keeper.view.gone[each].mod_revision <= read]
         try:
             for first in range(0, len(oldest), BATCH):
@@ -46,7 +46,7 @@ async def forget_gone(node: NodeServices, primary: Primary) -> None:
                 )
                 result = await node.coordinator.txn(txn)
                 if not result.succeeded:
-                    break  # by what was not read yet
+                    break  # the view is stale
                 await keeper.caught_up(result.revision)
         except CoordinationError as error:
             node.log.info("nodes that are gone for long are forgotten later: %s", error)

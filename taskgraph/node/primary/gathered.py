@@ -73,7 +73,7 @@ class Gathered:
         if not goes_on or len(self.boundaries) >= self._enough or self._bytes > _GATHERED_BYTES:
             self.flush()
         elif view.stamp is not None and key[0] == view.stamp.epoch + 1 and not self._due.early(view):
-            self.flush_soon()  # the leader waits for it, and perhaps for some that are made right now
+            self.flush_soon()  # the leader waits for it, perhaps also for others made right now
         elif self._timer is None:
             self._arm(self._due.at(_OVERDUE))
 

@@ -93,7 +93,7 @@ class LeaderRole:
         self._began = self._last_news = self._clock()
         self._usual_s = 0.0  # the longest recent time between commits
         self._backoff = Backoff()
-        self._waits_told: Stamp | None = None
+        self._waits_emitted: Stamp | None = None
         self._cycle_found: tuple[Stamp, object] | None = None
         self._patience: tuple[Stamp | None, float] = (None, _ASK_S)  # timeout for the primaries' answers
         self.waits: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class LeaderRole:
         self._acting = False  # a transaction is under way
         self._came = False  # a report came meanwhile
         self._gathered_by = self._ahead  # the last argument of `gather_by`
-        self._told_thinned = False
+        self._emitted_thinned = False
         self._committed = 0
         """The boundary this leader committed last; the log has all reports before it."""
 
@@ -120,15 +120,15 @@ class LeaderRole:
 
     # -- what primaries say -----------------------------------------------------------------------
 
-    async def take_report(self, told: Report | Reports) -> Accepted:
-        while (taken := self.report_now(told)) is None:
-            await self._node.keeper.wait_until_read(partial(within_reach, told.stamp, self._ahead))
+    async def take_report(self, message: Report | Reports) -> Accepted:
+        while (taken := self.report_now(message)) is None:
+            await self._node.keeper.wait_until_read(partial(within_reach, message.stamp, self._ahead))
         return taken
 
-    def report_now(self, told: Report | Reports) -> Accepted | None:
+    def report_now(self, message: Report | Reports) -> Accepted | None:
         """As `report`, but returns None if the report has to wait."""
         leader, view = self._leader, self._node.keeper.view
-        reports = told.reports if isinstance(told, Reports) else (told,)
+        reports = message.reports if isinstance(message, Reports) else (message,)
         if not within_reach(reports[-1].stamp, self._ahead, view):
             return None
         if leader.stamp != view.stamp:
@@ -178,10 +178,10 @@ class LeaderRole:
             return None
         if epoch >= at.epoch:
             return self._leader.keep_numbers(epoch, own)
-        told = {task: report.previous or {} for task, report in self._leader.reports().items()} | {0: own}
-        if at != stamp or len(told) < self._node.job.tasks:
+        numbers = {task: report.previous or {} for task, report in self._leader.reports().items()} | {0: own}
+        if at != stamp or len(numbers) < self._node.job.tasks:
             return None
-        log.add(epoch, told)
+        log.add(epoch, numbers)
         return log.of(epoch)
 
     # -- the role ---------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class LeaderRole:
             if before is not None and before.attempt == stamp.attempt:
                 self._usual_s = max(now - self._began, self._usual_s / 2)
             self._began = now
-            self._waits_told = None
+            self._waits_emitted = None
             self.waits = self._audit_waits = ()
             self._rows.set()
 
@@ -338,7 +338,7 @@ class LeaderRole:
             self._look_at_log(numbers[-1])
             self._committed = numbers.stop
             self._rows.set()
-        self._tell_committed(stamp.attempt, rows, view)
+        self._emit_committed(stamp.attempt, rows, view)
         if commit.finished:
             node.events.emit("finished", f"the job finished after epoch {numbers[-1]}", epoch=numbers[-1])
         if node.injects:
@@ -352,9 +352,9 @@ class LeaderRole:
     def _look_at_log(self, epoch: int) -> None:
         """Emits an event, once, when reports are thinned."""
         log = self._primary.replica.log
-        if self._told_thinned or self._primary.began_thinned or not log.thinned:
+        if self._emitted_thinned or self._primary.began_thinned or not log.thinned:
             return
-        self._told_thinned, mib = True, log.most_bytes >> 20
+        self._emitted_thinned, mib = True, log.most_bytes >> 20
         self._node.events.emit(
             "reports thinned",
             f"what the tasks reported takes more than {mib} MiB by epoch {epoch}: from now on `reports` of the result "
@@ -363,7 +363,7 @@ class LeaderRole:
             epoch=epoch,
         )
 
-    def _tell_committed(self, attempt: int, committed: Mapping[int, Rows], view: JobView) -> None:
+    def _emit_committed(self, attempt: int, committed: Mapping[int, Rows], view: JobView) -> None:
         """Emits the commit events, with the numbers that tasks reported."""
         node, base = self._node, view.epoch.record.base if view.epoch is not None else 0
         if base in committed:
@@ -376,9 +376,9 @@ class LeaderRole:
             fields: dict[str, float] = {}
             for task in sorted(rows, reverse=True):
                 fields.update(rows[task].items())
-            told = held(fields) if fields else fields  # many events may wait for a follower
+            shown = held(fields) if fields else fields  # many events may wait for a follower
             node.events.emit(
-                "commit", f"epoch {epoch} committed", epoch=epoch, attempt=attempt, transient=True, fields=told
+                "commit", f"epoch {epoch} committed", epoch=epoch, attempt=attempt, transient=True, fields=shown
             )
 
     def _lineage(self) -> int:
@@ -516,7 +516,7 @@ class LeaderRole:
         if self._refused[0] == fence and self._refused[1] >= _REFUSALS:
             lines.insert(
                 0,
-                f"etcd refused its commit {self._refused[1]} times, though all that it asks for is as etcd told: "
+                f"etcd refused its commit {self._refused[1]} times, though all that it asks for is as etcd said: "
                 "members of its cluster disagree, or it lost what it had acknowledged (3.5.0 to 3.5.2 may, once "
                 "killed): compare `etcdctl endpoint hashkv --cluster`, and replace the member that differs",
             )
@@ -524,8 +524,8 @@ class LeaderRole:
         lines = [*self._node.keeper.waits, *lines, *self._node.writes.waits]  # `status` shows these of every node
         usual_s = _SETUP_S if stamp.epoch == 0 else _UNUSUAL * self._usual_s
         unusual = self._node.now() - self._last_news > usual_s
-        if self._waits_told != stamp and lines and unusual:
-            self._waits_told = stamp
+        if self._waits_emitted != stamp and lines and unusual:
+            self._waits_emitted = stamp
             text = f"epoch {stamp.epoch} waits: {'; '.join(first_of(lines, _SHOWN))}"
             if len(lines) > _SHOWN and self._node.spec.driver is not None:  # else the job runs in one process
                 text += f"; `taskgraph status {self._node.spec.name} --tasks` shows all"

@@ -17,7 +17,7 @@ class Leading(Protocol):
     def gather_by(self, ahead: int) -> None:
         """Task 0 may be this many epochs ahead of the last commit."""
 
-    def report_now(self, told: Report | Reports) -> Accepted | None:
+    def report_now(self, message: Report | Reports) -> Accepted | None:
         """Takes a report; None if it has to be sent in the usual way."""
 
     def lacks_own(self) -> bool:

@@ -114,7 +114,7 @@ class Primary:
                 group.create_task(self.reporter.run(), name=f"reports of task {self.task}")
                 if self.node.spec.checkpoint is not None:
                     group.create_task(self.writer.write(), name=f"checkpoints of task {self.task}")
-                    group.create_task(self.writer.tell(), name=f"checkpoints of task {self.task}, told")
+                    group.create_task(self.writer.tell(), name=f"reports of checkpoint files of task {self.task}")
                 await self._main()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -525,9 +525,9 @@ class Primary:
     def tell(self, event: Event) -> None:
         """Passes an event to the user's object; an error there fails the job."""
         if self._group is not None:
-            self._group.create_task(self._tell_event(event))
+            self._group.create_task(self._call_on_event(event))
 
-    async def _tell_event(self, event: Event) -> None:
+    async def _call_on_event(self, event: Event) -> None:
         keeper = self.node.keeper
         try:
             await self.replica.tell(event)
@@ -583,9 +583,9 @@ class Primary:
         """Sends a message until some leader has acted on it: a leader may die before it writes anything."""
         keeper = self.node.keeper
         while not _is_over(request.stamp, keeper.view):
-            told = keeper.view.primaries.get(0)
+            leader = keeper.view.primaries.get(0)
             await self.node.router.to_primary(0, lambda: request, timeout_s=self.node.settings.call_s)
-            await keeper.wait_until(partial(_is_over_or_led_anew, request.stamp, told))
+            await keeper.wait_until(partial(_is_over_or_led_anew, request.stamp, leader))
 
     def check_terms(self) -> None:
         """Restarts attempts that rest on an acknowledgement of a replaced primary."""
@@ -660,11 +660,11 @@ class Primary:
                 node.own(node.announce(), f"leave task {task} to another node")
         left = node.left.count(task)
 
-        def told(view: JobView) -> bool:
+        def announced(view: JobView) -> bool:
             known = view.nodes.get(node.id)
             return known is None or known.record.left.count(task) >= left
 
-        await node.keeper.wait_until(told)
+        await node.keeper.wait_until(announced)
 
     def _refused(self, stamp: Stamp, refused: Refused, why: str) -> None:
         """Restarts the epoch after a call was refused for good.

@@ -45,8 +45,8 @@ class Reporter:
         self._loop = asyncio.get_running_loop()
         self._enough = 1
         self._due = Due(node, _SHORTLY_BEFORE)
-        self._reports: dict[int, _Told] = {}  # epoch -> the latest
-        self._gathered: list[_Told] = []  # to be sent when there are enough, or at the timer
+        self._reports: dict[int, _Sent] = {}  # epoch -> the latest
+        self._gathered: list[_Sent] = []  # sent when there are enough, or by the timer
         self._timer: asyncio.TimerHandle | None = None
         self._look = asyncio.Event()
         self.gather_by(node.settings.epochs_ahead)
@@ -62,19 +62,19 @@ class Reporter:
         if (before := self._reports.get(epoch)) is not None:
             before.forget()
         at, leader = view.stamp, view.primaries.get(0)
-        told = self._reports[epoch] = _Told()
-        told.report = report
+        sent = self._reports[epoch] = _Sent()
+        sent.report = report
         if self._leads and not gathered and leader is not None and self._took(report):
-            told.leader = leader.mod_revision
+            sent.leader = leader.mod_revision
             return
-        gathered.append(told)
-        # Nobody waits for it where the task goes on, and so does the job, without this epoch's commit.
+        gathered.append(sent)
+        # Gathered if neither the task nor the job waits for this epoch's commit.
         waited_for = not report.ahead or report.finish
         enough = len(gathered) >= self._enough
         if waited_for or enough or at is None or (report.stamp <= at and not self._due.early(view)):
             self._send()
             return
-        told.leader = leader.mod_revision if leader is not None else 0
+        sent.leader = leader.mod_revision if leader is not None else 0
         if self._timer is None:
             self._arm()
 
@@ -91,14 +91,14 @@ class Reporter:
             self._due.committed()
         for epoch in tuple(reports):
             if before is None or epoch < before:
-                told = reports.pop(epoch)
-                if (way := told.way) is not None:  # as `_Told.forget`, without a call for each
-                    told.way = None
+                sent = reports.pop(epoch)
+                if (way := sent.way) is not None:  # inlined `_Sent.forget`
+                    sent.way = None
                     way.open -= 1
                     if not way.open:
                         way.reply.cancel()
         if self._gathered:
-            self._gathered = [told for told in self._gathered if told.report.stamp.epoch in reports]
+            self._gathered = [sent for sent in self._gathered if sent.report.stamp.epoch in reports]
             self._stop_timer()
             if self._gathered:
                 self._arm()
@@ -110,10 +110,10 @@ class Reporter:
         """
         if epoch not in self._reports:
             return
-        for told in self._reports.values():
-            if told not in self._gathered:
-                told.forget()
-                told.leader = 0
+        for sent in self._reports.values():
+            if sent not in self._gathered:
+                sent.forget()
+                sent.leader = 0
         self._look.set()
 
     def _took(self, report: Report) -> bool:
@@ -143,25 +143,25 @@ class Reporter:
         if leader is not None and not node.paused:
             reply = node.router.begin(0, _message(gathered), quiet=True)
         if leader is None or reply is None:
-            for told in gathered:
-                told.leader = 0
+            for sent in gathered:
+                sent.leader = 0
             self._look.set()
             return
         way = _Way(gathered, reply, len(gathered))
-        for told in gathered:
-            told.leader, told.way = leader.mod_revision, way
+        for sent in gathered:
+            sent.leader, sent.way = leader.mod_revision, way
             if since:
-                self._trace(told.report, since)
+                self._trace(sent.report, since)
         reply.add_done_callback(partial(self._answered, way))
 
     def _answered(self, way: _Way, reply: asyncio.Future[Reply]) -> None:
         """Silence means that the leader has the reports; an error means: send again."""
         lost = reply.cancelled() or reply.exception() is not None
-        for told in way.told:
-            if told.way is way:
-                told.way = None
+        for sent in way.reports:
+            if sent.way is way:
+                sent.way = None
                 if lost:
-                    told.leader = 0
+                    sent.leader = 0
                     self._look.set()
 
     def _trace(self, report: Report, since: int) -> None:
@@ -175,18 +175,18 @@ class Reporter:
             self._look.clear()
             leader = self._node.keeper.view.primaries.get(0)
             revision = leader.mod_revision if leader is not None else 0
-            untold = [told for told in self._reports.values() if told.leader != revision]
-            if not untold or leader is None:
+            unsent = [sent for sent in self._reports.values() if sent.leader != revision]
+            if not unsent or leader is None:
                 await self._until_news(leader)
                 continue
             await self._node.while_paused()
             since = self._node.tracing.on and clock()
-            same = partial(_message, untold)
+            same = partial(_message, unsent)
             await self._node.router.to_primary(0, same, timeout_s=self._node.settings.call_s)
-            for told in untold:
-                told.leader = revision
+            for sent in unsent:
+                sent.leader = revision
                 if since:
-                    self._trace(told.report, since)
+                    self._trace(sent.report, since)
 
     async def _until_news(self, leader: Versioned[PrimaryRecord] | None) -> None:
         """Returns when `run` has something to send, or the leader changed."""
@@ -202,7 +202,7 @@ class Reporter:
             self._look.set()
 
 
-class _Told:
+class _Sent:
     """A report, and the revision of the leader that has it or is receiving it; 0: none."""
 
     report: Report
@@ -226,13 +226,13 @@ class _Way:
         open: how many of them still matter.
     """
 
-    told: list[_Told]
+    reports: list[_Sent]
     reply: asyncio.Future[Reply]
     open: int
 
 
-def _message(told: Sequence[_Told]) -> Report | Reports:
-    return told[0].report if len(told) == 1 else Reports(tuple([one.report for one in told]))
+def _message(sent: Sequence[_Sent]) -> Report | Reports:
+    return sent[0].report if len(sent) == 1 else Reports(tuple([one.report for one in sent]))
 
 
 def _other_leader(known: Versioned[PrimaryRecord] | None, view: JobView) -> bool:

@@ -42,9 +42,9 @@ class TakeOvers:
         self._fatal_code = fatal_code
         self._under_way: dict[int, asyncio.Task[None]] = {}
         self._orphans: dict[int, str] = {}
-        self._reading: set[int] = set()  # checkpoints are read for them, to find one that the job can go back to
-        self._unseated: set[int] = set()  # no node may hold them
-        self._unseated_told: tuple[str, frozenset[int]] = ("", frozenset())
+        self._reading: set[int] = set()  # tasks for which a usable checkpoint is searched
+        self._unseated: set[int] = set()  # tasks that no node may hold
+        self._unseated_emitted: tuple[str, frozenset[int]] = ("", frozenset())
 
     def busy(self, task: int) -> bool:
         """True if this node is the task's primary, tries to become it, or is still stepping down."""
@@ -84,7 +84,7 @@ class TakeOvers:
 
     def consider(self, task: int) -> None:
         """Begins a takeover of this task if one is called for."""
-        # Where the results were collected all leave, and nobody needs their tasks any more.
+        # Once the results are collected all nodes leave, and their tasks need no primary.
         if self.busy(task) or self._node.paused or self._node.keeper.view.collected:
             self._not_orphaned(task)
             return
@@ -128,10 +128,10 @@ class TakeOvers:
 
     def tell_unseated(self) -> None:
         """Emits which tasks no node may hold, when more of them come up, or for another reason."""
-        tasks, (why_told, told) = frozenset(self._unseated), self._unseated_told
+        tasks, (why_emitted, emitted) = frozenset(self._unseated), self._unseated_emitted
         why = self._why_unseated() if tasks else ""
-        if not tasks <= told or why != why_told:
-            self._unseated_told = (why, tasks)
+        if not tasks <= emitted or why != why_emitted:
+            self._unseated_emitted = (why, tasks)
             if tasks:
                 self._node.events.emit("waits", self._unseated_text())
 
@@ -210,7 +210,7 @@ class TakeOvers:
                 await self._node.breathe()
             return
         if not self._begins_anew(task):
-            return  # while it was built; `reconcile` decides anew
+            return  # changed during the build; `reconcile` decides again
         view = self._node.keeper.view
         old = view.primaries.get(task)
         writer = self._node.writer()
@@ -236,7 +236,7 @@ class TakeOvers:
         taken = await self._execute_takeover(
             replica, txn, writer, "takeover" if old else "primary", old.record.node if old else None, anew=True
         )
-        if taken and target is not None:  # not of one task: what happens to all of them now pushes out such events
+        if taken and target is not None:  # an event of the job, since events of single tasks are dropped first
             self._node.events.emit(
                 "rolled back",
                 f"task {task} lost every replica ({lost}): the job goes back from epoch {undone} to the checkpoint of "
@@ -259,7 +259,7 @@ class TakeOvers:
         finally:
             self._reading.discard(task)
         if (view.epoch, view.checkpoint, view.primaries.get(task)) != read or not self._begins_anew(task):
-            return None  # while it was read; `reconcile` decides anew
+            return None  # changed during the read; `reconcile` decides again
         for refused in found.refused:
             node.events.emit("checkpoint refused", refused)
         if (manifest := found.manifest) is None:
@@ -297,13 +297,13 @@ class TakeOvers:
         if result is None:
             await self._look_again()
             return False
-        if not result.reads:  # the answer was lost: read what it would have said
+        if not result.reads:  # the answer was lost: read again
             reread = await self._node.writes.execute(
                 transactions.reread_take_over(view, task), view.keys.primary(task), writer
             )
             assert reread is not None
             if not any(PrimaryRecord.from_bytes(kv.value).writer == writer for kv in reread.reads[2]):
-                return False  # somebody else has taken over since
+                return False  # another node has taken over since
             result = TxnResult(True, result.revision, reread.reads)
         taken = transactions.taken_over(result, view, task)
         if refusal is not None:
@@ -320,7 +320,7 @@ class TakeOvers:
             transient=kind == "primary",
             fields={"from": old} if whose and old else None,
         )
-        if anew:  # not sooner: whoever became primary instead may have been told that this node holds its boundaries
+        if anew:  # not earlier: another primary may rest on boundaries that this node acknowledged
             replica.boundaries.clear()
         replica.actor.stamp, replica.actor.term = Stamp(taken.attempt, taken.epoch), taken.term
         self._roles.begin_term(Primary(self._node, replica, taken))
@@ -364,18 +364,18 @@ class TakeOvers:
         epoch = view.epoch.record.epoch if view.epoch else None
         reason = f"task {task}: every replica in sync is gone ({members}), and its state of epoch {epoch} with them"
         deaths = {name_of(node): view.gone[node].record for node in self._lost_with(task, epoch or 0)}
-        told = deaths_text(deaths)
+        how = deaths_text(deaths)
         if memory_text(deaths) and not why:
-            reason += f": {told}"
-        elif culprit_text(deaths) and not why:  # what the code does to one more replica is no better
-            reason += f": {told}. Where it is not to blame, {self._ways_out()}"
+            reason += f": {how}"
+        elif culprit_text(deaths) and not why:  # more backups would not help against such code
+            reason += f": {how}. Where it is not to blame, {self._ways_out()}"
         else:
-            reason += f"; {why or self._ways_out()}" + f"\n{told}" * bool(told)
+            reason += f"; {why or self._ways_out()}" + f"\n{how}" * bool(how)
         writer = self._node.writer()
         status = StatusRecord(state=State.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)
         try:
             txn = transactions.fail_lost(view, task, status)
-        except LookupError as error:  # while this waited for its turn, or for files of a checkpoint
+        except LookupError as error:  # the view changed while this waited
             self._node.log.debug("task %d: %s", task, error)
             await self._look_again()
             return
