@@ -310,7 +310,7 @@ class LocalNodes:
                 writer=f"launcher {os.getpid()}",
             )
             entry.death = record
-            log.info("node %s (process %d) %s", entry.name, entry.process.pid, record.told)
+            log.info("node %s (process %d) %s", entry.name, entry.process.pid, record.how_it_ended)
             _keep(self._telling, self._tell_gone(entry.node_id, record), f"tell of {entry.name}")
             if not self._stopping and self._replace():
                 _keep(self._replacing, self._take_its_place(entry), f"replace {entry.name}")
@@ -381,7 +381,7 @@ class LocalNodes:
             except CoordinationError as error:
                 if (why := str(error)) not in told:
                     told.add(why)
-                    log.warning("cannot tell that node %s %s: %s", node, record.told, why)
+                    log.warning("cannot tell that node %s %s: %s", node, record.how_it_ended, why)
                 if time.monotonic() > until:
                     return
                 await asyncio.sleep(_RETRY_S)
@@ -427,7 +427,7 @@ class LocalNodes:
         for entry in self._processes.values():
             death = entry.death
             if death is not None and not death.meant and any(ran.where == "teardown" for ran in death.ran):
-                log.warning("node %s %s: what that was to save may not be there", entry.name, death.told)
+                log.warning("node %s %s: what that was to save may not be there", entry.name, death.how_it_ended)
 
     def _running(self) -> dict[str, tuple[Ran, ...]]:
         """The code of the user's that nodes run which nothing halts, by their names."""

@@ -66,7 +66,7 @@ class NodeCore:
     Attributes:
         paused: the node cannot prove its lease. Set by `Registration`.
         node_revision: revision of its key in etcd; 0: it is not registered. Set by `Registration`.
-        draining: the node was told to leave. Set by `Draining`.
+        draining: the node was asked to leave. Set by `Draining`.
         left: tasks that it left to others for want of memory, once for each time.
         announce: writes `draining` and `left` to the node's key. Set by `Registration`.
         suspects: nodes suspected dead. Set by `Suspicion`.
@@ -198,7 +198,7 @@ class NodeCore:
         return f"{self.id}:{next(self._write_numbers)}"
 
     async def from_etcd(self, call: Callable[[], Awaitable[T]]) -> T | None:
-        """Repeats a call until etcd answers; None if the node is told to leave first."""
+        """Repeats a call until etcd answers; None if the node is asked to leave first."""
         logged = False
         while not self.draining:
             try:

@@ -73,10 +73,10 @@ class Expiring:
             what, todo = "the certificate", f"a renewed one, and its key in {self._tls.key}"
         if ended:
             return (
-                f"{what} in {path} has ended, at {at}: connections that stand go on, and no new one is made, be it for "
-                f"the job's results. Write to that file {todo}; nothing has to be started again"
+                f"{what} in {path} has ended, at {at}: open connections go on, new ones fail, also for the job's results. Write "
+                f"to that file {todo}; no restart is needed"
             )
         return (
-            f"{what} in {path} ends at {at}, and then no new connection is made, be it for the job's results. Write to "
-            f"that file {todo}, before that; nothing has to be started again"
+            f"{what} in {path} ends at {at}; after that new connections fail, also for the job's results. Write to "
+            f"that file {todo}, before that; no restart is needed"
         )

@@ -10,7 +10,7 @@
 
 A process that reaches the moment removes the file, and fails if it was the one that removed it. So a fault happens
 once,
-however many nodes there are, and a test sees the file vanish. Whoever made a hold removes it. Epochs that are committed
+however many nodes there are, and a test sees the file vanish. Remove a hold to end it. Epochs that are committed
 together reach `commit` one after another. Files may be added while the job runs. Without the variable nodes call
 nothing at these moments.
 """

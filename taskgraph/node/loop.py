@@ -17,7 +17,7 @@ class NodeLoop(uvloop.Loop):
     """User coroutines get this loop from `asyncio.get_running_loop()`."""
 
     def default_exception_handler(self, context: Any) -> None:
-        """Logs errors that nobody retrieved, unless they are expected. Not called if user code sets a handler."""
+        """Logs errors that were never retrieved, unless they are expected. Not called if user code sets a handler."""
         if not as_expected(context.get("exception")):
             super().default_exception_handler(context)
             unnoticed(context.get("exception"), "an asyncio task or callback")

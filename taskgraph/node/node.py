@@ -16,6 +16,7 @@ from typing import Unpack
 from taskgraph.device.visible import device_ids
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError
+from taskgraph.node.answers import node_status, task_results
 from taskgraph.node.core import Point, ended_itself
 from taskgraph.node.membership.arithmetic import arithmetic
 from taskgraph.node.membership.draining import Draining
@@ -29,7 +30,6 @@ from taskgraph.node.reconciler import Reconciler
 from taskgraph.node.roles import Roles
 from taskgraph.node.services import NodeServices, ServicesArguments
 from taskgraph.node.serving import Serving
-from taskgraph.node.telling import node_status, task_results
 from taskgraph.node.usercode import lastwords
 from taskgraph.node.usercode.forks import kept_from_children
 from taskgraph.observe.status import NodeStatus, TaskResult
@@ -235,7 +235,7 @@ class Node(NodeServices):
                 return
 
     async def _gave_results_up(self) -> bool:
-        """True if this node may leave a finished job whose results nobody collected; False: look at the job again."""
+        """True if this node may leave a finished job with uncollected results; False: look at the job again."""
         view, writer = self.keeper.view, self.writer()
         why = f"nobody collected them within {self.settings.results_kept_s:g} s (settings.results_kept_s)"
         txn = transactions.give_results_up(view, why, by=self.name, writer=writer)
@@ -244,7 +244,7 @@ class Node(NodeServices):
                 if await self.transact(txn, key=view.keys.collected, writer=writer) is None:
                     await self.keeper.refresh()
                     return False
-        except (CoordinationError, TimeoutError) as error:  # without etcd nobody takes the results for lost
+        except (CoordinationError, TimeoutError) as error:  # without etcd no launcher takes the results for lost
             self.log.info("the results were not given up in etcd: %s", str(error) or "no answer")
         self.log.warning("the results are given up: %s", why)
         return True

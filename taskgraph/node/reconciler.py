@@ -4,7 +4,7 @@ After each change of the view or of a suspicion, `reconcile` compares:
 
     a primary whose term is over            steps down
     a task without a living primary         is taken over, if this node may
-    a replica that nobody wishes or needs   is dropped
+    a replica without wish or need          is dropped
     a backup of a job that begins           is set up
 
 It only starts and stops things; other modules do them.

@@ -276,7 +276,7 @@ class Replica:
             if not intact(value):
                 raise DecodeError(
                     f"the boundary of task {self.task} lies in memory shared with other processes of this host, and "
-                    "is not what was snapshotted any more: native code wrote where it should not"
+                    "differs from its snapshot: native code wrote where it should not"
                 )
             raw: dict[str, Any] = decode(value, writable=True, device=self.device)
             if self.stateful:

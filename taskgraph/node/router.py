@@ -106,7 +106,7 @@ class Router:
         return None if known is None else known[1]
 
     def keep(self, nodes: set[str]) -> None:
-        """Drops the addresses of all other nodes: nobody will call them."""
+        """Drops the addresses of all other nodes, which get no more calls."""
         self._addresses = {node: known for node, known in self._addresses.items() if node in nodes}
 
     async def to_primary(self, task: int, message: Callable[[], Call], *, timeout_s: float | None = None) -> Reply:

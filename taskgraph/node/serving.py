@@ -255,7 +255,7 @@ class Serving:
             raise Refused(Reason.STALE, f"the job is at {keeper.view.stamp}, not {stamp}")
         primary = self._roles.primaries.get(task)
         if primary is None:
-            raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {task} any more")
+            raise Refused(Reason.NOT_PRIMARY, f"{node.name} is no longer primary of task {task}")
         return await primary.attempts.at(stamp)
 
     async def _waits(self, message: Waits) -> WaitsPage:
@@ -315,7 +315,7 @@ class Serving:
             replica.follow(epoch.record)  # first drop what a roll-back undid: it must not make later boundaries history
         for boundary in _boundaries(offer):
             if not replica.boundaries.hold(boundary, committed=offer.committed):
-                raise Refused(Reason.STALE, f"boundary {boundary.key} of task {offer.task} is not one that counts")
+                raise Refused(Reason.STALE, f"boundary {boundary.key} of task {offer.task} is stale")
         if log:
             replica.log.fold(log)
         replica.promise(offer.term, offer.invitation)

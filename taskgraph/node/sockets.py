@@ -1,6 +1,6 @@
 """Restores the files of a node's sockets if something removes them, as a cleaner of temporary files does.
 
-Open connections outlive that, but nobody can open new ones: neither peers, nor the launcher that collects the results.
+Open connections outlive that, but new ones cannot be opened: neither peers, nor the launcher that collects the results.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def keep_sockets(folder: Path, listeners: tuple[Listens, ...], events: Eve
                 lastwords.listen_anew(folder)
             except (OSError, TransportError) as error:
                 if emitted != (emitted := str(error)):
-                    events.emit("sockets", f"{what}, and nobody can connect to them any more: {error}")
+                    events.emit("sockets", f"{what}, and nothing can connect to them: {error}")
                 continue
             emitted = ""
             events.emit("sockets", f"{what}: they listen there anew")

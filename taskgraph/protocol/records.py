@@ -211,8 +211,8 @@ class GoneRecord(Record, frozen=True, kw_only=True):
         return OUT_OF_MEMORY in self.reason
 
     @property
-    def told(self) -> str:
-        """The predicate after the name of the node, e.g. "was killed (SIGKILL)"."""
+    def how_it_ended(self) -> str:
+        """The predicate after the name of the node, e.g. "was killed by SIGKILL"."""
         verb = "was " if self.reason.startswith("killed") else ""
         ran = f" while it ran {' and '.join(self.running)}" if self.running else ""
         at = f" at {self.at}" if self.at else ""

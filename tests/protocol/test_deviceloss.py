@@ -171,5 +171,5 @@ def test_a_node_that_leaves_takes_nothing(world: World) -> None:
 def test_why_a_node_ended_is_kept_and_told() -> None:
     record = GoneRecord(reason="ended its process, since ...", task=3, epoch=7)
     assert GoneRecord.from_bytes(record.to_bytes()) == record
-    assert record.told == "ended its process, since ..."
+    assert record.how_it_ended == "ended its process, since ..."
     assert GoneRecord.from_bytes(b'{"writer":"","reason":"killed"}').task is None, "of an older node"

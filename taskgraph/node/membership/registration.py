@@ -3,8 +3,8 @@
     waiting ──► registered ◄──► paused          (paused: the lease cannot be proved, or the key is gone)
                     └──────► left
 
-Leases detect, terms protect: the work of a paused node is safe anyway. It pauses so that nobody waits for a node that
-may be replaced already, and so that its effects outside the job stop.
+Leases detect, terms protect: the work of a paused node is safe anyway. It pauses so that others do not wait for a
+node that may be replaced already, and so that its effects outside the job stop.
 """
 
 from __future__ import annotations
@@ -359,7 +359,7 @@ class Registration:
         last = view.forgotten.record.revision if view.forgotten is not None else 0
         if node.id in view.nodes or not 0 < self._there < last:
             return ""
-        return f"{node.name} was away for so long that it counts as gone"
+        return f"{node.name} was absent for so long that it counts as gone"
 
     def _check_not_gone(self) -> None:
         """Raises JobError if this node was declared gone."""
@@ -429,13 +429,13 @@ class Registration:
                 try:
                     await self._say_gone()
                 except CoordinationError as error:  # the node may still be able to end its own lease
-                    node.log.info("that it is gone could not be said: %s", error)
+                    node.log.info("this node could not be declared gone: %s", error)
                 await self._lease.close(revoke=True)
         except (CoordinationError, TimeoutError) as error:
             node.log.info("the lease could not be revoked, it will expire: %s", str(error) or "no answer")
 
     async def _say_gone(self) -> None:
-        """Declares this node gone before its key goes, so that nobody waits for it."""
+        """Declares this node gone before its key goes, so that others do not wait for it."""
         node = self._node
         gone = node.farewell()
         if node.keeper.view.spec is not None:  # else somebody deleted the job

@@ -169,7 +169,7 @@ class Suspicion:
             self._probing.discard(node)
 
     def paused(self) -> None:
-        """This node's own lease cannot be proved; perhaps nobody's can."""
+        """This node's own lease cannot be proved; perhaps no lease can."""
         if self._coming_back is not None:
             self._coming_back.cancel()
             self._coming_back = None
@@ -204,7 +204,7 @@ class Suspicion:
         named = self._named()
         now = self._node.now()
         absent = {node for node in named if node not in view.nodes}
-        # Sorted, since they are declared gone in this order: sets have another one in each process.
+        # Sorted, since nodes are declared gone in this order, and sets differ between processes.
         self._absent_since = {node: self._absent_since.get(node, now) for node in sorted(absent)}
         if self._gone_revision != view.gone_revision:
             self._gone_revision = view.gone_revision
@@ -247,7 +247,7 @@ class Suspicion:
                 continue
             name = name_of(node)
             if (record.running and not record.meant) or record.task is not None or record.ended_itself:
-                self._node.events.emit("gone", f"{name} {record.told}", fields={"lost": node})
+                self._node.events.emit("gone", f"{name} {record.how_it_ended}", fields={"lost": node})
             elif record.died and node not in self._missed:  # its launcher reported first
                 self._node.events.emit("lost", f"{name} died: {record.reason}", fields={"lost": node})
 
@@ -292,11 +292,11 @@ class Suspicion:
             await asyncio.sleep(min(1.0, self._node.settings.lost_after_s / 4))
             me = self._node
             if me.paused or self._unproved():
-                self._count_anew()  # a node that was frozen may come by here before it sees that it is to pause
+                self._count_anew()  # a node that was frozen may come here before it sees that it has to pause
                 continue
             self._look_at_refused()
             limit = me.settings.lost_after_s
-            # All of it as it is now: where this node pauses between two of them, the others are not to be told.
+            # All as it is now: after a pause between two declarations the others would be unfounded.
             view, revision, now = me.keeper.view, me.node_revision, me.now()
             overdue = [n for n, since in self._absent_since.items() if now - since >= limit and n not in view.gone]
             for node in overdue:
@@ -305,7 +305,7 @@ class Suspicion:
                 try:
                     declared = (await me.coordinator.txn(txn)).succeeded
                 except CoordinationError as error:
-                    me.log.info("whether %s is gone is looked at again: %s", node, error)
-                    break  # what was absent, and for how long, was seen before that
+                    me.log.info("%s could not be declared gone yet: %s", node, error)
+                    break  # these absences were seen before that
                 if declared:
                     me.events.emit("gone", f"{name_of(node)}: {record.reason}", fields={"lost": node})

@@ -73,7 +73,7 @@ class Backups:
 
     @property
     def blocked(self) -> str:
-        """Names what the earliest pending boundary waits for, for `status`; nobody waits for gathered ones."""
+        """Names what the earliest pending boundary waits for, for `status`; gathered ones do not count."""
         waits = self._blocked.keys() - self.gathered.boundaries.keys()
         return self._blocked[min(waits)]() if waits else ""
 

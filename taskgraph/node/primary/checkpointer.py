@@ -109,7 +109,7 @@ class Checkpointer:
             await self._sweep()
 
     async def _sweep(self) -> None:
-        """Removes useless files, whoever wrote them, reported or not."""
+        """Removes useless files of all nodes, reported or not."""
         node, view, checkpoints, spec = self._node, self._node.keeper.view, self._node.checkpoints, self._node.spec
         store = checkpoints.store
         lacking: tuple[Stamp, int] | None = None
@@ -135,7 +135,7 @@ class Checkpointer:
             except OSError as error:  # it must not stop the others
                 stays = stays or error
         if stays is not None:
-            node.log.info("what was written of checkpoints that became nothing cannot be removed: %s", stays)
+            node.log.info("files of incomplete checkpoints cannot be removed: %s", stays)
         if lacking is not None and lacking[0] > self._last_given_up:
             self._count_given_up(*lacking)
 
@@ -178,7 +178,7 @@ class Checkpointer:
             try:
                 await checkpoints.call(partial(checkpoints.store.discard, name, still))
             except OSError as error:  # the next complete checkpoint removes it; the failure was emitted
-                node.log.info("what was written of checkpoint %s cannot be removed: %s", name, error)
+                node.log.info("files of checkpoint %s cannot be removed: %s", name, error)
             if task is not None and stamp > self._last_given_up:
                 self._count_given_up(stamp, task)
 
@@ -190,7 +190,7 @@ class Checkpointer:
         self._node.events.emit(
             "no checkpoint",
             f"no checkpoint is complete {self._since}: {count} in a row failed, the last of them, of epoch "
-            f"{stamp.epoch}, for want of the file of task {task}",
+            f"{stamp.epoch}, because the file of task {task} is missing",
             epoch=stamp.epoch,
         )
 

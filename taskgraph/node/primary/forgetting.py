@@ -1,4 +1,4 @@
-"""The leader deletes records of gone nodes that nobody needs, so that etcd's part of the job stays bounded."""
+"""The leader deletes unneeded records of gone nodes, so that etcd's part of the job stays bounded."""
 
 from __future__ import annotations
 
@@ -49,4 +49,4 @@ async def forget_gone(node: NodeServices, primary: Primary) -> None:
                     break  # the view is stale
                 await keeper.caught_up(result.revision)
         except CoordinationError as error:
-            node.log.info("nodes that are gone for long are forgotten later: %s", error)
+            node.log.info("records of gone nodes could not be deleted yet: %s", error)

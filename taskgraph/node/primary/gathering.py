@@ -42,7 +42,7 @@ class Gathering:
         self._known = -1
 
     def seconds(self, ahead: int) -> float:
-        """The time between two commits that nobody waits for.
+        """The time between two commits if no task waits for them.
 
         Args:
             ahead: how many epochs the caller may be ahead of the last commit. If large epochs reduce that below the

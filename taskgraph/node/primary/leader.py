@@ -272,7 +272,7 @@ class LeaderRole:
             self._wake.set()
 
     def _may_wait(self, commit: Commit) -> bool:
-        """True if a commit may wait a moment for more epochs, because nobody waits for it."""
+        """True if a commit may wait a moment for more epochs, because no task waits for it."""
         return not (commit.finished or commit.awaited or commit.epochs >= self._leader.enough) and self._may_gather()
 
     def _may_gather(self) -> bool:
@@ -357,7 +357,7 @@ class LeaderRole:
         self._emitted_thinned, mib = True, log.most_bytes >> 20
         self._node.events.emit(
             "reports thinned",
-            f"what the tasks reported takes more than {mib} MiB by epoch {epoch}: from now on `reports` of the result "
+            f"the tasks' reports take more than {mib} MiB by epoch {epoch}: from now on `reports` of the result "
             "leave out every second of the earliest epochs, then more of them, and never all. To keep each, report "
             "fewer numbers, or not in every epoch",
             epoch=epoch,

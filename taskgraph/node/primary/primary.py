@@ -303,7 +303,7 @@ class Primary:
             replaced = keeper.view.term_changed(in_attempt=self.node.settings.epochs_ahead > 0)
             if replaced and met(error) is None:
                 # A replaced primary may have taken messages that this attempt knows nothing of. If it is a mistake
-                # of the job, it comes again in the next attempt, in which nobody was replaced.
+                # of the job, it comes again in the next attempt, in which no primary was replaced.
                 self.ask_restart(at, f"task {self.task} failed after a primary was replaced: {error}")
             else:
                 await self._fail(error)
@@ -481,7 +481,7 @@ class Primary:
         if await self.node.fail_job(error, self.task, epoch, fences, finished=finished):
             await self.node.keeper.wait_until(lambda v: not v.running)
             return True
-        self.node.log.info("task %d: this did not count, since the job had moved on: %s", self.task, error)
+        self.node.log.info("task %d: an error did not count, since the job had moved on: %s", self.task, error)
         self._check_term()
         await self.node.keeper.wait_until_read(
             lambda v: v.epoch is None or v.epoch.mod_revision != epoch_revision or not v.running

@@ -219,7 +219,7 @@ class TakeOvers:
             usable = await self._usable_checkpoint(task, writer)
             if usable is None:
                 return
-        assert view.epoch is not None, "else nobody begins anything"
+        assert view.epoch is not None, "else no takeover begins"
         undone = view.epoch.record.epoch
         target = usable if usable is not None and usable.epoch < undone else None
         me, stateful = (self._node.id, self._node.node_revision), replica.stateful
@@ -340,7 +340,7 @@ class TakeOvers:
             raise Refused(Reason.STALE, f"{node.name} cannot take over task {task} just now")
         await asyncio.shield(self._begin(task, self._become_primary(task, failure=False)))
         if task not in self._roles.primaries:
-            raise Refused(Reason.STALE, f"{node.name} tried to take over task {task}, and was not the one")
+            raise Refused(Reason.STALE, f"{node.name} lost the takeover of task {task} to another node")
 
     async def _look_again(self) -> None:
         """Refreshes a stale view after a refused write; `reconcile` then decides again."""

@@ -63,7 +63,7 @@ def test_it_is_told_some_time_before_its_end_and_when_it_has_ended(
     (text,) = told.look(end_s - left_s)
     end = f"{BEGIN + datetime.timedelta(days=days):%Y-%m-%d %H:%M:%S} UTC"
     assert f"n1 on host1: the certificate in {tmp_path / 'tls' / CERT} ends at {end}" in text
-    assert str(tmp_path / "tls" / KEY) in text and "nothing has to be started again" in text
+    assert str(tmp_path / "tls" / KEY) in text and "no restart is needed" in text
     assert told.look(end_s - 1.0) == []
     assert told.next_s == pytest.approx(1.0)
     (text,) = told.look(end_s)

@@ -148,7 +148,7 @@ async def test_sockets_that_cannot_be_made_anew_are_told_of_once_and_tried_again
     async with listening(base / "launcher" / "1") as node:
         shutil.rmtree(base)
         os.mknod(base)  # a file is in the way
-        assert "nobody can connect to them any more: [Errno 1] it must be a directory" in await node.next()
+        assert "nothing can connect to them: [Errno 1] it must be a directory" in await node.next()
         assert await node.asked() != "it answers"
         os.unlink(base)
         assert (await node.next()).endswith("they listen there anew")

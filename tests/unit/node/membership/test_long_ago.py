@@ -71,7 +71,7 @@ def test_a_node_that_was_gone_does_not_come_back_once_that_is_forgotten() -> Non
         assert frozen not in cluster.nodes and frozen.id not in observer.keeper.view.nodes
         assert not any("resumed" in text for text in told(cluster, "resumed"))
         left = observer.keeper.view.gone[frozen.id].record.reason
-        assert left == f"ended itself: {frozen.name} was away for so long that it counts as gone"
+        assert left == f"ended itself: {frozen.name} was absent for so long that it counts as gone"
 
     async def whole(cluster: InProcessCluster) -> None:
         await cluster.nodes[0].keeper.wait_until(lambda view: len(view.in_sync(0)) == 2)
