@@ -73,8 +73,8 @@ class Expiring:
             what, todo = "the certificate", f"a renewed one, and its key in {self._tls.key}"
         if ended:
             return (
-                f"{what} in {path} has ended, at {at}: open connections go on, new ones fail, also for the job's results. Write "
-                f"to that file {todo}; no restart is needed"
+                f"{what} in {path} has ended, at {at}: open connections go on, new ones fail, also for "
+                f"the job's results. Write to that file {todo}; no restart is needed"
             )
         return (
             f"{what} in {path} ends at {at}; after that new connections fail, also for the job's results. Write to "
