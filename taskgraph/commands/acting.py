@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 from taskgraph.commands.common import Reached, access_of, ended_text, etcd_of, find_entry, reach, see_text
@@ -19,7 +17,7 @@ from taskgraph.launch.access import connect
 from taskgraph.launch.follow import Follower, client_of
 from taskgraph.launch.runtime import Runtime
 from taskgraph.node.usercode import lastwords
-from taskgraph.observe.format import ids_text
+from taskgraph.observe.format import counted, ids_text
 from taskgraph.observe.screen import say
 from taskgraph.protocol.keys import NAME_RULE, is_name
 from taskgraph.protocol.reach import host_of, unix_socket
@@ -58,7 +56,7 @@ async def _view(reached: Reached) -> JobView:
 def _check_running(reached: Reached, view: JobView) -> None:
     if not view.running:
         how = ended_text(view.status.record.state if view.status else "deleted")
-        raise UnknownJob(f"job {reached.name!r} does not run any more, it {how}: see {see_text(reached.name)}")
+        raise UnknownJob(f"job {reached.name!r} has ended ({how}): see {see_text(reached.name)}")
 
 
 def signal_number(text: str) -> signal.Signals:
@@ -73,10 +71,10 @@ def signal_number(text: str) -> signal.Signals:
 
 
 async def kill(options: argparse.Namespace) -> int:
-    """Sends a signal to the process that holds a task's primary, one of its backups, or to a node by name.
+    """Sends a signal to the node of a task's primary or backup, or to a named node.
 
     Raises:
-        JobError: that would fail the job, and nobody said that this is meant.
+        JobError: the job would fail, and --force is not given.
     """
     number = signal_number(options.signal)
     async with reach(options) as reached:
@@ -105,9 +103,9 @@ async def kill(options: argparse.Namespace) -> int:
 
 
 def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -> tuple[str, bool]:
-    """What is lost with a node that gets this signal, and what then; "" where others have all of it.
+    """What a signal to this node costs, and whether the job fails at once; ("", False): nothing.
 
-    Also whether the job fails for it, at once.
+    Only a node that alone has a task's state can cost anything.
     """
     if number in _HARMLESS:
         return "", False
@@ -117,36 +115,36 @@ def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -
     alone = [task for task in range(spec.tasks) if view.primaries.get(task) and _has_alone(view, task, node)]
     at, pointer = view.stamp.epoch if view.stamp is not None else 0, view.checkpoint
     if not alone or at == 0 or view.covered:
-        return "", False  # boundary 0 is made anew, and that of the checkpoint is in its files
-    has = f"{name_of(node)} alone has the state of task{'s' * (len(alone) > 1)} {ids_text(alone)}"
+        return "", False  # boundary 0 can be made again, and files have that of the checkpoint
+    has = f"only {name_of(node)} has the state of task{'s' * (len(alone) > 1)} {ids_text(alone)}"
     then = (
         f"the job goes back to its checkpoint of epoch {pointer.record.epoch} (it is at epoch {at})"
         if pointer is not None
         else "the job fails"
     )
     if pointer is not None and not who_stays(view, spec.run, node):
-        then += " once another node is there; its launcher fails it if it starts none (--replace)"
+        then += " once another node is there; without --replace its launcher fails the job"
     if again:
-        return f"{has}, and leaves already: at one more {number.name} it may end at once: {then}", pointer is None
+        return f"{has}, and the node is leaving: a second {number.name} may end it at once: {then}", pointer is None
     if number in _STOPS:
         return (
-            f"{has}: if it stands still for longer than {spec.setting('lost_after_s'):g} s (lost_after_s), {then}",
+            f"{has}: if the node is stopped for longer than {spec.setting('lost_after_s'):g} s (lost_after_s), {then}",
             False,
         )
-    return f"{has}, which is lost with it: {then}", pointer is None
+    return f"{has}: {then}", pointer is None
 
 
 def _has_alone(view: JobView, task: int, node: str) -> bool:
-    """Whether no other node that is registered has a task's state, and this one has it."""
+    """Is this node the only registered one that has a task's state?"""
     others = [n for n in view.in_sync(task) if n != node and n in view.nodes and n not in view.gone]
     return view.primaries[task].record.stateful and node in view.in_sync(task) and not others
 
 
 def is_here(record: NodeRecord) -> bool:
-    """Whether a node runs on this host, and is ours to signal; not where it is the first process of its container."""
+    """Can we signal this node: does it run on this host, as our user, and not as the first process of a container?"""
     if _folder(record) is None or record.pid == 1:
         return False
-    with contextlib.suppress(ProcessLookupError):  # whoever signals it finds that it is gone
+    with contextlib.suppress(ProcessLookupError):  # `signal_here` reports that it has ended
         try:
             os.kill(record.pid, 0)
         except PermissionError:
@@ -155,7 +153,7 @@ def is_here(record: NodeRecord) -> bool:
 
 
 def _folder(record: NodeRecord) -> Path | None:
-    """The directory of a node of this host, with its sockets."""
+    """The folder with the sockets of a node, if it runs on this host."""
     here = host_of(host_key())
     for endpoint in record.control.split("|"):
         key, path = unix_socket(endpoint)
@@ -165,22 +163,22 @@ def _folder(record: NodeRecord) -> Path | None:
 
 
 def signal_here(record: NodeRecord, number: signal.Signals) -> bool:
-    """A node that is stopped (SIGSTOP) does not answer, but what is on this host can be signalled without it.
+    """Signals a node of this host that does not answer, for example a stopped one (SIGSTOP).
 
     Returns:
-        False where it is elsewhere.
+        False if the node runs on another host.
 
     Raises:
-        JobError: it is gone.
-        TransportError: it is another user's; or the first process of its container, which would not get it.
+        JobError: its process has ended.
+        TransportError: the process is another user's, or the first process of a container, which the kernel spares.
     """
     folder = _folder(record)
     if folder is None:
         return False
     if record.pid == 1 and number in (signal.SIGKILL, signal.SIGSTOP):
         raise TransportError(
-            f"{record.name} does not answer, and is the first process (pid 1) of its container, which {number.name} "
-            f"from within does not reach: end the container"
+            f"{record.name} does not answer, and is the first process (pid 1) of its container, which no "
+            f"{number.name} from within reaches: end the container"
         )
     try:
         if number == signal.SIGKILL:
@@ -188,55 +186,39 @@ def signal_here(record: NodeRecord, number: signal.Signals) -> bool:
         there = signal_process(record.pid, number)
     except PermissionError as error:
         raise TransportError(
-            f"{record.name} (process {record.pid}) is another user's: that user alone, or root, can send it a signal"
+            f"{record.name} (process {record.pid}) is another user's: only that user, or root, can send it a signal"
         ) from error
     if not there:
-        raise JobError(f"{record.name} (process {record.pid}) does not exist any more")
+        raise JobError(f"{record.name} (process {record.pid}) has ended")
     return True
 
 
 def signal_process(pid: int, number: signal.Signals) -> bool:
-    """Whether a process of ours of that id was there to get the signal."""
+    """Sends a signal to a process of taskgraph; False: there is none with that id."""
+    if host.tells() and "taskgraph" not in host.command(pid):
+        return False  # the process has ended, or another one has its id
     try:
-        with _held(pid) as send:
-            if host.tells() and "taskgraph" not in host.command(pid):
-                return False  # it has ended, or the id came again
-            send(number)
+        os.kill(pid, number)
     except ProcessLookupError:
         return False
     return True
 
 
-@contextlib.contextmanager
-def _held(pid: int) -> Iterator[Callable[[signal.Signals], None]]:
-    """Sends signals to the process that has this id now, and to no later one, where the kernel can tell them apart."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except (AttributeError, OSError):  # no such call: not on Linux, an old kernel, a sandbox
-        yield partial(os.kill, pid)
-        return
-    try:
-        yield partial(signal.pidfd_send_signal, process)
-    finally:
-        os.close(process)
-
-
 def _target(options: argparse.Namespace, view: JobView, tasks: int, asked: int) -> tuple[str, str]:
-    """The node to hit, and what it is.
+    """The node to signal, and its role in words.
 
     Raises:
-        JobError: nobody is named, what is named is not there, or it contradicts itself.
+        JobError: the options name no node, an unknown one, or contradict each other.
+        TransportError: the task has no such node at the moment.
     """
     if options.task is None:
         if options.backup:
             raise JobError("--backup goes with --task T: a node of one of its backups")
         if options.node is None:
-            raise JobError("say whom: --task T (its primary), --task T --backup, or --node NAME")
+            raise JobError("give --task T (its primary), --task T --backup, or --node NAME")
         node = _node_named(view, options.node)
-        held = [t for t in range(tasks) if view.primary_node(t) == node]
-        return node, f"primary of {len(held)} tasks"
+        primaries = [t for t in range(tasks) if view.primary_node(t) == node]
+        return node, f"primary of {counted(len(primaries), 'task')}"
     if not 0 <= options.task < tasks:
         raise JobError(f"--task {options.task}: the job has tasks 0 to {tasks - 1}")
     primary = view.primary_node(options.task)
@@ -248,7 +230,7 @@ def _target(options: argparse.Namespace, view: JobView, tasks: int, asked: int) 
         return node, f"a backup of task {options.task}" if options.backup else f"the primary of task {options.task}"
     if options.backup:
         if not backups and asked == 0:
-            raise JobError(f"task {options.task} has no backup in sync (backups=0: the job asked for none)")
+            raise JobError(f"task {options.task} has no backup in sync (the job has backups=0)")
         if not backups:
             raise TransportError(f"task {options.task} has no backup in sync at the moment")
         return backups[0], f"a backup of task {options.task}"
@@ -260,7 +242,7 @@ def _target(options: argparse.Namespace, view: JobView, tasks: int, asked: int) 
 def _contradiction(
     options: argparse.Namespace, view: JobView, primary: str | None, backups: list[str], node: str
 ) -> str:
-    """Why a node that is named is not the one of the task that is named, and who is."""
+    """Why the named node does not have the named role for the task, and which nodes have it."""
 
     def called(one: str) -> str:
         return view.nodes[one].record.name if one in view.nodes else name_of(one)
@@ -269,9 +251,9 @@ def _contradiction(
     holders = f"its primary is {called(primary)}" if primary is not None else "it has no primary at the moment"
     in_sync = f"its backups in sync are {', '.join(map(called, backups))}" if backups else "it has no backup in sync"
     if options.backup or node not in backups:
-        instead = "--node alone hits the node whatever it holds"
+        instead = "give --node alone to signal this node in any case"
     else:
-        instead = "with --backup it is meant"
+        instead = "add --backup"
     return (
         f"--task {options.task} and --node {options.node} contradict each other: {called(node)} is not {what} of task "
         f"{options.task}: {holders}, {in_sync}; {instead}"
@@ -283,13 +265,13 @@ def _node_named(view: JobView, name: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise JobError(f"several nodes are called {name!r}: say which, {' or '.join(sorted(found))}")
+        raise JobError(f"several nodes are called {name!r}: give the id, {' or '.join(sorted(found))}")
     known = ", ".join(sorted(name_of(node) for node in view.nodes)) or "none"
     raise JobError(f"no node is called {name!r}; registered: {known}")
 
 
 async def drain(options: argparse.Namespace) -> int:
-    """Asks a node to hand everything over and leave."""
+    """Asks a node to hand its tasks over and leave."""
     async with reach(options) as reached:
         reached.spec.check_protocol()
         view = await _view(reached)
@@ -300,21 +282,21 @@ async def drain(options: argparse.Namespace) -> int:
             raise JobError(f"{risk}: start one first (`taskgraph launch {reached.name}`), or drain it with --force")
         async with client_of(record, reached.entry.token_bytes, reached.entry.node_access) as client:
             await client.drain("taskgraph drain")
-        print(f"{record.name} (process {record.pid} on {record.host}) hands over and leaves")
+        print(f"{record.name} (process {record.pid} on {record.host}) hands its tasks over and leaves")
         if risk:
             say(risk)
     return 0
 
 
 def drain_risk(view: JobView, spec: JobSpec, node: str) -> str:
-    """What is lost when this node leaves and none comes; "" where others are there, or it has nothing alone."""
+    """Which tasks are lost if this node leaves and no other node comes; "" if none."""
     alone = held_alone(view, spec.tasks, node)
     if not alone or who_stays(view, spec.run, node):
         return ""
     tasks = f"task{'s' * (len(alone) > 1)} {ids_text(alone)}"
     return (
-        f"{name_of(node)} alone has {tasks}, which is lost when it leaves, after {spec.setting('drain_s'):g} s "
-        f"(drain_s) at the latest, unless another node is there by then"
+        f"only {name_of(node)} has {tasks}: the state is lost when the node leaves, after at most "
+        f"{spec.setting('drain_s'):g} s (drain_s), unless another node is there by then"
     )
 
 
@@ -328,7 +310,7 @@ async def shutdown(options: argparse.Namespace) -> int:
 
 
 async def forget(options: argparse.Namespace) -> int:
-    """Deletes what etcd keeps of jobs that have ended; of those that can be, where several are named."""
+    """Deletes what etcd keeps of ended jobs. Refused ones do not keep it from deleting the others."""
     refused: list[TaskGraphError] = []
     for name in options.job:
         try:
@@ -338,7 +320,7 @@ async def forget(options: argparse.Namespace) -> int:
         except (JobError, UnknownJob) as error:
             refused.append(error)
             continue
-        here = "; what this host keeps of it stays" if Runtime().finished(name) is not None else ""
+        here = "; this host keeps its copy" if Runtime().finished(name) is not None else ""
         print(f"job {name} is forgotten by etcd at {etcd} ({count} key{'s' * (count > 1)}){here}")
     for why in refused[:-1]:
         say(str(why))
@@ -348,28 +330,28 @@ async def forget(options: argparse.Namespace) -> int:
 
 
 def _place(options: argparse.Namespace, name: str) -> tuple[str, dict[str, str]]:
-    """The etcd that keeps a job, and how one gets in.
+    """The etcd that keeps a job, and the access to it.
 
     Raises:
-        JobError: it is no job's name, or nobody says where that is.
+        JobError: this is no name of a job, or its etcd is unknown.
     """
     if not is_name(name):
-        raise JobError(f"{name!r} is no job's name: {NAME_RULE}")
+        raise JobError(f"{name!r} cannot be the name of a job: {NAME_RULE}")
     if (etcd := etcd_of(options)) is not None:
         return etcd, access_of(options)
     known = Runtime().known(name)
     if known is None or (known.embedded and known.stale):
         raise JobError(
-            f"job {name!r}: say which etcd keeps it, with --etcd. That of a run with an etcd of its own went with it, "
-            f"and what this host keeps of its last jobs goes by itself"
+            f"job {name!r}: give its etcd with --etcd. A run without --etcd leaves nothing in an etcd, and this host "
+            f"drops its copies of old jobs by itself"
         )
     return known.etcd, known.tls
 
 
 def token(options: argparse.Namespace) -> int:
-    """Prints the token of a job of this host, for a file that its nodes elsewhere get."""
+    """Prints the token of a job of this host, for its nodes on other hosts."""
     entry = Runtime().killed(options.job) if options.job and etcd_of(options) is None else None
-    if entry is None or entry.embedded:  # of a launcher that was killed the job may go on where its etcd does
+    if entry is None or entry.embedded:  # with an etcd of its own, a job outlives a killed launcher
         entry = find_entry(options)
     if not entry.token:
         raise JobError(f"the token of job {entry.name!r} is not known here: `taskgraph submit` wrote it to a file")

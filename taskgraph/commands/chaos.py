@@ -1,4 +1,4 @@
-"""chaos: random faults on the nodes of a running job of this host, and what followed."""
+"""chaos: causes random faults on this host's nodes of a running job, and shows what follows."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, JobError
 from taskgraph.launch.follow import follow_events
 from taskgraph.observe.events import Event
+from taskgraph.observe.format import ids_text
 from taskgraph.observe.screen import printable
 from taskgraph.protocol.records import State, name_of
 from taskgraph.protocol.view import JobView
@@ -31,15 +32,15 @@ from taskgraph.system.alongside import alongside
 __all__ = ["chaos"]
 
 _AGAIN_S = 0.2
-"""Where no node can be spared, it is looked again after this time."""
+"""How often it looks again for a node that can be hit."""
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 _LAST_EVENT_S = 0.3
 _GONE_S = 1.0
-"""A process that gets SIGKILL is gone within this time, unless it waits for its disk."""
+"""SIGKILL ends a process within this time, unless the process waits for its disk."""
 
 
 def chaos(options: argparse.Namespace) -> int:
-    """Hits nodes until the job ended, the time is over, or Ctrl-C."""
+    """Hits nodes until the job ends, the time is over, or Ctrl-C."""
     if not all(0 < seconds < math.inf for seconds in (options.mtbf, options.for_s) if seconds is not None):
         raise JobError("--mtbf and --for-s are seconds above 0")
     kinds = kinds_of(options.kinds)
@@ -56,15 +57,15 @@ async def _chaos(options: argparse.Namespace, kinds: tuple[str, ...], seed: int)
             raise JobError(f"job {reached.name} has ended")
         if not run.here():
             raise JobError(
-                f"no node of job {reached.name} runs on this host as yours: only those can be hit, and none that is "
-                f"the first process (pid 1) of its container"
+                f"job {reached.name} has no node on this host that chaos can hit: it must run as your user, and not as "
+                f"the first process (pid 1) of a container"
             )
         print(f"chaos on job {reached.name}: a fault every {options.mtbf:g} s, seed {seed}; Ctrl-C ends it", flush=True)
         return await run.until_over(options.for_s)
 
 
 class _Chaos:
-    """Faults on one job, one at a time."""
+    """Causes faults on one job, one at a time."""
 
     def __init__(
         self, reached: Reached, rng: random.Random, kinds: tuple[str, ...], *, mtbf_s: float, lossy: bool
@@ -85,14 +86,14 @@ class _Chaos:
         return self.keeper.view
 
     def here(self) -> list[str]:
-        """Nodes of the job that run on this host, and are ours."""
+        """Nodes of the job that we can signal."""
         live = self._view.live_nodes(self._reached.spec.run)
         return [node for node, record in live.items() if acting.is_here(record)]
 
     async def until_over(self, for_s: float | None) -> int:
-        """The exit code: 1 where the job failed meanwhile."""
+        """Returns the exit code: 1 if the job failed meanwhile."""
         interrupted = asyncio.Event()
-        on_ending_signals(lambda _: interrupted.set())  # who is stopped is woken up first
+        on_ending_signals(lambda _: interrupted.set())  # so that stopped nodes wake up first
         async with alongside(
             self.keeper.run(),
             self._tell(after=self._view.revision),
@@ -110,7 +111,7 @@ class _Chaos:
         return self._sum_up(await self._unkilled())
 
     async def _unkilled(self) -> dict[str, int]:
-        """The nodes that SIGKILL did not end, and their processes: that it was sent ends none."""
+        """Nodes that are alive after SIGKILL, with their processes."""
         until = time.monotonic() + _GONE_S
         while True:
             left = {node: pid for node, pid in self._killed.items() if node in self._view.nodes and host.alive(pid)}
@@ -126,22 +127,22 @@ class _Chaos:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self._done.items())) or "none"
         print(f"faults: {counts}; job {self._reached.name}: {state}", flush=True)
         for node, pid in unkilled.items():
-            print(f"  {name_of(node)} (process {pid}) lives on after SIGKILL", flush=True)
+            print(f"  {name_of(node)} (process {pid}) is alive after SIGKILL", flush=True)
         if status is not None and status.record.reason:
             print(f"  {printable(status.record.reason)}", flush=True)
         return 1 if state == State.FAILED else 0
 
     async def _ended(self) -> None:
         await self.keeper.wait_until(lambda view: not view.running)
-        await asyncio.sleep(_LAST_EVENT_S)  # the events of its end are shown, too
+        await asyncio.sleep(_LAST_EVENT_S)  # so that the last events are shown
 
     async def _tell(self, *, after: int) -> None:
-        """What the job says after that revision."""
+        """Prints the events after that revision."""
         async for event in follow_events(self._reached.coordinator, self._reached.name, after=after):
             print_event(event, as_json=False)
 
     async def _faults(self) -> None:
-        """For ever. Faults that take time go on beside the next."""
+        """Causes faults for ever. A stop lasts beside the next faults."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(pause_s(self._rng, self._mtbf_s))
@@ -150,7 +151,7 @@ class _Chaos:
                 epoch = self._view.epoch.record.epoch if self._view.epoch is not None else 0
                 self._say(f"{_SIGNALS[fault.kind].name} to {record.name} (process {record.pid}), {self._roles(fault)}")
                 self._unwell.add(fault.node)
-                with contextlib.suppress(JobError):  # it ended by itself just now
+                with contextlib.suppress(JobError):  # the node has just ended by itself
                     acting.signal_here(record, _SIGNALS[fault.kind])
                     if fault.kind == "kill":
                         self._killed[fault.node] = record.pid
@@ -162,7 +163,7 @@ class _Chaos:
                 group.create_task(self._aftermath(epoch))
 
     async def _next(self) -> Fault:
-        """The next fault, as soon as there is a node that can be spared, by a view that is read anew."""
+        """Waits for a node that can be hit, and draws a fault."""
         said = False
         while True:
             with contextlib.suppress(CoordinationError):
@@ -182,29 +183,28 @@ class _Chaos:
             if not said:
                 more = f"more nodes: `taskgraph launch {self._reached.name}`"
                 self._say(
-                    f"every node of this host was hit already, or leaves: waiting ({more})"
+                    f"waiting: every node of this host was hit already, or leaves ({more})"
                     if self._lossy
-                    else f"every node holds the last replica in sync of some task: waiting ({more}; --lossy hits them "
-                    f"all the same)"
+                    else f"waiting: every node has the only replica of some task ({more}; --lossy hits it all the same)"
                 )
                 said = True
             await asyncio.sleep(_AGAIN_S)
 
     def _roles(self, fault: Fault) -> str:
-        held = [task for task in sorted(self._view.primaries) if fault.node in self._view.in_sync(task)]
-        first = [task for task in held if self._view.primary_node(task) == fault.node]
+        replicas = [task for task in sorted(self._view.primaries) if fault.node in self._view.in_sync(task)]
+        first = [task for task in replicas if self._view.primary_node(task) == fault.node]
         words = [
-            f"{role} of {' '.join(map(str, tasks))}"
-            for role, tasks in (("primary", first), ("backup", [t for t in held if t not in first]))
+            f"{role} of {ids_text(tasks)}"
+            for role, tasks in (("primary", first), ("backup", [t for t in replicas if t not in first]))
             if tasks
         ]
-        return (" and ".join(words) or "which holds nothing") + (f", for {fault.lasts_s:.1f} s" * bool(fault.lasts_s))
+        return (" and ".join(words) or "which has no task") + (f", for {fault.lasts_s:.1f} s" * bool(fault.lasts_s))
 
     async def _wake(self, fault: Fault) -> None:
         await asyncio.sleep(fault.lasts_s)
         self._thaw(fault.node)
         self._say(f"SIGCONT to {name_of(fault.node)}")
-        # It is counted on again once it is registered, whether it had lost its lease or not.
+        # A registered node counts again, whether it had lost its lease or not.
         await self.keeper.wait_until(lambda view: fault.node in view.nodes)
         self._unwell.discard(fault.node)
 
@@ -213,7 +213,7 @@ class _Chaos:
             acting.signal_process(self._stopped.pop(node), signal.SIGCONT)
 
     async def _aftermath(self, epoch: int) -> None:
-        """Says when the job went on: the epoch after the one that was hit has committed."""
+        """Says when the epoch after the fault's epoch committed."""
         began = time.monotonic()
         await self.keeper.wait_until(lambda view: view.epoch is not None and view.epoch.record.epoch >= epoch + 2)
         self._say(f"epoch {epoch + 1} committed {time.monotonic() - began:.2f} s after the fault")

@@ -1,4 +1,4 @@
-"""What commands share: where etcd is, which job is meant, and its token."""
+"""What commands share: finding a job, its etcd and its token; signals that end a command."""
 
 from __future__ import annotations
 
@@ -59,20 +59,19 @@ __all__ = [
 ]
 
 _TOKEN_BYTES = 16
-"""Shorter ones are refused by nodes."""
+"""Nodes refuse shorter tokens."""
 _GONE_POLL_S = 0.3
 _ENDED_NAMED = 5
-"""Jobs that ended which a message names."""
+"""Ended jobs that a message names."""
 _NODE_ACCESS = ("tls", "tls_ca", "tls_cert", "tls_key")
 _ACCESS = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file")
 
 
 def listening_of(options: argparse.Namespace, nodes: int) -> Listening:
-    """What --listen and the like say, for so many nodes; refused here, before anything is started.
+    """Where nodes listen, by --listen and its options. Checked before anything starts.
 
     Raises:
-        JobError: an address where strangers may be, without TLS, or with files for it that cannot be used; too few
-            ports.
+        JobError: an address beyond loopback without TLS, unusable files for TLS, or too few ports.
     """
     host = options.listen or configured("listen") or ""
     found = Listening(
@@ -87,7 +86,7 @@ def listening_of(options: argparse.Namespace, nodes: int) -> Listening:
         check_listener(found.host, tls is not None, found.insecure)
         if found.host and tls is not None:
             tls.context(server=True)
-    except TransportError as error:  # whoever wrote the command is to change it
+    except TransportError as error:
         raise JobError(str(error)) from None
     return found
 
@@ -107,9 +106,9 @@ def access_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def access_words(options: argparse.Namespace) -> str:
-    """The same as it was said on the command line, to be said again."""
-    said = [(name.replace("_", "-"), getattr(options, name)) for name in (*_ACCESS, *_NODE_ACCESS)]
-    return "".join(f" --{name} {shlex.quote(value)}" for name, value in said if value)
+    """The options for etcd and TLS as given, to be repeated in another command."""
+    given = [(name.replace("_", "-"), getattr(options, name)) for name in (*_ACCESS, *_NODE_ACCESS)]
+    return "".join(f" --{name} {shlex.quote(value)}" for name, value in given if value)
 
 
 def _token_path(options: argparse.Namespace) -> Path | None:
@@ -129,8 +128,8 @@ def _read_token(path: Path) -> str:
         token = bytes.fromhex(text)
     except FileNotFoundError:
         raise JobError(
-            f"--token-file {path}: there is no such file. `taskgraph submit` writes it, and `taskgraph token JOB > "
-            f"{path}` where the job was started"
+            f"--token-file {path}: there is no such file. `taskgraph submit` writes it; `taskgraph token JOB > {path}` "
+            f"does on the host where the job was started"
         ) from None
     except OSError as error:
         raise JobError(f"--token-file {path}: {error.strerror}") from error
@@ -143,23 +142,23 @@ def _read_token(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """The token of a job that begins, and the file that has it."""
+    """The token of a new job, and its file."""
 
     token: str
     path: Path
     written: bool
 
     def forget(self) -> None:
-        """The job did not begin: what was written for it goes."""
+        """Removes the file if it was written for this job, which did not start."""
         if self.written:
             remove_file(self.path)
 
 
 def token_for(options: argparse.Namespace, otherwise: Path | None = None) -> NewToken | None:
-    """The token of a job that begins: of the file that is named, which is written where there is none yet.
+    """The token of a new job, from the named file. Writes the file with a new token if it is missing.
 
     Args:
-        otherwise: the file to write where none is named; None: then there is no file.
+        otherwise: the file to write if none is named; None: no file.
     """
     path = _token_path(options)
     if path is not None and path.exists():
@@ -193,26 +192,25 @@ class Reached:
     coordinator: EtcdCoordinator
 
     def check_token(self) -> None:
-        """Raises JobError where the job's nodes would refuse whoever has the token that is known here."""
+        """Raises JobError if the job's nodes would refuse our token."""
         wanted, name = self.spec.token_mark, self.name
         if not wanted or (self.entry.token and mark(self.entry.token_bytes) == wanted):
             return
         if not self.entry.token:
-            raise JobError(f"the token of job {name!r} is not known here: give --token-file")
+            raise JobError(f"the token of job {name!r} is unknown here: give --token-file")
         raise JobError(
-            f"job {name!r} was submitted with another token than the one that is known here: give the file that "
-            f"`taskgraph submit` wrote (--token-file)"
+            f"job {name!r} was submitted with another token: give the file that `taskgraph submit` wrote (--token-file)"
         )
 
 
 def find_entry(options: argparse.Namespace) -> JobEntry:
-    """The job that is meant: by name on this host, or at the etcd given."""
+    """Finds the job: by name on this host, or at the given etcd."""
     runtime, name, etcd = Runtime(), options.job, etcd_of(options)
-    if name == "":  # a script's variable that was never set must not end the only job
-        raise JobError("the job's name is empty: give one, or leave it out where only one job runs on this host")
+    if name == "":  # an unset variable of a script must not end the only job
+        raise JobError("the job's name is empty: give one, or leave it out if only one job runs on this host")
     if etcd is not None:
         if name is None:
-            raise JobError("name the job: with --etcd it is looked for there")
+            raise JobError("give the job's name: with --etcd the job is looked for there")
         local = known_at(name, etcd)
         token = token_of(options) or (local.token if local is not None else "")
         return JobEntry(
@@ -242,33 +240,32 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
 
 
 def _ended_here(runtime: Runtime, name: str) -> str:
-    """What is known here of the end of a job that does not run here any more; "": nothing."""
+    """What this host knows about the end of a job; "": nothing."""
     kept = runtime.finished(name)
     if kept is not None:
         how = ended_text(kept.state)
-        return f"job {name!r} does not run any more, it {how}: see {see_text(name)}"
+        return f"job {name!r} has ended ({how}): see {see_text(name)}"
     killed = runtime.killed(name)
     return _killed_text(runtime, killed) if killed is not None else ""
 
 
 def _with_tls_given(entry: JobEntry, options: argparse.Namespace) -> JobEntry:
-    """A job of this host, with the files of TLS that were given for its nodes, else with those it was started with."""
+    """The entry with the given files of TLS, if any."""
     return replace(entry, node_tls=node_access_of(options) or entry.node_tls)
 
 
 def known_at(name: str, etcd: str, run: str = "") -> JobEntry | None:
-    """What this host knows of a job in that etcd: also one whose launcher was killed, which may go on there.
+    """What this host knows of a job in that etcd, also after its launcher was killed.
 
     Args:
-        run: its run's id, where that etcd has been asked: the same one may be named by another list of its members. No
-            other etcd has it.
+        run: the id of the run, if that etcd was asked: it identifies the etcd, whose members may be listed differently.
     """
     known = Runtime().known(name)
     return known if known is not None and (known.etcd == etcd or (run and known.run == run)) else None
 
 
 def _with_what_is_known(entry: JobEntry, run: str) -> JobEntry:
-    """With the token, and TLS, of that very run, where they were not given."""
+    """The entry with the token and TLS files of this run, unless others are given."""
     local = known_at(entry.name, entry.etcd, run)
     if local is None:
         return entry
@@ -276,14 +273,14 @@ def _with_what_is_known(entry: JobEntry, run: str) -> JobEntry:
 
 
 def check_launcher(entry: JobEntry) -> None:
-    """Raises UnknownJob where a job ended with its launcher, which was killed: its embedded etcd tells nothing more."""
+    """Raises UnknownJob if the job's launcher was killed, and its embedded etcd with it."""
     runtime = Runtime()
     if entry.embedded and (killed := runtime.killed(entry.name)) is not None:
         raise UnknownJob(_killed_text(runtime, killed))
 
 
 def ended_with_launcher(entry: JobEntry | None) -> bool:
-    """Whether the job's embedded etcd, which tells nothing more then, ended with its launcher."""
+    """Has the job's embedded etcd ended with its launcher?"""
     if entry is None or not entry.embedded:
         return False
     found = Runtime().find(entry.name)
@@ -291,7 +288,7 @@ def ended_with_launcher(entry: JobEntry | None) -> bool:
 
 
 async def launcher_gone(entry: JobEntry | None) -> None:
-    """Returns when the job's embedded etcd ended with its launcher: never, where it has none."""
+    """Returns when the job's embedded etcd has ended with its launcher; never, if the job has none."""
     while not ended_with_launcher(entry):  # noqa: ASYNC110 (no event tells)
         await asyncio.sleep(_GONE_POLL_S)
 
@@ -308,31 +305,30 @@ def _none_text(runtime: Runtime) -> str:
 def _killed_text(runtime: Runtime, entry: JobEntry) -> str:
     logs = runtime.left_logs(entry.name)
     return (
-        f"of the last run of job {entry.name!r} on this host nothing is known but that its launcher (process "
-        f"{entry.pid}) was killed"
+        f"the launcher of job {entry.name!r} (process {entry.pid}) was killed"
         + (", and its etcd ended with it" if entry.embedded else f"; the job may go on: look with --etcd {entry.etcd}")
         + (f"; logs of its nodes: {logs}" if logs is not None else "")
     )
 
 
 def ended_text(state: str) -> str:
-    """How a job that is no more ended, after `it`."""
+    """How a job ended: `it ...`."""
     return {State.CANCELLED: "was cancelled", "deleted": "was deleted", "": "ended"}.get(state, state)
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """Those upon which a command ends in good order: Ctrl-C, `kill`, and a terminal that is closed, unless `nohup`."""
+    """The signals that end a command in good order: Ctrl-C, SIGTERM, and SIGHUP unless under `nohup`."""
     hang_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGINT, signal.SIGTERM, *hang_up)
 
 
-def on_ending_signals(told: Callable[[int], object]) -> None:
-    """Has the loop that runs call `told` upon each of these signals."""
+def on_ending_signals(react: Callable[[int], object]) -> None:
+    """Makes the running loop call `react` on each of these signals."""
 
     def handle(number: int) -> None:
         if number == signal.SIGHUP:
             hung_up()
-        told(number)
+        react(number)
 
     loop = asyncio.get_running_loop()
     for number in ending_signals():
@@ -340,34 +336,33 @@ def on_ending_signals(told: Callable[[int], object]) -> None:
 
 
 def take_orders(*, finished: Callable[[], bool], obeyed: Callable[[], bool], obey: Callable[[], None]) -> None:
-    """Calls `obey` upon each of these signals that is an order of its own.
+    """Calls `obey` on each of these signals that counts as an order of its own.
 
-    Once the job has finished there is nothing to end, and something to lose: the first one says so, and no more.
+    After the job has finished, the first signal only prints a warning: ending now would lose the results.
 
     Args:
-        obeyed: whether what was begun is ending by order.
+        finished: has the job finished?
+        obeyed: is the command ending already?
     """
     orders, spared = Orders(), False
 
-    def told(number: int) -> None:
+    def react(number: int) -> None:
         nonlocal spared
-        if number == signal.SIGHUP and (obeyed() or spared):  # who closes a terminal after Ctrl-C is in no hurry
+        if number == signal.SIGHUP and (obeyed() or spared):  # closing the terminal after Ctrl-C is no second order
             return
         if not orders.is_new(number):
             return
         if finished() and not obeyed() and not spared:
             spared = True
-            what = "the job has finished, and its results are being collected; once more to end without them"
-            say(what, anew=True)
+            say("the job has finished, and its results are being collected; once more to end without them", anew=True)
             return
         obey()
 
-    on_ending_signals(told)
+    on_ending_signals(react)
 
 
 def as_before() -> None:
-    """Has these signals end this process again as they do before a loop takes them: what is left is to print, and
-    nobody may read that."""
+    """Lets these signals end this process again, as before the loop took them: only printing is left."""
     loop = asyncio.get_running_loop()
     for number in ending_signals():
         loop.remove_signal_handler(number)
@@ -375,7 +370,7 @@ def as_before() -> None:
 
 
 def hung_up() -> None:
-    """The terminal is gone: what is still written to it goes nowhere, and is no error."""
+    """Redirects output from a closed terminal to /dev/null, where writing is no error."""
     null = os.open(os.devnull, os.O_WRONLY)
     try:
         for descriptor in (1, 2):
@@ -395,7 +390,7 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[Reached]:
     """Connects to the job's etcd and reads its spec.
 
     Raises:
-        UnknownJob: it ended with its embedded etcd after it was found: what that etcd does not answer helps nobody.
+        UnknownJob: the job is not there, or it has just ended with its embedded etcd.
     """
     entry = find_entry(options)
     try:
@@ -403,12 +398,12 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[Reached]:
             keys = Keys(entry.name)
             kv = await coordinator.get(keys.spec)
             if kv is None:
-                raise UnknownJob(f"no job {entry.name!r} was submitted at {entry.etcd}")
+                raise UnknownJob(f"etcd at {entry.etcd} has no job {entry.name!r}")
             spec = readable(JobSpec.from_bytes, kv, keys)
             yield Reached(entry.name, _with_what_is_known(entry, spec.run), spec, coordinator)
     except CoordinationError as error:
         if not ended_with_launcher(entry):
             raise
         again = Runtime().find(entry.name) is not None
-        told = f"another run of job {entry.name!r} has begun" if again else _ended_here(Runtime(), entry.name)
-        raise UnknownJob(told or f"job {entry.name!r} has just ended") from error
+        text = f"another run of job {entry.name!r} has begun" if again else _ended_here(Runtime(), entry.name)
+        raise UnknownJob(text or f"job {entry.name!r} has just ended") from error

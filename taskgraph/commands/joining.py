@@ -61,11 +61,11 @@ log = logging.getLogger("taskgraph.node")
 
 _LAST_LOOK_S = 2.0
 _TOKEN_AGAIN_S = 2.0
-"""How often a node that waits with another token than the job's looks whether it has that now."""
+"""How often a node with a wrong token reads its token file again."""
 
 
 def launch(options: argparse.Namespace, function: JobFunction[...] | None = None) -> int:
-    """N nodes on this host for a submitted job; of a driver: the whole job, like run."""
+    """Starts nodes on this host for a submitted job. With a driver: the whole job, as run."""
     if options.nodes < 1:
         raise JobError(f"--nodes {options.nodes}: at least 1")
     if function is not None and options.job is None:
@@ -75,20 +75,20 @@ def launch(options: argparse.Namespace, function: JobFunction[...] | None = None
         return run(options)
     if any(getattr(options, name) for name in ("option", "set", "name", "resume", "fresh")):
         raise JobError(
-            "-o, --set, --name, --resume, --resume-changed and --fresh go with a driver, or with `submit`; a job has "
-            "its own already"
+            "-o, --set, --name, --resume, --resume-changed and --fresh go with a driver, or with `submit`: a submitted "
+            "job has its options already"
         )
     if options.json or options.timeout is not None:
         job = options.job or "JOB"
         raise JobError(
-            f"--timeout and --json go with a driver: of a job that was submitted `taskgraph result {job} --json` has "
-            f"the values, and `taskgraph shutdown {job}` ends it"
+            f"--timeout and --json go with a driver; for a submitted job use `taskgraph result {job} --json` and "
+            f"`taskgraph shutdown {job}`"
         )
     return uvloop.run(_launch(options))
 
 
 def _is_driver(text: str) -> bool:
-    """A job's name has no `:` or `/`; a dotted one may be a module, unless a job of this host is called so."""
+    """Is this a driver, not a job? A job's name has no `:` or `/`; a name with a dot may be a module."""
     if text.endswith(".py") or ":" in text or "/" in text:
         return True
     if Runtime().find(text) is not None or "." not in text:
@@ -118,8 +118,8 @@ async def _launch(options: argparse.Namespace) -> int:
         follower = Collector(reached.coordinator, reached.spec, entry.token_bytes, entry.node_access)
         await follower.keeper.load_persistently()
         if (found := follower.view.status) is not None and not follower.view.open:
-            return await _tell_ended(reached, found.record)
-        reached.spec.check_protocol()  # each of its nodes would be refused
+            return await _print_ended(reached, found.record)
+        reached.spec.check_protocol()  # the job would refuse each of its nodes
         runtime = Runtime()
         runtime.join(entry)
         never_wait()
@@ -148,40 +148,40 @@ async def _launch(options: argparse.Namespace) -> int:
             async with shown, alongside(launching, launcher_gone(reached.entry)) as (work, gone):
                 _on_signals(work, leave, follower, reached.spec.setting("drain_s"))
                 await any_done(work, gone)
-                if not work.done():  # it may have read how the job ended
+                if not work.done():  # the work may still read how the job ended
                     await asyncio.wait([work], timeout=_LAST_LOOK_S)
                 if not work.done() and follower.view.open:
                     leave.set()  # there is no etcd to hand over by
                     raise _without_launcher(reached)
                 status, result = await work
-            if status.state != State.RUNNING and not reached.entry.embedded:  # else who runs it keeps that
+            if status.state != State.RUNNING and not reached.entry.embedded:  # else the run keeps the end
                 asks = f"`taskgraph result {reached.name} --etcd {entry.etcd}` asks the job's etcd for them"
                 await follower.keep_end(status, follower.not_kept or follower.only_there or asks)
         except asyncio.CancelledError:
-            say(await _told_text("were ended", reached, follower))
+            say(await _left_text("were ended", reached, follower))
             return 130
         finally:
             await follower.stop()
             _leave(runtime, entry)
         as_before()
-        return await _tell_end(reached, follower, status, result, left=leave.is_set())
+        return await _print_end(reached, follower, status, result, left=leave.is_set())
 
 
 def _without_launcher(reached: Reached) -> UnknownJob:
-    """That the job, or all that can be known of it, ended with its launcher, whose etcd it was in."""
+    """The error for a job whose embedded etcd ended with its launcher."""
     check_launcher(reached.entry)
     name, kept = reached.name, Runtime().finished(reached.name, reached.spec.run)
-    how = f", it {ended_text(kept.state)}: see {see_text(name)}" if kept is not None else ""
-    return UnknownJob(f"job {name!r} has ended with its launcher, whose etcd it was in{how}")
+    how = f" ({ended_text(kept.state)}): see {see_text(name)}" if kept is not None else ""
+    return UnknownJob(f"job {name!r} has ended with its launcher, which ran its etcd{how}")
 
 
-async def _tell_end(
+async def _print_end(
     reached: Reached, follower: Collector, status: StatusRecord, result: JobResult | None, *, left: bool
 ) -> int:
-    """Says what became of the job; returns the exit code.
+    """Prints how the job ended; returns the exit code.
 
     Args:
-        left: the nodes started here were told to leave.
+        left: the nodes started here were asked to leave.
     """
     name = reached.name
     if result is not None:
@@ -197,7 +197,7 @@ async def _tell_end(
         print(f"job {name} finished; {await _values_text(reached)}", file=sys.stderr)
         return 0
     if status.state == State.RUNNING and (left or not status.reason):
-        say(await _told_text("have left", reached, follower))
+        say(await _left_text("have left", reached, follower))
         return 130 if left else 0
     if status.state == State.RUNNING:
         say(f"{status.reason.rstrip()}\nthe job may go on elsewhere: `taskgraph status {name}`")
@@ -205,21 +205,21 @@ async def _tell_end(
     raise job_failed(name, status)
 
 
-async def _tell_ended(reached: Reached, status: StatusRecord) -> int:
-    """Says that the job had ended before, so that there is nothing for nodes to do; returns the exit code."""
+async def _print_ended(reached: Reached, status: StatusRecord) -> int:
+    """Prints that the job had ended before, so that no nodes start; returns the exit code."""
     name = reached.name
     if status.state == State.FINISHED:
         print(f"job {name} has finished already: no nodes were started; {await _values_text(reached)}", file=sys.stderr)
         return 0
     error = job_failed(name, status)
-    error.add_note("it had ended before: no nodes were started; `taskgraph submit` begins it again")
+    error.add_note("the job had ended before: no nodes were started; `taskgraph submit` starts it again")
     raise error
 
 
 def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follower, within_s: float) -> None:
-    """The first Ctrl-C (SIGTERM, SIGHUP) has the nodes of a job that goes on leave, the second ends them at once.
+    """The first Ctrl-C (SIGTERM, SIGHUP) makes the nodes hand over and leave, the second ends them at once.
 
-    Of a job that has finished they have the results, which would be lost: the first one says so, and no more.
+    After the job has finished, the first one only warns that its results would be lost.
     """
 
     def obey() -> None:
@@ -227,26 +227,26 @@ def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follo
             work.cancel()
             return
         leave.set()
-        text = f"the nodes started here hand over what they have, and leave: within {within_s:g} s (drain_s)"
+        text = f"the nodes started here hand over their tasks, and leave within {within_s:g} s (drain_s)"
         say(f"{text}; once more to end them at once", anew=True)
 
     take_orders(finished=lambda: follower.finished, obeyed=leave.is_set, obey=obey)
 
 
 async def _values_text(reached: Reached) -> str:
-    """Where the values of a finished job are that somebody else collected, or gave up."""
+    """Where the values of a finished job are, if another command collected them or gave them up."""
     keys = Keys(reached.name)
     async with if_etcd_answers(_LAST_LOOK_S):
         found, collected = await reached.coordinator.get(keys.result), await reached.coordinator.get(keys.collected)
         if found is None and collected is not None and (why := why_not_kept(collected)):
             return f"its values are not kept: {why}"
     here = reached.entry.embedded or Runtime().finished(reached.name, reached.spec.run) is not None
-    where = "" if here else f" --etcd {reached.entry.etcd}"  # else this host may tell those of an earlier run
+    where = "" if here else f" --etcd {reached.entry.etcd}"  # without --etcd this host may find an earlier run
     return f"its values: `taskgraph result {reached.name}{where}`"
 
 
-async def _told_text(how: str, reached: Reached, follower: Follower) -> str:
-    """That the nodes started here are no more, and what this means for the job."""
+async def _left_text(how: str, reached: Reached, follower: Follower) -> str:
+    """Says that the nodes started here have ended, and what this means for the job."""
     text = f"the nodes started here {how}"
     async with if_etcd_answers(_LAST_LOOK_S):
         await follower.keeper.load()
@@ -254,9 +254,9 @@ async def _told_text(how: str, reached: Reached, follower: Follower) -> str:
     if view.live_nodes(reached.spec.run):
         return text
     if view.running and view.primaries:
-        text += f"; no node of job {reached.name} is left, and what they computed is gone with them"
+        text += f"; job {reached.name} has no node left, and the state of its tasks is lost"
         if view.checkpoint is not None:
-            text += f", but for its checkpoint of epoch {view.checkpoint.record.epoch}: new nodes go on from there"
+            text += f"; new nodes go on from its checkpoint of epoch {view.checkpoint.record.epoch}"
     elif follower.finished and not view.collected:
         text += f"; job {reached.name} had finished, but its values are lost: "
         text += lost_text(reached.name, view.checkpoint)
@@ -264,7 +264,7 @@ async def _told_text(how: str, reached: Reached, follower: Follower) -> str:
 
 
 def _leave(runtime: Runtime, entry: JobEntry) -> None:
-    """What became of the job counts for more than that it is listed here until this process ends."""
+    """Removes the job's entry of this launcher; an error in that is only printed."""
     try:
         runtime.leave(entry)
     except (OSError, TaskGraphError) as error:
@@ -272,22 +272,22 @@ def _leave(runtime: Runtime, entry: JobEntry) -> None:
 
 
 def node(options: argparse.Namespace) -> int:
-    """One node, in this process."""
-    if not is_name(options.job):  # it would wait for ever
-        raise JobError(f"--job {options.job!r}: no job has that name: {NAME_RULE}")
+    """Runs one node in this process."""
+    if not is_name(options.job):  # the node would wait for ever
+        raise JobError(f"--job {options.job!r}: no job can have that name: {NAME_RULE}")
     etcd = etcd_of(options)
     local = Runtime().find(options.job)
     if etcd is None and local is not None:
         etcd = local.etcd
     if etcd is None:
-        raise JobError(f"where is the etcd of job {options.job!r}? Give --etcd")
+        raise JobError(f"the etcd of job {options.job!r} is unknown: give --etcd")
     known = known_at(options.job, etcd)
     if (token := _token_at(options, etcd)) is None:
         raise JobError(f"a node needs the token of job {options.job!r}: give --token-file")
     listening = listening_of(options, 1)
     node_tls = node_access_of(options) or (known.node_tls if known is not None else {})
     tls = access_of(options) or (known.tls if known is not None else {})
-    from taskgraph.node import process  # a node is loaded where one is to run
+    from taskgraph.node import process  # only this command loads a node
 
     process.end_on_sigterm()
     process.log_to_stderr()
@@ -310,7 +310,7 @@ def node(options: argparse.Namespace) -> int:
 
 
 def _token_at(options: argparse.Namespace, etcd: str) -> str | None:
-    """The token of a job in that etcd, hex: of the file that is named, else of its run on this host."""
+    """The token of a job in that etcd, in hex: from the named file, or of its run on this host."""
     token = token_of(options)
     if token is None and (local := Runtime().find(options.job) or known_at(options.job, etcd)) is not None:
         token = local.token
@@ -320,36 +320,36 @@ def _token_at(options: argparse.Namespace, etcd: str) -> str | None:
 async def _with_its_token(
     coordinator: Coordinator, options: argparse.Namespace, etcd: str, token: str
 ) -> tuple[JobSpec, str]:
-    """The job, once it is submitted and its token is here: a node that waits may have that of the run before."""
+    """Waits for the job and for its token: a waiting node may have the token of an earlier run."""
     from taskgraph.node import process
 
-    told = ""
+    warned = ""
     while True:
         spec, _ = await process.wait_for_job(coordinator, options.job)
-        why = "waiting for that, which `taskgraph submit` wrote, in the file that --token-file names"
+        why = "waiting for the right one in the file that --token-file names"
         if spec.token_mark and mark(bytes.fromhex(token)) != spec.token_mark:
             try:
                 token = _token_at(options, etcd) or token
-            except JobError as error:  # it is just being replaced, perhaps
-                why = f"waiting for that, which `taskgraph submit` wrote: {error}"
+            except JobError as error:  # perhaps the file is just being replaced
+                why = f"waiting for the right one: {error}"
         if spec.token_mark in ("", mark(bytes.fromhex(token))):
             return spec, token
-        if told != spec.run:
-            log.warning("job %r was submitted with another token than the one that is known here: %s", options.job, why)
-            told = spec.run
+        if warned != spec.run:
+            log.warning("job %r was submitted with another token: %s", options.job, why)
+            warned = spec.run
         await asyncio.sleep(_TOKEN_AGAIN_S)
 
 
 async def _submitted(
     etcd: str, tls: dict[str, str], options: argparse.Namespace, token: str, entry: JobEntry | None
 ) -> tuple[JobSpec, str]:
-    """The job and its token, once it is submitted; not where it ended with its launcher, which has this entry."""
+    """Waits for the job and its token. Raises UnknownJob if the launcher of `entry`, which runs its etcd, ends."""
     async with await connect(etcd, tls) as coordinator:
         submitted = _with_its_token(coordinator, options, etcd, token)
         async with alongside(submitted, launcher_gone(entry)) as (waiting, gone):
             await any_done(waiting, gone)
             if not waiting.done():
-                raise UnknownJob(f"job {options.job!r} has ended with its launcher, whose etcd it was in")
+                raise UnknownJob(f"job {options.job!r} has ended with its launcher, which ran its etcd")
             return await waiting
 
 
@@ -364,6 +364,6 @@ def _take_env(spec: JobSpec) -> None:
         sys.stdout.flush()
         main = getattr(sys.modules["__main__"], "__spec__", None)
         as_module = main is not None and main.name == "taskgraph.__main__" and not sys.flags.safe_path
-        # `python -m taskgraph` also imports from the working directory, and so it does when it begins again.
+        # Keep `python -m taskgraph`, which also imports from the working directory.
         words = [sys.executable, *options(), "-m", "taskgraph"] if as_module else command("taskgraph")
         os.execv(sys.executable, [*words, *sys.argv[1:]])

@@ -40,13 +40,13 @@ _REFRESH_S = 0.3
 _LAST_EVENT_S = 1.0
 _COLLECT_S = 60.0
 _PRINTED = 2
-"""So many times what a job keeps of its events is remembered of those that were shown, to tell what else it kept at its
-end. It may keep a few more, and in months it tells many times that."""
+"""`events --follow` remembers this many times `events_kept` printed events, so that it can print at the end what etcd
+kept beside them."""
 _CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
 
 
 def _finished(options: argparse.Namespace) -> KeptJob | None:
-    """What was kept of a job of this host that has ended."""
+    """What this host kept of the job, if it has ended."""
     runtime = Runtime()
     if etcd_of(options) is not None or not options.job or runtime.find(options.job) is not None:
         return None
@@ -54,7 +54,7 @@ def _finished(options: argparse.Namespace) -> KeptJob | None:
 
 
 def status(options: argparse.Namespace) -> int:
-    """What a job does, who does it, and what it waits for."""
+    """Shows how fast and how safe a job is, and what it waits for."""
     kept = _finished(options)
     if kept is not None:
         _print_finished(options.job, kept, as_json=options.json)
@@ -154,7 +154,7 @@ def _nobody(reached: Reached, view: JobView) -> str:
 
 
 async def _asked(reached: Reached, view: JobView) -> Mapping[str, NodeStatus | TaskGraphError]:
-    """What nodes say of themselves. Those of another protocol are not asked; what etcd says of them is shown."""
+    """Asks all nodes for their status, unless they speak another protocol."""
     entry, run = reached.entry, reached.spec.run
     try:
         reached.spec.check_protocol()
@@ -164,10 +164,10 @@ async def _asked(reached: Reached, view: JobView) -> Mapping[str, NodeStatus | T
 
 
 def _ended_here(entry: JobEntry) -> KeptJob | None:
-    """What was kept of a job whose launcher, and with it its embedded etcd, ended while we looked.
+    """What this host kept of the job, if its launcher and embedded etcd ended while we looked.
 
     Raises:
-        UnknownJob: its launcher was killed, and nothing is known of its end.
+        UnknownJob: the launcher was killed.
     """
     check_launcher(entry)
     runtime = Runtime()
@@ -191,7 +191,7 @@ def _warning(reached: Reached) -> str:
 
 
 def events(options: argparse.Namespace) -> int:
-    """What happened to a job."""
+    """Prints what happened to a job."""
     kept = _finished(options)
     if kept is not None:
         for event in kept.events:
@@ -214,7 +214,7 @@ async def _events(options: argparse.Namespace) -> int:
                 await waits[0]
                 return 0
     check_launcher(reached.entry)
-    # What is forgotten was shown, and may be kept all the same: events of single tasks go first.
+    # Older events than those remembered were printed before.
     since = min((event.at for event in printed), default=0.0) if len(printed) == printed.maxlen else 0.0
     for event in (Runtime().finished(reached.name) or KeptJob()).events:
         if event.at >= since and event not in printed:
@@ -223,7 +223,7 @@ async def _events(options: argparse.Namespace) -> int:
 
 
 async def _ended(reached: Reached) -> None:
-    """Returns when the job's status says that it ended, and its last event had time to be kept."""
+    """Returns when the job has ended, and its last event had time to reach etcd."""
     keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_REFRESH_S)
     await keeper.load_persistently()
     async with alongside(keeper.run()):
@@ -232,7 +232,7 @@ async def _ended(reached: Reached) -> None:
 
 
 async def _follow(reached: Reached, printed: deque[Event], *, as_json: bool) -> None:
-    """Until the event that ends every job."""
+    """Prints events until the last event of the job."""
     async for event in follow_events(reached.coordinator, reached.name):
         printed.append(event)
         print_event(event, as_json=as_json)
@@ -249,7 +249,7 @@ def print_event(event: Event, *, as_json: bool) -> None:
 
 
 def result(options: argparse.Namespace) -> int:
-    """The result of a job that ended."""
+    """Prints the result of an ended job."""
     only_there = None
     if (kept := _finished(options)) is not None:
         found = kept.result_of(options.job)
@@ -257,7 +257,7 @@ def result(options: argparse.Namespace) -> int:
         found, only_there = uvloop.run(_result(options))
     if options.json:
         print(json.dumps(found), flush=True)
-        if only_there is not None:  # not before all of it is where it was wanted
+        if only_there is not None:  # not before all of it is written
             uvloop.run(_let_go(options, only_there))
         return 0
     if found["values"]:
@@ -273,11 +273,11 @@ def result(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _OnlyThere:
-    """A result that is kept by the job's nodes alone.
+    """A result that only the job's nodes keep.
 
     Attributes:
-        why: it is not kept elsewhere.
-        text: that, and how one gets it, for people.
+        why: why no other place keeps it.
+        text: the same for people, and how to take it.
     """
 
     run: str
@@ -286,7 +286,7 @@ class _OnlyThere:
 
 
 async def _let_go(options: argparse.Namespace, of: _OnlyThere) -> None:
-    """Lets nodes go whose values were written."""
+    """Tells the nodes that their values were taken, so that they may leave."""
     async with reach(options) as reached:
         if reached.spec.run != of.run:
             return
@@ -314,24 +314,24 @@ async def _result(options: argparse.Namespace) -> tuple[dict[str, Any], _OnlyThe
             collected, lost, only_there = await _collect(reached)
             if collected is not None:
                 return collected, only_there
-            # Whoever ran it may have collected it meanwhile, or a `result()` raised.
+            # Another command may have collected it meanwhile, or a `result()` raised.
             kept = await kept_in_etcd(reached.coordinator, reached.name) or KeptJob()
             kept = replace(kept, not_kept=lost or kept.not_kept)
         return kept.result_of(reached.name), None
 
 
 async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str, _OnlyThere | None]:
-    """The result of a job that was submitted and finished while nobody followed it: its nodes keep it for a while.
+    """Collects the result of a submitted job from its nodes, unless a `run` follows the job and does that.
 
-    Where they are gone, why there is none; and where it is kept nowhere else, what to say of that. One that somebody
-    runs is that one's to collect.
+    Returns:
+        The result, or None and why it is lost; and what to say if only the nodes keep it.
     """
     from taskgraph.launch.collector import Collector  # loads numpy, with the values of a job
 
     follower = Collector(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
     await follower.start()
     try:
-        if not follower.view.collected:  # else nobody is asked: it is told what became of them
+        if not follower.view.collected:  # else no node is asked
             reached.check_token()
         async with asyncio.timeout(_COLLECT_S):
             collected = await follower.collect(let_go=not reached.spec.expected_nodes)
@@ -339,7 +339,7 @@ async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str, _OnlyT
             raise _still_running(reached.name)
     except TimeoutError:
         why = follower.unreachable or "they are still computing it"
-        raise JobError(f"the nodes of job {reached.name!r} keep its result, but did not tell it: {why}") from None
+        raise JobError(f"the nodes of job {reached.name!r} keep its result, but did not send it: {why}") from None
     finally:
         await follower.stop()
     if collected is None:

@@ -1,4 +1,4 @@
-"""Which fault comes next: a pure function of a random generator and of what etcd says of the job."""
+"""Draws the next fault of `chaos`: a pure function of a random generator and the job's view."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from taskgraph.protocol.view import JobView
 __all__ = ["KINDS", "Fault", "draw", "kinds_of", "pause_s", "survivable"]
 
 KINDS = ("kill", "stop", "term")
-"""SIGKILL; SIGSTOP and, later, SIGCONT; SIGTERM, upon which a node hands over and leaves."""
+"""SIGKILL; SIGSTOP and, later, SIGCONT; SIGTERM, which makes a node hand over and leave."""
 _STOPS = (0.3, 2.0)
-"""How long a stopped node stays so, in TTLs: some wake up in time, most do not."""
+"""How long a node is stopped, in TTLs of its lease: some wake up in time, most do not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is done to one node; `lasts_s` of a stop."""
+    """A fault of one node; a stop lasts `lasts_s`."""
 
     kind: str
     node: str
@@ -35,14 +35,14 @@ def kinds_of(text: str) -> tuple[str, ...]:
 
 
 def pause_s(rng: random.Random, mtbf_s: float) -> float:
-    """Time to the next fault: without a memory, as failures are, and never longer than five times the mean."""
+    """Draws the time to the next fault: exponential, as of failures, at most five times the mean."""
     return min(rng.expovariate(1.0 / mtbf_s), 5.0 * mtbf_s)
 
 
 def survivable(view: JobView, node: str, unwell: Collection[str]) -> bool:
-    """Whether every task has a replica in sync on another node that is registered, stays, and was not hit already.
+    """Does every task have a replica in sync on another healthy node?
 
-    Members that were evicted do not count, although they hold the committed boundary for a moment longer.
+    Evicted members do not count, although they have the committed boundary for a moment longer.
     """
     return all(
         any(
@@ -67,14 +67,14 @@ def draw(
     ttl_s: float = 5.0,
     lossy: bool = False,
 ) -> Fault | None:
-    """The next fault, or None where no node can be spared at the moment.
+    """Draws the next fault; None: no node can be hit at the moment.
 
     Args:
-        here: nodes of this host, which can be hit.
-        unwell: those that were hit and are not back: they are not hit again, and nobody counts on them.
-        lossy: whether the last replica in sync of a task may be hit, too.
+        here: nodes of this host.
+        unwell: nodes that were hit and are not back: they are not hit again, and do not count as healthy.
+        lossy: also hit the only replica of a task.
     """
-    spared = sorted(  # sorted, so that the same seed at the same view is the same fault
+    targets = sorted(  # sorted, so that one seed draws one fault from one view
         node
         for node in here
         if node in view.nodes
@@ -82,7 +82,7 @@ def draw(
         and not view.nodes[node].record.draining
         and (lossy or survivable(view, node, unwell))
     )
-    if not spared or not view.primaries:
+    if not targets or not view.primaries:
         return None
-    kind, node = rng.choice(tuple(kinds)), rng.choice(spared)
+    kind, node = rng.choice(tuple(kinds)), rng.choice(targets)
     return Fault(kind, node, ttl_s * rng.uniform(*_STOPS) if kind == "stop" else 0.0)

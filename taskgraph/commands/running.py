@@ -54,10 +54,10 @@ __all__ = ["job_of", "print_result", "run", "submit_command"]
 
 
 def job_of(options: argparse.Namespace, function: JobFunction[...] | None) -> Job:
-    """The job from the driver named, with its options and settings; raises JobError where it makes none."""
+    """Makes the job of the named driver, with its options and settings; raises JobError if that fails."""
     function = function or load_driver(options.driver)
     job = made_by(function, function.parse_options(options.option or ()))
-    open_missing()  # the driver may have closed some
+    open_missing()  # the driver may have closed standard streams
     if options.set:
         given = parse("taskgraph", fields_of(Settings), options.set, flag="--set", kind="setting")
         job = dataclasses.replace(job, settings=dataclasses.replace(job.settings, **given))
@@ -67,7 +67,7 @@ def job_of(options: argparse.Namespace, function: JobFunction[...] | None) -> Jo
 def run(options: argparse.Namespace, function: JobFunction[...] | None = None) -> int:
     """Starts nodes here, follows the job, prints its values."""
     job = job_of(options, function)
-    listening = listening_of(options, options.nodes)  # refused before anything is written
+    listening = listening_of(options, options.nodes)  # before anything is written
     token = token_for(options)
     try:
         return uvloop.run(_Run(options, job).until_over(listening, token))
@@ -78,21 +78,21 @@ def run(options: argparse.Namespace, function: JobFunction[...] | None = None) -
 
 
 class _Run:
-    """A job that runs for this command, from its start to its end."""
+    """One job, followed from its start to its end."""
 
     def __init__(self, options: argparse.Namespace, job: Job) -> None:
         self._options = options
         self._job = job
         self._shown = Shown(job.name, job.tasks, job.epochs, job.backups)
-        self._follower: Collector | None = None  # like the nodes, only where these are processes
+        self._follower: Collector | None = None  # None without node processes, as are the nodes
         self._nodes: LocalNodes | None = None
-        self._logs = Path()  # where those of its nodes are kept
-        self._told_finished = False
+        self._logs = Path()  # the folder with the logs of the nodes
+        self._saw_finish = False
         self._interrupted = False
 
     def _on_event(self, event: Event) -> None:
         if event.kind == State.FINISHED:
-            self._told_finished = True
+            self._saw_finish = True
         self._shown.event(event)
 
     def _on_start(self, follower: Collector, nodes: LocalNodes) -> None:
@@ -104,13 +104,13 @@ class _Run:
 
     @property
     def _finished(self) -> bool:
-        # Of nodes in this process only the event tells.
-        return self._told_finished or (self._follower is not None and self._follower.view.finished)
+        # With --nodes 0 there is no follower, only the event.
+        return self._saw_finish or (self._follower is not None and self._follower.view.finished)
 
     async def until_over(self, listening: Listening, token: NewToken | None) -> int:
-        """The exit code."""
+        """Runs the job; returns the exit code."""
         options, shown = self._options, self._shown
-        if options.nodes:  # with none, tasks run here, and may write more than anybody reads at once
+        if options.nodes:  # else tasks run here, and may print faster than a reader takes
             never_wait()
         running = asyncio.ensure_future(
             arun(
@@ -131,7 +131,7 @@ class _Run:
             )
         )
         self._take_orders(running)
-        here = options.logs and not options.nodes  # what tasks print is shown, where that is asked for
+        here = options.logs and not options.nodes  # show what tasks print in this process
         try:
             async with shown:
                 with passing_on(shown.line) if here else contextlib.nullcontext():
@@ -139,7 +139,7 @@ class _Run:
                 shown.end(result.reports)
         except JobFailed as error:
             as_before()
-            with contextlib.suppress(OSError):  # that it failed counts for more
+            with contextlib.suppress(OSError):  # the failure is more important
                 self._show_failed(error)
             if self._nodes is not None and self._logs.is_dir():
                 print(f"the logs of its nodes are in {self._logs}", file=sys.stderr)
@@ -168,9 +168,9 @@ class _Run:
         take_orders(finished=lambda: self._finished, obeyed=lambda: self._interrupted, obey=obey)
 
     def _left_text(self, interrupted: asyncio.CancelledError) -> str:
-        """What is left of the job, and how it is continued."""
+        """What is left of the job, and how to continue it."""
         name = self._job.name
-        notes = getattr(interrupted, "__notes__", ())  # of nodes in this process, or of an etcd that is away
+        notes = getattr(interrupted, "__notes__", ())  # from --nodes 0, or about an etcd that does not answer
         if self._finished and self._follower is not None and self._follower.kept_json:
             left = f"; job {name!r} had finished, and `taskgraph result {name}` has its values; nothing is left behind"
         elif self._finished:
@@ -182,10 +182,10 @@ class _Run:
 
     def _new_line(self) -> None:
         if self._options.json and self._options.nodes == 0:
-            print()  # tasks print to the same output, and perhaps not to the end of a line
+            print()  # tasks may have printed an unfinished line
 
     def _show_failed(self, error: JobFailed) -> None:
-        """For a program that reads its output; people read it on standard error."""
+        """Prints the failure as JSON for programs; people read it on standard error."""
         if self._options.json:
             self._new_line()
             print(json.dumps(kept_json(self._job.name, status_of(error), None)), flush=True)
@@ -194,7 +194,7 @@ class _Run:
         self._new_line()
         print_result(result, as_json=self._options.json, kept=self._nodes is not None, failures=self._shown.failures)
         if self._nodes is not None and not self._options.logs and printed(self._logs):
-            print(f"what its tasks printed is in {self._logs}; --logs shows it at once", file=sys.stderr)
+            print(f"the output of its tasks is in {self._logs}; --logs shows it at once", file=sys.stderr)
 
 
 def print_result(result: JobResult, *, as_json: bool, kept: bool, failures: int = 0) -> None:
@@ -204,14 +204,14 @@ def print_result(result: JobResult, *, as_json: bool, kept: bool, failures: int 
         kept: `taskgraph result` can print the values again.
         failures: how many nodes failed, if the command has followed the job.
     """
-    settle()  # on a terminal they come after what happened
+    settle()  # on a terminal the values come after the events
     try:
         if as_json or result.values:
             print(result.to_json() if as_json else values_text(result.values), flush=True)
     except OSError as error:
         if kept:
             error.add_note(
-                f"the job finished: `taskgraph result {result.name}` has its values, as far as they were kept"
+                f"the job finished: `taskgraph result {result.name}` has its values, as far as they are kept"
             )
         raise
     if as_json:
@@ -245,13 +245,13 @@ def submit_command(options: argparse.Namespace, function: JobFunction[...] | Non
 
     try:
         uvloop.run(put())
-    except BaseException as error:  # Ctrl-C, too
-        if not submitting or isinstance(error, JobError | DecodeError | AccessRefused):  # else the job may be there
+    except BaseException as error:  # also Ctrl-C
+        if not submitting or isinstance(error, JobError | DecodeError | AccessRefused):  # else etcd may have the job
             token.forget()
         raise
     if token.written:
         print(f"wrote the job's token to {token.path}, which only you can read")
-    print(f"submitted job {spec.name} with driver {spec.fingerprint}; start nodes, on any host that has the driver,")
-    print("each with --listen HOST besides where there are several (a name or address of it that the others reach):")
+    print(f"submitted job {spec.name} with driver {spec.fingerprint}; start nodes on any host that has the driver")
+    print("(on several hosts each with --listen HOST, a name or address that the others can reach):")
     print(f"  taskgraph launch {spec.name} --nodes N --etcd {etcd}{access_words(options)} --token-file {token.path}")
     return 0

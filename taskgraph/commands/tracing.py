@@ -1,4 +1,4 @@
-"""trace: what every node of a running job does, epoch by epoch, as a file for Perfetto."""
+"""trace: writes what every node of a running job does, epoch by epoch, to a file for Perfetto."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _INTERRUPTED = 130
 def trace(options: argparse.Namespace) -> int:
     """Traces some epochs of a running job."""
     if options.epochs < 1:
-        raise JobError(f"--epochs {options.epochs}: at least one")
+        raise JobError(f"--epochs {options.epochs}: must be at least 1")
     if options.every < 0:
-        raise JobError(f"--every {options.every}: at least 1, which is all of them; without it few enough are chosen")
+        raise JobError(f"--every {options.every}: must be at least 1, which traces all epochs")
     path = Path(options.output)
     try:
         why = why_unwritable(path)

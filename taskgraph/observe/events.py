@@ -51,6 +51,8 @@ _GATHER_S = 0.1
 GATHERED = {"takeover": "from", "hand-over": "from", "evicted": "of", "admitted": "of"}
 """Kinds of which a failure causes one event per task, and their field with the other node: etcd keeps one event per
 kind, node and burst."""
+_IDS = 60
+"""Characters of task ids in a text; `fields` has all of them."""
 _GATHER_TASKS_S = 0.5
 """How long events of these kinds wait for more of them."""
 _RETRY_S = 0.5
@@ -146,8 +148,7 @@ def _as_one(events: list[Event]) -> Event:
     text = texts.pop() if len(texts) == 1 else texts.pop().rpartition(" (")[0]  # without the part that differs
     tasks = ids_text(sorted(event.task for event in events if event.task is not None))
     fields = {**first.fields, "count": len(events), "tasks": tasks, "until": max(event.at for event in events)}
-    whole = f"tasks {tasks}: {text}"
-    whole = whole if len(whole) <= _MAX_TEXT else f"{len(events)} tasks: {text}"
+    whole = f"tasks {tasks}: {text}" if len(tasks) <= _IDS else f"{len(events)} tasks: {text}"
     return Event(first.at, first.node, first.kind, whole, epoch=last.epoch, attempt=last.attempt, fields=fields)
 
 
@@ -261,6 +262,7 @@ class _Keeper:
 
     def __init__(self, keys: Keys, spec_revision: int, node_id: str) -> None:
         self.waiting: deque[tuple[str, Event]] = deque()
+        self.due: deque[tuple[str, Event]] = deque()  # of a burst that is over
         self._left_out = 0
         self._said_at = -_SAY_AGAIN_S
         self._keys = keys
@@ -288,7 +290,12 @@ class _Keeper:
         await self._more(_GATHER_S)
         if any(event.kind in GATHERED for _, event in self.waiting):
             await self._more(_GATHER_TASKS_S - _GATHER_S)
-        self.waiting = deque(gathered(self.waiting))
+        self.gather()
+
+    def gather(self) -> None:
+        """Ends the burst: its events are to be written, one for each kind and node."""
+        self.due.extend(gathered(self.waiting))
+        self.waiting.clear()
 
     async def _more(self, within_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -300,11 +307,11 @@ class _Keeper:
 
         If etcd does not answer, they wait again; if their run no longer exists, they are dropped.
         """
-        batch = [self.waiting.popleft() for _ in range(min(_BATCH, len(self.waiting)))]
+        batch = [self.due.popleft() for _ in range(min(_BATCH, len(self.due)))]
         try:
             result = await coordinator.txn(put_events(self._keys, self._spec_revision, batch))
         except BaseException as error:  # perhaps they were written: keys are unique, so that writing again is harmless
-            self.waiting.extendleft(reversed(batch))
+            self.due.extendleft(reversed(batch))
             if not isinstance(error, CoordinationError):
                 raise
             if coordinator.now() - self._said_at >= _SAY_AGAIN_S:
@@ -318,14 +325,16 @@ class _Keeper:
         return len(batch) if result.succeeded else 0
 
     def written(self) -> None:
-        """All events are written."""
+        """The events of a burst are written."""
+        if self.waiting:
+            return
         self._some.clear()
         self._hurry.clear()
         self._none.set()
 
     async def emptied(self) -> None:
         """Writes without gathering more; returns when all events are written."""
-        if self.waiting:
+        if self.waiting or self.due:
             self._hurry.set()
         await self._none.wait()
 
@@ -349,7 +358,7 @@ async def keep_events(
             written = 0
             while True:
                 await keeper.burst()
-                while keeper.waiting:
+                while keeper.due:
                     written += await keeper.write_some(coordinator)
                 keeper.written()
                 if written >= _BATCH:
@@ -357,11 +366,12 @@ async def keep_events(
                     await _prune(coordinator, keys, kept)
         finally:
             try:
+                keeper.gather()
                 async with asyncio.timeout(_LAST_S):
-                    while keeper.waiting:
+                    while keeper.due:
                         await keeper.write_some(coordinator)
             except TimeoutError:
-                log.warning("%d events could not be kept", len(keeper.waiting))
+                log.warning("%d events could not be kept", len(keeper.due))
 
 
 def in_order(listing: Listing) -> list[KeyValue]:

@@ -31,7 +31,7 @@ _FEW = 100
 _REFRESH_S = 0.1
 _WINDOW = 200
 _MERGE_S = 0.3
-_SETTLED_S = 1.0
+_SETTLED_S = 10.0
 """For so long after a failure is reported, tasks may still move between nodes because of it."""
 _WARN_S = 1.0
 """How long tasks must lack a backup, for want of nodes, before a warning."""

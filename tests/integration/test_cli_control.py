@@ -69,7 +69,7 @@ async def test_who_watches_a_job_is_told_that_its_launcher_was_killed(cli: Cli) 
     run.process.kill()
     for command in (watching, follow):
         done = await command.done()
-        assert done.code == 3 and f"its launcher (process {run.process.pid}) was killed" in done.err, done.err
+        assert done.code == 3 and f"(process {run.process.pid}) was killed" in done.err, done.err
 
 
 @pytest.mark.smoke
@@ -112,7 +112,7 @@ async def test_the_only_replica_of_a_task_is_not_killed_unless_that_is_meant(cli
     """The job failed at once, and the command had said nothing of that."""
     run = await cli.paused("--nodes", "1", "--json")
     done = await cli("kill", "sums", "--task", "0")
-    assert done.code == 2 and "n1 alone has the state of task" in done.err
+    assert done.code == 2 and "only n1 has the state of task" in done.err
     until = "wait until `taskgraph status sums` shows one more in sync"
     assert f"start another node (`taskgraph launch sums`) and {until}, or kill it with --force" in done.err
     assert [node["pid"] for node in (await status(cli))["nodes"]], "nobody was hit"
@@ -137,10 +137,12 @@ async def test_drain_hands_over_and_leaves(cli: Cli) -> None:
 async def test_drain_of_the_only_node_does_nothing_unless_forced(cli: Cli) -> None:
     run = await cli.paused("--nodes", "1")
     done = await cli("drain", "--node", "n1")
-    assert done.code == 2 and done.out == "" and "n1 alone has tasks 0-6, which is lost" in done.err, done.err
+    assert done.code == 2 and done.out == "" and "only n1 has tasks 0-6: the state is lost" in done.err, done.err
     assert "taskgraph launch sums" in done.err and not (await status(cli))["nodes"][0]["draining"]
     done = await cli("drain", "--node", "n1", "--force")
-    assert done.code == 0 and "hands over and leaves" in done.out and "n1 alone has tasks 0-6" in done.err, done.err
+    assert done.code == 0 and "hands its tasks over and leaves" in done.out and "only n1 has tasks 0-6" in done.err, (
+        done.err
+    )
     cli.open()
     await run.done()
 
@@ -189,7 +191,7 @@ async def test_whom_to_act_on_is_asked_for_clearly(cli: Cli) -> None:
     for arguments in (("kill", "sums", "--task", "0"), ("drain", "sums", "--node", "n1"), ("shutdown", "sums")):
         done = await cli(*arguments)
         assert done.code == 3, arguments
-        assert "job 'sums' does not run any more, it finished: see `taskgraph status sums`" in done.err
+        assert "job 'sums' has ended (finished): see `taskgraph status sums`" in done.err
 
 
 # -- one's own etcd ----------------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ async def test_a_submitted_job_is_run_by_launch(embedded_etcd: EmbeddedEtcd, cli
     corrupting = embedded_etcd.version in ("3.5.0", "3.5.1", "3.5.2")
     assert ("can lose data" in told) == corrupting, "of somebody's own etcd, which this one is to the job"
     done = await cli("kill", "sub1", "--task", "0", "--token-file", str(token))
-    assert done.code == 3 and "job 'sub1' does not run any more, it finished" in done.err
+    assert done.code == 3 and "job 'sub1' has ended (finished)" in done.err
     missing = await cli("launch", "sub1", "--nodes", "1")
     assert missing.code == 2 and "wrong: there is no such file" in missing.err and "taskgraph submit" in missing.err
     await cli.nothing_left()

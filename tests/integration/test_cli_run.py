@@ -99,7 +99,7 @@ async def test_what_tasks_print_is_shown_with_the_name_of_the_node(cli: Cli) -> 
     assert not any("printed" in line for line in lines)
     done = await cli("run", "talk.py", "--nodes", "2")
     kept = cli.root / "run" / "taskgraph" / "finished" / "talk.logs"
-    assert f"what its tasks printed is in {kept}; --logs" in done.err and " | " not in done.err
+    assert f"the output of its tasks is in {kept}; --logs" in done.err and " | " not in done.err
     assert "task 0 in epoch 0" in "".join(path.read_text() for path in kept.glob("n*.log"))
     quiet = await cli("run", str(DRIVER), "--nodes", "2")
     assert "printed" not in quiet.err, "the framework's own lines are no news"

@@ -227,14 +227,14 @@ async def test_an_interrupted_trace_leaves_no_half_a_file(cli: Cli) -> None:
     cli.open()
     assert (await run.done()).code == 0
     done = await cli("trace", "sums")
-    assert done.code == 3 and "job 'sums' does not run any more, it finished" in done.err
+    assert done.code == 3 and "job 'sums' has ended (finished)" in done.err
 
 
 async def test_what_cannot_be_traced_is_said(cli: Cli) -> None:
     done = await cli("trace", "nobody")
     assert done.code == 3 and "No job 'nobody' runs here." in done.err
     done = await cli("trace", "nobody", "--epochs", "0")
-    assert done.code == 2 and "at least one" in done.err
+    assert done.code == 2 and "at least 1" in done.err
     done = await cli("trace", "nobody", "--every", "-1")
     assert done.code == 2 and "at least 1" in done.err
     done = await cli("trace", "nobody", "-o", "no/folder/t.json")

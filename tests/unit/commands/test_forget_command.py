@@ -32,9 +32,7 @@ async def names(etcd: MemoryCoordinator) -> list[str]:
     return sorted(kv.key.split("/")[2] for kv in (await etcd.list("/taskgraph/")).items)
 
 
-async def test_those_that_can_go_and_the_others_are_told_of(
-    etcd: MemoryCoordinator, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_forget_skips_refused_jobs(etcd: MemoryCoordinator, capsys: pytest.CaptureFixture[str]) -> None:
     Runtime().keep_finished("two", {"status": {"state": "failed"}, "result": None, "run": ""})
     jobs = ("one", "fit", "", "two", "three")
     with pytest.raises(UnknownJob, match="nothing is kept in etcd of a job 'three'"):
@@ -42,17 +40,17 @@ async def test_those_that_can_go_and_the_others_are_told_of(
     told = capsys.readouterr()
     assert told.out.splitlines() == [
         f"job one is forgotten by etcd at {ETCD} (1 key)",
-        f"job two is forgotten by etcd at {ETCD} (1 key); what this host keeps of it stays",
+        f"job two is forgotten by etcd at {ETCD} (1 key); this host keeps its copy",
     ]
-    assert "job 'fit' is running: end it first" in told.err and "'' is no job's name" in told.err
+    assert "job 'fit' is running: end it first" in told.err and "'' cannot be the name of a job" in told.err
     assert await names(etcd) == ["fit"]
     assert Runtime().finished("two") is not None
 
 
-async def test_without_an_etcd_it_is_that_which_this_host_knows_the_job_at(etcd: MemoryCoordinator) -> None:
+async def test_forget_finds_etcd_of_job(etcd: MemoryCoordinator) -> None:
     options = parser().parse_args(["forget", "one"])
     for embedded in (True, False):
-        with pytest.raises(JobError, match="job 'one': say which etcd keeps it, with --etcd"):
+        with pytest.raises(JobError, match="job 'one': give its etcd with --etcd"):
             await forget(options)
         Runtime().put(JobEntry(name="one", etcd=ETCD, token="", pid=_killed(), embedded=embedded, tls={}))
     assert await forget(options) == 0

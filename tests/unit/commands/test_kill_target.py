@@ -65,12 +65,12 @@ def target(*arguments: str, among: JobView = VIEW, backups: int = 2) -> tuple[st
     [
         (("--task", "0"), "n1-7f", "the primary of task 0"),
         (("--task", "0", "--backup"), "n2-7f", "a backup of task 0"),
-        (("--node", "n3"), "n3-7f", "primary of 1 tasks"),
+        (("--node", "n3"), "n3-7f", "primary of 1 task"),
         (("--task", "0", "--node", "n1"), "n1-7f", "the primary of task 0"),
         (("--task", "0", "--backup", "--node", "n4"), "n4-7f", "a backup of task 0"),
     ],
 )
-def test_who_is_hit(arguments: tuple[str, ...], node: str, what: str) -> None:
+def test_target_of_kill(arguments: tuple[str, ...], node: str, what: str) -> None:
     assert target(*arguments) == (node, what)
 
 
@@ -80,11 +80,11 @@ def test_who_is_hit(arguments: tuple[str, ...], node: str, what: str) -> None:
         (
             ("--task", "0", "--node", "n3"),
             "--task 0 and --node n3 contradict each other: n3 is not the primary of task 0: its primary is n1, its "
-            "backups in sync are n2, n4; --node alone hits the node whatever it holds",
+            "backups in sync are n2, n4; give --node alone to signal this node in any case",
         ),
         (
             ("--task", "0", "--node", "n2"),
-            "its primary is n1, its backups in sync are n2, n4; with --backup it is meant",
+            "its primary is n1, its backups in sync are n2, n4; add --backup",
         ),
         (("--task", "0", "--backup", "--node", "n1"), "n1 is not a backup in sync of task 0: its primary is n1"),
         (("--task", "1", "--backup", "--node", "n1"), "its primary is n3, it has no backup in sync"),
@@ -93,7 +93,7 @@ def test_who_is_hit(arguments: tuple[str, ...], node: str, what: str) -> None:
         (("--backup",), "--backup goes with --task T"),
     ],
 )
-def test_what_contradicts_itself_hits_nobody(arguments: tuple[str, ...], says: str) -> None:
+def test_contradicting_options(arguments: tuple[str, ...], says: str) -> None:
     with pytest.raises(JobError) as refused:
         target(*arguments)
     assert says in str(refused.value)
@@ -102,22 +102,21 @@ def test_what_contradicts_itself_hits_nobody(arguments: tuple[str, ...], says: s
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "say whom: --task T (its primary), --task T --backup, or --node NAME"),
+        ((), "give --task T (its primary), --task T --backup, or --node NAME"),
         (("--task", "3"), "--task 3: the job has tasks 0 to 2"),
         (("--node", "n9"), "no node is called 'n9'; registered: n1, n2, n3, n4"),
-        (("--task", "1", "--backup"), "task 1 has no backup in sync (backups=0: the job asked for none)"),
+        (("--task", "1", "--backup"), "task 1 has no backup in sync (the job has backups=0)"),
     ],
 )
-def test_who_is_not_there_is_said_with_who_is(arguments: tuple[str, ...], says: str) -> None:
+def test_unknown_target(arguments: tuple[str, ...], says: str) -> None:
     with pytest.raises(JobError) as refused:
         target(*arguments, backups=0)
     assert str(refused.value) == says
 
 
-def test_of_several_nodes_of_one_name_each_is_meant_by_its_id() -> None:
-    """As of containers that all have one host's name, each with process 1."""
+def test_nodes_of_one_name_need_ids() -> None:
     twins = view(("n1", "n3"), more=("n3-8a",))
-    with pytest.raises(JobError, match="several nodes are called 'n3': say which, n3-7f or n3-8a"):
+    with pytest.raises(JobError, match="several nodes are called 'n3': give the id, n3-7f or n3-8a"):
         target("--node", "n3", among=twins)
     for node, held in (("n3-7f", "primary of 0 tasks"), ("n3-8a", "primary of 0 tasks")):
         assert target("--node", node, among=twins) == (node, held)
@@ -131,8 +130,7 @@ def test_of_several_nodes_of_one_name_each_is_meant_by_its_id() -> None:
         (("--task", "2"), "task 2 has no living primary at the moment"),
     ],
 )
-def test_whom_there_may_be_a_moment_later_cannot_be_reached(arguments: tuple[str, ...], says: str) -> None:
-    """Its exit code said that the command was wrong."""
+def test_target_missing_for_a_moment(arguments: tuple[str, ...], says: str) -> None:
     with pytest.raises(TransportError, match=says):
         target(*arguments)
 
@@ -153,12 +151,14 @@ def alone(*draining: str) -> str:
     return drain_risk(made, dataclasses.replace(JobSpec.local(job), run="r"), "n3-7f")
 
 
-def test_a_node_that_alone_has_a_task_is_drained_where_another_may_take_over() -> None:
+def test_drain_with_other_nodes_is_safe() -> None:
     assert alone() == alone("n1", "n2") == ""
 
 
-def test_of_the_last_node_that_stays_it_is_said_what_is_lost() -> None:
-    assert alone("n1", "n2", "n4").startswith("n3 alone has task 1, which is lost when it leaves, after 20 s (drain_s)")
+def test_drain_of_last_node_is_risky() -> None:
+    assert alone("n1", "n2", "n4").startswith(
+        "only n3 has task 1: the state is lost when the node leaves, after at most 20 s (drain_s)"
+    )
 
 
 def kill_of(
@@ -172,38 +172,35 @@ def kill_of(
 
 
 @pytest.mark.parametrize("number", [9, 3, 6, 11])
-def test_of_a_node_that_alone_has_a_task_it_is_said_that_the_job_fails_with_it(number: int) -> None:
-    """It was hit without a word, as soon after another kill, and the job was lost."""
-    assert kill_of("n3", number) == ("n3 alone has the state of task 1, which is lost with it: the job fails", True)
-    assert kill_of("n4", number)[0].startswith("n4 alone has the state of task 2, which is lost")
+def test_kill_of_only_replica_fails_job(number: int) -> None:
+    assert kill_of("n3", number) == ("only n3 has the state of task 1: the job fails", True)
+    assert kill_of("n4", number)[0].startswith("only n4 has the state of task 2: ")
 
 
-def test_where_there_is_a_checkpoint_it_is_said_how_far_the_job_goes_back() -> None:
-    text = "n3 alone has the state of task 1, which is lost with it: the job goes back to its checkpoint of epoch 4"
+def test_kill_goes_back_to_checkpoint() -> None:
+    text = "only n3 has the state of task 1: the job goes back to its checkpoint of epoch 4"
     assert kill_of("n3", checkpoint=4) == (f"{text} (it is at epoch 7)", False)
 
 
-def test_where_no_node_is_left_to_go_back_to_a_checkpoint_that_is_said() -> None:
-    """It was said that the job goes back to it, and its launcher had it fail."""
+def test_kill_of_last_node_with_checkpoint() -> None:
     text, fails = kill_of("n3", checkpoint=4, draining=("n1", "n2", "n4"))
-    assert text.endswith("once another node is there; its launcher fails it if it starts none (--replace)")
+    assert text.endswith("once another node is there; without --replace its launcher fails the job")
     assert not fails
 
 
 @pytest.mark.parametrize("number", [2, 15])
-def test_the_second_signal_that_has_a_node_leave_ends_it(number: int) -> None:
-    """It was said that the node leaves after `drain_s`, and the job failed at once."""
-    text = f"and leaves already: at one more {Signals(number).name} it may end at once: the job fails"
-    assert kill_of("n3", number, draining=("n3",)) == (f"n3 alone has the state of task 1, {text}", True)
+def test_second_drain_signal_is_a_kill(number: int) -> None:
+    text = f"and the node is leaving: a second {Signals(number).name} may end it at once: the job fails"
+    assert kill_of("n3", number, draining=("n3",)) == (f"only n3 has the state of task 1, {text}", True)
     assert kill_of("n1", number, draining=("n1",)) == ("", False)
 
 
-def test_of_one_that_stands_still_it_is_said_for_how_long_it_may() -> None:
+def test_stop_of_only_replica_has_limit() -> None:
     text, fails = kill_of("n3", 19)
-    assert "if it stands still for longer than 30 s (lost_after_s), the job fails" in text and not fails
+    assert "if the node is stopped for longer than 30 s (lost_after_s), the job fails" in text and not fails
 
 
-def test_where_nothing_is_lost_nothing_is_said() -> None:
+def test_harmless_kill_is_silent() -> None:
     assert kill_of("n1") == kill_of("n2") == ("", False)
     assert kill_of("n3", epoch=0) == kill_of("n3", checkpoint=7) == ("", False)
     assert kill_of("n3", 18) == kill_of("n3", 15) == ("", False), "it goes on; it hands over to others"

@@ -20,10 +20,7 @@ from taskgraph.task import Task
 TOKEN = "ab" * 32
 
 
-async def test_the_token_of_a_run_is_found_by_another_list_of_the_same_etcd(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Texts were compared: nodes refused whoever named one member of three."""
+async def test_token_found_by_another_endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     etcd, runtime = in_memory(monkeypatch), Runtime()
     spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
@@ -46,8 +43,7 @@ async def test_the_token_of_a_run_is_found_by_another_list_of_the_same_etcd(
         assert reached.entry.token == "cd" * 32, "the one that is given counts"
 
 
-def test_the_tls_that_is_given_for_a_job_of_this_host_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It was passed over: nodes of `launch JOB --tls DIR` listened without TLS, where the run had none."""
+def test_given_tls_overrides_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     entry = JobEntry(name="fit", etcd="a:1", token=TOKEN, pid=os.getpid(), embedded=False, tls={}, run="r")
     folder = tmp_path / "tls"

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -62,16 +61,13 @@ async def launched(monkeypatch: pytest.MonkeyPatch, status: StatusRecord, *puts:
 
 
 @pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED])
-async def test_no_node_is_started_for_a_job_that_failed_or_was_ended(
-    started: list[int], monkeypatch: pytest.MonkeyPatch, state: State
-) -> None:
-    """They were, and told of everything that had happened once more, for seven seconds."""
+async def test_failed_job_gets_no_nodes(started: list[int], monkeypatch: pytest.MonkeyPatch, state: State) -> None:
     with pytest.raises(tg.JobFailed, match="for a reason") as failed:
         await launched(monkeypatch, StatusRecord(state=state, reason="for a reason"))
-    assert "no nodes were started; `taskgraph submit` begins it again" in failed.value.__notes__[0] and not started
+    assert "no nodes were started; `taskgraph submit` starts it again" in failed.value.__notes__[0] and not started
 
 
-async def test_nor_for_one_that_finished_and_it_is_said_where_its_values_are(
+async def test_finished_job_names_its_values(
     started: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished = StatusRecord(state=State.FINISHED)
@@ -90,20 +86,16 @@ async def test_nor_for_one_that_finished_and_it_is_said_where_its_values_are(
     assert not started
 
 
-async def test_one_whose_results_nobody_has_collected_still_needs_nodes(
-    started: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_uncollected_results_need_nodes(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     assert await launched(monkeypatch, StatusRecord(state=State.FINISHED)) == 0
     assert started == [1]
 
 
 @pytest.mark.usefixtures("started")
 @pytest.mark.parametrize("how", ["given up", "gone", "taken"])
-async def test_values_that_nobody_took_of_the_nodes_that_alone_had_them_are_a_failure_of_launch(
+async def test_lost_values_fail_launch(
     how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It had announced them, and ended with 0 when they were lost: a batch script went on without them."""
-
     async def launch_nodes(
         entry: JobEntry, coordinator: MemoryCoordinator, follower: Collector, *arguments: object, **options: object
     ) -> tuple[StatusRecord, JobResult]:
@@ -129,50 +121,11 @@ async def test_values_that_nobody_took_of_the_nodes_that_alone_had_them_are_a_fa
     assert says in told.err
 
 
-@pytest.mark.parametrize("state", [State.FINISHED, ""])
-async def test_nodes_beside_a_run_end_with_the_etcd_that_its_launcher_takes_along(
-    state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """They, and `launch`, waited for it for ever."""
-    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(joining, "_LAST_LOOK_S", 0.05)
-    told: list[bool] = []
-
-    async def launch_nodes(*arguments: object, etcd_ends: bool, replace: bool) -> tuple[StatusRecord, None]:
-        leave = arguments[-1]
-        assert isinstance(leave, asyncio.Event) and etcd_ends
-        try:
-            await asyncio.Event().wait()
-        finally:
-            told.append(leave.is_set())
-        raise AssertionError("never")
-
-    monkeypatch.setattr(joining, "launch_nodes", launch_nodes)
-    runtime = Runtime()
-    entry = dataclasses.replace(ENTRY, pid=os.getpid(), embedded=True)
-    runtime.put(entry)
-    launching = asyncio.ensure_future(launched(monkeypatch, StatusRecord(state=State.RUNNING), entry=entry))
-    await asyncio.sleep(0.2)
-    assert not launching.done()
-    if state:
-        runtime.remove("fit")
-        runtime.keep_finished("fit", {"run": "r", "status": {"state": state}, "result": None})
-    else:
-        runtime.put(dataclasses.replace(entry, pid=(1 << 31) - 1))  # no process has that id
-    says = (
-        "has ended with its launcher, whose etcd it was in, it finished: see" if state else "was killed, and its etcd"
-    )
-    with pytest.raises(tg.UnknownJob, match=says):
-        await launching
-    assert told == [True], "there is no etcd to hand over by"
-
-
 @pytest.mark.usefixtures("started")
 @pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED, State.FINISHED])
-async def test_what_is_kept_of_an_earlier_run_is_not_told_of_one_that_launch_saw_end(
+async def test_result_is_of_the_last_run(
     state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`taskgraph result` had the values of the run before, and ended with 0."""
     earlier = json.loads(JobResult(name="fit", values={0: 1.5}).to_json())
     Runtime().keep_finished("fit", {"run": "before", "status": {"state": State.FINISHED}, "result": earlier})
 
@@ -188,18 +141,3 @@ async def test_what_is_kept_of_an_earlier_run_is_not_told_of_one_that_launch_saw
     told = capsys.readouterr()
     says, ends = ("`taskgraph result fit --etcd a:1` asks", 3) if state == State.FINISHED else ("for a reason", 1)
     assert (told.out, code) == ("", ends) and says in told.err
-
-
-@pytest.mark.usefixtures("started")
-async def test_what_the_nodes_of_a_launch_printed_last_is_shown_without_the_codes_in_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The end of their logs was written to the terminal as it was, with what wipes that."""
-
-    async def launch_nodes(*arguments: object, **options: object) -> tuple[StatusRecord, None]:
-        return StatusRecord(state=State.RUNNING, reason="every node ended\nprinted \x1b[2J\n"), None
-
-    monkeypatch.setattr(joining, "launch_nodes", launch_nodes)
-    assert await launched(monkeypatch, StatusRecord(state=State.RUNNING)) == 1
-    goes_on = "the job may go on elsewhere: `taskgraph status fit`"
-    assert capsys.readouterr().err == f"taskgraph: every node ended\nprinted \\x1b[2J\n{goes_on}\n"

@@ -46,14 +46,14 @@ def targets(view: JobView, *, unwell: str = "", lossy: bool = False, here: str =
     return {fault.node for fault in drawn if fault is not None}
 
 
-def test_the_last_replica_in_sync_is_spared() -> None:
+def test_last_replica_is_spared() -> None:
     assert targets(job("ab", "bc", "ca")) == {"a", "b", "c"}
     assert targets(job("ab", "bc", "c")) == {"a", "b"}, "c holds task 2 alone"
     assert targets(job("a", "b", "c")) == set()
     assert targets(job("a", "b", "c"), lossy=True) == {"a", "b", "c"}
 
 
-def test_nobody_is_counted_on_who_was_hit_leaves_is_evicted_or_is_not_registered() -> None:
+def test_unreliable_nodes_do_not_count() -> None:
     pair = ("ab", "ab")
     assert survivable(job(*pair), "a", "")
     assert not survivable(job(*pair), "a", "b")
@@ -63,7 +63,7 @@ def test_nobody_is_counted_on_who_was_hit_leaves_is_evicted_or_is_not_registered
     assert targets(job(*pair), unwell="b") == {"c"}, "c holds nothing: it can always be spared"
 
 
-def test_only_nodes_of_this_host_that_are_well_are_hit() -> None:
+def test_only_healthy_local_nodes_are_hit() -> None:
     view = job("ab", "bc", "ca", draining="")
     assert targets(view, here="b") == {"b"}
     assert "a" not in targets(view, unwell="a")
@@ -71,7 +71,7 @@ def test_only_nodes_of_this_host_that_are_well_are_hit() -> None:
     assert targets(JobView("job")) == set(), "nothing began yet"
 
 
-def test_a_seed_chooses_the_same_again_and_every_kind_comes() -> None:
+def test_seed_repeats_choice() -> None:
     view = job("ab", "bc", "ca")
     first = [draw(random.Random(seed), view, here="cba", unwell=()) for seed in range(60)]
     again = [draw(random.Random(seed), view, here="abc", unwell=()) for seed in range(60)]
@@ -83,13 +83,13 @@ def test_a_seed_chooses_the_same_again_and_every_kind_comes() -> None:
     assert {fault.kind for fault in only if fault} == {"term"}
 
 
-def test_the_mean_of_the_pauses_is_the_mtbf() -> None:
+def test_mean_pause_is_mtbf() -> None:
     rng = random.Random(3)
     pauses = [pause_s(rng, 15.0) for _ in range(4000)]
     assert 13.5 < sum(pauses) / len(pauses) < 16.5 and max(pauses) <= 75.0
 
 
-def test_kinds_are_named() -> None:
+def test_wrong_kind_is_error() -> None:
     assert kinds_of("kill, stop,kill") == ("kill", "stop")
     for wrong in ("", "kill,shoot", ","):
         with pytest.raises(JobError, match="kill,stop,term"):

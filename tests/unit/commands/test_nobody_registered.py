@@ -17,7 +17,7 @@ from taskgraph.launch.submit import submit
 from taskgraph.task import Task
 
 
-async def test_while_its_launcher_starts_nodes_nobody_is_told_to_start_some(
+async def test_status_while_launcher_starts_nodes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))

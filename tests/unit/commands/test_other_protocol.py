@@ -53,15 +53,14 @@ Command = Callable[[], Coroutine[Any, Any, int]]
     ],
     ids=["kill", "drain", "chaos", "trace"],
 )
-async def test_what_talks_to_nodes_refuses(etcd: MemoryCoordinator, command: Command) -> None:
+async def test_commands_refuse_another_protocol(etcd: MemoryCoordinator, command: Command) -> None:
     with pytest.raises(FingerprintMismatch, match="whose nodes speak protocol 1"):
         await command()
 
 
-async def test_nodes_that_would_be_refused_are_not_launched(
+async def test_launch_refuses_another_protocol(
     etcd: MemoryCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them were started, and each was refused; who launched them then told the ends of their logs."""
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "token").write_text(f"{'7' * 64}\n")
     (tmp_path / "token").chmod(0o600)
@@ -69,10 +68,7 @@ async def test_nodes_that_would_be_refused_are_not_launched(
         await _launch(options("launch", "--token-file", str(tmp_path / "token")))
 
 
-async def test_status_shows_what_etcd_has_and_says_why_that_is_all(
-    etcd: MemoryCoordinator, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It said that nodes which live do not answer."""
+async def test_status_without_asking_nodes(etcd: MemoryCoordinator, capsys: pytest.CaptureFixture[str]) -> None:
     assert await _status(options("status")) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "fit running epoch 0/8" in told and "not asked" in told and "does not answer" not in told
@@ -82,7 +78,7 @@ async def test_status_shows_what_etcd_has_and_says_why_that_is_all(
     assert not node["answers"] and "whose nodes speak protocol 1" in node["why_not"]
 
 
-async def test_what_needs_etcd_alone_works(etcd: MemoryCoordinator) -> None:
+async def test_events_and_shutdown_work(etcd: MemoryCoordinator) -> None:
     assert await _events(options("events")) == 0
     assert await shutdown(options("shutdown")) == 0
     status = await etcd.get(KEYS.status)

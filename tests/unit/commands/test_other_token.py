@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Coroutine
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,9 @@ def token_of_node(etcd: MemoryCoordinator, path: Path) -> Coroutine[Any, Any, tu
     return joining._with_its_token(etcd, node, ETCD, OLD)
 
 
-async def test_a_node_that_waits_with_an_old_token_waits_for_that_of_the_job(
+async def test_node_with_old_token_waits(
     etcd: MemoryCoordinator, old: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It took the job, refused the right nodes, and whoever asked for the values: these were lost."""
     monkeypatch.setattr(joining, "_TOKEN_AGAIN_S", 0.01)
     await submitted(etcd, mark(bytes.fromhex(NEW)))
     waiting = asyncio.ensure_future(token_of_node(etcd, old))
@@ -77,26 +75,8 @@ async def test_a_node_that_waits_with_an_old_token_waits_for_that_of_the_job(
     assert token == NEW and spec.name == "fit"
 
 
-@pytest.mark.parametrize("left", [None, "", "ab"], ids=["gone", "empty", "part"])
-async def test_and_while_its_file_is_replaced(
-    etcd: MemoryCoordinator, old: Path, left: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It ended, where it was to wait."""
-    monkeypatch.setattr(joining, "_TOKEN_AGAIN_S", 0.01)
-    await submitted(etcd, mark(bytes.fromhex(NEW)))
-    await asyncio.to_thread(old.unlink if left is None else partial(old.write_text, left))
-    waiting = asyncio.ensure_future(token_of_node(etcd, old))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    await asyncio.to_thread(old.write_text, NEW)
-    async with asyncio.timeout(30):
-        assert (await waiting)[1] == NEW
-
-
 @pytest.mark.parametrize("token_mark", ["", mark(bytes.fromhex(OLD))])
-async def test_with_the_jobs_token_or_where_nobody_said_which_that_is_it_takes_part(
-    etcd: MemoryCoordinator, old: Path, token_mark: str
-) -> None:
+async def test_node_with_right_token_joins(etcd: MemoryCoordinator, old: Path, token_mark: str) -> None:
     await submitted(etcd, token_mark)
     async with asyncio.timeout(30):
         assert (await token_of_node(etcd, old))[1] == OLD
@@ -104,10 +84,9 @@ async def test_with_the_jobs_token_or_where_nobody_said_which_that_is_it_takes_p
 
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("command", [_result, joining._launch])
-async def test_what_needs_the_jobs_nodes_says_at_once_that_they_would_refuse(
+async def test_commands_refuse_another_token(
     etcd: MemoryCoordinator, old: Path, command: Callable[[Any], Coroutine[Any, Any, Any]], given: bool
 ) -> None:
-    """`result` asked nodes for a minute that did not take its token."""
     await submitted(etcd, mark(bytes.fromhex(NEW)))
     await etcd.txn(Txn(success=(Put(KEYS.status, StatusRecord(state=State.FINISHED).to_bytes()),)))
     words = ["--token-file", str(old)] if given else []
@@ -127,9 +106,7 @@ class Connected(MemoryCoordinator):
         """It goes on."""
 
 
-def test_a_job_is_submitted_with_a_mark_of_its_token(
-    old: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_submit_marks_token(old: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "fit.py").write_text(DRIVER)
     etcd = Connected(MemoryStore())
 

@@ -19,7 +19,7 @@ import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands import looking
 from taskgraph.commands.common import Reached
-from taskgraph.commands.joining import _told_text
+from taskgraph.commands.joining import _left_text
 from taskgraph.coordination.api import AccessRefused, Listing, Lost
 from taskgraph.coordination.etcd.failures import refusal
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
@@ -297,9 +297,9 @@ async def test_what_nodes_that_leave_take_with_them_is_not_what_a_checkpoint_has
     primary = Put(KEYS.primary(0), PrimaryRecord(node="n1-1", term=1, stateful=True).to_bytes())
     await coordinator.txn(Txn(success=(primary, *([CHECKPOINT] if keeps else []))))
     async with followed(coordinator, run) as follower:
-        told = await _told_text("have left", Reached(NAME, ENTRY, run, coordinator), follower)  # type: ignore[arg-type]
-    text = "the nodes started here have left; no node of job again is left, and what they computed is gone with them"
-    assert told == text + ", but for its checkpoint of epoch 20: new nodes go on from there" * keeps
+        told = await _left_text("have left", Reached(NAME, ENTRY, run, coordinator), follower)  # type: ignore[arg-type]
+    text = "the nodes started here have left; job again has no node left, and the state of its tasks is lost"
+    assert told == text + "; new nodes go on from its checkpoint of epoch 20" * keeps
     await coordinator.close()
 
 

@@ -301,3 +301,14 @@ def test_packed_fields_travel() -> None:
     told = events.recent()
     assert [type(event.fields) for event in told] == [dict, Numbers]
     assert [Event.from_bytes(event.to_bytes()).fields for event in told] == [fields, fields]
+
+
+async def test_events_of_a_burst_that_lasts_are_gathered() -> None:
+    """While one burst was written, the next ones came, and each of their events was kept for itself."""
+    events, store = EventLog("n9"), submitted()
+    async with kept(events, store):
+        for task in range(300):
+            events.emit("admitted", f"task {task}: n2 has a backup now (in sync: 2)", task=task, fields={"of": "n2"})
+            await asyncio.sleep(0.004)
+        await events.kept()
+    assert 1 < len(in_etcd(store)) <= 8

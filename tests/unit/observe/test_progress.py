@@ -139,7 +139,7 @@ def test_failure_is_one_line() -> None:
     clock.now += 0.5
     progress.event(failure("hand-over", "task 7: n4 is primary after n2", **{"from": "n2-7"}))
     progress.tick()
-    clock.now += 2
+    clock.now += 11
     progress.event(failure("admitted", "tasks 0-1: n5 has a backup now", of="n5-7"))
     progress.end()
     assert [line.partition(" ")[2] for line in out.lines] == [
