@@ -182,7 +182,7 @@ def signal_here(record: NodeRecord, number: signal.Signals) -> bool:
         )
     try:
         if number == signal.SIGKILL:
-            lastwords.meant(folder)
+            lastwords.mark_intended(folder)
         there = signal_process(record.pid, number)
     except PermissionError as error:
         raise TransportError(

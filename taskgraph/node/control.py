@@ -257,7 +257,7 @@ class ControlServer:
                 )
         log.warning("a client had %s sent to this process", number.name)
         if number == signal.SIGKILL:
-            lastwords.mean()
+            lastwords.intend_end()
         after_s = 0.0 if number == signal.SIGKILL else _SIGNAL_AFTER_S
         asyncio.get_running_loop().call_later(after_s, obey)
         return pb.KillReply(pid=os.getpid())

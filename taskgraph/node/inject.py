@@ -98,7 +98,7 @@ class Injection:
             time.sleep(self.seconds)
         else:
             if self.action == "kill":
-                lastwords.mean()
+                lastwords.intend_end()
             os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
 
 

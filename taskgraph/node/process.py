@@ -203,7 +203,7 @@ async def _run(
         if folder is not None:
             folder.mkdir(mode=0o700)
             _keep_files_of_pools(folder)
-            lastwords.listen(folder)
+            lastwords.start(folder)
             stack.callback(_remove_sockets, config)
         transport = StreamTransport(
             job.settings,
@@ -399,7 +399,7 @@ def _exit(code: int, *, meant: bool = True) -> NoReturn:
         meant: False if user code may have ended the process.
     """
     if meant:
-        lastwords.mean()
+        lastwords.intend_end()
     # The reader may be gone, and a signal may interrupt a write.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         sys.stdout.flush()
@@ -469,7 +469,7 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
         _say_last(f"the node cannot go on: {why}" if why else f"the node cannot go on\n{traceback.format_exc()}")
         meant = False
     if code == OK:
-        lastwords.mean()
+        lastwords.intend_end()
         _run_exit_handlers()
     _exit(code, meant=meant)
 

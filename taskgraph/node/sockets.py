@@ -46,7 +46,7 @@ async def keep_sockets(folder: Path, listeners: tuple[Listens, ...], events: Eve
                     held.append(file)
                 for listener in gone:
                     await listener.listen_anew()
-                lastwords.listen_anew(folder)
+                lastwords.restart(folder)
             except (OSError, TransportError) as error:
                 if emitted != (emitted := str(error)):
                     events.emit("sockets", f"{what}, and nothing can connect to them: {error}")

@@ -129,9 +129,8 @@ class StrictMode:
         here = f" (here: {_names(restarted.left)})" if restarted.left else ", or the task is not deterministic"
         raise _error(
             recording,
-            f"begun, restored and run again, as where an epoch starts again, it came out differently "
-            f"({_names(restarted.differing)}): an attribute keeps what the first try left in it{here}; keep what "
-            f"belongs to one try in epoch.scratch, or make it anew in restore()",
+            f"a restart of the epoch comes out differently ({_names(restarted.differing)}): the first try left "
+            f"something in an attribute{here}; keep what belongs to one try in epoch.scratch, or reset it in restore()",
         )
 
     async def _judge(
@@ -220,15 +219,16 @@ class StrictMode:
                 differing = [f"self.{name}" for name in sorted(cut_off)]
         if not differing:
             return None
+        here = f" (here: {_pairs(pairs)})" if pairs else ""
         why = encoded or (
-            f"before epoch 0 every primary restores the state that setup() made, as after a failure, and so cuts off "
-            f"what setup() made of it: a view, an optimizer that holds it, the same array under another name"
-            f"{f' (here: {_pairs(pairs)})' if pairs else ''}; make that in restore(), after super().restore(state)"
+            f"every primary restores the state of setup() before epoch 0, which cuts off what setup() made of it: a "
+            f"view, an optimizer that has it, another name of the array{here}; make that in restore(), after "
+            f"super().restore(state)"
         )
         for name in of_class:
             if f"state {name!r}" in differing:
                 why = f"self.{name} is an attribute of the class, which all its objects share; make it in setup()"
-        text = f"on the object as setup() left it, the epoch comes out differently ({_names(differing)}): {why}"
+        text = f"without a restore after setup(), the epoch comes out differently ({_names(differing)}): {why}"
         return _error(recording, text)
 
     # -- the result -------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from taskgraph.device.api import Device, Stream
     from taskgraph.protocol.messages import Stamp
 
-__all__ = ["Actor", "Running", "call_under_way", "in_user_code"]
+__all__ = ["Actor", "RunningCall", "call_under_way", "in_user_code"]
 
 R = TypeVar("R")
 
@@ -58,7 +58,7 @@ class Ends(Protocol):
     """The work is over: its code unwinds."""
 
 
-class Running(NamedTuple):
+class RunningCall(NamedTuple):
     """A call of user code that has not returned, and when it began (loop time, seconds)."""
 
     where: str
@@ -107,9 +107,9 @@ class Actor:
         self.abandoned = False
 
     @property
-    def running(self) -> tuple[Running, ...]:
+    def running(self) -> tuple[RunningCall, ...]:
         """Calls that have not returned, oldest first, without the one that the event loop runs now."""
-        return tuple([Running(where, since) for where, since in self._running.values()])
+        return tuple([RunningCall(where, since) for where, since in self._running.values()])
 
     async def call(
         self,

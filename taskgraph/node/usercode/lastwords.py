@@ -27,15 +27,15 @@ __all__ = [
     "IN_THREAD",
     "NOTHING",
     "Call",
+    "LastCalls",
     "LastWords",
-    "Left",
     "crashed_at",
-    "listen",
-    "listen_anew",
-    "mean",
-    "meant",
+    "intend_end",
+    "mark_intended",
     "on_loop",
     "read",
+    "restart",
+    "start",
 ]
 
 log = logging.getLogger("taskgraph.node")
@@ -57,9 +57,9 @@ IN_THREAD = 1 << 63
 """Flag in the task of the first slot: a thread runs the call, and the event loop waits a moment for it."""
 NOTHING = bytes(_ORDER.size)
 """The beginning of a free slot."""
-_MEANT_AT = _SLOTS * _SLOT_BYTES
+_INTENDED_AT = _SLOTS * _SLOT_BYTES
 """Position of the byte that says that the end is intended."""
-_BYTES = _MEANT_AT + 1
+_BYTES = _INTENDED_AT + 1
 
 
 class _Slots(NamedTuple):
@@ -120,8 +120,8 @@ class LastWords:
                 free.append(slot)
                 _ORDER.pack_into(self._map, slot * _SLOT_BYTES, 0)
 
-    def mean(self) -> None:
-        self._map[_MEANT_AT] = 1
+    def intend_end(self) -> None:
+        self._map[_INTENDED_AT] = 1
 
 
 @functools.lru_cache(maxsize=1024)
@@ -153,14 +153,14 @@ def _call_at(data: bytes, at: int) -> Call | None:
     return Call(order, Ran(where.decode(errors="replace"), task & ~IN_THREAD, epoch), bool(task & IN_THREAD))
 
 
-class Left(NamedTuple):
+class LastCalls(NamedTuple):
     """The last words of a process: its calls, in the order in which they began, and whether its end was intended."""
 
     ran: tuple[Ran, ...]
     meant: bool
 
 
-def read(folder: Path) -> Left | None:
+def read(folder: Path) -> LastCalls | None:
     """Reads the last words of the process with that folder; None if it left in good order, or wrote nothing."""
     try:
         data = (folder / _FILE).read_bytes()
@@ -168,8 +168,8 @@ def read(folder: Path) -> Left | None:
         return None
     if len(data) != _BYTES:  # it died before the file was complete
         return None
-    calls = [call for at in range(0, _MEANT_AT, _SLOT_BYTES) if (call := _call_at(data, at)) is not None]
-    return Left(tuple(call.ran for call in sorted(calls)), bool(data[_MEANT_AT]))
+    calls = [call for at in range(0, _INTENDED_AT, _SLOT_BYTES) if (call := _call_at(data, at)) is not None]
+    return LastCalls(tuple(call.ran for call in sorted(calls)), bool(data[_INTENDED_AT]))
 
 
 def on_loop(folder: Path) -> Call | None:
@@ -182,11 +182,11 @@ def on_loop(folder: Path) -> Call | None:
     return _call_at(data, 0) if len(data) == _SLOT_BYTES else None
 
 
-def meant(folder: Path) -> None:
+def mark_intended(folder: Path) -> None:
     """Says that the end of another process on this host is intended."""
     # The process may end, and its folder be removed, at this moment.
     with contextlib.suppress(FileNotFoundError), (folder / _FILE).open("r+b") as file:
-        file.seek(_MEANT_AT)
+        file.seek(_INTENDED_AT)
         file.write(b"\1")
 
 
@@ -212,7 +212,7 @@ here: LastWords | None = None
 """The last words of this process, if it is one node with a launcher."""
 
 
-def listen(folder: Path) -> None:
+def start(folder: Path) -> None:
     """Makes this process write its last words, if there is room for the file."""
     global here
     try:
@@ -221,13 +221,13 @@ def listen(folder: Path) -> None:
         log.warning("if this process dies, the code that it ran will not be known: %s", error)
 
 
-def listen_anew(folder: Path) -> None:
+def restart(folder: Path) -> None:
     """Makes the file again if something removed it; calls that run then are not in it."""
     if here is not None and not (folder / _FILE).exists():
-        listen(folder)
+        start(folder)
 
 
-def mean() -> None:
+def intend_end() -> None:
     """Says that the end of this process is intended."""
     if here is not None:
-        here.mean()
+        here.intend_end()

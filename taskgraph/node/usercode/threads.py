@@ -17,7 +17,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from taskgraph.errors import JobError, no_thread
 from taskgraph.node.usercode import forks
 
-__all__ = ["Begun", "PooledThreads", "Threads", "Work"]
+__all__ = ["FutureWork", "PooledThreads", "Threads", "Work"]
 
 R = TypeVar("R")
 
@@ -74,7 +74,7 @@ class Threads(Protocol):
         """Refuses further work, and ends idle threads."""
 
 
-class Begun(Generic[R]):
+class FutureWork(Generic[R]):
     """`Work` made of a future."""
 
     over = False
@@ -129,8 +129,8 @@ class PooledThreads:
         self._why_none = ""  # the last reason why no thread could be made
         self._closed = False
         self.awaited: dict[_Work[Any], None] = {}  # whose future was made
-        self._told: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
-        self._heard = False  # the loop will call `_hear`
+        self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
+        self._will_call = False  # the loop will call `_call_all`
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         work = self.start(function, brief=False)
@@ -157,14 +157,14 @@ class PooledThreads:
             return work
         ended = work.ending = threading.Lock()
         ended.acquire()
-        heard, self._heard = self._heard, True
+        will_call, self._will_call = self._will_call, True
         try:
             thread.wake(work)
             over = ended.acquire(timeout=_GIVES_WAY_S)
         finally:
-            self._heard = heard  # the next `tell` wakes the loop
-        if self._told:
-            self._hear()
+            self._will_call = will_call  # the next `tell` wakes the loop
+        if self._calls:
+            self._call_all()
         work.over = over
         return work
 
@@ -194,18 +194,18 @@ class PooledThreads:
             )
 
     def tell(self, function: Callable[..., object], *args: object) -> None:
-        self._told.append((function, args))
-        if not self._heard:
-            self._heard = True
+        self._calls.append((function, args))
+        if not self._will_call:
+            self._will_call = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._hear)
+                self._loop.call_soon_threadsafe(self._call_all)
 
-    def _hear(self) -> None:
-        """Calls, on the loop, what threads have told."""
-        self._heard = False
-        told = self._told
-        while told:
-            function, args = told.popleft()
+    def _call_all(self) -> None:
+        """Calls, on the loop, the functions that threads passed to `tell`."""
+        self._will_call = False
+        calls = self._calls
+        while calls:
+            function, args = calls.popleft()
             try:
                 function(*args)
             except Exception as error:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Generic, TypeVar
 
-from taskgraph.node.usercode.threads import Begun, Work
+from taskgraph.node.usercode.threads import FutureWork, Work
 
 __all__ = ["Ends", "InlineThreads"]
 
@@ -99,7 +99,7 @@ class InlineThreads:
     def start(self, function: Callable[[], R], *, brief: bool) -> Work[R]:
         if brief and self._ends is not None and self._ends.at_once():
             return _Over(function)
-        return Begun(self.run(function))
+        return FutureWork(self.run(function))
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         loop = asyncio.get_running_loop()

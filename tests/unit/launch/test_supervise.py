@@ -536,7 +536,7 @@ async def test_a_job_that_ended_well_waits_for_the_last_code_of_its_tasks_and_sa
     """A teardown() of more than ten seconds was cut off without a word, although it had cancel_s to return."""
     monkeypatch.setattr(Scripted, "script", """trap '' TERM; touch "$0"; sleep 0.6; exit 0""")
     monkeypatch.setattr("taskgraph.launch.local._RETRY_S", 0.02)
-    teardown = lastwords.Left((Ran("teardown", 3, 9),), True)
+    teardown = lastwords.LastCalls((Ran("teardown", 3, 9),), True)
     monkeypatch.setattr(lastwords, "read", lambda folder: teardown)
     nodes = Scripted(ENTRY, MemoryCoordinator(MemoryStore()), Runtime(tmp_path))
     await nodes.start(1)
@@ -556,7 +556,7 @@ async def test_a_node_that_dies_in_the_last_code_of_a_task_is_told_of(
 ) -> None:
     """Nothing was said: the job had finished, and what its teardown() was to write was not there."""
     monkeypatch.setattr(Scripted, "script", f"""touch "$0"; {script}""")
-    teardown = lastwords.Left((Ran("teardown", 3, 9),), False)
+    teardown = lastwords.LastCalls((Ran("teardown", 3, 9),), False)
     monkeypatch.setattr(lastwords, "read", lambda folder: teardown)
     nodes = Scripted(ENTRY, MemoryCoordinator(MemoryStore()), Runtime(tmp_path))
     await nodes.start(1)

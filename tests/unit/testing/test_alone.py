@@ -1,4 +1,4 @@
-"""`tg.testing.compute`: what goes in and what comes out is what a job would make of it."""
+"""`tg.testing.compute` runs one processor as a job would."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def splits(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
 
 
 @pytest.mark.parametrize("value", [{"lr": 0.1}, {"lr": 0.1, "b": 2}, {1: "a", "b": 2}, {True: 1}, [1], None])
-def test_a_dict_is_a_value_unless_its_keys_are_tasks(value: Any) -> None:
+def test_dict_with_int_keys_is_by_producer(value: Any) -> None:
     assert tg.testing.compute(passes_on, ins={"cfg": value}) == {"out": value}
     assert tg.testing.compute(passes_on, ins={"cfg": {3: value}}) == {"out": value}
 
@@ -40,7 +40,7 @@ def test_of_several_producers_each_has_its_value() -> None:
     assert tg.testing.compute(passes_on, ins={"cfg": {0: {5: 6}}}) == {"out": {5: 6}}
 
 
-def test_an_empty_dict_says_that_a_link_leads_to_nobody() -> None:
+def test_empty_dict_is_a_link_without_neighbors() -> None:
     def asks(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         outs.put("out", ("cfg" in ins, ins.all("cfg")))
 
@@ -52,7 +52,7 @@ def test_an_empty_dict_says_that_a_link_leads_to_nobody() -> None:
 
 
 @pytest.mark.parametrize("outs", [None, ("x", "y")])
-def test_any_consumer_may_be_named_and_each_gets_what_was_put_to_it(outs: tuple[str, ...] | None) -> None:
+def test_puts_to_single_consumers(outs: tuple[str, ...] | None) -> None:
     found = tg.testing.compute(splits, outs=outs)
     assert found["y"] == 5
     assert list(found["x"]) == [1, 2, 0] and found["x"][1] == 10
@@ -88,7 +88,7 @@ def test_what_was_declared_has_to_be_put() -> None:
     ],
     ids=str,
 )
-def test_arguments_that_do_not_fit_are_told_by_name(given: dict[str, Any], words: str) -> None:
+def test_wrong_arguments_are_named(given: dict[str, Any], words: str) -> None:
     with pytest.raises(tg.JobError, match=words):
         tg.testing.compute(**{"function": passes_on, **given})
 
@@ -123,7 +123,7 @@ class Other(Server):
         (Server().setup, "setup()"),
     ],
 )
-def test_what_is_no_processor_is_not_called_as_one(function: Callable[..., Any], called: str) -> None:
+def test_compute_takes_processors_only(function: Callable[..., Any], called: str) -> None:
     with pytest.raises(tg.JobError, match=rf"processor.*, not {re.escape(called)}: .*tg\.testing\.run"):
         tg.testing.compute(function)
     assert tg.testing.compute(Other().update) == {"out": 1}
@@ -147,7 +147,7 @@ async def waits_on_the_loop(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -
 
 
 @pytest.mark.parametrize("function", [waits, awaits, waits_in_a_thread])
-def test_replies_are_waited_for_as_in_a_job(function: Callable[..., Any]) -> None:
+def test_replies_in_compute(function: Callable[..., Any]) -> None:
     async def in_a_loop() -> dict[str, Any]:
         return tg.testing.compute(function, replies={"pull": 3})
 
@@ -157,13 +157,12 @@ def test_replies_are_waited_for_as_in_a_job(function: Callable[..., Any]) -> Non
         tg.testing.compute(function)
 
 
-def test_a_wait_that_would_block_the_event_loop_fails_as_in_a_job() -> None:
-    """It passed, and then the job failed."""
+def test_blocking_wait_fails() -> None:
     with pytest.raises(tg.JobError, match="would block the event loop: in an `async def`, write `await reply`"):
         tg.testing.compute(waits_on_the_loop, replies={"pull": 3})
 
 
-async def test_in_a_thread_of_its_own_a_processor_raises_and_sees_what_it_would_here() -> None:
+async def test_compute_inside_a_running_loop() -> None:
     async def fails(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         assert threading.current_thread() is not threading.main_thread()
         assert np.geterr()["over"] == "raise"
@@ -184,7 +183,6 @@ async def test_in_a_thread_of_its_own_a_processor_raises_and_sees_what_it_would_
     ],
 )
 def test_that_there_are_no_links_is_said(names: Callable[..., Any]) -> None:
-    """It was said that the topology has none of that name."""
     with pytest.raises(
         GraphError, match=r"^task 0, epoch 0: a processor alone has no topology.*test it with tg\.testing\.run"
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ class Sums(tg.Task, state=["grid", "total"]):
         self.make()
 
     def make(self) -> None:
-        """What is made of the state."""
+        """Makes something of the state."""
 
     def compose(self, epoch: tg.Epoch) -> None:
         epoch.processor(self.send, outbound={"x": self.task_id})
@@ -46,7 +45,7 @@ class View(Sums):
 
 
 class ReadLater(View):
-    """What epoch 0 wrote is read in epoch 1."""
+    """Epoch 1 reads what epoch 0 wrote."""
 
     def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         outs.put("x", self.inner.sum())
@@ -100,15 +99,14 @@ class InDict(Sums, state=["params"]):
         (InDict, 0, "state 'params'"),
     ],
 )
-def test_what_setup_made_of_the_state_is_named(kind: type[Sums], epoch: int, words: str) -> None:
-    """Nobody said so: it ran to its end, and the state stayed what it was."""
+def test_views_cut_off_by_restore_are_named(kind: type[Sums], epoch: int, words: str) -> None:
     error = fails(job(kind, tasks=1, epochs=3))
     assert error.epoch == epoch
-    says(error, "as setup() left it", words, "make that in restore(), after super().restore(state)")
+    says(error, "without a restore after setup()", words, "make that in restore(), after super().restore(state)")
 
 
 class Meets(Sums):
-    """Each task is asked while it waits for an answer: what it did is replayed in the order in which it went on."""
+    """Each task gets a request while it waits for a reply, so no epoch is replayed."""
 
     async def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         outs.put("x", await epoch.request(1 - self.task_id, "one"))
@@ -118,21 +116,8 @@ class Meets(Sums):
         return 1.0
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_coin_that_falls_otherwise_each_time_is_not_taken_for_it(seed: int) -> None:
-    """Nor for what a first try left: no attribute explains it."""
-    coin = random.Random(seed)
-
-    class Tosses(Meets):
-        @tg.handles("one")
-        async def one(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
-            return float(coin.random() < 0.5)
-
-    assert run(job(Tosses, epochs=3)).epochs == 3
-
-
 class Again(View):
-    """It makes it again."""
+    """`restore` makes the view again."""
 
     def restore(self, state: Any) -> None:
         super().restore(state)
@@ -140,7 +125,7 @@ class Again(View):
 
 
 class OnlyThere(Again):
-    """`restore` alone makes it, as it runs before epoch 0 anyway: on an object as `setup` left it, it raises."""
+    """Only `restore` makes the view: without it, the epoch raises."""
 
     def setup(self) -> None:
         self.grid, self.total = np.zeros(6), 0.0
@@ -168,7 +153,7 @@ class Unlike(Sums):
 
 
 class Asks(Sums):
-    """By requests, flags and holds, in coroutines."""
+    """Uses requests, flags and holds in coroutines."""
 
     async def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         with epoch.hold("why"):
@@ -186,12 +171,8 @@ class Asks(Sums):
         self.grid = self.grid + ins["x"] + epoch.rng.normal() + epoch.scratch.told
 
 
-class MeetsOnlyThere(Meets, OnlyThere):
-    """On an object as `setup` left it, it raises, in an epoch in which code ran while other code waited."""
-
-
 class Marked(Sums):
-    """Its epochs may be in flight."""
+    """A task whose epochs may be in flight."""
 
     @tg.stateless
     def compose(self, epoch: tg.Epoch) -> None:
@@ -202,9 +183,9 @@ class Marked(Sums):
         outs.put("x", epoch.rng.normal())
 
 
-@pytest.mark.parametrize("kind", [Sums, Again, OnlyThere, OfData, Unlike, Asks, Meets, MeetsOnlyThere, Marked])
+@pytest.mark.parametrize("kind", [Sums, Again, OnlyThere, OfData, Unlike, Asks, Meets, Marked])
 @pytest.mark.parametrize("kills", [{}, {(0, 0): "done", (1, 1): "sync"}])
-def test_what_is_right_passes(kind: type[Sums], kills: Any) -> None:
+def test_correct_tasks_pass(kind: type[Sums], kills: Any) -> None:
     assert run(job(kind, epochs=4), kills=kills).epochs == 4
 
 
@@ -240,8 +221,7 @@ def test_state_of_the_class_is_named() -> None:
 
 
 @pytest.mark.parametrize("cancelled", [True, False])
-def test_a_teardown_that_never_returns_is_named_where_an_epoch_is_replayed(cancelled: bool) -> None:
-    """It was a node that could not go on, of no task and no hook."""
+def test_endless_teardown_is_named(cancelled: bool) -> None:
 
     class Stays(Sums):
         async def teardown(self) -> None:

@@ -1,4 +1,4 @@
-"""Attributes of a task's object that have the name of a hook, or of what the framework sets."""
+"""Attributes of a task that have the name of a hook, or of an attribute that the framework sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(builder: Callable[[int], tg.Task]) -> tg.JobResult:
 
 
 @pytest.mark.parametrize("hook", ["on_flag", "on_commit", "on_event", "teardown"])
-def test_a_hook_that_is_set_on_the_object_would_not_be_called(hook: str) -> None:
+def test_hook_set_on_the_object_is_refused(hook: str) -> None:
     class Sets(Counts, state=["total"]):
         def setup(self) -> None:
             super().setup()
@@ -41,8 +41,7 @@ def test_a_hook_that_is_set_on_the_object_would_not_be_called(hook: str) -> None
 
 
 @pytest.mark.parametrize("when", ["setup", "the last epoch"])
-def test_a_result_that_is_set_and_not_returned(when: str) -> None:
-    """It was found when the job was over: `'float' object is not callable`, with no line of the user's."""
+def test_result_set_as_attribute(when: str) -> None:
 
     class Sets(Counts, state=["total"]):
         def setup(self) -> None:
@@ -64,7 +63,7 @@ def test_a_result_that_is_set_and_not_returned(when: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("tasks", ["a", "b"]), ("task_id", "first"), ("log", []), ("primary", {}), ("xp", 1.0)]
 )
-def test_what_the_framework_sets_is_not_replaced_in_silence(name: str, value: Any) -> None:
+def test_framework_attributes_are_not_replaced(name: str, value: Any) -> None:
     class Sets(Counts, state=["total"]):
         def __init__(self) -> None:
             setattr(self, name, value)
@@ -73,8 +72,7 @@ def test_what_the_framework_sets_is_not_replaced_in_silence(name: str, value: An
         run(lambda _: Sets())
 
 
-def test_what_is_only_declared_in_init_is_set_later() -> None:
-    """It was refused, though nothing of it would be gone."""
+def test_attributes_declared_in_init_may_be_set_later() -> None:
 
     class Declares(Counts, state=["total"]):
         def __init__(self) -> None:
@@ -84,7 +82,7 @@ def test_what_is_only_declared_in_init_is_set_later() -> None:
     assert run(lambda _: Declares()).epochs == 2
 
 
-def test_nor_is_whether_it_is_primary_which_changes_later() -> None:
+def test_primary_is_not_replaced() -> None:
     class Sets(Counts, state=["total"]):
         def setup(self) -> None:
             super().setup()
@@ -94,7 +92,7 @@ def test_nor_is_whether_it_is_primary_which_changes_later() -> None:
         run(lambda _: Sets())
 
 
-def test_what_is_called_all_the_same_may_be_set() -> None:
+def test_hooks_that_are_called_may_be_set() -> None:
     class Sets(Counts, state=["total"]):
         def __init__(self, task_id: int) -> None:
             self.task_id, self.tasks = task_id, 1

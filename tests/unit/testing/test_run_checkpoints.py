@@ -1,4 +1,4 @@
-"""A job that keeps checkpoints, in `tg.testing.run`: what it keeps is of that run alone."""
+"""`tg.testing.run` writes the checkpoints of a job to a temporary directory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def compose(self: tg.Task, epoch: tg.Epoch) -> None:
 
 
 @pytest.mark.parametrize("fault", [False, True])
-def test_the_place_of_the_job_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
-    """The first run wrote there: the second one, and the real one, were not begun without --resume or --fresh."""
+def test_checkpoint_place_is_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
     named, temporary = tmp_path / "named", tmp_path / "temporary"
     named.mkdir()
     temporary.mkdir()

@@ -1,4 +1,4 @@
-"""A codec that gives other bytes for equal values: strict mode says that, and not that state was forgotten."""
+"""Strict mode names a codec that gives other bytes for equal values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KIND = "of one kind"
 
 
 class Model:
-    """Once it was unpickled, its two texts are no longer one."""
+    """After unpickling, its two equal texts are two objects."""
 
     def __init__(self) -> None:
         self.first = self.second = ""
@@ -65,8 +65,7 @@ class InSetup(Trains):
 
 
 @pytest.mark.parametrize(("task", "epoch"), [(Trains, 1), (InSetup, 0)])
-def test_a_codec_that_gives_other_bytes_for_equal_values_is_named(task: type[Trains], epoch: int) -> None:
-    """It was taken for state that snapshot() forgets."""
+def test_inexact_codec_is_named(task: type[Trains], epoch: int) -> None:
     error = fails(job(task, tasks=1, epochs=3))
     assert error.epoch == epoch
     says(error, "(state 'model')", "it is equal, and a codec, of ", "Model", "Pickler.fast = True")

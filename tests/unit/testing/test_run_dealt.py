@@ -1,4 +1,4 @@
-"""Dynamic sharding, as docs/guide.md tells it: whoever is free takes the next piece, and each counts once."""
+"""Dynamic sharding as in docs/guide.md: a free task takes the next piece, and each piece counts once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIECES, AT_A_TIME = 20, 6
 
 
 class Queue(tg.Task, state=["left", "made"]):
-    """Task 0: which pieces are left, and what was made of the others."""
+    """Task 0: the pieces that are left, and the results of the others."""
 
     def setup(self) -> None:
         self.left = list(range(PIECES))

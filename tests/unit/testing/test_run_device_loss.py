@@ -1,4 +1,4 @@
-"""Nodes that share a process do not end it when a CUDA device fails: the job fails there, with the user's traceback."""
+"""If a CUDA device fails in nodes that share a process, the job fails, and the process goes on."""
 
 from __future__ import annotations
 

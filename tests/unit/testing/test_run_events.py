@@ -1,4 +1,4 @@
-"""Flags, requests and holds: jobs driven by events, whose effects count exactly once whoever dies."""
+"""Event-driven jobs with flags, requests and holds: effects count exactly once, with and without failures."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_flags_alone_drive_an_epoch(builder: type[tg.Task], kills: Kills) -> Non
         assert result.values == {0: 12, 1: 3, 2: 6, 3: 9}
 
 
-def test_the_same_flag_twice_is_one_and_another_one_is_another() -> None:
+def test_equal_flags_are_one() -> None:
     class Twice(Events):
         def compose(self, epoch: tg.Epoch) -> None:
             if self.task_id == 0:
@@ -151,30 +151,7 @@ def test_pure_requests_read_the_boundary_state(kills: Kills) -> None:
         assert list(run(job(Asking, tasks=3, epochs=3), kills=kills, order=order).values.values()) == expected
 
 
-@pytest.mark.parametrize("pure", [True, False])
-def test_the_replay_of_several_requests_under_way_finds_the_answer_of_each(pure: bool) -> None:
-    class Asking(Events):
-        def compose(self, epoch: tg.Epoch) -> None:
-            epoch.processor(self.ask, outbound={"x": self.task_id})
-            epoch.processor(self.add, inbound={"x": self.task_id})
-
-        def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            replies = [epoch.request(0, "square", n) for n in range(3)] if self.task_id else []
-            outs.put("x", [reply.wait() for reply in replies])
-
-        @tg.handles("square", pure=pure)
-        def square(self, epoch: tg.Epoch, sender: int, payload: int) -> int:
-            return payload**2
-
-        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            assert ins["x"] in ([], [0, 1, 4])
-            self.total += sum(ins["x"])
-
-    assert run(job(Asking, epochs=2)).values == {0: 0, 1: 10}
-
-
-def test_the_replay_of_requests_that_rest_on_earlier_ones_finds_the_answer_of_each() -> None:
-    """The first answers come in another order than they are asked for; in the replay all of them are there at once."""
+def test_chained_requests_are_replayed() -> None:
 
     class Steps(tg.Task, state=["got"]):
         def setup(self) -> None:
@@ -256,7 +233,7 @@ def test_a_hold_keeps_the_epoch_open() -> None:
         assert result.values == {0: 3, 1: 3}
 
 
-def test_finish_from_a_handler_with_no_end_given() -> None:
+def test_finish_in_a_handler() -> None:
     class Countdown(Events):
         def compose(self, epoch: tg.Epoch) -> None:
             if self.task_id:
@@ -276,7 +253,7 @@ def test_finish_from_a_handler_with_no_end_given() -> None:
 
 
 @pytest.mark.parametrize("order", range(3))
-def test_plain_and_async_code_of_one_task_never_run_at_once(order: int) -> None:
+def test_def_and_async_def_never_overlap(order: int) -> None:
     class Careful(Events):
         def compose(self, epoch: tg.Epoch) -> None:
             epoch.scratch.inside = False
@@ -312,7 +289,7 @@ def test_plain_and_async_code_of_one_task_never_run_at_once(order: int) -> None:
     assert run(job(Careful, tasks=3, epochs=2), order=order).values == dict.fromkeys(range(3), 16)
 
 
-def test_a_reply_may_be_waited_for_only_so_long() -> None:
+def test_reply_wait_has_a_timeout() -> None:
     class Impatient(Events):
         def compose(self, epoch: tg.Epoch) -> None:
             if self.task_id == 0:
@@ -339,7 +316,7 @@ def test_a_reply_may_be_waited_for_only_so_long() -> None:
     assert run(job(Impatient, epochs=1), strict=False).values[0] == 1
 
 
-def test_a_reply_that_was_not_waited_for_to_the_end_can_be_awaited_again_and_by_several() -> None:
+def test_reply_is_awaited_again_after_timeout() -> None:
     class Impatient(Events):
         def compose(self, epoch: tg.Epoch) -> None:
             if self.task_id == 0:

@@ -1,4 +1,4 @@
-"""The README's program in one process: the same bits in every order, whoever is killed, and when."""
+"""The README's program in one process gives the same bits in every order and with every kill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def undisturbed() -> JobResult:
     return run(fit(), nodes=1)
 
 
-def test_the_numbers_are_those_of_the_same_sums_in_one_program(undisturbed: JobResult) -> None:
+def test_same_numbers_as_a_plain_program(undisturbed: JobResult) -> None:
     rows = [np.random.default_rng(t).normal(size=(Fit.rows, 3)) for t in range(7)]
 
     def grad(t: int, theta: np.ndarray) -> np.ndarray:
@@ -35,9 +35,7 @@ def test_the_numbers_are_those_of_the_same_sums_in_one_program(undisturbed: JobR
 
 @pytest.mark.parametrize("order", range(5))
 @pytest.mark.parametrize("nodes", [2, 3])
-def test_the_same_bits_in_every_order_and_on_any_number_of_nodes(
-    undisturbed: JobResult, order: int, nodes: int
-) -> None:
+def test_same_bits_in_every_order(undisturbed: JobResult, order: int, nodes: int) -> None:
     same(run(fit(), order=order, nodes=nodes), undisturbed)
 
 
@@ -53,7 +51,7 @@ def test_a_primary_killed_at_every_stage(undisturbed: JobResult, task: int, stag
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_root_killed_in_the_first_and_in_the_last_epoch(undisturbed: JobResult, stage: str) -> None:
+def test_root_killed_in_first_and_last_epoch(undisturbed: JobResult, stage: str) -> None:
     same(run(fit(), kills={(ROOT, 0): stage, (ROOT, 4): stage}, order=1), undisturbed)
 
 
@@ -75,9 +73,7 @@ def test_two_kills(undisturbed: JobResult, kills: Kills, order: int) -> None:
 
 @pytest.mark.parametrize("stages", list(zip(STAGES[:5], STAGES[2:5] + STAGES[:2], strict=True)), ids=str)
 @pytest.mark.parametrize("order", [0, 2])
-def test_two_backups_survive_two_kills_in_one_epoch(
-    undisturbed: JobResult, stages: tuple[str, str], order: int
-) -> None:
+def test_two_backups_survive_two_kills(undisturbed: JobResult, stages: tuple[str, str], order: int) -> None:
     kills = {(ROOT, 2): stages[0], (INNER, 2): stages[1]}
     same(run(fit(backups=2), kills=kills, order=order), undisturbed)
 

@@ -1,4 +1,4 @@
-"""What Python and numpy say of a wrong use of ours gets a hint: what to write instead."""
+"""Errors of Python and numpy from a wrong use of our API get a hint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from taskgraph.hints import hint
 
 
 def sends(compute: Callable[..., Any], sync: Callable[..., Any] | None = None) -> tg.Job:
-    """Task i runs `compute`, which puts or fails, and `sync` with what the other one put."""
+    """Makes a job: each task runs `compute`, which puts or fails, and `sync` with the other task's item."""
 
     def compose(self: Any, epoch: tg.Epoch) -> None:
         epoch.processor(self.work, outbound={"x": "peers"})
@@ -61,7 +61,7 @@ def test_a_write_to_what_was_received(sync: Callable[..., Any]) -> None:
     assert "x = x + 1 instead of x += 1" in error
 
 
-def test_a_write_to_what_was_received_in_a_processor_tested_alone() -> None:
+def test_write_to_an_item_in_compute() -> None:
     with pytest.raises(ValueError, match="read-only") as caught:
         tg.testing.compute(writes, ins={"x": np.ones(3)})
     assert "write to a copy" in caught.value.__notes__[0]
@@ -98,7 +98,7 @@ def test_channels_given_by_position() -> None:
         (lambda epoch, ins, outs: ins("x"), "read with ins['tag']"),
     ],
 )
-def test_a_call_that_is_not_how_it_is_called(compute: Callable[..., Any], words: str) -> None:
+def test_wrong_call_gets_a_hint(compute: Callable[..., Any], words: str) -> None:
     said, traceback, _ = str(fails(sends(compute))).partition("\nTraceback ")  # which has the words as source
     assert traceback and words in said
 
@@ -162,13 +162,12 @@ def asks(epoch: Any, ins: Any, outs: Any) -> None:
 
 
 @pytest.mark.parametrize("compute", [debugs, asks])
-def test_a_debugger_and_an_input_in_a_node(compute: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bare BdbQuit or EOFError did not say that nodes have no terminal."""
+def test_debugger_and_input_in_a_node(compute: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert "; nodes have no terminal: breakpoint() and input() need one" in str(fails(sends(compute)))
 
 
-def test_who_ends_a_debugger_at_a_terminal_means_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quit_debugger_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     assert hint(bdb.BdbQuit()) == hint(EOFError("EOF when reading a line")) == ""
     monkeypatch.setattr(sys, "stdin", None)

@@ -1,4 +1,4 @@
-"""Kills at one moment: the harness takes no task's last replica, and the nodes that die with a task say nothing."""
+"""Several kills at one moment: no task loses its last replica."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BOTH_REPLICAS: list[tuple[Kills, int]] = [
 
 @pytest.mark.parametrize(("kills", "order"), BOTH_REPLICAS, ids=str)
 @pytest.mark.parametrize("nodes", [3, 4])
-def test_the_second_kill_waits_until_the_first_is_made_good(
+def test_second_kill_waits_for_recovery(
     undisturbed: JobResult, kills: Kills, order: int, nodes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     killed = run(fit(), kills=kills, order=order, nodes=nodes, strict=False)
@@ -60,21 +60,19 @@ def test_the_second_kill_waits_until_the_first_is_made_good(
 
 
 @pytest.mark.parametrize("nodes", [3, 4])
-def test_a_primary_that_was_evicted_before_it_took_over_counts_as_a_replica(undisturbed: JobResult, nodes: int) -> None:
+def test_evicted_primary_counts_as_a_replica(undisturbed: JobResult, nodes: int) -> None:
     kills: Kills = {(1, 2): "processor", (1, 1): "snapshot", (0, 1): "sync"}
     same(run(fit(), kills=kills, order=369, nodes=nodes, strict=False), undisturbed)
 
 
-def test_whom_a_predecessor_evicted_counts_again_once_it_is_a_member_again() -> None:
-    """It never was: the task was left with one replica, and the kill in epoch 2 waited for a second one."""
+def test_readmitted_member_counts_again() -> None:
     kills: Kills = {(1, 1): "snapshot", (1, 2): "sync", (0, 1): "snapshot"}
     result = run(job(Bank, tasks=3, epochs=3), kills=kills, order=923, nodes=3, strict=False)
     assert result.values == {0: 330, 1: 0, 2: 0}
 
 
 @pytest.mark.parametrize("order", [1, 36, 40, 52, 54, 56])
-def test_a_kill_after_the_last_commit_comes_while_who_is_missing_can_still_be_replaced(order: int) -> None:
-    """Nobody is admitted any more once the job finished: the kill waited for that, and the results for the kill."""
+def test_kill_after_the_last_commit(order: int) -> None:
     kills: Kills = {(0, 3): "committed", (2, 3): "snapshot", (1, 2): "compose"}
     ring = tg.Job(tasks=3, epochs=4, builder=Averages, topology=tg.ring(), backups=1)
     undisturbed = tg.testing.run(ring)
@@ -82,8 +80,7 @@ def test_a_kill_after_the_last_commit_comes_while_who_is_missing_can_still_be_re
 
 
 @pytest.mark.parametrize("order", range(3))
-def test_kills_after_commits_that_are_one_write_are_one(order: int) -> None:
-    """The second was said never to have come to pass, and failed the run: who took over had nothing to commit there."""
+def test_kills_after_one_write_are_one(order: int) -> None:
     kills: Kills = {(0, 1): "committed", (0, 2): "committed"}
     ring = tg.Job(tasks=3, epochs=4, builder=Averages, topology=tg.ring(), backups=1)
     killed = tg.testing.run(ring, kills=kills, order=order, strict=False)

@@ -1,4 +1,4 @@
-"""Threads that users start themselves may wait for replies, as they may on a node."""
+"""Threads of user code may wait for replies."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ import pytest
 from jobs_kit import job, run, says
 
 import taskgraph as tg
-from taskgraph.testing.clock import FastForwardLoop
-from taskgraph.testing.threads import LockStepThreads
 
 
 class Asks(tg.Task, state=["total"]):
-    """Task 0 asks task 1, in a way that subclasses say, and adds up what it answers."""
+    """Task 0 sends requests to task 1 and adds up the replies; subclasses say how."""
 
     total: int
 
@@ -63,7 +61,7 @@ class BesideACoroutine(Asks):
 
 
 class JoinedAfterAWait(Asks):
-    """The thread waits already when its task's own turn comes again: it is joined then."""
+    """Joins a thread that already waits for a reply."""
 
     def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         answers: list[int] = []
@@ -88,13 +86,12 @@ class GivesUp(Asks):
 
 @pytest.mark.parametrize("order", range(2))
 @pytest.mark.parametrize("builder", [InAPool, BesideACoroutine, JoinedAfterAWait])
-def test_a_thread_of_the_users_own_waits_for_a_reply(builder: type[Asks], order: int) -> None:
-    """While a `def` waits for its own threads, and these for the event loop, that goes on."""
+def test_user_thread_waits_for_a_reply(builder: type[Asks], order: int) -> None:
     assert run(job(builder, epochs=3), order=order, stuck_s=10).values == {0: 3 * 20, 1: 0}
 
 
 class InAPoolOfItself(Asks):
-    """Task 0 asks itself, from threads that a `def` waits for: it holds the task, so that no handler runs."""
+    """Task 0 sends requests to itself from threads that its `def` waits for: no handler can run."""
 
     def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         replies = [epoch.request(0, "double", one) for one in range(3)]
@@ -109,8 +106,7 @@ class AllSentFirst(Asks):
 
 
 @pytest.mark.slow
-def test_a_handler_that_waits_for_a_def_which_waits_for_threads_of_its_own_is_named() -> None:
-    """It was told that replies were awaited, and not why none came."""
+def test_handler_behind_waiting_def_is_named() -> None:
     assert run(job(AllSentFirst)).values[0] == 2 * 6
     with pytest.raises(tg.JobTimeout) as caught:
         run(job(InAPoolOfItself), timeout_s=2)
@@ -121,35 +117,7 @@ def test_a_handler_that_waits_for_a_def_which_waits_for_threads_of_its_own_is_na
     )
 
 
-def test_a_function_that_returns_after_the_loop_is_gone_leaves_no_thread_behind() -> None:
-    """As one that waited for such a thread, where the job's time was up: its thread waited for the loop for ever."""
-    may_return, answer, running = threading.Event(), concurrent.futures.Future[int](), list[threading.Thread]()
-
-    def work(threads: LockStepThreads) -> None:
-        running.append(threading.current_thread())
-        beside = threading.Thread(target=threads.block, args=(answer, None))
-        beside.start()
-        assert may_return.wait(60)
-        beside.join()
-
-    async def main() -> None:
-        threads = LockStepThreads()
-        call = threads.run(lambda: work(threads))
-        while not running:  # noqa: ASYNC110 - a thread tells it
-            await asyncio.sleep(0)
-        threads.abandon()
-        threads.close()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-
-    asyncio.run(main())
-    answer.set_result(1)
-    may_return.set()
-    running[0].join(30)
-    assert not running[0].is_alive()
-
-
-def test_how_long_such_a_thread_waits_is_simulated_time() -> None:
+def test_user_thread_waits_in_simulated_time() -> None:
     before = GivesUp.gave_up
     assert run(job(GivesUp, epochs=3), strict=False).values == {0: 3 * 20, 1: 0}
     assert GivesUp.gave_up == before + 3
@@ -163,28 +131,8 @@ class LookedAtLate(concurrent.futures.Future[int]):
         return super().result(timeout)
 
 
-def test_such_a_thread_has_waited_too_long_also_where_the_result_is_there_when_it_gets_to_look() -> None:
-    """On a busy machine it got what came seconds later, by the simulated clock."""
-    answer, pool = LookedAtLate(), ThreadPoolExecutor(1)
-
-    async def main() -> None:
-        threads, loop = LockStepThreads(), asyncio.get_running_loop()
-        waiting = pool.submit(threads.block, answer, 1)
-        while not loop._scheduled:  # type: ignore[attr-defined]  # noqa: ASYNC110 - the thread's time
-            await asyncio.sleep(0)
-        await asyncio.sleep(5)
-        answer.set_result(1)
-        with pytest.raises(TimeoutError):
-            await asyncio.wrap_future(waiting)
-        assert await asyncio.wrap_future(pool.submit(threads.block, answer, 1)) == 1
-        threads.close()
-
-    with pool, asyncio.Runner(loop_factory=FastForwardLoop) as runner:
-        runner.run(main())
-
-
 class InThreads(tg.Task, state=["total"]):
-    """Each task asks the next one in a thread of its own, and in a coroutine of its own, under a hold."""
+    """Each task sends requests to the next one from a thread and a coroutine of its own, under a hold."""
 
     def setup(self) -> None:
         self.total = 0
@@ -221,7 +169,7 @@ class InThreads(tg.Task, state=["total"]):
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("stage", ["processor", "sync"])
-def test_those_that_a_kill_ends_are_no_news(stage: str, capfd: pytest.CaptureFixture[str], caplog: Any) -> None:
+def test_threads_ended_by_a_kill_are_silent(stage: str, capfd: pytest.CaptureFixture[str], caplog: Any) -> None:
     hook = threading.excepthook
     for order in range(4):
         job_ = job(InThreads, epochs=4)

@@ -1,4 +1,4 @@
-"""What an epoch driven by events does between a task's report that it is quiet and the seal."""
+"""Messages between a task's report that it is quiet and the seal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import taskgraph as tg
 
 
 class Late(tg.Task, state=["heard"]):
-    """Task 2 flags task 1 after everybody else grew quiet; task 1 takes the flag at once, and long to work on it."""
+    """Task 2 flags task 1 when all others are quiet; the handler of the flag takes long."""
 
     heard: int
 
@@ -46,15 +46,14 @@ class Late(tg.Task, state=["heard"]):
 
 
 @pytest.mark.parametrize("order", range(4))
-def test_a_flag_that_is_worked_on_for_long_is_no_divergence(order: int) -> None:
-    """Task 1's report says that it received nothing until `on_flag` is through: the sums differ for two seconds."""
+def test_long_flag_is_no_divergence(order: int) -> None:
     result = run(job(Late, tasks=3, epochs=2), order=order, nodes=3)
     assert result.values == {0: 0, 1: 2, 2: 0}
     assert result.restarts == 0
 
 
 class Asking(tg.Task, state=["total"]):
-    """One after another, everybody asks everybody for its total; who is asked may be quiet already."""
+    """Every task asks all others for their totals; some are quiet by then."""
 
     total: int
 
@@ -83,8 +82,7 @@ class Asking(tg.Task, state=["total"]):
 
 
 @pytest.mark.parametrize("order", range(5))
-def test_a_pure_request_to_a_quiet_task_restarts_nothing(order: int) -> None:
-    """It is in no sum, so all looks quiet: the seal comes too early, is refused, and comes again."""
+def test_pure_request_to_a_quiet_task(order: int) -> None:
     result = run(job(Asking, tasks=6, epochs=10), order=order, nodes=3, strict=False)
     totals = list(range(6))
     for _ in range(10):
@@ -94,7 +92,7 @@ def test_a_pure_request_to_a_quiet_task_restarts_nothing(order: int) -> None:
 
 
 class Nested(tg.Task):
-    """Every task asks the next one, whose handler asks on: who waits takes the place of what it waits for."""
+    """Every task asks the next one, whose handler asks the one after it."""
 
     def compose(self, epoch: tg.Epoch) -> None:
         epoch.processor(self.ask, outbound={"sum": self.task_id})
@@ -115,7 +113,7 @@ class Nested(tg.Task):
         epoch.report(sum=ins["sum"])
 
 
-def test_a_node_that_takes_no_more_calls_is_named_by_who_waits_for_it() -> None:
+def test_overloaded_node_is_named() -> None:
     nested = job(Nested, tasks=3, epochs=1, settings=tg.Settings(max_parked=12))
     with pytest.raises(tg.JobTimeout, match=r"takes no more calls: 12 wait there already.*max_parked"):
         tg.run(nested, nodes=0, timeout_s=0.5)

@@ -1,4 +1,4 @@
-"""Strict mode on what is marked `@tg.stateless`: marks that do not hold are named, others are let be."""
+"""Strict mode checks what is marked `@tg.stateless`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import taskgraph as tg
 
 
 class Sum(tg.Task, state=["total"]):
-    """A compute that may be early, and a sync point."""
+    """A stateless compute and a sync point."""
 
     base: Any = 3
 
@@ -45,7 +45,7 @@ class Sum(tg.Task, state=["total"]):
 READS = "it reads what other methods change; since setup() changed: self.total; leave the mark out"
 
 
-def test_a_compose_that_reads_the_state() -> None:
+def test_stateless_compose_that_reads_state() -> None:
     class Growing(Sum):
         def declare(self, epoch: tg.Epoch) -> None:
             super().declare(epoch)
@@ -63,7 +63,7 @@ def test_a_compose_that_reads_the_state() -> None:
     )
 
 
-def test_a_compute_that_reads_the_state() -> None:
+def test_stateless_compute_that_reads_state() -> None:
     class Adding(Sum):
         def work(self, epoch: tg.Epoch) -> Any:
             return self.total + 1
@@ -75,8 +75,7 @@ def test_a_compute_that_reads_the_state() -> None:
     )
 
 
-def test_what_is_not_declared_as_state_counts_as_well() -> None:
-    """On a takeover it is what setup makes it. Epochs in flight may read it in any order."""
+def test_undeclared_attributes_count_too() -> None:
 
     class Remembering(Sum):
         last = 0
@@ -93,7 +92,7 @@ def test_what_is_not_declared_as_state_counts_as_well() -> None:
 
 
 @pytest.mark.parametrize("where", ["compose", "early"])
-def test_what_uses_an_attribute_that_comes_later(where: str) -> None:
+def test_stateless_code_that_reads_later_attributes(where: str) -> None:
     class Later(Sum):
         def declare(self, epoch: tg.Epoch) -> None:
             self.use(epoch, "compose")
@@ -121,7 +120,7 @@ def test_what_uses_an_attribute_that_comes_later(where: str) -> None:
 
 @pytest.mark.parametrize("where", ["compose", "early"])
 @pytest.mark.parametrize("made", ["in setup", "anew", "in place"])
-def test_what_changes_the_object(where: str, made: str) -> None:
+def test_stateless_code_that_writes_is_named(where: str, made: str) -> None:
     class Keeping(Sum):
         def setup(self) -> None:
             super().setup()
@@ -151,7 +150,7 @@ def test_what_changes_the_object(where: str, made: str) -> None:
 
 
 class Legitimate(Sum):
-    """All that a compute may work from, that may be early."""
+    """Everything that a stateless compute may read."""
 
     factors = np.arange(4.0)  # of the class
 
@@ -191,13 +190,12 @@ class Legitimate(Sum):
 
 
 @pytest.mark.parametrize("order", [0, 1])
-def test_marks_that_hold_are_let_be(order: int) -> None:
+def test_correct_marks_pass(order: int) -> None:
     given = job(Legitimate, epochs=4)
     assert run(given, order=order).values == run(given, strict=False).values
 
 
-def test_requests_of_what_is_marked_are_answered_as_they_were() -> None:
-    """Of another task: one with handlers of its own works on one epoch at a time."""
+def test_stateless_requests_are_replayed() -> None:
 
     class Asking(Sum):
         @tg.stateless
@@ -215,7 +213,7 @@ def test_requests_of_what_is_marked_are_answered_as_they_were() -> None:
     assert run(given).values == run(given, strict=False).values
 
 
-def test_where_compose_is_not_marked_no_mark_is_relied_on() -> None:
+def test_marks_need_a_marked_compose() -> None:
     class Reading(Sum):
         def compose(self, epoch: tg.Epoch) -> None:
             self.declare(epoch)
@@ -224,59 +222,3 @@ def test_where_compose_is_not_marked_no_mark_is_relied_on() -> None:
             return self.total + 1
 
     assert run(job(Reading, epochs=3)).values == {0: 26, 1: 26}
-
-
-@pytest.mark.parametrize("way", ["def", "async def"])
-def test_what_runs_beside_it_and_is_not_marked_is_not_taken_for_its_doing(way: str) -> None:
-    """It may report, and leave something in scratch, before what is marked begins."""
-
-    class Beside(Sum):
-        def declare(self, epoch: tg.Epoch) -> None:
-            compute = self.beside if way == "def" else self.awaited
-            epoch.processor(compute, outbound={"own": self.task_id}, parallel=True, name="beside")
-            epoch.processor(self.first, outbound={"y": "all"})
-            epoch.processor(self.early, inbound={"y": "all"}, outbound={"x": "all"})
-            epoch.processor(self.late, inbound={"x": "all", "own": self.task_id})
-
-        @tg.stateless
-        async def first(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            outs.put("y", epoch.number)
-
-        def beside(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            epoch.scratch.beside = self.total
-            epoch.report(**{f"total {self.task_id}": self.total})
-            outs.put("own", None)
-
-        async def awaited(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.beside(epoch, ins, outs)
-
-    given = job(Beside, epochs=4)
-    for order in range(4):
-        assert run(given, order=order).values == run(given, strict=False).values
-
-
-@pytest.mark.parametrize("order", range(3))
-def test_what_ran_before_a_thread_began_is_not_taken_for_its_doing(order: int) -> None:
-    """Both have their items at one moment, and one turn after the other: the first one in line began last."""
-
-    class Relayed(Sum):
-        def declare(self, epoch: tg.Epoch) -> None:
-            epoch.processor(self.relay, inbound={"x": "left"}, outbound={"y": "right"}, parallel=True)
-            epoch.processor(self.early, outbound={"x": "right"})
-            epoch.processor(self.keep, inbound={"x": "left"}, outbound={"z": "right"})
-            epoch.processor(self.late, inbound={"y": "left", "z": "left"})
-
-        @tg.stateless
-        def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            outs.put("y", ins["x"])
-
-        @tg.stateless
-        def keep(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            epoch.scratch.kept = ins["x"]
-            outs.put("z", None)
-
-        def late(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.total += epoch.scratch.kept + ins["y"]
-
-    given = job(Relayed, tasks=3, epochs=4, topology=tg.ring())
-    assert run(given, order=order).values == run(given, strict=False).values

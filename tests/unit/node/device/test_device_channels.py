@@ -1,4 +1,4 @@
-"""Items that stay on the device, through whole jobs: kills, restarts, several consumers, views that are kept."""
+"""Items that stay on the device: kills, restarts, several consumers, and views that are kept."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def give(monkeypatch: pytest.MonkeyPatch, device: SoftDevice) -> None:
 
 
 def to_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of what is copied to the host from now on, of what was put."""
+    """Notes the sizes of items that are copied to the host."""
     sizes: list[int] = []
     copy = DeviceBuffer.host
 
@@ -63,7 +63,7 @@ def to_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Mean(tg.Task, state=["row"]):
-    """A ring of rows; each goes to two consumers, who read it while its producer computes on."""
+    """A ring of rows: two consumers read each row while its producer goes on."""
 
     def setup(self) -> None:
         self.row = self.xp.arange(float(SIZE)) + 1.0 * self.task_id
@@ -139,7 +139,7 @@ def test_between_put_and_pull_anybody_may_die(
 
 
 class Diverges(Mean):
-    """Another value each time it runs: a takeover restarts the epoch, while consumers have views of the first."""
+    """Puts another value in each run: a takeover restarts the epoch while consumers have views."""
 
     runs = 0
 
@@ -157,7 +157,7 @@ kept: list[tuple[SoftArray, SoftArray]] = []
 """Views, and what they had when they were given."""
 
 
-def test_an_epoch_restarts_while_views_of_it_are_alive(soft: SoftDevice) -> None:
+def test_restart_with_live_views(soft: SoftDevice) -> None:
     kept.clear()
     job = tg.Job(tasks=3, epochs=5, builder=Diverges, topology=tg.ring())
     result = tg.testing.run(job, kills={(0, 1): "sync", (1, 3): "sync"}, strict=False, order=3)
@@ -173,7 +173,7 @@ def test_an_epoch_restarts_while_views_of_it_are_alive(soft: SoftDevice) -> None
 
 
 class HostOrDevice(tg.Task, state=["row"]):
-    """Works on either kind of node; its computes are of either kind, too."""
+    """Works with and without a device."""
 
     def setup(self) -> None:
         self.row = self.xp.arange(float(SIZE)) + 1.0 * self.task_id
@@ -235,7 +235,7 @@ def test_nodes_with_a_device_and_nodes_without(
 
 
 class Keeps(tg.Task, state=["before", "total"]):
-    """Keeps the view it was given as its state, into the next epoch and over a takeover."""
+    """Keeps the view of an item as its state."""
 
     def setup(self) -> None:
         self.before = self.xp.zeros(SIZE)
@@ -258,7 +258,7 @@ class Keeps(tg.Task, state=["before", "total"]):
 
 
 class Writes(Keeps):
-    """Given a row, task 1 writes to it."""
+    """Task 1 writes to the row that it receives."""
 
     def compose(self, epoch: tg.Epoch) -> None:
         epoch.processor(self.send, outbound={"row": [1, 2]})
@@ -282,7 +282,7 @@ class WritesAsync(Writes):
 
 
 class WritesLater(Writes):
-    """It keeps the row, and writes to it an epoch later, in another processor."""
+    """Keeps the row, and writes to it in the next epoch."""
 
     def compose(self, epoch: tg.Epoch) -> None:
         epoch.processor(self.send, outbound={"row": [1, 2]})
@@ -321,7 +321,7 @@ class WritesWhenFlagged(WritesLater):
     ],
 )
 @pytest.mark.parametrize("order", range(3))
-def test_strict_mode_finds_who_writes_to_what_it_was_given(
+def test_write_to_a_device_item_is_named(
     soft: SoftDevice, builder: Callable[[], tg.Task], told: str, order: int
 ) -> None:
     job = tg.Job(tasks=3, epochs=3, builder=builder, topology=tg.ring())

@@ -1,4 +1,4 @@
-"""Copies from and to a device wait for it: never on a node's event loop. With a device in software, which tells."""
+"""Copies from and to a device never wait on the event loop of a node."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def soft(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Sof
 
 
 class Talks(tg.Task, state=["row", "got"]):
-    """Every way by which an array comes to a task: an item, a flag, a request and its answer, a state, a commit."""
+    """Arrays in items, flags, requests and replies, state and commits."""
 
     def setup(self) -> None:
         self.row = self.xp.arange(4.0) + self.task_id
@@ -70,7 +70,7 @@ def test_nothing_waits_on_the_event_loop(soft: SoftDevice) -> None:
     assert not soft.waits_on_loops and not soft.calls_on_loops
 
 
-def test_and_none_of_the_values_depends_on_it(soft: SoftDevice) -> None:
+def test_values_do_not_depend_on_copies(soft: SoftDevice) -> None:
     job = tg.Job(tasks=3, epochs=3, builder=Talks, topology=tg.ring())
     calm = tg.testing.run(job)
     killed = tg.testing.run(job, kills={(0, 1): "sync", (2, 2): "done"}, order=1)
@@ -79,8 +79,7 @@ def test_and_none_of_the_values_depends_on_it(soft: SoftDevice) -> None:
     assert not soft.waits_on_loops and not soft.calls_on_loops
 
 
-def test_an_item_of_which_there_will_be_no_copy_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its epoch restarted for ever, for the same reason each time."""
+def test_failed_copy_of_an_item_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = Refusal(Reason.NOT_COPIED, "it cannot be copied to the host: MemoryError: Unable to allocate 4.0 GiB")
     monkeypatch.setattr(Items, "ask", lambda items, pull: refusal)
     monkeypatch.setattr(Items, "promise", lambda items, pull, coming: refusal)
@@ -90,7 +89,7 @@ def test_an_item_of_which_there_will_be_no_copy_fails_the_job(monkeypatch: pytes
 
 
 class Sends(tg.Task):
-    """Sends an array of its node's kind."""
+    """Sends an array of its node's device."""
 
     def compose(self, epoch: tg.Epoch) -> None:
         epoch.processor(self.send, outbound={"row": "right"})
@@ -103,10 +102,7 @@ class Sends(tg.Task):
         ins["row"].sum()
 
 
-def test_a_task_without_a_device_for_whose_copy_there_is_no_memory_fails_the_job(
-    soft: SoftDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its node ended, and then the next one: what was told was that none is left."""
+def test_no_memory_for_a_host_copy_fails_the_job(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     each = itertools.cycle([(soft.xp, soft), (np, None)])
     monkeypatch.setattr(roles, "array_module", lambda devices: next(each))
     monkeypatch.setattr(inbound, "hosted", MagicMock(side_effect=MemoryError("Unable to allocate 4.0 GiB")))

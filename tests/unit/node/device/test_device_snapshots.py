@@ -1,4 +1,4 @@
-"""Snapshots leave the device in the background; who is told of an epoch has the boundary on the host."""
+"""Snapshots are copied from the device in the background, before their epoch is reported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def soft(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
 
 
 class Grows(tg.Task, state=["row", "count"]):
-    """Its state changes in place, in every epoch, right after the snapshot before."""
+    """Changes its state in place in every epoch, right after the last snapshot."""
 
     def setup(self) -> None:
         self.row = self.xp.arange(float(SIZE)) + 1.0 * self.task_id
@@ -63,7 +63,7 @@ class Grows(tg.Task, state=["row", "count"]):
 
 
 class Small(Grows):
-    """Its state is small after every other epoch: it is on the host at once then."""
+    """Has a small state after every other epoch."""
 
     def grow(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         self.count += 1 + int(float(self.row.max())) % 7
@@ -85,9 +85,7 @@ def grown(task: int, epochs: int) -> np.ndarray:
     [{}, {(0, 2): "done", (1, 4): "snapshot"}, {(2, 1): "compose", (0, 3): "commit"}, {(1, 1): "sync", (2, 3): "done"}],
 )
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_boundary_is_the_state_at_its_epochs_end(
-    soft: SoftDevice, kills: dict[tuple[int, int], str], strict: bool
-) -> None:
+def test_boundary_is_the_state_at_the_end(soft: SoftDevice, kills: dict[tuple[int, int], str], strict: bool) -> None:
     job = tg.Job(tasks=3, epochs=6, builder=Grows, topology=tg.ring(), backups=1)
     for order in range(3):
         result = tg.testing.run(job, kills=kills, strict=strict, order=order)
@@ -106,7 +104,7 @@ def test_and_a_takeover_finds_either(soft: SoftDevice) -> None:
     assert calm.values == killed.values
 
 
-def test_a_copy_that_fails_fails_the_job_with_its_reason(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_fails_the_job(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def host(buffer: DeviceBuffer, *args: Any) -> memoryview:
         raise ArithmeticError("the device is gone")
 
@@ -118,8 +116,7 @@ def test_a_copy_that_fails_fails_the_job_with_its_reason(soft: SoftDevice, monke
 OutOfMemoryError = type("OutOfMemoryError", (MemoryError,), {"__module__": "cupy.cuda.memory"})
 
 
-def test_a_node_that_dies_leaves_no_snapshot_on_its_way(soft: SoftDevice, caplog: pytest.LogCaptureFixture) -> None:
-    """Its end is told again, while what it works on is still ending."""
+def test_dead_node_leaves_no_snapshot_in_flight(soft: SoftDevice, caplog: pytest.LogCaptureFixture) -> None:
     kills = {(1, 0): "compose", (0, 2): "snapshot", (2, 2): "compose", (2, 3): "compose"}
     for order in range(5):
         for backups in (1, 2):

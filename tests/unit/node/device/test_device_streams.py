@@ -1,4 +1,4 @@
-"""Each task's code runs with a stream of its own as the current one, in threads and on the event loop."""
+"""The code of each task runs with a stream of its own as the current one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_function_runs_on_its_tasks_stream(threads: PooledThreads, soft:
 
 
 class Mixes(tg.Task, state=["row"]):
-    """Computes of both kinds, some of which run before the epoch before was snapshotted."""
+    """Stateless and other computes, some of an epoch in flight."""
 
     def setup(self) -> None:
         self.weights = self.xp.arange(10_000.0) / 1000
@@ -80,9 +80,7 @@ def expected(tasks: int, epochs: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_job_whose_tasks_compute_on_streams_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, seed: int | None, strict: bool
-) -> None:
+def test_tasks_have_their_own_streams(monkeypatch: pytest.MonkeyPatch, seed: int | None, strict: bool) -> None:
     soft = SoftDevice(seed, races=seed == 3)
     monkeypatch.setattr(inprocess, "device_count", lambda: 1)
     monkeypatch.setattr(roles, "array_module", lambda devices: (soft.xp, soft))

@@ -1,4 +1,4 @@
-"""A node whose device failed ends, and gives away first what it alone holds; whoever met the error need not wait."""
+"""A node whose device failed hands its tasks over, then ends."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def fresh() -> None:
 
 
 def own(node: Node) -> Node:
-    """As if it were alone in its process."""
+    """Makes the node end as if it were alone in its process."""
     node.own_process = True
     return node
 
 
 async def alone(cluster: InProcessCluster) -> Node:
-    """The one of two nodes that is left; in epoch 1, it holds everything."""
+    """Returns the node that is left of two."""
     await Gated.reached.wait()
     left = holder(cluster, 0)
     for node in cluster.nodes:
@@ -38,7 +38,7 @@ async def alone(cluster: InProcessCluster) -> Node:
     return own(left)
 
 
-def test_it_ends_when_another_node_holds_what_it_held() -> None:
+def test_node_ends_after_handing_over() -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         left = await alone(cluster)
         assert "no other node is there" in str(left.device_loss.why_fail(ERROR, 0, 1))

@@ -1,4 +1,4 @@
-"""Tasks that work ahead of the last commit: how far, who does not, and what of it counts."""
+"""Tasks that run ahead of the last commit: how far, and what counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from taskgraph.protocol.view import JobView
 
 
 class Free(Counting, state=["total"]):
-    """Two tasks that need nothing of each other. In the epochs named, task 0 waits for task 1 to come to one."""
+    """Two tasks without channels between them. In some epochs task 0 waits for task 1."""
 
     shared: SimpleNamespace
 
@@ -55,13 +55,13 @@ async def result(cluster: InProcessCluster) -> tg.JobResult:
     return await cluster.result()
 
 
-def test_a_task_goes_on_as_far_as_it_may(free: type[Free]) -> None:
+def test_task_runs_ahead(free: type[Free]) -> None:
     free.shared.waits = {0: 3, 1: 4, 5: 8}
     given = job(free, epochs=9, settings=tg.Settings(epochs_ahead=3))
     assert play(given, result, nodes=2).values == {0: 9, 1: 9}
 
 
-def test_and_no_further(free: type[Free]) -> None:
+def test_ahead_is_bounded(free: type[Free]) -> None:
     free.shared.waits = {0: 4}
 
     async def scenario(cluster: InProcessCluster) -> int:
@@ -72,7 +72,7 @@ def test_and_no_further(free: type[Free]) -> None:
 
 
 @pytest.mark.parametrize("further", [1, 3])
-def test_the_result_is_the_last_committed_state_of_a_task_that_was_further(free: type[Free], further: int) -> None:
+def test_result_is_the_last_committed_state(free: type[Free], further: int) -> None:
     class Finishing(free, state=["total"]):  # type: ignore[misc, valid-type]
         def then(self, epoch: tg.Epoch) -> None:
             if self.task_id == 0 and epoch.number == 2:
@@ -86,7 +86,7 @@ def test_the_result_is_the_last_committed_state_of_a_task_that_was_further(free:
     assert found.restarts == 0
 
 
-def test_a_mistake_in_an_epoch_that_never_comes_is_none(free: type[Free]) -> None:
+def test_mistake_in_an_uncommitted_epoch_is_ignored(free: type[Free]) -> None:
     class Finishing(free, state=["total"]):  # type: ignore[misc, valid-type]
         def then(self, epoch: tg.Epoch) -> None:
             if self.task_id == 0 and epoch.number == 2:
@@ -99,7 +99,7 @@ def test_a_mistake_in_an_epoch_that_never_comes_is_none(free: type[Free]) -> Non
     assert free.shared.begun == 4
 
 
-def test_a_mistake_in_an_epoch_ahead_fails_the_job_when_that_epoch_comes(free: type[Free]) -> None:
+def test_mistake_ahead_fails_the_job_in_its_epoch(free: type[Free]) -> None:
     class Wrong(free, state=["total"]):  # type: ignore[misc, valid-type]
         def then(self, epoch: tg.Epoch) -> None:
             if self.task_id == 1 and epoch.number == 4:
@@ -118,7 +118,7 @@ def test_a_mistake_in_an_epoch_ahead_fails_the_job_when_that_epoch_comes(free: t
     assert play(job(Wrong), scenario, nodes=2) == 4, "all epochs before it were committed"
 
 
-def test_on_commit_is_called_before_anything_of_the_next_epoch(free: type[Free]) -> None:
+def test_on_commit_before_the_next_epoch(free: type[Free]) -> None:
     seen: list[tuple[str, int]] = []
 
     class Listening(free, state=["total"]):  # type: ignore[misc, valid-type]
@@ -133,8 +133,7 @@ def test_on_commit_is_called_before_anything_of_the_next_epoch(free: type[Free])
     assert seen == [(kind, number) for number in range(6) for kind in ("epoch", "commit")]
 
 
-def test_every_checkpoint_that_is_due_is_written_however_far_tasks_might_go(free: type[Free], tmp_path: Path) -> None:
-    """It is written of the committed boundary: whoever is further by then has none of it."""
+def test_all_due_checkpoints_are_written(free: type[Free], tmp_path: Path) -> None:
 
     async def scenario(cluster: InProcessCluster) -> list[str]:
         await cluster.result()
@@ -157,7 +156,7 @@ def test_what_uncommitted_epochs_hold_is_bounded(free: type[Free], monkeypatch: 
 
 
 class Exchanging(tg.Task, state=["total"]):
-    """Each adds what the other one put, of every epoch, and reports it."""
+    """Each task adds and reports the other's item of every epoch."""
 
     def setup(self) -> None:  # type: ignore[override]
         self.total = 0
@@ -178,8 +177,7 @@ class Exchanging(tg.Task, state=["total"]):
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_a_takeover_works_through_what_others_are_ahead_with(dies: int) -> None:
-    """And of every epoch the result has what both reported, also of those that were gathered, or told to a dead."""
+def test_takeover_catches_up(dies: int) -> None:
 
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         any_node = cluster.nodes[0]

@@ -1,4 +1,4 @@
-"""A `compose` that is marked stateless, and asks nothing of the epoch, is called once an attempt of the job."""
+"""A stateless `compose` that asks its epoch for nothing is called once per attempt of the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPOCHS = 8
 
 
 class Counting(tg.Task, state=["seen"]):
-    """Gives itself `x` and notes it; notes, besides, in which attempts and epochs it composed."""
+    """Notes in which attempts and epochs it composed."""
 
     composed: ClassVar[list[Stamp]]
 
@@ -61,7 +61,7 @@ def composed_of(
     stages: Mapping[tuple[str, int, int], Any] | None = None,
     **settings: Any,
 ) -> list[Stamp]:
-    """Runs a job of one task; it must come out as it should. In which epochs it composed."""
+    """Runs a job of one task and checks its result; returns the epochs in which it composed."""
 
     class Fresh(kind, state=["seen"]):  # type: ignore[misc,valid-type]
         composed: ClassVar[list[Stamp]] = []
@@ -84,11 +84,11 @@ def every_epoch() -> list[Stamp]:
 
 
 @pytest.mark.parametrize("in_flight", [1, 4])
-def test_what_it_declared_stands_for_all_epochs(in_flight: int) -> None:
+def test_stateless_compose_runs_once(in_flight: int) -> None:
     assert composed_of(Counting, epochs_in_flight=in_flight) == [Stamp(1, 0)]
 
 
-def test_one_without_the_mark_is_called_in_every_epoch() -> None:
+def test_unmarked_compose_runs_every_epoch() -> None:
     class Unmarked(Counting, state=["seen"]):
         async def compose(self, epoch: tg.Epoch) -> None:
             self.noted(epoch)
@@ -97,7 +97,7 @@ def test_one_without_the_mark_is_called_in_every_epoch() -> None:
     assert composed_of(Unmarked) == every_epoch()
 
 
-def test_strict_mode_calls_it_in_every_epoch() -> None:
+def test_strict_mode_composes_every_epoch() -> None:
     assert set(every_epoch()) <= set(composed_of(Counting, strict=True)), "and looks whether it keeps its promise"
 
 
@@ -121,9 +121,7 @@ ASKED: dict[str, Callable[[tg.Epoch], object]] = {
 
 @pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
 @pytest.mark.parametrize("plain", [False, True], ids=["async", "plain"])
-def test_one_that_asks_the_epoch_for_anything_is_called_in_every_epoch(
-    ask: Callable[[tg.Epoch], object], plain: bool
-) -> None:
+def test_compose_that_asks_runs_every_epoch(ask: Callable[[tg.Epoch], object], plain: bool) -> None:
     class Asking(Counting, state=["seen"]):
         def _compose(self, epoch: tg.Epoch) -> None:
             self.noted(epoch)
@@ -152,9 +150,7 @@ def links(changing: bool) -> tg.Topology:
 
 @pytest.mark.parametrize(("changing", "expected"), [(True, every_epoch()), (False, [Stamp(1, 0)])])
 @pytest.mark.parametrize("named", [False, True], ids=["asked for", "named"])
-def test_a_link_that_may_lead_elsewhere_in_another_epoch_is_asked_for_in_each(
-    changing: bool, expected: list[Stamp], named: bool
-) -> None:
+def test_changing_link_is_asked_every_epoch(changing: bool, expected: list[Stamp], named: bool) -> None:
     link = "here" if changing else "all"
 
     class Linked(Counting, state=["seen"]):
@@ -166,7 +162,7 @@ def test_a_link_that_may_lead_elsewhere_in_another_epoch_is_asked_for_in_each(
     assert composed_of(Linked, topology=links(changing), epochs_in_flight=1) == expected
 
 
-def test_so_does_who_takes_over() -> None:
+def test_takeover_composes_anew() -> None:
     async def killed(cluster: InProcessCluster, name: str) -> None:
         cluster.crash(name)
 

@@ -1,4 +1,4 @@
-"""What an epoch was made of is freed as soon as it is dropped: values do not wait for the garbage collector."""
+"""Epochs free their values at once, without the garbage collector."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class InThreads(Summed):
 
 
 class Asked(Summed):
-    """With flags and requests."""
+    """A task with flags and requests."""
 
     async def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         epoch.flag("children", self.total)
@@ -64,7 +64,7 @@ class Asked(Summed):
 
 
 async def garbage(kind: type[Summed], epochs: int) -> int:
-    """How many objects a job of so many epochs leaves to the collector."""
+    """Returns how many objects a job leaves to the garbage collector."""
     gc.collect()
     gc.disable()
     try:

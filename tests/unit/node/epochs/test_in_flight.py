@@ -1,4 +1,4 @@
-"""Several epochs of a task at a time: how far they may be, what waits for its turn, and that results stay the same."""
+"""Several epochs of a task in flight: how many, what waits for its turn, and the same results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["early", "set_up_when_offered"]
         (4, 4, ("early", 1, 0), 4),  # nothing is committed before task 1 is through with its epoch 0
     ],
 )
-def test_what_is_stateless_of_later_epochs_runs_first_as_far_as_it_may(
+def test_stateless_code_of_later_epochs_runs_first(
     early: type[Early], in_flight: int, ahead: int, held: tuple[str, int, int], furthest: int
 ) -> None:
     script = early.script
@@ -57,7 +57,7 @@ def test_what_is_stateless_of_later_epochs_runs_first_as_far_as_it_may(
 
 
 class Middle(Early, state=["seen"]):
-    """Between what may be early and the sync point, something is not marked."""
+    """Between stateless code and the sync point there is a compute without the mark."""
 
     parallel = False
 
@@ -79,7 +79,7 @@ class Parallel(Middle, state=["seen"]):
 
 
 class Unmarked(Early, state=["seen"]):
-    """Of this only compose is marked."""
+    """Only `compose` is marked."""
 
     async def early(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         await self.script.at("middle", self.task_id, epoch.number)
@@ -88,7 +88,7 @@ class Unmarked(Early, state=["seen"]):
 
 
 class Plain(Early, state=["seen"]):
-    """The sync point is a plain function, and so is `snapshot`: both in threads."""
+    """Sync point and `snapshot` are plain functions, which run in threads."""
 
     def late(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:  # type: ignore[override]
         self.script.came.append(("late", self.task_id, epoch.number))
@@ -103,8 +103,7 @@ class Plain(Early, state=["seen"]):
 
 
 @pytest.mark.parametrize("kind", [Early, Middle, Parallel, Unmarked, Plain])
-def test_what_is_not_stateless_waits_until_the_epochs_before_it_are_snapshotted(kind: type[Early]) -> None:
-    """Its inputs are there, and nothing of the task runs: but the state is not that of its epoch."""
+def test_stateful_code_waits_for_earlier_snapshots(kind: type[Early]) -> None:
 
     class Fresh(kind, state=["seen"]):  # type: ignore[misc, valid-type]
         script = Script()
@@ -135,7 +134,7 @@ def test_what_is_not_stateless_waits_until_the_epochs_before_it_are_snapshotted(
 
 
 class Tree(tg.Task, state=["place"]):
-    """What goes down may be early; what goes up, and what the state becomes, depends on the state."""
+    """Items down the tree are stateless; items up, and the new state, depend on the state."""
 
     most: int
 
@@ -193,7 +192,7 @@ def tree(way: str) -> Any:
 
 @pytest.mark.parametrize("way", ["def", "async def", "awaits"])
 @pytest.mark.parametrize("order", [0, 1])
-def test_the_results_are_the_same_bits_however_many_epochs_are_in_flight(way: str, order: int) -> None:
+def test_same_bits_with_epochs_in_flight(way: str, order: int) -> None:
     found, most = {}, {}
     for in_flight in (1, 4):
         made = tree(way)
@@ -211,7 +210,7 @@ def test_the_results_are_the_same_bits_however_many_epochs_are_in_flight(way: st
 
 
 @pytest.mark.parametrize("task", [0, 1])
-def test_a_node_that_leaves_hands_over_when_what_is_in_flight_is_committed(early: type[Early], task: int) -> None:
+def test_leaving_node_hands_over_after_epochs_in_flight(early: type[Early], task: int) -> None:
     script = early.script
     gate = script.hold("early", task, 2)
 
@@ -236,7 +235,6 @@ def test_a_node_that_leaves_hands_over_when_what_is_in_flight_is_committed(early
 
 
 def test_large_epochs_begin_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in flight is taken to be as large as the one before it; what an epoch puts for its own task counts once."""
     monkeypatch.setattr(sharing, "AHEAD_BYTES", 70_000)
 
     class Large(Early, state=["seen"]):

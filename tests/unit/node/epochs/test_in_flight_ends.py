@@ -1,4 +1,4 @@
-"""Several epochs of a task at a time, when one of them is mistaken, or their attempt or the job ends: what counts."""
+"""Epochs in flight when one of them fails, or their attempt or the job ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["early", "set_up_when_offered"]
 
 
 class Wrong(Early, state=["seen"]):
-    """Raises in `early` of the epochs named: (task, epoch)."""
+    """Raises in `early` in some epochs: (task, epoch)."""
 
     wrong: frozenset[tuple[int, int]]
 
@@ -37,7 +37,7 @@ def wrong(*where: tuple[int, int]) -> type[Wrong]:
     return Fresh
 
 
-def test_a_mistake_fails_the_job_when_all_epochs_before_it_are_committed() -> None:
+def test_mistake_waits_for_earlier_commits() -> None:
     made = wrong((0, 4))
     gate = made.script.hold("early", 0, 2)
 
@@ -56,7 +56,7 @@ def test_a_mistake_fails_the_job_when_all_epochs_before_it_are_committed() -> No
     play(job(made), scenario, nodes=2)
 
 
-def test_a_mistake_in_an_epoch_that_never_comes_is_none() -> None:
+def test_mistake_in_an_uncommitted_epoch_is_ignored() -> None:
     class Finishing(Wrong, state=["seen"]):
         script = Script()
         wrong = frozenset({(0, 4)})
@@ -110,7 +110,7 @@ def test_a_restart_ends_all_epochs_in_flight(early: type[Early]) -> None:
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_a_takeover_begins_at_the_committed_epoch_and_works_on_several_again(early: type[Early], dies: int) -> None:
+def test_takeover_with_epochs_in_flight(early: type[Early], dies: int) -> None:
     script = early.script
     gate = script.hold("early", dies, 2)
 
@@ -132,7 +132,7 @@ def test_a_takeover_begins_at_the_committed_epoch_and_works_on_several_again(ear
     assert script.epochs("late", dies) == list(range(2, 12))
 
 
-def test_a_roll_back_ends_all_epochs_in_flight(early: type[Early], tmp_path: Path) -> None:
+def test_roll_back_ends_epochs_in_flight(early: type[Early], tmp_path: Path) -> None:
     """Every replica of task 1 is lost while task 0 works on epochs behind the checkpoint."""
     script = early.script
     gate = script.hold("early", 0, 5)
@@ -166,8 +166,7 @@ def test_a_roll_back_ends_all_epochs_in_flight(early: type[Early], tmp_path: Pat
 
 @pytest.mark.usefixtures("set_up_when_offered")
 @pytest.mark.parametrize(("where", "last"), [("early", 4), ("late", 7)])
-def test_the_job_ends_with_the_epoch_that_says_so_though_others_are_under_way(where: str, last: int) -> None:
-    """Epoch 4 says so, in `late` after epoch 3 is worked through and another one took its place."""
+def test_finish_ends_the_job_with_epochs_in_flight(where: str, last: int) -> None:
 
     class Finishing(Early, state=["seen"]):
         script = Script()

@@ -1,4 +1,4 @@
-"""A request or a flag that comes after its task was sealed."""
+"""Requests and flags after the seal are refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from taskgraph.results import JobResult
 
 
 @pytest.mark.parametrize("what", ["request", "pure request", "flag"])
-def test_no_handler_runs_once_the_task_takes_its_snapshot(what: str) -> None:
-    """What it did would be missing in the boundary, or be half of it."""
+def test_no_handler_after_the_snapshot(what: str) -> None:
     asked: list[int] = []
     reached, gate = asyncio.Event(), asyncio.Event()
 

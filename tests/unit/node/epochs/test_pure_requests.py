@@ -1,4 +1,4 @@
-"""The handler of a pure request runs to its end, and once, however often its asker's calls break."""
+"""The handler of a pure request runs once, though the connection of its caller breaks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CANCEL_S = 0.02
 
 
 class Asking(Counting, state=["total"]):
-    """Task 0 asks task 1, whose answer waits for `go`."""
+    """Task 0 sends a request to task 1, whose reply waits for `go`."""
 
     began: threading.Event
     go: threading.Event
@@ -54,7 +54,7 @@ class Awaiting(Asking, state=["total"]):
 
 
 class Asked:
-    """Counts the requests that come."""
+    """Counts the requests that arrive."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = 0
@@ -74,10 +74,9 @@ class Asked:
 
 
 @pytest.mark.parametrize("builder", [Plain, Awaiting])
-async def test_connections_that_break_neither_end_nor_repeat_it(
+async def test_broken_connections_do_not_repeat_handlers(
     builder: type[Asking], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes longer than `cancel_s`; its node is not ill for that, and each call anew would take one thread more."""
     asked = Asked(monkeypatch)
 
     class Fresh(builder, state=["total"]):  # type: ignore[misc, valid-type]

@@ -1,4 +1,4 @@
-"""How an attempt comes to rest: calm, told, sealed."""
+"""How an attempt comes to rest: calm, reported, sealed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ async def steps() -> None:
         await asyncio.sleep(0)
 
 
-async def test_it_is_calm_when_nothing_runs_and_nothing_is_held() -> None:
+async def test_calm_without_calls_and_holds() -> None:
     quiet = Quiet()
     await quiet.until_calm()
     quiet.busier()
@@ -26,7 +26,7 @@ async def test_it_is_calm_when_nothing_runs_and_nothing_is_held() -> None:
     quiet.release(1)  # twice is no error
 
 
-async def test_it_is_told_again_when_something_ran_meanwhile_and_sealed_at_that_version_only() -> None:
+async def test_only_the_reported_version_is_sealed() -> None:
     quiet, told = Quiet(), list[int]()
     waiting = asyncio.ensure_future(quiet.until_sealed(told.append))
     await steps()
@@ -45,7 +45,7 @@ async def test_it_is_told_again_when_something_ran_meanwhile_and_sealed_at_that_
     assert not quiet.seal(2)
 
 
-async def test_what_was_held_open_since_it_told_is_not_sealed() -> None:
+async def test_newer_hold_prevents_the_seal() -> None:
     quiet, told = Quiet(), list[int]()
     waiting = asyncio.ensure_future(quiet.until_sealed(told.append))
     await steps()
@@ -58,8 +58,7 @@ async def test_what_was_held_open_since_it_told_is_not_sealed() -> None:
     await waiting
 
 
-async def test_it_is_not_sealed_before_it_told() -> None:
-    """A seal for the term before has come late: versions begin at 0 in each, and this one has not worked yet."""
+async def test_no_seal_before_the_report() -> None:
     quiet, told = Quiet(), list[int]()
     assert not quiet.seal(0) and not quiet.closed
     waiting = asyncio.ensure_future(quiet.until_sealed(told.append))
@@ -69,7 +68,7 @@ async def test_it_is_not_sealed_before_it_told() -> None:
     await waiting
 
 
-async def test_it_may_be_sealed_while_it_tells() -> None:
+async def test_seal_during_the_report() -> None:
     quiet = Quiet()
 
     def seal(version: int) -> None:

@@ -1,4 +1,4 @@
-"""Restarts while tasks work ahead of the commit: what belongs to the attempt that is over must not last."""
+"""Restarts while tasks run ahead of the commit: nothing of the old attempt remains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EPOCHS = 6
 
 
 class Reporting(Counting, state=["total"]):
-    """Tasks that need nothing of each other, and report their epoch."""
+    """Tasks without channels that report their epoch."""
 
     async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         await self.before(epoch.number)
@@ -33,8 +33,7 @@ def job(builder: type[Reporting]) -> tg.Job:
     return tg.Job(tasks=2, epochs=EPOCHS, builder=lambda _: builder(), backups=1, settings=AHEAD)
 
 
-def test_an_epoch_that_is_worked_through_and_not_done_is_not_waited_for_after_a_restart() -> None:
-    """Task 0's boundary 2 lacks what task 1 never reports in that attempt; those of the next attempt come after it."""
+def test_restart_drops_unreported_epochs() -> None:
     begun, gate = asyncio.Event(), asyncio.Event()
 
     class Fresh(Reporting, state=["total"]):
@@ -57,7 +56,7 @@ def test_an_epoch_that_is_worked_through_and_not_done_is_not_waited_for_after_a_
 
 
 @pytest.mark.usefixtures("blindable")
-def test_who_reads_a_commit_and_a_restart_at_once_goes_back_to_the_boundary() -> None:
+def test_commit_and_restart_read_at_once() -> None:
     """Task 1 has begun epoch 2 when it reads that epoch 0 is committed, and epoch 1 starts again."""
     ahead, asked = asyncio.Event(), asyncio.Event()
 
@@ -96,8 +95,7 @@ def test_who_reads_a_commit_and_a_restart_at_once_goes_back_to_the_boundary() ->
     assert found.values == {0: EPOCHS, 1: EPOCHS}
 
 
-def test_a_mistake_after_a_takeover_of_the_attempt_restarts_it_though_an_epoch_was_committed_since() -> None:
-    """Task 0 was in epoch 3 when task 1 was taken over in epoch 2: what it met may have come of that."""
+def test_mistake_after_takeover_restarts_the_attempt() -> None:
     met: list[int] = []
 
     class Fresh(Reporting, state=["total"]):

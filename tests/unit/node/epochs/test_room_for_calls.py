@@ -1,4 +1,4 @@
-"""A node with room for few calls that wait: what they wait for is let in."""
+"""A node that limits waiting calls lets in the calls that they wait for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TASKS = 4
 
 
 class Sums(Counting, state=["total"]):
-    """Every task's total is the sum of all tasks' of the epoch before, told in items that come late."""
+    """Every task's total is the sum of all totals of the epoch before."""
 
     @tg.stateless
     def compose(self, epoch: tg.Epoch) -> None:
@@ -32,8 +32,7 @@ class Sums(Counting, state=["total"]):
 
 
 @pytest.mark.parametrize(("max_parked", "in_flight"), [(2, 1), (2, 8), (16, 8), (40, 8)])
-def test_a_job_ends_however_few_calls_may_wait(max_parked: int, in_flight: int) -> None:
-    """Pulls in advance took all places, and left none for the report of the epoch at work, whose commit frees them."""
+def test_job_ends_with_few_waiting_calls(max_parked: int, in_flight: int) -> None:
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
         return await cluster.result(timeout_s=60)  # of the clock that leaps

@@ -1,4 +1,4 @@
-"""A node that has no memory for what another task sends it, for a while."""
+"""A node has no memory for items, for a while."""
 
 from __future__ import annotations
 
@@ -52,10 +52,9 @@ LINKS = {"next": lambda task, tasks, epoch: [1 - task] * (task == 0), "last": la
 @pytest.mark.parametrize("settings", [IN_STEP, tg.Settings()])
 @pytest.mark.parametrize("kind", [Pull, Flag])
 @pytest.mark.parametrize(("for_s", "restarts"), [(0.1, 1), (6.0, 4), (150.0, 9)])
-def test_what_a_node_has_no_memory_for_is_asked_for_again_and_the_epoch_starts_again_ever_more_rarely(
+def test_pulls_without_memory_back_off(
     monkeypatch: pytest.MonkeyPatch, kind: type[Any], for_s: float, restarts: int, settings: tg.Settings
 ) -> None:
-    """The epoch started again at once, for as long as that lasted: thousands of times in an hour, each told."""
     began: list[float] = []
     call, begin = Router._call, Router.begin
 
@@ -96,7 +95,7 @@ class Pulls(Sends, state=["sum"]):
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Nodes, by name, that have no memory for items of epochs from 3 on."""
+    """Makes nodes, by name, have no memory for items from epoch 3 on."""
     call, poor = Router._call, set[str]()
 
     async def calling(self: Router, peer: Any, message: Any, *args: Any) -> Any:
@@ -130,8 +129,7 @@ def left(cluster: InProcessCluster) -> list[str]:
 
 
 @pytest.mark.parametrize("settings", [IN_STEP, tg.Settings()])
-def test_a_task_is_left_to_a_backup_that_has_memory_for_what_it_pulls(short: set[str], settings: tg.Settings) -> None:
-    """The epoch started again for ever, though the backup could have gone on."""
+def test_backup_with_memory_takes_the_task(short: set[str], settings: tg.Settings) -> None:
 
     async def scenario(cluster: InProcessCluster) -> None:
         short.add(first := await led_by(cluster, 1))
@@ -147,7 +145,7 @@ def test_a_task_is_left_to_a_backup_that_has_memory_for_what_it_pulls(short: set
     play(pulling(settings), scenario, nodes=3)
 
 
-def test_without_a_backup_a_task_stays_where_it_is(short: set[str]) -> None:
+def test_task_without_backup_stays(short: set[str]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         short.add(first := await led_by(cluster, 1))
         await asyncio.sleep(300)
@@ -158,7 +156,7 @@ def test_without_a_backup_a_task_stays_where_it_is(short: set[str]) -> None:
     play(pulling(backups=0), scenario, nodes=3)
 
 
-def test_a_task_for_which_no_node_has_memory_goes_round_ever_more_rarely(short: set[str]) -> None:
+def test_task_without_memory_anywhere_backs_off(short: set[str]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         short.update(f"n{n}" for n in range(1, 4))
         await asyncio.sleep(570)

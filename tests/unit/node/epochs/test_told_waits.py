@@ -1,4 +1,4 @@
-"""What is waited for: an attempt's processors, its handlers and who keeps the epoch open, and a primary that begins."""
+"""What processors, handlers, holds and a starting primary wait for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def waits(cluster: InProcessCluster, task: int) -> list[tuple[str, str, int, str
     return [(each.processor, each.kind, each.task, each.name, each.provides) for each in found]
 
 
-def test_each_processor_says_for_what_it_waits_and_what_it_will_put() -> None:
+def test_waits_of_each_processor() -> None:
     asked, gate = asyncio.Event(), asyncio.Event()
 
     class Asks(Counting, state=["total"]):
@@ -87,8 +87,7 @@ def test_each_processor_says_for_what_it_waits_and_what_it_will_put() -> None:
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_handler_that_hangs_before_its_task_reported_anything_is_what_the_epoch_waits_for(kind: str) -> None:
-    """`status` said that it ran, and of the job that it waited for nothing."""
+def test_hanging_handler_is_named(kind: str) -> None:
 
     class Hangs(Counting, state=["total"]):
         def compose(self, epoch: tg.Epoch) -> None:
@@ -123,7 +122,7 @@ def test_a_handler_that_hangs_before_its_task_reported_anything_is_what_the_epoc
 
 
 @pytest.mark.parametrize("hook", ["on_commit", "on_event"])
-def test_a_primary_that_takes_over_says_which_hook_it_waits_for(hook: str, gated: type[Gated]) -> None:
+def test_taking_over_primary_names_its_hook(hook: str, gated: type[Gated]) -> None:
     began = asyncio.Event()
 
     class Waits(gated, state=["total"]):  # type: ignore[misc,valid-type]

@@ -1,4 +1,4 @@
-"""An epoch that cannot have changed the state needs no new snapshot: its boundary is the one before."""
+"""An epoch that cannot have changed the state uses the snapshot before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPOCHS = 12
 
 
 class Counting(tg.Task, state=["total"]):
-    """Its state changes in every third epoch, in a sync point that is not marked; the others only pass values on."""
+    """Its state changes in every third epoch, in a sync point without the mark."""
 
     taken: dict[int, list[int]]
     total: int
@@ -77,9 +77,7 @@ NEW = [0, 0, 2, 7, 15, 26]  # boundary 0; the first epoch of the attempt; and wh
 
 
 @pytest.mark.parametrize("in_flight", [1, 4])
-def test_a_state_that_nothing_can_have_changed_is_not_snapshotted_again(
-    counting: type[Counting], in_flight: int
-) -> None:
+def test_unchanged_state_is_not_snapshotted_again(counting: type[Counting], in_flight: int) -> None:
     settings = tg.Settings(epochs_in_flight=in_flight)
     found = play(job(lambda _: counting(), settings=settings), result, nodes=2)
     assert found.values == {0: TOTAL, 1: TOTAL}
@@ -87,7 +85,7 @@ def test_a_state_that_nothing_can_have_changed_is_not_snapshotted_again(
 
 
 @pytest.mark.parametrize("hook", ["on_event", "on_flag", "on_commit", "handler"])
-def test_where_other_hooks_may_run_every_epoch_is_snapshotted(counting: type[Counting], hook: str) -> None:
+def test_other_hooks_need_every_snapshot(counting: type[Counting], hook: str) -> None:
     hooks: dict[str, Any] = {
         "on_event": lambda self, event: None,
         "on_flag": lambda self, epoch, sender, meta: None,
@@ -101,8 +99,7 @@ def test_where_other_hooks_may_run_every_epoch_is_snapshotted(counting: type[Cou
 
 
 @pytest.mark.parametrize("epoch", range(1, 8))
-def test_whoever_takes_over_has_the_state_that_was_not_snapshotted_again(counting: type[Counting], epoch: int) -> None:
-    """A backup was offered it under the number of each boundary."""
+def test_takeover_has_the_unchanged_state(counting: type[Counting], epoch: int) -> None:
 
     crashed: list[str] = []
 
@@ -117,7 +114,6 @@ def test_whoever_takes_over_has_the_state_that_was_not_snapshotted_again(countin
 
 
 def test_a_restart_begins_with_the_restored_state(counting: type[Counting]) -> None:
-    """What was snapshotted in the attempt that is over is no boundary of the next one."""
 
     class Erratic(counting, state=["total"]):  # type: ignore[misc, valid-type]
         asked = False

@@ -1,4 +1,4 @@
-"""What an epoch changed and no snapshot holds is told while the job runs: once, and of the first epochs alone."""
+"""Event `unheld` names attributes that an epoch changed and no snapshot has."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Name(str):
 
 
 class Careful(Counting, state=["total"]):
-    """It has what an epoch is given in `change`."""
+    """Calls `change` in each epoch."""
 
     change: Callable[[Any, tg.Epoch], object]
     odd: Any
@@ -85,7 +85,7 @@ def told(of: tg.Job, *, nodes: int = 1) -> list[Event]:
 
 
 def alone(change: Callable[[Any, tg.Epoch], object], **members: Any) -> list[Event]:
-    """What is told where a task does that in its epochs."""
+    """Returns the events of a job whose task calls `change` in each epoch."""
     fit = type("Fit", (Careful,), {"change": staticmethod(change), **members})
     return told(job(fit, tasks=1, epochs=4, backups=0))
 
@@ -119,9 +119,7 @@ def grown(task: Any, epoch: tg.Epoch) -> None:
         (lambda task, epoch: setattr(task, "steps", epoch.number), "steps", 1),
     ],
 )
-def test_what_is_changed_and_not_named_is_told_once(
-    change: Callable[[Any, tg.Epoch], object], name: str, epoch: int
-) -> None:
+def test_changed_attribute_gives_one_event(change: Callable[[Any, tg.Epoch], object], name: str, epoch: int) -> None:
     (event,) = alone(change)
     assert (event.task, event.epoch, event.term, event.transient) == (0, epoch, 1, False)
     assert event.text.startswith(f"task 0: Fit changed self.{name} in an epoch, and no snapshot has it: ")
@@ -141,7 +139,7 @@ def test_what_is_changed_and_not_named_is_told_once(
     ],
     ids=["nothing", "equal", "an equal number", "its own", "later", "not numpy's memory", "not a name"],
 )
-def test_nothing_is_told_of_what_is_as_it_was_or_the_epochs_own(change: Callable[[Any, tg.Epoch], object]) -> None:
+def test_unchanged_attributes_give_no_event(change: Callable[[Any, tg.Epoch], object]) -> None:
     assert alone(change) == []
 
 
@@ -152,18 +150,18 @@ def restored(self: Any, state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "hooks", [{"restore": restored}, {"restore": restored, "snapshot": lambda self: {"total": self.total}}]
 )
-def test_who_makes_again_what_is_in_no_snapshot_is_told_nothing(hooks: dict[str, Any]) -> None:
+def test_tasks_with_restore_give_no_event(hooks: dict[str, Any]) -> None:
     assert alone(grown, **hooks) == []
 
 
-def test_what_is_remembered_of_commits_is_no_epochs() -> None:
+def test_changes_in_on_commit_give_no_event() -> None:
     def on_commit(self: Any, number: int, state: Any) -> None:
         self.steps = number + 1
 
     assert alone(lambda task, epoch: None, on_commit=on_commit) == []
 
 
-def test_of_many_tasks_of_a_class_one_is_told_of_on_each_node() -> None:
+def test_one_event_per_class_and_node() -> None:
     class Fit(Careful):
         change = grown
 
@@ -187,7 +185,7 @@ def test_thread_local_set_in_setup_is_named() -> None:
 
 
 class Outside(Counting, state=["total"]):
-    """It keeps things where no snapshot finds them, and no strict mode."""
+    """Writes to a global and to an attribute of its class."""
 
     best: Any = None
     steps = 0
@@ -215,7 +213,7 @@ class Inside(Outside, state=["total"]):
 
 
 class Loads(Inside, state=["total"]):
-    """`setup` has others fill a global: `load` for it alone, `make` for an epoch, too."""
+    """`setup` calls `load`, and an epoch calls `make`, too; both write a global."""
 
     def setup(self) -> None:
         super().setup()
@@ -236,13 +234,11 @@ class Loads(Inside, state=["total"]):
         self.total += self.make()
 
 
-def test_what_setup_alone_calls_writes_on_each_node() -> None:
-    """It was told, with the advice to do that in setup()."""
+def test_globals_filled_by_setup_pass() -> None:
     assert written_outside(Loads) == {"make": "the global MODEL"}
 
 
-def test_what_is_written_to_a_global_or_to_the_class_is_told() -> None:
-    """Strict mode replays in the same process, and sees none of it: the result differed after a failover."""
+def test_writes_to_globals_and_classes_are_named() -> None:
     assert written_outside(Outside) == {
         "count": "the global MODEL and Outside.steps, an attribute of the class and Outside.best, an attribute of the "
         "class"

@@ -1,4 +1,4 @@
-"""A coroutine of the user's that cancels the asyncio task it runs in, which is ours."""
+"""Coroutines of user code that cancel the asyncio task they run in."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def goes_on() -> None:
 
 
 @pytest.mark.parametrize("code", [returns, raises, awaits, later, twice, cleans_up, goes_on])
-async def test_it_is_a_mistake_of_that_code_and_who_called_it_goes_on(actor: Actor, code: object) -> None:
+async def test_self_cancellation_is_a_user_error(actor: Actor, code: object) -> None:
     with pytest.raises(UserCodeError, match=r"task 3, 'hook': code of the job cancelled the asyncio task it runs in"):
         await actor.call("hook", code)
     caller = asyncio.current_task()
@@ -77,7 +77,7 @@ async def test_it_is_a_mistake_of_that_code_and_who_called_it_goes_on(actor: Act
     assert not actor.running
 
 
-async def test_what_takes_its_cancelling_back_itself_is_none(actor: Actor) -> None:
+async def test_uncancel_is_no_error(actor: Actor) -> None:
     async def own() -> int:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
@@ -102,7 +102,7 @@ async def test_what_takes_its_cancelling_back_itself_is_none(actor: Actor) -> No
     assert await actor.call("hook", own) == 7
 
 
-async def test_where_we_cancelled_it_before_it_stays_cancelled(actor: Actor) -> None:
+async def test_framework_cancellation_stays(actor: Actor) -> None:
     async def again() -> None:
         try:
             await asyncio.sleep(5)

@@ -1,4 +1,4 @@
-"""A child that user code forks ends where it comes back to us: it has its parent's sockets, event loop and threads."""
+"""A child process that user code forks ends when it returns into the framework."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _SAID = "a function forked this process, and the child returned from it"
         ("runs a loop", 11, ""),
     ],
 )
-def test_a_child_of_a_coroutine_takes_no_part_in_the_job(how: str, code: int, told: str) -> None:
+def test_forked_child_of_a_coroutine_ends(how: str, code: int, told: str) -> None:
     script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _JOB, how]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{{0: 6, 1: 6}} [{code}]\n", done.stderr
@@ -115,7 +115,7 @@ asyncio.run(main())
 """
 
 
-def test_a_signal_to_a_child_is_not_its_parents() -> None:
+def test_signal_to_a_child_is_its_own() -> None:
     # As `multiprocessing.Pool` ends its workers.
     run = subprocess.run([sys.executable, "-c", _SIGNALLED], capture_output=True, text=True, timeout=120, check=False)
 

@@ -1,4 +1,4 @@
-"""What a node's process ran when it died, as its launcher finds it, and what is said of several deaths."""
+"""Last words tell what a node's process ran when it died."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from taskgraph.node.membership.failing import fatal_record
-from taskgraph.node.usercode.lastwords import LastWords, Left, meant, named, read
+from taskgraph.node.usercode.lastwords import LastCalls, LastWords, mark_intended, named, read
 from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import GoneRecord, Ran
@@ -35,20 +35,20 @@ def ran(folder: Path) -> list[Ran]:
     return list(left.ran)
 
 
-def test_what_runs_is_read_in_the_order_it_began(tmp_path: Path) -> None:
+def test_calls_are_read_in_order(tmp_path: Path) -> None:
     words = LastWords(tmp_path)
-    assert read(tmp_path) == Left((), False)
+    assert read(tmp_path) == LastCalls((), False)
     begin(words, (1, 1), SEND)
     begin(words, (2, 1), LONGER)
-    assert read(tmp_path) == Left((SEND, LONGER), False)
+    assert read(tmp_path) == LastCalls((SEND, LONGER), False)
     words.ended((2, 1))
-    assert read(tmp_path) == Left((SEND,), False)
+    assert read(tmp_path) == LastCalls((SEND,), False)
     words.ended((1, 1))
     words.ended((1, 1))
-    assert read(tmp_path) == Left((), False)
+    assert read(tmp_path) == LastCalls((), False)
 
 
-def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
+def test_last_words_are_bounded(tmp_path: Path) -> None:
     words = LastWords(tmp_path)
     for task in range(1000):
         begin(words, (task, 1), Ran("ä" * 5000, task, 0))
@@ -63,8 +63,7 @@ def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
     assert ran(tmp_path) == []
 
 
-def test_what_runs_in_threads_is_kept_however_many_coroutines_wait(tmp_path: Path) -> None:
-    """It may run for long, and they wait: whatever ends the process is the likelier one."""
+def test_threads_keep_their_slots(tmp_path: Path) -> None:
     words = LastWords(tmp_path)
     threads = [Ran("early", task, 3) for task in range(64)]
     for one in threads[:32]:
@@ -79,40 +78,40 @@ def test_what_runs_in_threads_is_kept_however_many_coroutines_wait(tmp_path: Pat
     assert [one for one in ran(tmp_path) if one.where != "waits"] == [*threads[:40], *threads[41:], LONGER]
 
 
-def test_a_node_that_told_nothing(tmp_path: Path) -> None:
+def test_node_without_last_words(tmp_path: Path) -> None:
     assert read(tmp_path / "none") is None
     (tmp_path / "running").touch()  # it ended between the two steps of making it
     assert read(tmp_path) is None
 
 
-def test_an_end_that_is_meant_by_the_process_or_by_another(tmp_path: Path) -> None:
+def test_intended_end(tmp_path: Path) -> None:
     for folder in (tmp_path / "one", tmp_path / "other"):
         folder.mkdir()
     one, other = LastWords(tmp_path / "one"), LastWords(tmp_path / "other")
     begin(one, (1, 1), SEND)
     begin(other, (1, 1), SEND)
     one.mean()
-    meant(tmp_path / "other")
-    assert read(tmp_path / "one") == read(tmp_path / "other") == Left((SEND,), True)
-    meant(tmp_path / "gone")
+    mark_intended(tmp_path / "other")
+    assert read(tmp_path / "one") == read(tmp_path / "other") == LastCalls((SEND,), True)
+    mark_intended(tmp_path / "gone")
     assert not (tmp_path / "gone").exists()
 
 
 @pytest.mark.parametrize("end", ["os._exit(11)", "os.kill(os.getpid(), 9)", "ctypes.string_at(0)"])
-def test_it_outlives_the_process_however_that_ends(tmp_path: Path, end: str) -> None:
+def test_last_words_outlive_the_process(tmp_path: Path, end: str) -> None:
     code = (
         "import ctypes, os, pathlib, sys\n"
         "from taskgraph.node.usercode import lastwords\n"
-        "lastwords.listen(pathlib.Path(sys.argv[1]))\n"
+        "lastwords.start(pathlib.Path(sys.argv[1]))\n"
         "lastwords.here.began((1, 1), 0, 0, lastwords.named('setup')); lastwords.here.ended((1, 1))\n"
         "lastwords.here.began((1, 2), 7, -1, lastwords.named('send'))\n"
         f"{end}\n"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode != 0
-    assert read(tmp_path) == Left((Ran("send", 7, -1),), False)
+    assert read(tmp_path) == LastCalls((Ran("send", 7, -1),), False)
 
 
-def test_a_job_that_fails_for_them_says_which_code_how_often_where_and_what_to_do() -> None:
+def test_job_failed_by_deaths_names_the_code() -> None:
     send = Ran("send", 1, 3)
     death = GoneRecord(reason="killed by SIGSEGV", ran=(Ran("add", 2, 3), send))
     other = GoneRecord(reason="exited with code 11", ran=(send, Ran("add", 2, 4)))

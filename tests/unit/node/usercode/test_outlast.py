@@ -20,7 +20,7 @@ from taskgraph.node.usercode.threads import PooledThreads
 
 
 class Held:
-    """A call under way, of a function that returns when it may."""
+    """A call of a function that returns when it may."""
 
     def __init__(self, cancel_s: float) -> None:
         self.threads = PooledThreads("t", limit=4)
@@ -44,7 +44,7 @@ async def held(request: pytest.FixtureRequest) -> AsyncIterator[Held]:
     made.threads.close()
 
 
-async def test_it_is_held_however_often_it_is_cancelled(held: Held) -> None:
+async def test_turn_stays_taken_by_a_thread(held: Held) -> None:
     after = asyncio.ensure_future(held.actor.call("teardown", lambda: 7))
     for _ in range(3):
         await held.cancel()
@@ -57,7 +57,7 @@ async def test_it_is_held_however_often_it_is_cancelled(held: Held) -> None:
 
 
 @pytest.mark.parametrize("held", [0.05], indirect=True)
-async def test_it_is_stuck_after_its_time(held: Held) -> None:
+async def test_thread_is_stuck_after_its_time(held: Held) -> None:
     await held.cancel()
     with pytest.raises(StuckError, match=r"send did not return within 0.05 s"):
         await held.call
@@ -134,7 +134,7 @@ CODE: list[Callable[[Going], Callable[[], Coroutine[Any, Any, None]]]] = [
 
 @pytest.mark.parametrize("code", CODE, ids=["swallows", "spins", "waits", "task", "gather", "group"])
 @pytest.mark.parametrize("again", [False, True])
-async def test_a_coroutine_is_stuck_after_its_time(
+async def test_coroutine_is_stuck_after_its_time(
     actor: Actor, going: Going, code: Callable[[Going], Callable[[], Coroutine[Any, Any, None]]], again: bool
 ) -> None:
     call = asyncio.ensure_future(actor.call("send", code(going)))
@@ -155,7 +155,7 @@ async def test_a_coroutine_is_stuck_after_its_time(
     assert call.cancelling() == 1 + again
 
 
-async def test_a_coroutine_that_cleans_up_in_time_is_cancelled(patient: Actor) -> None:
+async def test_coroutine_cleans_up_in_time(patient: Actor) -> None:
     cleaned = asyncio.Event()
 
     async def cleans_up() -> None:
@@ -175,7 +175,7 @@ async def test_a_coroutine_that_cleans_up_in_time_is_cancelled(patient: Actor) -
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_the_last_call_has_its_time_and_no_more(actor: Actor, cancelled: bool) -> None:
+async def test_last_call_has_a_time_limit(actor: Actor, cancelled: bool) -> None:
     may_return, loop = threading.Event(), asyncio.get_running_loop()
     began = loop.time()
     call = asyncio.ensure_future(actor.last_call("teardown", lambda: may_return.wait(60)))

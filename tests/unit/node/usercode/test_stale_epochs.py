@@ -1,4 +1,4 @@
-"""Code that keeps an `epoch` and uses it when that is over: a mistake, told by name; no node ends for it."""
+"""Code that uses an `epoch` after its end fails the job by name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Keeping(Counting, state=["total"]):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("where", ["count", "on_commit", "result"])
-def test_it_is_told_by_name(where: str, strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_stale_epoch_is_named(where: str, strict: bool, caplog: pytest.LogCaptureFixture) -> None:
     class Fresh(Keeping, state=["total"]):
         at = where
 
@@ -69,8 +69,7 @@ USES: dict[str, Callable[[tg.Epoch], object]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_so_it_is_in_the_next_epoch_where_it_is_done_and_not_committed(use: str) -> None:
-    """It would else be lost without a word: what it reports may be on its way already."""
+def test_stale_epoch_in_the_next_epoch_is_named(use: str) -> None:
     used = asyncio.Event()
 
     class Fresh(Counting, state=["total"]):
@@ -94,10 +93,7 @@ def test_so_it_is_in_the_next_epoch_where_it_is_done_and_not_committed(use: str)
 @pytest.mark.parametrize(
     "use", [lambda epoch: epoch.flag(0), lambda epoch: epoch.request(0, "get")], ids=["flag", "request"]
 )
-def test_what_is_sent_after_the_job_ended_is_logged(
-    use: Callable[[tg.Epoch], object], caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is lost, and the job ended all the same."""
+def test_message_after_the_job_is_logged(use: Callable[[tg.Epoch], object], caplog: pytest.LogCaptureFixture) -> None:
     kept: list[tg.Epoch] = []
 
     class Fresh(Counting, state=["total"]):
@@ -119,6 +115,6 @@ def test_what_is_sent_after_the_job_ended_is_logged(
     play(job(Fresh), scenario, nodes=2)
 
 
-def test_who_hears_of_it_in_a_thread_of_its_own_is_told_what_it_is() -> None:
+def test_stale_epoch_in_user_thread_is_named() -> None:
     assert "keeps it open with epoch.hold" in str(AttemptEnded())
     assert "epoch.hold" not in str(AttemptEnded(held=True)), "it did what is asked for"

@@ -1,4 +1,4 @@
-"""The threads that plain functions run in."""
+"""The threads that run plain functions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_an_idle_thread_is_used_again() -> None:
         assert not thread.is_alive()
 
 
-async def test_threads_that_wait_for_others_do_not_keep_them_from_a_thread() -> None:
+async def test_waiting_threads_free_their_place() -> None:
     threads, answer = PooledThreads("t", limit=2), concurrent.futures.Future[int]()
     waiting = [threads.run(lambda: threads.block(answer, 60)) for _ in range(3)]
     before = threads.run(lambda: answer.set_result(5))
@@ -65,7 +65,7 @@ def _met(others: threading.Barrier) -> bool:
     return True
 
 
-async def test_never_more_threads_than_the_limit_and_all_at_work() -> None:
+async def test_thread_limit_is_reached_and_kept() -> None:
     threads = PooledThreads("t", limit=3)
     together = threading.Barrier(3)
 
@@ -77,7 +77,7 @@ async def test_never_more_threads_than_the_limit_and_all_at_work() -> None:
     threads.close()
 
 
-async def test_what_is_abandoned_runs_on_and_nobody_waits_for_it() -> None:
+async def test_abandoned_functions_run_on() -> None:
     threads = PooledThreads("t", limit=1)
     begun, may_end, did = threading.Event(), threading.Event(), []
 
@@ -110,12 +110,12 @@ async def pool() -> AsyncIterator[PooledThreads]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop waits for a brief function for as long as a busy machine may need for it."""
+    """Makes the event loop wait longer for a brief function, for busy machines."""
     monkeypatch.setattr(threads_module, "_GIVES_WAY_S", 60.0)
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_brief_function_is_over_at_once_and_what_it_told_is_done(pool: PooledThreads) -> None:
+async def test_brief_function_is_over_at_once(pool: PooledThreads) -> None:
     told: list[object] = []
 
     def brief() -> int:
@@ -133,7 +133,7 @@ async def test_a_brief_function_is_over_at_once_and_what_it_told_is_done(pool: P
         told.clear()
 
 
-async def test_one_that_nobody_waits_for_any_more_does_not_begin(pool: PooledThreads) -> None:
+async def test_cancelled_function_does_not_begin(pool: PooledThreads) -> None:
     go, did = threading.Event(), []
     first, second = pool.run(lambda: go.wait(30)), pool.run(lambda: did.append("second"))
     second.cancel()
@@ -144,7 +144,7 @@ async def test_one_that_nobody_waits_for_any_more_does_not_begin(pool: PooledThr
     assert did == ["third"]
 
 
-async def test_what_was_told_and_fails_hinders_nothing_else(pool: PooledThreads) -> None:
+async def test_failing_callback_stops_no_other(pool: PooledThreads) -> None:
     failed: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
     told: list[int] = []
@@ -167,7 +167,7 @@ def _no_thread(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-async def test_where_no_more_threads_can_be_made_those_there_are_do_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_existing_threads_do_all_work(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, go = PooledThreads("t", limit=4), threading.Event()
     first = pool.run(lambda: go.wait(30))
     with monkeypatch.context() as patched:
@@ -183,10 +183,7 @@ async def test_where_no_more_threads_can_be_made_those_there_are_do_it_all(monke
 
 
 @pytest.mark.parametrize("first", ["they wait", "it comes"])
-async def test_where_all_threads_wait_and_no_more_can_be_made_work_fails(
-    first: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be what they wait for: they would wait for ever."""
+async def test_work_fails_if_all_threads_wait(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, answer = PooledThreads("t", limit=4), concurrent.futures.Future[int]()
     begun, may_block = threading.Semaphore(0), threading.Event()
 
@@ -235,8 +232,7 @@ asyncio.run(main())
 """
 
 
-def test_a_child_that_a_function_forks_and_that_returns_from_it_takes_no_work() -> None:
-    """It has the same descriptors: what wakes a thread would wake one of the two."""
+def test_forked_child_takes_no_work() -> None:
     script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORKS]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60)
     assert done.stdout == "1\n", done.stderr

@@ -1,4 +1,4 @@
-"""Exceptions of user code that are hard to tell of fail the job by name, as any other: no node ends for them."""
+"""Exceptions of user code that are hard to format fail the job by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NoName(Exception, metaclass=Nameless):
 
 
 def retried(left: int = 900) -> None:
-    """Tries again within `except`: the exceptions before are the context of the last."""
+    """Retries within `except`: earlier exceptions are the context of the last one."""
     try:
         raise OSError("no")
     except OSError:
@@ -76,14 +76,14 @@ def caught(function: Any) -> BaseException:
     ],
     ids=range(9),
 )
-def test_what_is_said_of_it(error: BaseException, said: str) -> None:
+def test_errors_of_broken_exceptions(error: BaseException, said: str) -> None:
     record = failure_record(UserCodeError("count", error), 1, 2, "writer")
     assert record.reason.startswith(f"task 1, epoch 2, 'count': {said}")
     assert record.traceback
     assert len(record.to_bytes()) < ETCD_BYTES
 
 
-def test_an_exception_without_a_message_is_its_type() -> None:
+def test_exception_without_a_message() -> None:
     assert worded(KeyError()) == "KeyError"
 
 

@@ -25,7 +25,7 @@ async def threads() -> AsyncIterator[PooledThreads]:
 
 
 class Held:
-    """A plain function that holds its task until it is told to return."""
+    """A plain function that holds the turn until `go` is set."""
 
     def __init__(self) -> None:
         self.began = threading.Event()
@@ -40,8 +40,7 @@ async def begun(held: Held) -> None:
     assert await asyncio.to_thread(held.began.wait, 30)
 
 
-async def test_what_a_function_sets_for_its_thread_holds_for_no_other() -> None:
-    """Else the digits of one task's result would depend on which thread another one's code happened to run in."""
+async def test_context_of_a_call_ends_with_it() -> None:
     threads = PooledThreads("t", limit=1)
     one, other = Actor(threads, task=3, cancel_s=1), Actor(threads, task=4, cancel_s=1)
 
@@ -59,7 +58,7 @@ async def test_what_a_function_sets_for_its_thread_holds_for_no_other() -> None:
     threads.close()
 
 
-async def test_a_coroutine_that_does_not_wait_runs_at_once(threads: PooledThreads) -> None:
+async def test_coroutine_without_await_runs_at_once(threads: PooledThreads) -> None:
     actor = Actor(threads, task=3, cancel_s=1)
     ran: list[str] = []
 
@@ -75,7 +74,7 @@ async def test_a_coroutine_that_does_not_wait_runs_at_once(threads: PooledThread
     assert actor.running == ()
 
 
-async def test_a_coroutine_waits_for_a_function_that_holds_the_task(threads: PooledThreads) -> None:
+async def test_coroutine_waits_for_a_function(threads: PooledThreads) -> None:
     actor, held = Actor(threads, task=3, cancel_s=1), Held()
     order: list[str] = []
 
@@ -96,7 +95,7 @@ async def test_a_coroutine_waits_for_a_function_that_holds_the_task(threads: Poo
     assert order == ["coroutine", "function returns", "coroutine"]
 
 
-async def test_what_a_coroutine_awaited_comes_to_it_at_its_turn(threads: PooledThreads) -> None:
+async def test_coroutine_resumes_at_its_turn(threads: PooledThreads) -> None:
     actor, held = Actor(threads, task=3, cancel_s=1), Held()
     order: list[str] = []
     awaited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -122,7 +121,7 @@ async def test_what_a_coroutine_awaited_comes_to_it_at_its_turn(threads: PooledT
     assert actor.running == ()
 
 
-async def test_a_cancelled_coroutine_hears_of_it_at_its_turn(threads: PooledThreads) -> None:
+async def test_cancellation_is_raised_at_its_turn(threads: PooledThreads) -> None:
     actor, held = Actor(threads, task=3, cancel_s=1), Held()
     order: list[str] = []
     awaited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -152,7 +151,7 @@ async def test_a_cancelled_coroutine_hears_of_it_at_its_turn(threads: PooledThre
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="only Python 3.12 has such marks")
-async def test_what_a_decorator_marked_as_a_coroutine_function_is_one(threads: PooledThreads) -> None:
+async def test_marked_coroutine_function_is_async(threads: PooledThreads) -> None:
     actor = Actor(threads, task=3, cancel_s=1)
 
     async def compute() -> int:
@@ -185,7 +184,7 @@ async def test_one_cancelled_before_it_began_never_begins(threads: PooledThreads
 
 
 @pytest.mark.parametrize("waits", [False, True])
-async def test_what_it_raises_is_told_from_where_user_code_begins(threads: PooledThreads, waits: bool) -> None:
+async def test_traceback_begins_in_user_code(threads: PooledThreads, waits: bool) -> None:
     actor = Actor(threads, task=3, cancel_s=1)
 
     async def compute() -> None:
@@ -202,8 +201,7 @@ async def test_what_it_raises_is_told_from_where_user_code_begins(threads: Poole
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-async def test_what_user_code_cancelled_itself_is_its_mistake(threads: PooledThreads, threaded: bool) -> None:
-    """Nobody cancelled the call: taken for the end of the attempt, it would end nothing, and be told to nobody."""
+async def test_awaiting_a_cancelled_future_is_a_user_error(threads: PooledThreads, threaded: bool) -> None:
     actor = Actor(threads, task=3, cancel_s=1)
 
     async def compute() -> None:

@@ -1,4 +1,4 @@
-"""Threads and asyncio tasks that code of users starts, and whose errors nobody takes notice of."""
+"""Errors of threads and asyncio tasks of user code, which no code handles, are reported."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def in_thread(error: BaseException) -> None:
     thread.join()
 
 
-def test_the_error_of_a_thread_is_told_once_with_its_line(told: list[str]) -> None:
-    """It was only logged, and the epoch that the thread had held open waited, for no reason that anybody saw."""
+def test_error_of_a_thread_is_reported_once(told: list[str]) -> None:
     for _ in range(3):
         in_thread(KeyError("no"))
     (text,) = told
@@ -45,7 +44,7 @@ def test_the_error_of_a_thread_is_told_once_with_its_line(told: list[str]) -> No
     assert text.startswith(f"a thread of the job's own code ended with KeyError: 'no' (at {__file__}, line {line}): ")
 
 
-def test_so_is_that_of_an_asyncio_task(told: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_error_of_an_asyncio_task_is_reported(told: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     async def user() -> None:
         async def late() -> None:
             raises(ValueError("late"))
@@ -62,19 +61,18 @@ def test_so_is_that_of_an_asyncio_task(told: list[str], capfd: pytest.CaptureFix
     )
 
 
-def test_whose_attempt_ended_did_as_it_should(told: list[str]) -> None:
+def test_ended_attempts_are_not_reported(told: list[str]) -> None:
     in_thread(AttemptEnded(held=True))
     in_thread(AttemptEnded(held=False))
     assert told == []
 
 
-def test_a_thread_that_ends_by_sys_exit_did_as_it_wished(told: list[str]) -> None:
-    """It was told as an error whose traceback is in the log, where Python writes none."""
+def test_sys_exit_in_a_thread_is_not_reported(told: list[str]) -> None:
     in_thread(SystemExit(0))
     assert told == []
 
 
-def test_of_many_lines_some_are_told(told: list[str]) -> None:
+def test_reported_places_are_bounded(told: list[str]) -> None:
     namespace: dict[str, object] = {}
     lines = "".join(f"def f{i}():\n    raise KeyError({i})\n" for i in range(100))
     exec(compile(lines, __file__, "exec"), namespace)
