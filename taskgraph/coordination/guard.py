@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--remove", action="append", default=[], help="directory to remove at the end")
     parser.add_argument("--log", help="file for the command's output")
     parser.add_argument("--files", type=int, help="as many files the command may have open at a time, if it may")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the one who starts us")
+    parser.add_argument("--parent", type=int, required=True, help="process id of our parent")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
 

@@ -31,7 +31,7 @@ and each notification examines all waits."""
 _REST_S = 1.0
 """No pause is longer, even if the process was frozen during a notification."""
 _READ_RESTS = 10
-"""A re-read that took 1 s is followed by 10 s without one, likewise. The watch brings the same meanwhile."""
+"""Likewise, a re-read that took 1 s is followed by 10 s without one. The watch delivers the changes in between."""
 _READ_REST_S = 5.0
 
 _Waiters = dict["asyncio.Future[None]", Callable[[JobView], bool]]  # in the order they began to wait

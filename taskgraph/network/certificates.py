@@ -16,9 +16,9 @@ __all__ = ["Validity", "unfit_for_grpc", "validities"]
 
 _PEM = re.compile(rb"^-----BEGIN (?:TRUSTED |X509 )?CERTIFICATE-----(.+?)^-----END ", re.DOTALL | re.MULTILINE)
 _VERSION, _UTC_TIME = 0xA0, 0x17
-"""Tags: of the one optional field before those read here, and of a time whose year has two digits."""
+"""DER tags: the optional field before those read here; a time whose year has two digits."""
 _ELLIPTIC = "2a8648ce3d0201"
-"""The algorithm of keys whose kind is their curve, which is the algorithm's parameter."""
+"""The algorithm of elliptic-curve keys; its parameter is the curve, which is the kind."""
 _KINDS = {
     "2a864886f70d010101": "RSA",
     "2a8648ce3d030107": "P-256",

@@ -87,13 +87,13 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
                 if not known or not isinstance(final, AccessRefused):
                     raise final from error
         except AccessRefused as error:
-            _forget_token(connection, stream)  # of one that it forgot etcd says no more than that it may not watch
+            _forget_token(connection, stream)  # for a token that it forgot, etcd says only that we may not watch
             if not known and (refused or connection.options.username is None):
                 raise
             refused, reason = True, str(error)
         except OtherCluster as other:
             reason = str(other)
-        except asyncio.InvalidStateError as error:  # what gRPC raises when writing to a stream that ended already, too
+        except asyncio.InvalidStateError as error:  # gRPC raises it, too, for a write to a stream that has ended
             reason = f"the stream broke before the watch was created: {error}"
         except asyncio.CancelledError:
             if stream is None or not stream.left or is_cancelled():

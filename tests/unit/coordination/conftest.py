@@ -1,4 +1,4 @@
-"""All coordinators behind one face: whatever a test says of one, it says of the others."""
+"""All coordinators behind one interface: a conformance test runs on each of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Compacting(Coordinator, Protocol):
 
 
 class Cluster:
-    """A store and handles on it, with keys that only this test uses."""
+    """A store and handles on it, with a prefix for the keys of one test."""
 
     def __init__(self, etcd: EmbeddedEtcd | SimEtcd | None) -> None:
         self._etcd = etcd
@@ -40,7 +40,7 @@ class Cluster:
         return "memory" if self._etcd is None else "etcd"
 
     async def node(self) -> Compacting:
-        """A handle as a node of its own would have."""
+        """A handle of another node."""
         handle: Compacting
         if self._etcd is None:
             handle = MemoryCoordinator(self._store)

@@ -1,4 +1,4 @@
-"""A lease, and no etcd that it is of."""
+"""A lease without an etcd."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from taskgraph.coordination.etcd.options import EtcdOptions
 
 
 def lease_of(options: EtcdOptions, login: Login, *, number: int = 7, ttl_s: float = 0.1) -> EtcdLease:
-    """Not started yet."""
+    """A lease that is not started."""
 
     async def revoke(_: int) -> None: ...
 

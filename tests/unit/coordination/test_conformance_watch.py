@@ -16,7 +16,7 @@ from taskgraph.protocol.kv import Delete, KeyEvent, KeyValue, Put, Txn
 async def collect(
     node: Coordinator, prefix: str, start: int, enough: Callable[[list[WatchBatch]], bool], limit_s: float = 60.0
 ) -> list[WatchBatch]:
-    """The batches a watch tells until `enough` says so; progress notices are left out."""
+    """The batches of a watch until `enough` returns True, without progress notices."""
     batches: list[WatchBatch] = []
     async with asyncio.timeout(limit_s), aclosing(node.watch(prefix, start)) as watch:
         async for batch in watch:

@@ -1,4 +1,4 @@
-"""Answers of etcd that were damaged on their way: what they are of may have happened, and is asked for again."""
+"""Damaged answers of etcd: reads and watches are retried, and the outcome of a write is unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logging in to etcd: one token for all, one login at a time, and limits that let everybody in."""
+"""Logging in to etcd: one token for all calls, and one login at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS = EtcdOptions.make("127.0.0.1:1", username="worker", password="word")
 
 
 class Failed(grpc.RpcError, grpc.Call):
-    """What gRPC raises, as far as we look at it."""
+    """An error of gRPC, with the parts that we use."""
 
     def __init__(self, code: grpc.StatusCode, details: str = "") -> None:
         self._code, self._details = code, details
@@ -43,7 +43,7 @@ Failed.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
 
 
 class FakeEtcd:
-    """Channels to an etcd whose logins end as told, and which renews leases for its newest token only."""
+    """Channels to an etcd whose logins have given outcomes, and which renews leases for its newest token only."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.outcomes: Iterator[Exception | None] = iter(())  # of logins, in turn; then all get a token
@@ -243,7 +243,7 @@ async def test_lease_waits_for_the_one_login(etcd: FakeEtcd) -> None:
 
 
 class Users(grpc.GenericRpcHandler):
-    """An etcd with users, that takes its newest token only."""
+    """An etcd with users, which accepts its newest token only."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

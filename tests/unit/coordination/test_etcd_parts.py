@@ -111,7 +111,7 @@ def test_single_endpoint_is_kept() -> None:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is said of leases."""
+    """The log's lines about leases."""
     return [record.getMessage() for record in caplog.records if record.name == EtcdLease.__module__]
 
 
@@ -135,7 +135,7 @@ async def test_lease_waits_for_a_missing_tls_file(tmp_path: Path, caplog: pytest
 
 
 async def test_log_names_a_dead_etcd_rarely(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Each try was a line in the logs of all nodes: 300 MB of each over a weekend."""
+    """A line for each try would be 300 MB in each node's log over a weekend."""
     options, tries, opened = EtcdOptions.make("127.0.0.1:1"), 0, EtcdOptions.sync_channel
 
     def counted(self: EtcdOptions, endpoint: Endpoint) -> grpc.Channel:
@@ -158,7 +158,7 @@ async def test_log_names_a_dead_etcd_rarely(monkeypatch: pytest.MonkeyPatch, cap
 
 
 class Answering:
-    """A channel whose etcd answers each renewal, or to which gRPC cannot start a thread."""
+    """A channel whose etcd answers each renewal, or for which gRPC cannot start a thread."""
 
     def __init__(self, failing: str = "") -> None:
         self.failing, self.closed = failing, False
@@ -178,7 +178,7 @@ class Answering:
 async def test_lease_survives_lack_of_threads_and_files(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The thread that renews it ended for good."""
+    """The renewing thread must survive both."""
     no_thread, no_file = "can't start new thread", "Too many open files"
     real_start = threading.Thread.start
     left = ["lease-reader"]
@@ -262,7 +262,7 @@ async def test_lease_behind_a_slow_link_waits_longer_for_each_connection(monkeyp
 
 
 async def test_lease_without_a_thread_is_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended the node with a RuntimeError, and whoever closed the client waited for its thread."""
+    """Closing the client must not wait for the thread that never started."""
 
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -284,7 +284,7 @@ async def test_lease_without_a_thread_is_revoked(monkeypatch: pytest.MonkeyPatch
 
 
 def test_unusable_tls_file_is_named(tmp_path: Path) -> None:
-    """gRPC said that nothing answered at etcd's address."""
+    """gRPC would only say that nothing answers at etcd's address."""
     ours, other = tmp_path / "ours", tmp_path / "other"
     for folder in (ours, other):
         make_certs(folder, force=False)
@@ -326,7 +326,7 @@ def test_range_of_a_prefix(prefix: str) -> None:
 
 
 def test_key_that_is_no_utf_8() -> None:
-    """Whatever somebody put under a job's keys, UnicodeDecodeError ended all that read them."""
+    """Another program may put any key under a job's prefix."""
     raw = b"/taskgraph/demo/events/\xff\xfe"
     found = key_value(v3.KeyValue(key=raw, value=b"x", create_revision=2, mod_revision=2))
     assert event(v3.Event(kv=v3.KeyValue(key=raw, value=b"x", create_revision=2, mod_revision=2))).kv == found

@@ -1,4 +1,4 @@
-"""Until when a node may count on its lease."""
+"""How long a node may rely on its lease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the coordinator in memory has: crashes of nodes, lagging watches, the loop's own time."""
+"""Features of the coordinator in memory alone: crashes of nodes, lagging watches, the loop's own time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view's keeper: who is woken by what."""
+"""The view's keeper: which changes wake which waiters and listeners."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from taskgraph.protocol.view import JobView
 
 
 class Job:
-    """A job's keys, one keeper that watches them, and what it told: to whom looks at all, and at the structure."""
+    """A job's keys and a keeper that watches them; counts its notifications of all changes and of the structure."""
 
     def __init__(self, node: Coordinator, name: str) -> None:
         self.node = node
@@ -33,7 +33,7 @@ class Job:
         self.structures += 1
 
     async def put(self, *records: tuple[str, Record]) -> None:
-        """Returns when the keeper's view holds it."""
+        """Writes records; returns when the view has them."""
         ops: tuple[Op, ...] = tuple(Put(key, record.to_bytes()) for key, record in records)
         await self.keeper.caught_up((await self.node.txn(Txn(success=ops))).revision)
 
@@ -148,7 +148,7 @@ async def test_run_by_prefixes_ignores_commits(cluster, node: Coordinator, monke
 
 
 class Slow(MemoryCoordinator):
-    """Its listings take as long as the test wants."""
+    """Listings wait for `go_on`."""
 
     def __init__(self) -> None:
         super().__init__(MemoryStore())
@@ -179,7 +179,7 @@ async def test_slow_listing_is_named() -> None:
 
 
 class Anew(MemoryCoordinator):
-    """An etcd that is set up anew while its watches are broken, and has more revisions by then: they tell nothing."""
+    """An etcd that is set up anew while its watches are broken, and has more revisions by then."""
 
     def __init__(self) -> None:
         super().__init__(MemoryStore())
@@ -198,7 +198,7 @@ class Anew(MemoryCoordinator):
 
 @pytest.mark.parametrize("by", [False, True], ids=["all", "by prefixes"])
 async def test_reopened_watch_lists_again(by: bool) -> None:
-    """Whoever watched an etcd without its data, which had as many revisions again, waited for ever."""
+    """The watch alone would wait for ever: the new etcd has no events from its revision on."""
     etcd = Anew()
     keeper = ViewKeeper(etcd, "fit", refresh_s=1.0)
     keys = keeper.view.keys
@@ -257,7 +257,7 @@ async def test_cancelled_waiter_is_not_called(job: Job) -> None:
 
 
 async def test_re_read_is_linearizable(cluster, node: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another one, that began before, is under way; those who wait for it share the next."""
+    """Also if an earlier re-read is under way: later callers share the next one."""
     keeper = ViewKeeper(node, cluster.prefix.strip("/").replace("/", "-"), refresh_s=1.0)
     keys, gate, listing = keeper.view.keys, asyncio.Event(), node.list
     listed = 0
@@ -285,7 +285,7 @@ async def test_re_read_is_linearizable(cluster, node: Coordinator, monkeypatch: 
 
 
 async def test_cancelled_re_read_is_not_shared(cluster, node: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It returned as if that had been one, and its view was as old as before."""
+    """Else the second caller would return with an old view."""
     keeper = ViewKeeper(node, cluster.prefix.strip("/").replace("/", "-"), refresh_s=1.0)
     listing, begun, gates = node.list, [asyncio.Event(), asyncio.Event()], [asyncio.Event(), asyncio.Event()]
     listed = 0
@@ -363,7 +363,7 @@ async def test_commit_notifies_at_once(job: Job, node: Coordinator, monkeypatch:
 async def test_events_do_not_wake_structure_waiters(
     job: Job, node: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failover of hundreds of tasks is told in as many events, when nodes are busy with it."""
+    """A failover of hundreds of tasks writes hundreds of events, when nodes are busy with it."""
     now = node.now()
 
     def look() -> None:
@@ -391,7 +391,7 @@ async def test_events_do_not_wake_structure_waiters(
 
 @pytest.mark.parametrize("how", ["nudged", "in time", "at once"])
 async def test_error_of_a_listener_ends_the_watch(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Where it was told a moment later, the event loop logged it, and who was to be told after that waited for ever."""
+    """The event loop would only log an error from a timer, and later waiters would wait for ever."""
     keeper = ViewKeeper(node := MemoryCoordinator(MemoryStore()), "fit", refresh_s=1.0)
     await keeper.load()
     watching = asyncio.create_task(keeper.run())

@@ -1,4 +1,4 @@
-"""A watch that is broken, and the members where it is opened again."""
+"""A broken watch, and the member on which it is reopened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from taskgraph.coordination.etcd import v3_pb2 as v3
 
 
 class Member(grpc.GenericRpcHandler):
-    """An etcd in which `/a` is put at each of `revisions`; its watches end where `breaks` is set."""
+    """An etcd in which `/a` is put at each of `revisions`; its watches end once `breaks` is set."""
 
     def __init__(self, cluster: int, *revisions: int) -> None:
         self.cluster = cluster
