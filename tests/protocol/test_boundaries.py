@@ -23,7 +23,7 @@ def keys(held: Boundaries) -> list[tuple[int, int, int]]:
     return [b.key for b in held.pending]
 
 
-def test_holds_nothing_at_first() -> None:
+def test_new_replica_has_no_boundary() -> None:
     held = Boundaries()
     assert held.committed is None
     assert held.pending == ()
@@ -31,7 +31,7 @@ def test_holds_nothing_at_first() -> None:
     assert held.read_epoch(0) is None
 
 
-def test_a_pending_boundary_becomes_the_committed_one_when_its_epoch_is_read() -> None:
+def test_read_epoch_commits_its_boundary() -> None:
     held = holding((1, 1, 1), committed=0)
     assert held.holds(0)
     became = held.read_epoch(1)
@@ -44,7 +44,7 @@ def test_a_pending_boundary_becomes_the_committed_one_when_its_epoch_is_read() -
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 3)])))
-def test_of_several_the_one_of_the_highest_attempt_and_term_was_committed(
+def test_boundary_of_the_highest_attempt_and_term_commits(
     order: tuple[tuple[int, int, int], ...],
 ) -> None:
     held = holding(*order, committed=0)
@@ -53,19 +53,19 @@ def test_of_several_the_one_of_the_highest_attempt_and_term_was_committed(
     assert held.committed.key == (1, 2, 3)
 
 
-def test_reading_an_epoch_frees_what_is_before_it_and_keeps_what_is_after() -> None:
+def test_read_epoch_frees_earlier_boundaries() -> None:
     held = holding((1, 1, 1), (2, 1, 1), committed=0)
     held.read_epoch(1)
     assert keys(held) == [(2, 1, 1)]
 
 
-def test_reading_the_committed_epoch_again_frees_nothing() -> None:
+def test_epoch_read_twice_frees_nothing() -> None:
     held = holding((1, 1, 1), committed=0)
     assert held.read_epoch(0) is None
     assert keys(held) == [(1, 1, 1)]
 
 
-def test_an_epoch_whose_boundary_is_not_here_changes_nothing() -> None:
+def test_epoch_without_a_boundary_changes_nothing() -> None:
     held = holding((1, 1, 1), committed=0)
     assert held.read_epoch(2) is None
     assert held.holds(0)
@@ -74,7 +74,7 @@ def test_an_epoch_whose_boundary_is_not_here_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("late", "acknowledged"), [((2, 9, 9), True), ((3, 1, 9), False), ((3, 2, 1), False), ((3, 2, 2), True)]
 )
-def test_a_pending_boundary_never_replaces_a_committed_one(late: tuple[int, int, int], acknowledged: bool) -> None:
+def test_pending_never_replaces_committed(late: tuple[int, int, int], acknowledged: bool) -> None:
     """Not one of an earlier epoch, attempt or term, nor the same one again. Who offers history, or what is here, again,
     since an answer was lost, is acknowledged: it would offer it for ever."""
     held = holding((4, 2, 2))
@@ -87,7 +87,7 @@ def test_a_pending_boundary_never_replaces_a_committed_one(late: tuple[int, int,
 
 
 @pytest.mark.parametrize("later", [(1, 1, 2), (1, 2, 1)])
-def test_a_later_pending_boundary_tells_that_what_passed_for_the_committed_one_is_not(
+def test_later_term_corrects_the_committed_boundary(
     later: tuple[int, int, int],
 ) -> None:
     """An evicted replica reads that an epoch committed, holds a boundary of it that did not, and is invited again."""
@@ -100,7 +100,7 @@ def test_a_later_pending_boundary_tells_that_what_passed_for_the_committed_one_i
     assert (held.committed.key, held.committed.value.meta) == (later, b"offered")
 
 
-def test_a_committed_boundary_replaces_what_was_held_for_its_epoch() -> None:
+def test_committed_replaces_pending_of_its_epoch() -> None:
     held = holding((1, 1, 1), (1, 2, 1), (2, 2, 1), committed=0)
     held.hold(boundary(1, 2, 2), committed=True)
     assert held.committed is not None
@@ -108,21 +108,21 @@ def test_a_committed_boundary_replaces_what_was_held_for_its_epoch() -> None:
     assert keys(held) == [(2, 2, 1)]
 
 
-def test_an_older_committed_boundary_changes_nothing() -> None:
+def test_older_committed_boundary_changes_nothing() -> None:
     held = holding((3, 1, 1), committed=2)
     held.hold(boundary(1), committed=True)
     assert held.holds(2)
     assert keys(held) == [(3, 1, 1)]
 
 
-def test_a_committed_boundary_of_the_same_epoch_is_the_successors_word() -> None:
+def test_committed_boundary_of_a_successor_counts() -> None:
     held = holding(committed=0)
     held.hold(boundary(0, 1, 2, b"made anew"), committed=True)
     assert held.committed is not None
     assert held.committed.value.meta == b"made anew"
 
 
-def test_a_dead_attempts_boundaries_are_dropped() -> None:
+def test_pending_boundaries_end_with_their_attempt() -> None:
     held = holding((1, 1, 1), committed=0)
     held.drop_pending()
     assert held.pending == ()
@@ -131,7 +131,7 @@ def test_a_dead_attempts_boundaries_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_what_was_made_before_a_roll_back_is_dropped_and_not_taken_when_it_comes_late(committed: bool) -> None:
+def test_roll_back_drops_older_and_late_boundaries(committed: bool) -> None:
     """It is of epochs that were undone, and must not be acknowledged; what the new lineage makes is taken."""
     held = holding((4, 1, 1), (4, 3, 2), committed=3)
     held.roll_back(3)
@@ -144,7 +144,7 @@ def test_what_was_made_before_a_roll_back_is_dropped_and_not_taken_when_it_comes
     assert not held.hold(boundary(5, 2, 9), committed=committed), "a lineage is never taken back"
 
 
-def test_clearing_drops_everything() -> None:
+def test_clear_drops_everything() -> None:
     held = holding((1, 1, 1), committed=0)
     held.clear()
     assert held.committed is None

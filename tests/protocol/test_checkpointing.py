@@ -63,12 +63,12 @@ def back(world: World, to: CheckpointRecord, view: JobView | None = None, *, tas
 # -- what becomes a checkpoint ------------------------------------------------------------------------------------
 
 
-def test_every_so_many_epochs_but_not_the_first_boundary(world: World) -> None:
+def test_due_every_n_epochs_except_0(world: World) -> None:
     view = world.view()
     assert [e for e in range(7) if due(view, Stamp(1, e), 3)] == [3, 6]
 
 
-def test_what_is_older_than_the_checkpoint_is_not_written_again(world: World) -> None:
+def test_boundary_before_the_checkpoint_is_not_due(world: World) -> None:
     advance(world, record(3))
     assert [e for e in range(7) if due(world.view(), Stamp(1, e), 1)] == [4, 5, 6]
 
@@ -82,7 +82,7 @@ def test_tasks_with_state_and_task_0_have_files(world: World) -> None:
     assert files_needed(without.view(), 2) == {0}
 
 
-def test_complete_when_every_file_of_one_boundary_is_written(world: World) -> None:
+def test_complete_with_all_files_of_a_boundary(world: World) -> None:
     collected, view = Collected(2), world.view()
     collected.take(written(6, 0))
     collected.take(written(3, 1))
@@ -95,7 +95,7 @@ def test_complete_when_every_file_of_one_boundary_is_written(world: World) -> No
     assert collected.complete(world.view()) is None
 
 
-def test_of_several_that_are_complete_the_newest_is_taken_and_the_others_are_passed_over(world: World) -> None:
+def test_newest_complete_boundary_is_taken(world: World) -> None:
     """They come faster than one is made: with checkpoint_every=1 and fast epochs 768 of 2,500 became checkpoints."""
     collected = Collected(2)
     for epoch in (3, 4, 5):
@@ -106,14 +106,14 @@ def test_of_several_that_are_complete_the_newest_is_taken_and_the_others_are_pas
     assert collected.complete(world.view()) is None and collected.give_up(world.view()) == {}, "nothing failed"
 
 
-def test_files_of_two_attempts_do_not_make_a_checkpoint(world: World) -> None:
+def test_files_of_two_attempts_make_no_checkpoint(world: World) -> None:
     collected = Collected(2)
     collected.take(written(6, 0, attempt=1))
     collected.take(written(6, 1, attempt=2))
     assert collected.complete(world.view()) is None
 
 
-def test_a_boundary_the_leader_has_not_read_as_committed_waits(world: World) -> None:
+def test_boundary_waits_until_read_as_committed(world: World) -> None:
     collected = Collected(2)
     for task in (0, 1):
         collected.take(written(7, task))
@@ -122,7 +122,7 @@ def test_a_boundary_the_leader_has_not_read_as_committed_waits(world: World) -> 
     assert collected.complete(world.view()) is not None
 
 
-def test_what_is_told_of_late_boundaries_is_bounded(world: World) -> None:
+def test_late_reports_are_bounded(world: World) -> None:
     collected = Collected(2)
     for epoch in range(1000):
         collected.take(written(epoch, 0))
@@ -130,7 +130,7 @@ def test_what_is_told_of_late_boundaries_is_bounded(world: World) -> None:
     assert len(collected._files) <= 16
 
 
-def test_what_is_told_while_nobody_looks_is_bounded(world: World) -> None:
+def test_reports_without_complete_are_bounded(world: World) -> None:
     """The place does not answer the leader, which makes a checkpoint complete there."""
     collected = Collected(2)
     for _ in range(1000):
@@ -143,7 +143,7 @@ def test_what_is_told_while_nobody_looks_is_bounded(world: World) -> None:
     assert found is not None and found[0].epoch > 990
 
 
-def test_whoever_leaves_boundaries_out_keeps_some_that_others_keep() -> None:
+def test_nodes_leave_out_the_same_boundaries() -> None:
     """One had told of the newest ones, and another, who tells later, of those before them."""
     assert sparse((Stamp(1, epoch) for epoch in (7, 1, 6, 5, 3, 2)), 4) == [(1, 2), (1, 5), (1, 6), (1, 7)]
     for every in (1, 10, 12):
@@ -153,7 +153,7 @@ def test_whoever_leaves_boundaries_out_keeps_some_that_others_keep() -> None:
             assert max(both).epoch >= of_late[lag - 1].epoch - lag // 2 * every
 
 
-def test_what_one_tells_late_goes_with_what_another_told_long_ago(world: World) -> None:
+def test_late_and_early_reports_make_a_checkpoint(world: World) -> None:
     collected = Collected(2)
     for _ in range(100):
         world.commit()
@@ -177,7 +177,7 @@ def unwritten(epoch: int, task: int) -> Written:
     return Written(Stamp(1, epoch), task, 0, "")
 
 
-def test_a_boundary_of_which_a_file_could_not_be_written_is_given_up(world: World) -> None:
+def test_failed_write_gives_the_boundary_up(world: World) -> None:
     collected, view = Collected(2), world.view()
     collected.take(written(3, 0))
     assert collected.give_up(view) == {}, "the other may still be being written"
@@ -194,7 +194,7 @@ def test_a_boundary_of_which_a_file_could_not_be_written_is_given_up(world: Worl
     assert collected.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
 
 
-def test_a_file_that_a_successor_wrote_counts_where_its_predecessor_could_not(world: World) -> None:
+def test_file_of_a_successor_counts(world: World) -> None:
     collected = Collected(2)
     collected.take(written(3, 0))
     collected.take(unwritten(3, 1))
@@ -203,7 +203,7 @@ def test_a_file_that_a_successor_wrote_counts_where_its_predecessor_could_not(wo
     assert collected.complete(world.view()) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
 
 
-def test_a_boundary_is_given_up_where_a_task_has_gone_on_without_it(world: World) -> None:
+def test_skipped_boundary_is_given_up(world: World) -> None:
     """Its primary then was another one."""
     collected, view = Collected(2), world.view()
     collected.take(written(3, 0))
@@ -214,7 +214,7 @@ def test_a_boundary_is_given_up_where_a_task_has_gone_on_without_it(world: World
     assert collected.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
 
 
-def test_a_boundary_without_a_file_of_each_task_is_given_up_where_none_after_it_is_whole(world: World) -> None:
+def test_incomplete_boundary_is_given_up(world: World) -> None:
     collected, view = Collected(2), world.view()
     collected.take(written(3, 0))
     collected.take(written(6, 1))
@@ -223,7 +223,7 @@ def test_a_boundary_without_a_file_of_each_task_is_given_up_where_none_after_it_
     assert collected.give_up(view) == {Stamp(1, 3): 1}
 
 
-def test_none_is_given_up_that_a_leader_after_this_one_may_be_told_all_files_of(world: World) -> None:
+def test_boundary_of_a_later_leader_is_not_given_up(world: World) -> None:
     """One that was behind removed them while its successor, at work on the same epoch, made the checkpoint complete."""
     collected, after, view = Collected(2), Collected(2), world.view()
     collected.take(written(6, 0))
@@ -242,7 +242,7 @@ def test_none_is_given_up_that_a_leader_after_this_one_may_be_told_all_files_of(
     assert late.complete(world.view()) is None, "so it is nothing to leaders after it"
 
 
-def test_one_that_is_whole_is_not_given_up_whatever_comes_after_it(world: World) -> None:
+def test_complete_boundary_is_not_given_up(world: World) -> None:
     """Its manifest may still be to be written."""
     collected, view = Collected(2), world.view()
     for task in (0, 1):
@@ -253,7 +253,7 @@ def test_one_that_is_whole_is_not_given_up_whatever_comes_after_it(world: World)
     assert collected.complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
 
 
-def test_who_became_primary_later_writes_nothing_of_before(world: World) -> None:
+def test_new_primary_writes_no_earlier_boundary(world: World) -> None:
     """So it becomes nothing, under this leader and those after it: whatever there is of it may go."""
     collected, view = Collected(2), world.view()
     collected.take(written(3, 1))
@@ -267,7 +267,7 @@ def test_who_became_primary_later_writes_nothing_of_before(world: World) -> None
     assert collected.complete(view) is None and collected.give_up(view) == {}
 
 
-def test_what_was_told_before_there_was_another_primary_counts(world: World) -> None:
+def test_report_before_a_new_primary_counts(world: World) -> None:
     collected, view = Collected(2), world.view()
     collected.take(written(3, 1))
     collected.began(1, Stamp(1, 6))
@@ -278,7 +278,7 @@ def test_what_was_told_before_there_was_another_primary_counts(world: World) -> 
     assert collected.never(view, Stamp(1, 4)) == 1
 
 
-def test_what_is_becoming_a_checkpoint_is_not_nothing_however_many_are_told_of_meanwhile(world: World) -> None:
+def test_complete_boundary_survives_many_reports(world: World) -> None:
     """It was: its files were removed while its manifest was being written."""
     collected, view = Collected(2), world.view()
     for task in (0, 1):
@@ -293,7 +293,7 @@ def test_what_is_becoming_a_checkpoint_is_not_nothing_however_many_are_told_of_m
     assert collected.never(view, Stamp(1, 3)) == 1
 
 
-def test_what_was_undone_becomes_nothing(world: World) -> None:
+def test_undone_boundary_never_becomes_a_checkpoint(world: World) -> None:
     advance(world, record(3))
     collected = Collected(2)
     lose_everybody(world)
@@ -302,7 +302,7 @@ def test_what_was_undone_becomes_nothing(world: World) -> None:
     assert collected.never(world.view(), Stamp(2, 6)) is None
 
 
-def test_what_is_given_up_is_bounded(world: World) -> None:
+def test_given_up_boundaries_are_bounded(world: World) -> None:
     collected = Collected(2)
     for epoch in range(1, 1000):
         world.commit()
@@ -311,7 +311,7 @@ def test_what_is_given_up_is_bounded(world: World) -> None:
     assert len(collected._files) + len(collected._given_up) < 40
 
 
-def test_files_of_epochs_that_were_undone_count_for_nothing(world: World) -> None:
+def test_files_of_undone_epochs_do_not_count(world: World) -> None:
     advance(world, record(3))
     collected = Collected(2)
     for task in (0, 1):
@@ -326,7 +326,7 @@ def test_files_of_epochs_that_were_undone_count_for_nothing(world: World) -> Non
 # -- the pointer --------------------------------------------------------------------------------------------------
 
 
-def test_the_pointer_only_goes_on(world: World) -> None:
+def test_pointer_only_advances(world: World) -> None:
     assert advance(world, record(3))
     for no_step in (record(3), record(2), record(7)):
         with pytest.raises(LookupError, match="cannot be the checkpoint"):
@@ -342,14 +342,14 @@ POINTER_FENCES: dict[str, Callable[[World], object]] = {
 
 
 @pytest.mark.parametrize("change", POINTER_FENCES.values(), ids=POINTER_FENCES.keys())
-def test_the_pointer_is_fenced(world: World, change: Callable[[World], object]) -> None:
+def test_pointer_is_fenced(world: World, change: Callable[[World], object]) -> None:
     advance(world, record(3))
     view = world.view()
     change(world)
     assert not advance(world, record(6), view)
 
 
-def test_the_pointer_does_not_go_to_what_was_undone(world: World) -> None:
+def test_pointer_never_points_to_an_undone_boundary(world: World) -> None:
     """Nor does it where an epoch of that number is committed again."""
     advance(world, record(3))
     lose_everybody(world)
@@ -361,7 +361,7 @@ def test_the_pointer_does_not_go_to_what_was_undone(world: World) -> None:
     assert advance(world, record(5, attempt=2))
 
 
-def test_commits_and_restarts_do_not_keep_the_pointer_from_going_on(world: World) -> None:
+def test_pointer_advances_despite_commits(world: World) -> None:
     view = world.view()
     world.commit()
     world.restart()
@@ -371,7 +371,7 @@ def test_commits_and_restarts_do_not_keep_the_pointer_from_going_on(world: World
 # -- going back ---------------------------------------------------------------------------------------------------
 
 
-def test_a_roll_back_is_a_new_attempt_at_the_checkpoint(world: World) -> None:
+def test_roll_back_begins_an_attempt_at_the_checkpoint(world: World) -> None:
     advance(world, record(3))
     world.restart()
     lose_everybody(world)
@@ -389,7 +389,7 @@ def test_a_roll_back_is_a_new_attempt_at_the_checkpoint(world: World) -> None:
     assert (at.record.epoch, at.record.attempt, at.record.lineage, at.record.base) == (4, 3, 3, 3)
 
 
-def test_a_commit_that_does_not_know_of_a_roll_back_fails(world: World) -> None:
+def test_commit_after_a_roll_back_fails(world: World) -> None:
     advance(world, record(3))
     view = world.view()
     lose_everybody(world)
@@ -398,7 +398,7 @@ def test_a_commit_that_does_not_know_of_a_roll_back_fails(world: World) -> None:
     assert not world.restart(view=view).succeeded
 
 
-def test_two_tasks_that_are_lost_at_once_go_back_once(world: World) -> None:
+def test_two_lost_tasks_roll_back_once(world: World) -> None:
     advance(world, record(3))
     lose_everybody(world)
     view = world.view()
@@ -423,7 +423,7 @@ ROLL_BACK_FENCES: dict[str, Callable[[World], object]] = {
 
 
 @pytest.mark.parametrize("change", ROLL_BACK_FENCES.values(), ids=ROLL_BACK_FENCES.keys())
-def test_a_roll_back_is_fenced(world: World, change: Callable[[World], object]) -> None:
+def test_roll_back_is_fenced(world: World, change: Callable[[World], object]) -> None:
     advance(world, record(3))
     lose_everybody(world)
     txn = back(world, record(3))
@@ -431,7 +431,7 @@ def test_a_roll_back_is_fenced(world: World, change: Callable[[World], object]) 
     assert not world.run(txn).succeeded
 
 
-def test_a_finished_job_that_goes_back_runs_again(world: World) -> None:
+def test_finished_job_runs_again_after_a_roll_back(world: World) -> None:
     advance(world, record(3))
     world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
     lose_everybody(world)
@@ -441,7 +441,7 @@ def test_a_finished_job_that_goes_back_runs_again(world: World) -> None:
     assert not world.run(late).succeeded
 
 
-def test_a_finished_job_whose_results_were_collected_does_not_go_back(world: World) -> None:
+def test_collected_job_does_not_roll_back(world: World) -> None:
     advance(world, record(3))
     world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
     lose_everybody(world)
@@ -451,7 +451,7 @@ def test_a_finished_job_whose_results_were_collected_does_not_go_back(world: Wor
 
 
 @pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED])
-def test_a_job_that_failed_does_not_go_back(world: World, state: State) -> None:
+def test_failed_job_does_not_roll_back(world: World, state: State) -> None:
     advance(world, record(3))
     lose_everybody(world)
     world.put(world.keys.status, StatusRecord(state=state).to_bytes())
@@ -459,13 +459,13 @@ def test_a_job_that_failed_does_not_go_back(world: World, state: State) -> None:
         back(world, record(3))
 
 
-def test_without_a_checkpoint_there_is_nothing_to_go_back_to(world: World) -> None:
+def test_roll_back_needs_a_checkpoint(world: World) -> None:
     lose_everybody(world)
     with pytest.raises(LookupError, match="no checkpoint"):
         back(world, record(3))
 
 
-def test_the_one_before_where_the_newest_cannot_be_used(world: World) -> None:
+def test_roll_back_may_use_an_earlier_checkpoint(world: World) -> None:
     advance(world, record(3))
     advance(world, record(6, before=("c3",)))
     lose_everybody(world)
@@ -479,7 +479,7 @@ def decide(view: JobView, *, stateful: bool = True, wished: bool = True) -> Move
     return succession(view, 1, "c", suspects=set("ab"), gone=set("ab"), wished=wished, stateful=stateful).move
 
 
-def test_who_is_wished_rolls_back_once_everybody_is_gone(world: World) -> None:
+def test_wished_node_rolls_back(world: World) -> None:
     advance(world, record(3))
     assert decide(world.view()) is Move.NOTHING
     lose_everybody(world)
@@ -488,7 +488,7 @@ def test_who_is_wished_rolls_back_once_everybody_is_gone(world: World) -> None:
     assert decide(world.view(), stateful=False) is Move.FROM_NOTHING
 
 
-def test_an_eviction_of_epochs_that_were_undone_makes_no_heir(world: World) -> None:
+def test_undone_eviction_makes_no_heir(world: World) -> None:
     """ "until 6" was written, the job went back to 3: boundaries 4 to 6 are others now."""
     advance(world, record(3))
     world.evict(0, "a", "b")
@@ -505,7 +505,7 @@ def test_an_eviction_of_epochs_that_were_undone_makes_no_heir(world: World) -> N
         world.commit()
 
 
-def test_an_eviction_after_epochs_were_undone_leaves_who_holds_the_boundary_in_sync(world: World) -> None:
+def test_eviction_after_a_roll_back_counts(world: World) -> None:
     """It is of the lineage it is written in: of an earlier one, the last replica would pass for lost at once."""
     advance(world, record(3))
     world.die("e")
@@ -519,7 +519,7 @@ def test_an_eviction_after_epochs_were_undone_leaves_who_holds_the_boundary_in_s
     assert world.take_over(3, "a").succeeded
 
 
-def test_a_member_takes_over_at_the_checkpoint_also_by_a_view_from_before(world: World) -> None:
+def test_old_view_takes_over_at_the_checkpoint(world: World) -> None:
     advance(world, record(3))
     view = world.view()
     world.die("e")
@@ -533,7 +533,7 @@ def test_a_member_takes_over_at_the_checkpoint_also_by_a_view_from_before(world:
 # -- what replicas hold -------------------------------------------------------------------------------------------
 
 
-def test_a_roll_back_leaves_nothing_of_what_it_undid() -> None:
+def test_roll_back_drops_undone_boundaries() -> None:
     held = Boundaries()
     held.hold(boundary(6), committed=True)
     held.hold(boundary(7), committed=False)
@@ -547,7 +547,7 @@ def test_a_roll_back_leaves_nothing_of_what_it_undid() -> None:
     assert held.read_epoch(4) == boundary(4, attempt=2)
 
 
-def test_what_was_made_since_stays() -> None:
+def test_boundaries_after_the_roll_back_stay() -> None:
     held = Boundaries()
     held.hold(boundary(6), committed=True)
     held.hold(boundary(7, attempt=2), committed=False)

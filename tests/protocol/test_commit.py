@@ -29,7 +29,7 @@ def decide(leader: Leader, view: JobView | World, **options: bool) -> Action:
     return leader.decide(view.view() if isinstance(view, World) else view, **options)
 
 
-def test_waits_and_names_whoever_has_not_reported(world: World) -> None:
+def test_names_tasks_without_a_report(world: World) -> None:
     leader = led(world)
     assert decide(leader, world) == WaitFor((0, 1), "not finished with the epoch")
     assert leader.report(report(1, S))
@@ -43,7 +43,7 @@ def test_commits_when_all_are_done_and_every_edge_agrees(world: World) -> None:
     assert decide(leader, world) == Commit(finished=False)
 
 
-def test_the_sums_are_compared_modulo_two_to_the_128(world: World) -> None:
+def test_sums_are_compared_modulo_two_to_the_128(world: World) -> None:
     leader = led(world)
     leader.report(report(0, S, sent=(1 << 128) - 1, received=4))
     leader.report(report(1, S, sent=5, received=0))
@@ -51,7 +51,7 @@ def test_the_sums_are_compared_modulo_two_to_the_128(world: World) -> None:
 
 
 @pytest.mark.parametrize(("epochs", "finish", "finished"), [(1, False, True), (2, False, False), (None, False, False)])
-def test_the_last_epoch_finishes_the_job(world: World, epochs: int | None, finish: bool, finished: bool) -> None:
+def test_last_epoch_finishes_the_job(world: World, epochs: int | None, finish: bool, finished: bool) -> None:
     leader = led(world, epochs=epochs)
     leader.report(report(0, S))
     leader.report(report(1, S, finish=finish))
@@ -65,7 +65,7 @@ def test_any_task_may_finish_the_job(world: World) -> None:
     assert decide(leader, world) == Commit(finished=True)
 
 
-def test_a_report_of_another_stamp_is_void(world: World) -> None:
+def test_report_of_another_stamp_is_void(world: World) -> None:
     leader = led(world)
     assert not leader.report(report(0, Stamp(0, 0)))
     assert not leader.report(report(0, Stamp(1, 1)))
@@ -73,7 +73,7 @@ def test_a_report_of_another_stamp_is_void(world: World) -> None:
     assert leader.reports() == {}
 
 
-def test_a_report_of_a_gone_term_is_void(world: World) -> None:
+def test_report_of_an_old_term_is_void(world: World) -> None:
     leader = led(world)
     leader.report(report(0, S))
     leader.report(report(1, S))
@@ -84,7 +84,7 @@ def test_a_report_of_a_gone_term_is_void(world: World) -> None:
     assert decide(leader, world) == Commit(finished=False)
 
 
-def test_who_was_evicted_and_could_succeed_a_primary_that_is_gone_does_so_first(world: World) -> None:
+def test_commit_waits_for_an_evicted_heir(world: World) -> None:
     """After the commit it could not any more, and the task's state would be lost."""
     leader = led(world)
     leader.report(report(0, S))
@@ -99,7 +99,7 @@ def test_who_was_evicted_and_could_succeed_a_primary_that_is_gone_does_so_first(
     assert decide(leader, world) == Commit(finished=False)
 
 
-def test_who_is_not_done_is_asked_and_what_it_tells_again_is_no_news(world: World) -> None:
+def test_repeated_report_is_not_new(world: World) -> None:
     leader = led(world)
     leader.report(report(0, S))
     assert leader.lacking(world.view()) == (1,)
@@ -116,7 +116,7 @@ def test_who_is_not_done_is_asked_and_what_it_tells_again_is_no_news(world: Worl
 
 
 @pytest.mark.parametrize("why", ["a member is left", "nobody is left", "there is no state", "it is not gone"])
-def test_nobody_is_waited_for_who_need_not_succeed_first(why: str) -> None:
+def test_commit_waits_for_no_other_heir(why: str) -> None:
     world = World("a", "b", "c")
     world.first(0, "c")
     world.first(1, "b", stateful=why != "there is no state")
@@ -133,7 +133,7 @@ def test_nobody_is_waited_for_who_need_not_succeed_first(why: str) -> None:
     assert decide(leader, world) == Commit(finished=False)
 
 
-def test_a_report_of_a_term_the_view_has_not_reached_waits(world: World) -> None:
+def test_report_of_a_later_term_waits_for_the_view(world: World) -> None:
     leader, behind = led(world), world.view()
     leader.report(report(0, S))
     world.take_over(1, "a")
@@ -150,7 +150,7 @@ def test_done_is_final(world: World) -> None:
     assert leader.reports()[0].sent == 1
 
 
-def test_an_idle_report_that_comes_late_does_not_replace_a_newer_one(world: World) -> None:
+def test_late_idle_report_is_ignored(world: World) -> None:
     """Told in vain, it was told again; both arrived, and the first one last: the leader waited for ever (seed 4874)."""
     leader = led(world)
     leader.report(report(0, S))
@@ -164,14 +164,14 @@ def test_an_idle_report_that_comes_late_does_not_replace_a_newer_one(world: Worl
     assert leader.reports()[1].done
 
 
-def test_a_gone_terms_report_does_not_replace_a_newer_one(world: World) -> None:
+def test_report_of_an_old_term_is_ignored(world: World) -> None:
     leader = led(world)
     leader.report(report(1, S, term=2, sent=2))
     leader.report(report(1, S, term=1, sent=1))
     assert leader.reports()[1].term == 2
 
 
-def test_everything_is_forgotten_when_another_attempt_begins(world: World) -> None:
+def test_new_attempt_drops_all_reports(world: World) -> None:
     leader = led(world)
     leader.report(report(0, S))
     leader.request_restart(S, "why")
@@ -181,7 +181,7 @@ def test_everything_is_forgotten_when_another_attempt_begins(world: World) -> No
     assert decide(leader, world) == WaitFor((0, 1), "not finished with the epoch")
 
 
-def test_beginning_the_same_stamp_again_forgets_nothing(world: World) -> None:
+def test_same_stamp_keeps_reports(world: World) -> None:
     leader = led(world)
     leader.report(report(0, S))
     leader.begin(S)
@@ -266,7 +266,7 @@ def test_does_not_seal_before_all_have_reported(world: World) -> None:
     assert decide(leader, world) == WaitFor((0,), "not finished with the epoch")
 
 
-def test_a_seal_that_was_answered_is_not_sent_again_but_to_a_successor(world: World) -> None:
+def test_accepted_seal_is_sent_to_a_successor_only(world: World) -> None:
     leader = led(world)
     leader.report(report(0, S))
     leader.report(report(1, S, done=False, version=4))
@@ -292,7 +292,7 @@ def test_sealed_tasks_that_are_done_commit(world: World) -> None:
     assert decide(leader, world) == Commit(finished=False)
 
 
-def test_idle_tasks_whose_sums_stay_unequal_are_not_waited_for_for_ever(world: World) -> None:
+def test_unequal_sums_of_idle_tasks_diverge(world: World) -> None:
     world.commit()
     at = Stamp(1, 1)
     leader = led(world)
@@ -305,7 +305,7 @@ def test_idle_tasks_whose_sums_stay_unequal_are_not_waited_for_for_ever(world: W
     assert decide(leader, world, settled=True) == Diverged(replaced=True)  # the other one may be at work again
 
 
-def test_a_report_of_a_task_that_there_is_not_is_void(world: World) -> None:
+def test_report_of_an_unknown_task_is_void(world: World) -> None:
     leader = led(world)
     assert not leader.report(report(2, S), report(-1, S))
     leader.report(report(0, S), report(7, S))
@@ -315,7 +315,7 @@ def test_a_report_of_a_task_that_there_is_not_is_void(world: World) -> None:
     assert decide(leader, world) == Commit(finished=False)
 
 
-def test_a_done_is_one_no_more_where_a_later_term_is_only_idle(world: World) -> None:
+def test_idle_report_of_a_later_term_replaces_done(world: World) -> None:
     leader = led(world)
     leader.report(report(0, S, numbers={"a": 1.0}), report(1, S))
     assert leader.numbers(0) == {0: {"a": 1.0}}
@@ -329,7 +329,7 @@ def test_a_done_is_one_no_more_where_a_later_term_is_only_idle(world: World) -> 
     assert decide(leader, world) == Commit(finished=False)
 
 
-def test_what_a_replaced_primary_reported_is_no_number_of_its_successor(world: World) -> None:
+def test_numbers_of_a_replaced_primary_are_dropped(world: World) -> None:
     leader = led(world)
     leader.report(report(0, S), report(1, S, numbers={"a": 1.0}))
     world.die("b")
@@ -338,7 +338,7 @@ def test_what_a_replaced_primary_reported_is_no_number_of_its_successor(world: W
     assert leader.numbers(0) == {}
 
 
-def test_what_is_ready_was_reported_in_the_attempt_at_work(world: World) -> None:
+def test_ready_needs_reports_of_the_attempt(world: World) -> None:
     leader = led(world)
     leader.report(report(0, S), report(1, S))
     assert leader.ready
@@ -348,7 +348,7 @@ def test_what_is_ready_was_reported_in_the_attempt_at_work(world: World) -> None
     assert leader.ready
 
 
-def test_numbers_that_were_told_do_not_change_any_more(world: World) -> None:
+def test_returned_numbers_do_not_change(world: World) -> None:
     """They go into a boundary, and a later term may report others."""
     leader = led(world)
     leader.report(report(0, S), report(1, S, numbers={"a": 1.0}))
@@ -358,7 +358,7 @@ def test_numbers_that_were_told_do_not_change_any_more(world: World) -> None:
     assert leader.numbers(0) == {1: {"a": 2.0}}
 
 
-def test_an_epoch_is_not_committed_with_other_numbers_than_a_boundary_has(world: World) -> None:
+def test_numbers_of_a_boundary_must_commit(world: World) -> None:
     """A successor that computes something else may still send and receive as much, so that all sums agree."""
     leader = led(world, ahead=1)
     leader.report(report(0, S), report(1, S, numbers={"a": 1.0}))
@@ -377,7 +377,7 @@ def test_an_epoch_is_not_committed_with_other_numbers_than_a_boundary_has(world:
 
 
 @pytest.mark.parametrize("numbers", [{"a": 1.0}, {}, {"a": float("inf"), "b": 0.0}])
-def test_a_successor_that_reports_the_same_restarts_nothing(world: World, numbers: dict[str, float]) -> None:
+def test_equal_numbers_of_a_successor_are_accepted(world: World, numbers: dict[str, float]) -> None:
     leader = led(world, ahead=1)
     leader.report(report(0, S), report(1, S, numbers=numbers))
     leader.keep_numbers(0, {})
@@ -387,7 +387,7 @@ def test_a_successor_that_reports_the_same_restarts_nothing(world: World, number
     assert decide(leader, world) == Commit(finished=False)
 
 
-def test_nan_is_the_same_number_as_nan(world: World) -> None:
+def test_nan_equals_nan(world: World) -> None:
     leader = led(world, ahead=1)
     leader.report(report(0, S), report(1, S, numbers={"loss": float("nan")}))
     leader.keep_numbers(0, {})
@@ -398,7 +398,7 @@ def test_nan_is_the_same_number_as_nan(world: World) -> None:
 
 
 @pytest.mark.parametrize("numbers", [{}, {"b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.5}])
-def test_what_counts_is_every_name_and_every_number(world: World, numbers: dict[str, float]) -> None:
+def test_numbers_compare_names_and_values(world: World, numbers: dict[str, float]) -> None:
     leader = led(world, ahead=1)
     leader.report(report(0, S), report(1, S, numbers={"a": 1.0}))
     leader.keep_numbers(0, {})
@@ -408,13 +408,13 @@ def test_what_counts_is_every_name_and_every_number(world: World, numbers: dict[
     assert isinstance(decide(leader, world), Restart)
 
 
-def test_the_numbers_of_a_single_task_are_known_before_it_reports_anything() -> None:
+def test_single_task_needs_no_report_for_its_numbers() -> None:
     leader = Leader(1, 10, ahead=4)
     leader.begin(S)
     assert leader.keep_numbers(0, {"a": 1.0}) == {0: {"a": 1.0}}
 
 
-def test_numbers_that_no_boundary_has_may_change(world: World) -> None:
+def test_numbers_without_a_boundary_may_change(world: World) -> None:
     leader = led(world, ahead=1)
     leader.report(report(0, S), report(1, S, numbers={"a": 1.0}))
     world.die("b")
@@ -423,7 +423,7 @@ def test_numbers_that_no_boundary_has_may_change(world: World) -> None:
     assert decide(leader, world) == Commit(finished=False)
 
 
-def test_what_task_0_has_worked_through_need_not_be_done(world: World) -> None:
+def test_numbers_do_not_wait_for_task_0(world: World) -> None:
     """Its boundary is held later; what it will report is known to whoever asks."""
     leader = led(world, ahead=4)
     assert leader.numbers(1, {"a": 1.0}) is None, "nobody has reported anything"
@@ -437,7 +437,7 @@ def test_what_task_0_has_worked_through_need_not_be_done(world: World) -> None:
     assert leader.numbers(1, {"a": 1.0}) == {0: {"a": 3.0}, 1: {"b": 2.0}}, "what was reported is what counts"
 
 
-def test_only_of_task_0_is_it_known_what_it_will_report(world: World) -> None:
+def test_numbers_wait_for_other_tasks(world: World) -> None:
     leader = led(world)
     leader.report(report(0, S, numbers={"a": 1.0}))
     assert leader.numbers(0, {"a": 1.0}) is None
@@ -445,7 +445,7 @@ def test_only_of_task_0_is_it_known_what_it_will_report(world: World) -> None:
     assert leader.numbers(0, {"a": 1.0}) is None
 
 
-def test_a_successor_that_does_not_end_the_job_takes_back_that_it_ends(world: World) -> None:
+def test_successor_may_withdraw_the_end_of_the_job(world: World) -> None:
     leader = Leader(2, None)
     leader.begin(S)
     leader.report(report(0, S), report(1, S, finish=True))

@@ -42,22 +42,22 @@ def decide(leader: Leader, world: World) -> Action:
     return leader.decide(world.view())
 
 
-def test_epochs_that_are_complete_are_committed_together(world: World) -> None:
+def test_complete_epochs_commit_together(world: World) -> None:
     leader = told(led(), done(0, 0), done(1, 0), done(0, 1), done(1, 1), done(0, 2))
     assert decide(leader, world) == Commit(finished=False, epochs=2, awaited=False)
 
 
-def test_somebody_waits_where_a_task_does_not_go_on(world: World) -> None:
+def test_waiting_task_is_noticed(world: World) -> None:
     leader = told(led(), done(0, 0), done(1, 0), done(0, 1), done(1, 1, ahead=False))
     assert decide(leader, world) == Commit(finished=False, epochs=2, awaited=True)
 
 
-def test_an_epoch_is_not_committed_before_those_before_it(world: World) -> None:
+def test_epochs_commit_in_order(world: World) -> None:
     leader = told(led(), done(0, 0), done(0, 1), done(1, 1))
     assert decide(leader, world) == WaitFor((1,), "not finished with the epoch")
 
 
-def test_what_is_further_ahead_than_allowed_does_not_count(world: World) -> None:
+def test_reports_too_far_ahead_do_not_count(world: World) -> None:
     leader = led(ahead=2)
     assert leader.report(done(0, 2))
     assert not leader.report(done(0, 3))
@@ -73,7 +73,7 @@ def test_each_epoch_is_judged_by_its_own_sums(world: World) -> None:
     assert decide(leader, world) == Commit(finished=False, epochs=1, awaited=False)
 
 
-def test_reports_of_an_epoch_ahead_count_once_it_is_at_work(world: World) -> None:
+def test_report_ahead_counts_when_its_epoch_is_at_work(world: World) -> None:
     leader = told(led(), done(0, 0), done(1, 0), done(0, 1))
     world.commit()
     leader.begin(at(1))
@@ -82,7 +82,7 @@ def test_reports_of_an_epoch_ahead_count_once_it_is_at_work(world: World) -> Non
     assert decide(leader, world) == Commit(finished=False, epochs=1, awaited=False)
 
 
-def test_a_restart_makes_all_of_them_void(world: World) -> None:
+def test_restart_drops_reports_ahead(world: World) -> None:
     leader = told(led(), *(done(task, epoch) for task in (0, 1) for epoch in (0, 1)))
     world.restart()
     leader.begin(at(0, attempt=2))
@@ -91,14 +91,14 @@ def test_a_restart_makes_all_of_them_void(world: World) -> None:
     told(leader, done(0, 1, attempt=2))
 
 
-def test_nothing_is_committed_behind_the_jobs_last_epoch(world: World) -> None:
+def test_no_commit_after_the_last_epoch(world: World) -> None:
     reports = [done(task, epoch) for task in (0, 1) for epoch in (0, 1, 2)]
     assert decide(told(led(epochs=2), *reports), world) == Commit(finished=True, epochs=2, awaited=False)
     reports[1] = done(0, 1, finish=True)
     assert decide(told(led(), *reports), world) == Commit(finished=True, epochs=2, awaited=False)
 
 
-def test_a_report_of_a_term_that_is_over_holds_back_its_epoch_and_those_after_it(world: World) -> None:
+def test_report_of_an_old_term_stops_later_epochs(world: World) -> None:
     leader = told(led(), *(done(task, epoch) for task in (0, 1) for epoch in (0, 1, 2)))
     world.die("b")
     world.take_over(1, "a")
@@ -111,7 +111,7 @@ def test_a_report_of_a_term_that_is_over_holds_back_its_epoch_and_those_after_it
     assert decide(leader, world) == Commit(finished=False, epochs=3, awaited=False)
 
 
-def test_unequal_sums_restart_where_a_primary_was_replaced_before_the_last_commit(world: World) -> None:
+def test_unequal_sums_after_a_replacement_restart(world: World) -> None:
     """Somebody may have taken, in epoch 1, what the primary of the gone term put there before epoch 0 was committed."""
     view = world.view()
 
@@ -133,7 +133,7 @@ def test_unequal_sums_restart_where_a_primary_was_replaced_before_the_last_commi
     assert leader.decide(view) == Diverged()
 
 
-def test_a_restart_may_be_asked_for_an_epoch_ahead_and_is_moot_once_that_is_committed(world: World) -> None:
+def test_restart_request_ends_with_its_commit(world: World) -> None:
     leader = led()
     assert leader.request_restart(at(2), "why")
     assert decide(leader, world) == Restart("why")
@@ -151,7 +151,7 @@ def test_a_restart_may_be_asked_for_an_epoch_ahead_and_is_moot_once_that_is_comm
     assert not leader.request_restart(at(4, attempt=2), "another attempt")
 
 
-def test_of_restarts_that_were_asked_for_none_is_lost_with_the_commit_of_another_epoch(world: World) -> None:
+def test_restart_requests_survive_other_commits(world: World) -> None:
     """Each was acknowledged. The commit of epoch 0 was on its way when somebody said that it cannot be completed."""
     for asked in ((0, 1), (1, 0)):
         leader = led()
@@ -164,7 +164,7 @@ def test_of_restarts_that_were_asked_for_none_is_lost_with_the_commit_of_another
         assert decide(leader, committed) == Restart("of epoch 1")
 
 
-def test_other_numbers_than_a_boundary_has_do_not_hide_a_restart_of_a_later_epoch(world: World) -> None:
+def test_later_restart_request_is_kept(world: World) -> None:
     leader = told(led(), done(0, 0), done(1, 0, numbers={"a": 1.0}), done(0, 1), done(1, 1, numbers={"a": 1.0}))
     for epoch in (0, 1):
         assert leader.keep_numbers(epoch, {}) == {1: {"a": 1.0}}
@@ -176,7 +176,7 @@ def test_other_numbers_than_a_boundary_has_do_not_hide_a_restart_of_a_later_epoc
     assert isinstance(decision, Restart) and "other numbers" in decision.why
 
 
-def test_what_presses_is_enough_for_a_commit_or_somebody_who_waits() -> None:
+def test_pressing_means_enough_epochs_or_a_waiter() -> None:
     leader = led(ahead=4)
     assert leader.enough == 2
     told(leader, done(0, 0), done(1, 0), done(0, 1))
@@ -200,13 +200,13 @@ def test_what_presses_is_enough_for_a_commit_or_somebody_who_waits() -> None:
     assert not leader.pressing, "who waited did so in another attempt"
 
 
-def test_in_step_every_complete_epoch_presses() -> None:
+def test_without_epochs_ahead_all_commits_press() -> None:
     leader = told(led(ahead=0), done(0, 0, ahead=False))
     assert not leader.pressing
     assert told(leader, done(1, 0, ahead=False)).pressing
 
 
-def test_a_commit_of_several_epochs_is_one_write(world: World) -> None:
+def test_several_epochs_commit_in_one_write(world: World) -> None:
     revision = world.store.revision
     view = world.view()
     txn = transactions.commit(
@@ -221,7 +221,7 @@ def boundary(epoch: int, *, attempt: int = 1, term: int = 1) -> Boundary:
     return Boundary(Stamp(attempt, epoch), term, Encoded(f"{epoch}/{attempt}/{term}".encode(), (), b"0" * 16))
 
 
-def test_of_epochs_committed_at_once_each_boundary_is_found() -> None:
+def test_all_boundaries_of_a_commit_are_found() -> None:
     held = Boundaries()
     held.hold(boundary(0), committed=True)
     for one in (boundary(1), boundary(2), boundary(2, term=2), boundary(3, term=2), boundary(4)):
@@ -233,7 +233,7 @@ def test_of_epochs_committed_at_once_each_boundary_is_found() -> None:
     assert held.pending == (boundary(4),)
 
 
-def test_a_seal_of_an_epoch_is_none_of_the_next(world: World) -> None:
+def test_seal_counts_for_one_epoch(world: World) -> None:
     leader = told(led(), done(0, 0), done(1, 0, done=False, version=2))
     assert decide(leader, world) == SealTasks(((1, 2),))
     leader.sealed(1, 1, 2)

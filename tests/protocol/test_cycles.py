@@ -56,7 +56,7 @@ def test_tells_the_cycle_of_a_wrong_order() -> None:
     )
 
 
-def test_a_cycle_that_no_order_resolves_has_another_way_out() -> None:
+def test_cycle_that_no_order_resolves_has_another_way_out() -> None:
     waits = {
         0: [item("swap", "x", 1, provides=(("x", 1),))],
         1: [item("swap", "x", 0, provides=(("x", 0),))],
@@ -69,12 +69,12 @@ def test_a_cycle_that_no_order_resolves_has_another_way_out() -> None:
     )
 
 
-def test_a_processor_may_wait_for_itself() -> None:
+def test_processor_may_wait_for_itself() -> None:
     waits = {3: [item("loop", "x", 3, provides=(("x", 3),))]}
     assert check(find_cycle(waits)) == [Edge(3, "loop", "item", "x", 3, "loop")]
 
 
-def test_a_running_processor_ends_no_cycle() -> None:
+def test_running_processor_ends_no_cycle() -> None:
     waits = {
         0: [item("a", "x", 1, provides=(("y", 1),))],
         1: [running("b", 1, provides=(("x", 0),)), item("c", "y", 0), order("c", "b", 1)],
@@ -82,7 +82,7 @@ def test_a_running_processor_ends_no_cycle() -> None:
     assert find_cycle(waits) is None
 
 
-def test_what_is_finished_or_not_asked_moves() -> None:
+def test_finished_processors_end_no_cycle() -> None:
     assert find_cycle({}) is None
     assert find_cycle({0: []}) is None
     # The producer's processor is finished: the item is on its way.
@@ -93,7 +93,7 @@ def test_what_is_finished_or_not_asked_moves() -> None:
     assert find_cycle({0: [order("a", "gone", 0)]}) is None
 
 
-def test_a_tag_for_another_consumer_is_another_item() -> None:
+def test_tag_for_another_consumer_is_another_item() -> None:
     waits = {
         0: [item("a", "x", 1, provides=(("x", 1),))],
         1: [item("b", "x", 0, provides=(("x", 2),)), running("c", 1, provides=(("x", 0),))],
@@ -114,7 +114,7 @@ def test_any_of_several_waits_may_close_the_cycle() -> None:
     assert [(e.task, e.name) for e in check(find_cycle(waits))] == [(0, "y"), (1, "x")]
 
 
-def test_a_reply_leads_to_the_handler_where_that_waits() -> None:
+def test_reply_leads_to_the_handler_where_that_waits() -> None:
     waits = {
         0: [reply("ask", "push", 1, provides=(("x", 1),))],
         1: [item("handler push", "x", 0), item("other", "z", 5)],
@@ -144,7 +144,7 @@ def test_finds_the_shortest_way_round() -> None:
     assert len(check(find_cycle(waits))) == 3
 
 
-def test_a_long_cycle_of_ten_thousand_processors() -> None:
+def test_long_cycle_of_ten_thousand_processors() -> None:
     n = 10_000
     waits = {t: [item("p", "x", (t + 1) % n, provides=(("x", (t - 1) % n),))] for t in range(n)}
     began = time.thread_time()
@@ -158,7 +158,7 @@ def test_a_long_cycle_of_ten_thousand_processors() -> None:
     assert "task 9999 'p' (which will put 'x') waits for 'x' from task 0. " in text
 
 
-def test_a_long_chain_of_ten_thousand_processors() -> None:
+def test_long_chain_of_ten_thousand_processors() -> None:
     n = 10_000
     waits = {t: [item("p", "x", t + 1, provides=(("x", t - 1),))] for t in range(n)}
     waits[n] = [running("p", n, provides=(("x", n - 1),))]
@@ -211,14 +211,14 @@ def test_says_what_each_waits_for() -> None:
     ]
 
 
-def test_who_keeps_all_others_waiting_comes_first_then_those_that_are_nearest_to_it() -> None:
+def test_likely_cause_comes_first() -> None:
     chain = {task: [item("add", "sum", task + 1)] for task in range(5)} | {5: [running("add", 5)]}
     around = {7: [item("p", "x", 8)], 8: [item("p", "x", 7)]}  # nobody knows what these wait for in the end
     told = [line.split()[1] for line in describe_waits(chain | around | {6: [item("p", "x", 9)]})]
     assert told == ["5", "4", "6", "3", "2", "1", "0", "7", "8"], "nothing is known of 9, which may be it, too"
 
 
-def test_what_a_primary_waits_for_itself_is_told_and_leads_nowhere() -> None:
+def test_wait_of_the_primary_has_no_edge() -> None:
     waits = {0: [Wait("", "outside", 0, "1 more in-sync replicas (min_in_sync=2)", 4.0)], 1: [item("p", "x", 0)]}
     assert find_cycle(waits) is None
     assert describe_waits(waits) == [
@@ -227,7 +227,7 @@ def test_what_a_primary_waits_for_itself_is_told_and_leads_nowhere() -> None:
     ]
 
 
-def test_a_handler_that_waits_for_its_turn_is_told_and_leads_nowhere() -> None:
+def test_wait_for_a_turn_has_no_edge() -> None:
     """Who holds the task may return at any time, or wait for what it asked for."""
     waits = {
         0: [reply("ask", "pull", 0), Wait("handler pull", "turn of asking", 0, "ask", 2.0)],
@@ -243,7 +243,7 @@ def test_a_handler_that_waits_for_its_turn_is_told_and_leads_nowhere() -> None:
     ]
 
 
-def test_what_is_waited_for_alike_is_one_line() -> None:
+def test_equal_waits_share_a_line() -> None:
     """Of a task whose handlers had asked another one 1,400 times, `status` showed 200 lines that were the same."""
     alike = [Wait("handler q", "reply", 1, "q", since_s) for since_s in (2.0, 3.0, 1.0)]
     waits = {0: [*alike, reply("handler q", "p", 1)]}
@@ -253,7 +253,7 @@ def test_what_is_waited_for_alike_is_one_line() -> None:
     ]
 
 
-def test_the_lines_are_bounded() -> None:
+def test_description_of_waits_is_bounded() -> None:
     lines = describe_waits({0: [item("p", f"x{i}", 1) for i in range(50)]}, limit=10)
     assert len(lines) == 11
     assert lines[-1] == "and 40 more"

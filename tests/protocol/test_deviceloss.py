@@ -29,7 +29,7 @@ CUDARuntimeError = class_of("cupy_backends.cuda.api.runtime", "CUDARuntimeError"
         ("cuMemCreate: CUDA error 7001", False),
     ],
 )
-def test_what_an_illegal_access_may_be_is_said(said: str, hinted: bool) -> None:
+def test_illegal_access_gets_a_hint(said: str, hinted: bool) -> None:
     assert ("`ins` gave" in hint(CUDARuntimeError(said))) is hinted
 
 
@@ -60,11 +60,11 @@ def test_errors_of_a_device_are_known_by_name(error: Exception) -> None:
         class_of("cupy.cuda.compiler", "CompileException")(),
     ],
 )
-def test_others_are_not(error: Exception | None) -> None:
+def test_other_errors_are_not_of_a_device(error: Exception | None) -> None:
     assert device_error(error) is None
 
 
-def test_what_was_raised_in_its_wake_counts_too() -> None:
+def test_chained_device_error_counts() -> None:
     for chained in (True, False):
         try:
             try:
@@ -77,7 +77,7 @@ def test_what_was_raised_in_its_wake_counts_too() -> None:
             assert type(device_error(error)) is CUDARuntimeError
 
 
-def test_a_chain_in_a_circle_ends() -> None:
+def test_circular_chain_of_errors_ends() -> None:
     one, other = ValueError(), KeyError()
     one.__cause__, other.__cause__ = other, one
     assert device_error(one) is None
@@ -106,18 +106,18 @@ def end(world: World, node: str, task: int, epoch: int) -> None:
     world.delete(world.keys.node(node))
 
 
-def test_where_others_hold_its_tasks_the_process_ends(world: World) -> None:
+def test_process_ends_if_others_have_its_tasks(world: World) -> None:
     assert follows(world) == Outcome()
 
 
-def test_what_it_alone_holds_is_given_to_another_first(world: World) -> None:
+def test_process_first_gives_its_state_away(world: World) -> None:
     world.die("b")
     assert follows(world) == Outcome(wait="another node to hold the state of task 0")
     assert world.admit(0, "a", "c").succeeded
     assert follows(world) == Outcome()
 
 
-def test_also_the_other_tasks_of_the_node_are_kept(world: World) -> None:
+def test_other_tasks_of_the_node_are_kept(world: World) -> None:
     """b met an error in task 1, and a is gone: then b leads both, alone."""
     world.die("a")
     assert world.take_over(0, "b").succeeded
@@ -125,7 +125,7 @@ def test_also_the_other_tasks_of_the_node_are_kept(world: World) -> None:
 
 
 @pytest.mark.parametrize("why", ["without state", "epoch 0", "checkpoint"])
-def test_what_can_be_made_anew_need_not_be_held(why: str) -> None:
+def test_recomputable_state_needs_no_backup(why: str) -> None:
     world = World("a", "c")
     world.first(0, "a", stateful=why != "without state")
     if why == "checkpoint":
@@ -139,7 +139,7 @@ def test_without_backups_the_state_would_be_lost_so_the_job_fails() -> None:
     assert "with backups the job would go on" in follows(world, backups=0).fail
 
 
-def test_it_ends_no_more_than_so_many_nodes_in_one_epoch(world: World) -> None:
+def test_device_failures_per_epoch_are_bounded(world: World) -> None:
     world.register("d")
     world.register("e")
     end(world, "d", 0, 3)
@@ -151,7 +151,7 @@ def test_it_ends_no_more_than_so_many_nodes_in_one_epoch(world: World) -> None:
     assert follows(world, epoch=4) == Outcome(), "the job came further"
 
 
-def test_others_must_be_there_that_may_hold_it(world: World) -> None:
+def test_another_node_with_a_device_is_needed(world: World) -> None:
     assert "no other node may hold task 0" in follows(world, needs_device=lambda task: task == 0).fail
     record = msgspec.structs.replace(node_record("g"), devices=1)
     world.revisions["g"] = world.run(transactions.register(world.view(), "g", record)).revision
@@ -161,14 +161,14 @@ def test_others_must_be_there_that_may_hold_it(world: World) -> None:
     assert follows(alone, epoch=0).fail == "no other node is there to go on"
 
 
-def test_a_node_that_leaves_takes_nothing(world: World) -> None:
+def test_leaving_node_gets_no_task(world: World) -> None:
     world.die("b")
     record = msgspec.structs.replace(node_record("c"), draining=True)
     world.put(world.keys.node("c"), record.to_bytes())
     assert follows(world).fail == "no other node is there to go on"
 
 
-def test_why_a_node_ended_is_kept_and_told() -> None:
+def test_reason_of_the_end_is_recorded() -> None:
     record = GoneRecord(reason="ended its process, since ...", task=3, epoch=7)
     assert GoneRecord.from_bytes(record.to_bytes()) == record
     assert record.how_it_ended == "ended its process, since ..."

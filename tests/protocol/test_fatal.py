@@ -29,7 +29,7 @@ def die(world: World, node: str, *ran: tuple[str, int, int], meant: bool = False
     assert world.run(transactions.declare_gone(world.view(), node, record)).succeeded
 
 
-def test_so_many_deaths_of_the_same_code_are_too_many(world: World) -> None:
+def test_repeated_deaths_fail_the_job(world: World) -> None:
     assert fatal(world.view(), 1) is None
     for node in ("c", "a", "b"):
         assert fatal(world.view(), 3) is None
@@ -39,7 +39,7 @@ def test_so_many_deaths_of_the_same_code_are_too_many(world: World) -> None:
     assert fatal(world.view(), 4) is None
 
 
-def test_other_tasks_and_other_epochs_count_by_themselves(world: World) -> None:
+def test_deaths_count_per_task_and_epoch(world: World) -> None:
     die(world, "a", (SEND, 1, 3))
     die(world, "b", (SEND, 1, 4))
     die(world, "c", (SEND, 2, 3))
@@ -50,13 +50,13 @@ def test_other_tasks_and_other_epochs_count_by_themselves(world: World) -> None:
     assert found is not None and (found.task, found.epoch, len(found.deaths)) == (1, 4, 2)
 
 
-def test_a_death_that_somebody_meant_does_not_count(world: World) -> None:
+def test_intended_death_does_not_count(world: World) -> None:
     for node in ("a", "b", "c"):
         die(world, node, (SEND, 1, 3), meant=True)
     assert fatal(world.view(), 1) is None
 
 
-def test_what_was_committed_in_the_end_does_not_count(world: World) -> None:
+def test_committed_epoch_clears_deaths(world: World) -> None:
     die(world, "a", (SEND, 1, 3))
     die(world, "b", (SEND, 1, 3))
     world.put(world.keys.epoch, EpochRecord(epoch=4, attempt=1).to_bytes())
@@ -65,7 +65,7 @@ def test_what_was_committed_in_the_end_does_not_count(world: World) -> None:
     assert fatal(world.view(), 2) is not None, "the job rolled back, and comes there again"
 
 
-def test_set_ups_of_backups_count_until_one_is_admitted(world: World) -> None:
+def test_setup_deaths_count_until_an_admission(world: World) -> None:
     die(world, "c", ("setup", 1, -1))
     die(world, "d", ("setup", 1, -1))
     assert (found := fatal(world.view(), 2)) is not None and (found.task, found.epoch) == (1, 3)
@@ -78,7 +78,7 @@ def test_set_ups_of_backups_count_until_one_is_admitted(world: World) -> None:
     assert list(found.deaths) == ["c", "d", "b"]
 
 
-def test_of_what_ran_beside_it_the_more_frequent_is_named(world: World) -> None:
+def test_most_frequent_code_is_blamed(world: World) -> None:
     die(world, "a", (ADD, 0, 3), (SEND, 1, 3))
     die(world, "b", (SEND, 1, 3))
     die(world, "c", (ADD, 0, 3), (SEND, 1, 3))
@@ -86,12 +86,12 @@ def test_of_what_ran_beside_it_the_more_frequent_is_named(world: World) -> None:
     assert found is not None and (found.task, len(found.deaths)) == (1, 3)
 
 
-def test_the_record_keeps_what_ran() -> None:
+def test_record_keeps_what_ran() -> None:
     record = GoneRecord(reason="killed by SIGKILL", ran=(Ran(SEND, 1, 3), Ran(ADD, 0, -1)), meant=True)
     assert GoneRecord.from_bytes(record.to_bytes()) == record
     assert record.running == ("'send' of task 1", "'add' of task 0")
 
 
-def test_what_ran_in_several_epochs_is_told_once() -> None:
+def test_code_of_several_epochs_is_named_once() -> None:
     ran = (Ran(SEND, 1, 3), Ran(ADD, 0, 3), Ran(SEND, 1, 4))
     assert GoneRecord(reason="killed by SIGKILL", ran=ran).running == ("'send' of task 1", "'add' of task 0")

@@ -37,7 +37,7 @@ def forget(world: World, *nodes: str) -> bool:
     return world.run(transactions.forget_gone(view, nodes, primary_revision=revision, writer="a:1")).succeeded
 
 
-def test_the_oldest_are_forgotten_and_the_last_ones_are_not(world: World) -> None:
+def test_oldest_records_are_forgotten(world: World) -> None:
     for node in ("z", "x", "y", "w"):
         end(world, node)
     assert forgettable(world.view(), 0) == ["z", "x", "y", "w"]
@@ -45,7 +45,7 @@ def test_the_oldest_are_forgotten_and_the_last_ones_are_not(world: World) -> Non
     assert forgettable(world.view(), 4) == forgettable(world.view(), 5) == []
 
 
-def test_whoever_a_key_names_is_not(world: World) -> None:
+def test_named_node_is_not_forgotten(world: World) -> None:
     """A task whose members are gone is begun from nothing, or lost; a key of one that is gone is tidied away."""
     end(world, "a")
     end(world, "b")
@@ -53,7 +53,7 @@ def test_whoever_a_key_names_is_not(world: World) -> None:
     assert forgettable(world.view(), 0) == ["x"]
 
 
-def test_whoever_is_registered_is_not(world: World) -> None:
+def test_registered_node_is_not_forgotten(world: World) -> None:
     """Its launcher said so, and then revokes its lease: until then its key passes for that of one that lives."""
     assert world.run(transactions.declare_gone(world.view(), "b", GoneRecord(reason="killed"))).succeeded
     world.delete(world.keys.member(0, "b"))
@@ -70,14 +70,14 @@ def test_whoever_is_registered_is_not(world: World) -> None:
         GoneRecord(reason="ended its process", task=0, epoch=3),
     ],
 )
-def test_an_end_that_may_fail_the_job_counts_until_its_epoch_is_committed(world: World, record: GoneRecord) -> None:
+def test_counted_death_is_kept_until_the_commit(world: World, record: GoneRecord) -> None:
     end(world, "x", record)
     assert forgettable(world.view(), 0) == []
     at(world, 5)
     assert forgettable(world.view(), 0) == ["x"]
 
 
-def test_the_end_of_a_set_up_counts_until_a_backup_is_there(world: World) -> None:
+def test_setup_death_is_kept_until_an_admission(world: World) -> None:
     end(world, "x", GoneRecord(reason="exited with code 11", ran=(Ran("setup", 0, -1),)))
     assert fatal(world.view(), 1) is not None and forgettable(world.view(), 0) == []
     world.register("c")
@@ -85,12 +85,12 @@ def test_the_end_of_a_set_up_counts_until_a_backup_is_there(world: World) -> Non
     assert fatal(world.view(), 1) is None and forgettable(world.view(), 0) == ["x"]
 
 
-def test_an_end_that_was_meant_counts_for_nothing(world: World) -> None:
+def test_intended_death_may_be_forgotten(world: World) -> None:
     end(world, "x", GoneRecord(reason="killed by SIGKILL", ran=(Ran("send", 0, 3), Ran("setup", 1, -1)), meant=True))
     assert forgettable(world.view(), 0) == ["x"]
 
 
-def test_how_far_was_forgotten_is_kept_and_never_goes_back(world: World) -> None:
+def test_forgotten_revision_only_grows(world: World) -> None:
     end(world, "x")
     end(world, "y")
     known = {node: gone.mod_revision for node, gone in world.view().gone.items()}

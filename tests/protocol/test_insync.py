@@ -29,7 +29,7 @@ def member(node: str, *, marked: Iterable[str] = ()) -> InSync:
     return insync
 
 
-def test_a_primary_alone_waits_for_nobody() -> None:
+def test_single_primary_needs_no_acknowledgement() -> None:
     insync = InSync([])
     insync.add(K0)
     assert insync.waits_for(K0) == ()
@@ -46,14 +46,14 @@ def test_members_read_by_a_take_over_must_acknowledge_everything() -> None:
     assert insync.holders(K0) == 2
 
 
-def test_members_known_to_hold_the_committed_boundary_owe_only_what_follows() -> None:
+def test_member_owes_later_boundaries_only() -> None:
     insync = member("b")
     assert insync.waits_for(K0) == ()
     insync.add(K1)
     assert insync.missing("b") == (K1,)
 
 
-def test_a_candidate_is_not_waited_for() -> None:
+def test_candidate_is_not_waited_for() -> None:
     insync = candidate(K0)
     assert insync.place("b") is Place.CANDIDATE
     assert insync.waits_for(K0) == ()
@@ -62,7 +62,7 @@ def test_a_candidate_is_not_waited_for() -> None:
     assert insync.holders(K0) == 1, "it is not known to be a member"
 
 
-def test_a_candidate_may_be_admitted_when_it_holds_every_boundary() -> None:
+def test_candidate_may_be_admitted_when_it_holds_every_boundary() -> None:
     insync = candidate(K0, K1)
     insync.acknowledge("b", K0)
     assert not insync.may_admit("b")
@@ -72,7 +72,7 @@ def test_a_candidate_may_be_admitted_when_it_holds_every_boundary() -> None:
     assert insync.may_admit("b")
 
 
-def test_nobody_is_admitted_before_there_is_a_boundary_to_hold() -> None:
+def test_no_admission_without_a_boundary() -> None:
     assert not candidate().may_admit("b")
 
 
@@ -89,7 +89,7 @@ def test_from_the_admitting_write_on_a_new_boundary_waits_for_the_node() -> None
     assert insync.holders(K0) == 2
 
 
-def test_an_admission_known_to_have_failed_makes_it_a_candidate_again() -> None:
+def test_admission_known_to_have_failed_makes_it_a_candidate_again() -> None:
     insync = candidate(K0)
     insync.acknowledge("b", K0)
     insync.admitting("b")
@@ -114,7 +114,7 @@ def test_until_the_evicting_write_is_known_the_node_is_waited_for() -> None:
     assert insync.missing("b") == ()
 
 
-def test_an_eviction_known_to_have_failed_makes_it_a_member_again() -> None:
+def test_eviction_known_to_have_failed_makes_it_a_member_again() -> None:
     insync = member("b")
     insync.evicting("b")
     insync.evicted("b", False)
@@ -122,7 +122,7 @@ def test_an_eviction_known_to_have_failed_makes_it_a_member_again() -> None:
     assert insync.holders(K0) == 2
 
 
-def test_whom_an_earlier_term_evicted_is_waited_for_and_no_replica_to_count_on() -> None:
+def test_marked_node_must_acknowledge() -> None:
     insync = InSync(["b"], marked=["c"])
     insync.add(K0)
     assert insync.place("c") is Place.MARKED
@@ -137,7 +137,7 @@ def test_whom_an_earlier_term_evicted_is_waited_for_and_no_replica_to_count_on()
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_whom_an_earlier_term_evicted_is_admitted_anew(written: bool) -> None:
+def test_marked_node_is_admitted_again(written: bool) -> None:
     insync = InSync([], marked=["c"])
     insync.add(K0)
     assert not insync.may_admit("c")
@@ -152,7 +152,7 @@ def test_whom_an_earlier_term_evicted_is_admitted_anew(written: bool) -> None:
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_whom_an_earlier_term_evicted_is_waited_for_until_it_is_evicted_once_more(written: bool) -> None:
+def test_marked_node_counts_until_evicted_again(written: bool) -> None:
     insync = InSync([], marked=["c"])
     insync.add(K0)
     insync.evicting("c")
@@ -169,7 +169,7 @@ def test_only_members_are_evicted() -> None:
             insync.evicting(node)
 
 
-def test_an_evicted_node_may_be_invited_again_and_owes_everything() -> None:
+def test_evicted_node_may_be_invited_again_and_owes_everything() -> None:
     insync = member("b")
     insync.evicting("b")
     insync.evicted("b", True)
@@ -178,7 +178,7 @@ def test_an_evicted_node_may_be_invited_again_and_owes_everything() -> None:
     assert insync.missing("b") == (K0,)
 
 
-def test_inviting_changes_nothing_about_whoever_is_there() -> None:
+def test_invitation_keeps_known_states() -> None:
     insync = member("b")
     insync.invite("b")
     assert insync.place("b") is Place.MEMBER
@@ -195,7 +195,7 @@ def test_only_a_candidate_is_dismissed() -> None:
     assert not insync.dismiss("b")
 
 
-def test_history_is_not_owed() -> None:
+def test_committed_history_is_not_owed() -> None:
     insync = InSync(["b"])
     for key in (K0, K1, K2):
         insync.add(key)
@@ -204,7 +204,7 @@ def test_history_is_not_owed() -> None:
     assert insync.missing("b") == (K1, K2)
 
 
-def test_a_dead_attempts_boundaries_are_not_owed() -> None:
+def test_boundaries_of_an_old_attempt_are_not_owed() -> None:
     insync = member("b")
     insync.add(K1)
     insync.acknowledge("b", K1)
@@ -215,7 +215,7 @@ def test_a_dead_attempts_boundaries_are_not_owed() -> None:
     assert insync.waits_for(again) == ("b",), "an acknowledgement is of one attempt"
 
 
-def test_an_acknowledgement_of_what_is_not_current_counts_for_nothing() -> None:
+def test_old_acknowledgement_does_not_count() -> None:
     insync = InSync(["b"])
     insync.acknowledge("b", K1)
     insync.acknowledge("stranger", K1)
@@ -224,14 +224,14 @@ def test_an_acknowledgement_of_what_is_not_current_counts_for_nothing() -> None:
     assert insync.nodes == ("b",)
 
 
-def test_a_key_of_another_term_is_another_boundary() -> None:
+def test_key_of_another_term_is_another_boundary() -> None:
     insync = InSync(["b"])
     insync.add((1, 1, 2))
     insync.acknowledge("b", (1, 1, 1))
     assert insync.waits_for((1, 1, 2)) == ("b",)
 
 
-def test_boundaries_are_owed_in_their_order_however_they_came() -> None:
+def test_missing_boundaries_are_in_order() -> None:
     insync = InSync(["b"])
     for key in (K2, K0, K1, K0):
         insync.add(key)
@@ -240,7 +240,7 @@ def test_boundaries_are_owed_in_their_order_however_they_came() -> None:
     assert insync.current == (K1, K2)
 
 
-def test_whom_its_own_term_evicted_was_marked_by_an_earlier_one_no_longer() -> None:
+def test_eviction_clears_the_mark() -> None:
     """Invited again it is nobody's heir: were it waited for when its admission fails, an epoch would wait in vain."""
     insync = InSync([], marked=["c"])
     insync.add(K0)
@@ -254,7 +254,7 @@ def test_whom_its_own_term_evicted_was_marked_by_an_earlier_one_no_longer() -> N
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_is_steady_while_every_other_node_is_a_member(seed: int) -> None:
+def test_steady_while_all_nodes_are_members(seed: int) -> None:
     """Whatever became of each of them, and in whatever order."""
     rng = random.Random(seed)
     insync = member("a", marked=["m"] if seed % 2 else [])
@@ -286,7 +286,7 @@ def test_it_is_steady_while_every_other_node_is_a_member(seed: int) -> None:
     assert seen == {True, False}
 
 
-def test_others_may_go_once_everyone_wished_for_is_a_member_and_lives() -> None:
+def test_fulfilled_needs_living_members() -> None:
     insync = InSync(["c"])
     insync.add(K0)
     insync.invite("b")

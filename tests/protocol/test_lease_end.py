@@ -26,7 +26,7 @@ class Etcd:
 
 @pytest.mark.parametrize("ttl_s", [2.0, 3.0, 5.0, 10.0])
 @pytest.mark.parametrize("phase_s", [0.0, 0.3, 0.7, 0.999])
-def test_the_end_of_a_lease_is_found_within_a_few_questions_and_not_before_it(ttl_s: float, phase_s: float) -> None:
+def test_lease_end_is_found_soon(ttl_s: float, phase_s: float) -> None:
     etcd, end, now = Etcd(ttl_s, [10.0 + phase_s, 11.0 + phase_s]), LeaseEnd(ttl_s), 12.0
     while not end.ended:
         sent_at, now = now, now + 0.002
@@ -39,7 +39,7 @@ def test_the_end_of_a_lease_is_found_within_a_few_questions_and_not_before_it(tt
 
 
 @pytest.mark.parametrize("ttl_s", [2.0, 5.0])
-def test_a_lease_that_is_renewed_is_never_taken_for_ended_whatever_happens_between_the_questions(ttl_s: float) -> None:
+def test_renewed_lease_never_counts_as_ended(ttl_s: float) -> None:
     """Answers that take long, an asker that stands still, renewals that come as late as they may."""
     found = 0
     for seed in range(2000):
@@ -60,7 +60,7 @@ def test_a_lease_that_is_renewed_is_never_taken_for_ended_whatever_happens_betwe
     assert found > 100
 
 
-def test_a_lease_that_etcd_gives_its_whole_ttl_again_lives() -> None:
+def test_extended_lease_is_alive_again() -> None:
     """Its leader changed just when it had ended."""
     end = LeaseEnd(5.0)
     for at in (10.0, 10.5, 11.1):
@@ -72,14 +72,14 @@ def test_a_lease_that_etcd_gives_its_whole_ttl_again_lives() -> None:
     assert not end.ended
 
 
-def test_of_a_lease_that_was_revoked_nothing_is_said() -> None:
+def test_revoked_lease_is_left_to_the_watch() -> None:
     end = LeaseEnd(5.0)
     for at in (10.0, 11.0, 12.0):
         end.heard(None, sent_at=at, received_at=at)
     assert not end.ended
 
 
-def test_etcd_is_asked_often_only_where_an_answer_may_tell_something_new() -> None:
+def test_questions_are_rare_for_living_leases() -> None:
     end = LeaseEnd(5.0)
     assert end.heard(4, sent_at=0.0, received_at=0.0) == 3.0
     assert end.heard(1, sent_at=3.0, received_at=3.0) == 0.05, "it may be 0 at any moment"

@@ -62,7 +62,7 @@ def spread(counts: Sequence[int]) -> int:
 # -- examples ----------------------------------------------------------------------------------------------------
 
 
-def test_a_fresh_job_is_in_blocks_and_its_backups_all_around() -> None:
+def test_new_job_is_placed_in_blocks() -> None:
     seats = seats_of("a", "b", "c", "d")
     wishes = place(seats, 12, 1, {})
     assert [wishes[t].primary for t in range(12)] == list("aaabbbcccddd")
@@ -72,7 +72,7 @@ def test_a_fresh_job_is_in_blocks_and_its_backups_all_around() -> None:
         assert len(behind) >= 2, "the loss of one node must not burden one other with everything"
 
 
-def test_the_order_of_seats_does_not_matter() -> None:
+def test_order_of_seats_does_not_matter() -> None:
     seats = seats_of("a", "b", "c", "d", "e")
     wishes = place(seats, 17, 2, {})
     assert place(seats[::-1], 17, 2, dict(reversed(adopted(wishes).items()))) == wishes
@@ -83,7 +83,7 @@ def test_one_node_has_everything_and_no_backups() -> None:
     assert place(seats_of("a"), 3, 2, {}) == {t: Wish("a", ()) for t in range(3)}
 
 
-def test_without_seats_nobody_is_wished_for() -> None:
+def test_no_seats_mean_no_wishes() -> None:
     assert place([], 2, 1, {}) == {0: Wish(None, ()), 1: Wish(None, ())}
     assert place([], 2, 1, {0: Holding("a", ("a",))}) == {0: Wish(None, ()), 1: Wish(None, ())}
     assert place([], 0, 1, {}) == {}
@@ -101,7 +101,7 @@ def test_fewer_nodes_than_replicas_asked_for() -> None:
     assert all(len(w.backups) == 1 and w.primary not in w.backups for w in wishes.values())
 
 
-def test_a_node_that_joins_gets_its_share_and_no_more_is_copied() -> None:
+def test_joining_node_gets_its_share() -> None:
     seats = seats_of("a", "b", "c")
     before = adopted(place(seats, 24, 1, {}))
     seats = [*seats, Seat("d", "h")]
@@ -113,14 +113,14 @@ def test_a_node_that_joins_gets_its_share_and_no_more_is_copied() -> None:
     assert {node for _, node in copies} == {"d"}
 
 
-def test_a_second_node_becomes_the_backup_of_all_and_the_primary_of_half() -> None:
+def test_second_node_gets_half_of_the_primaries() -> None:
     seats = seats_of("a", "b")
     wishes = place(seats, 10, 1, {t: Holding("a", ("a",)) for t in range(10)})
     assert leads(wishes, seats) == [5, 5]
     assert replicas(wishes, seats) == [10, 10]
 
 
-def test_a_node_that_is_in_sync_already_is_handed_over_to() -> None:
+def test_hand_over_prefers_current_members() -> None:
     # b backs everything: only hand-overs, and only as many as it takes.
     seats = seats_of("a", "b", "c")
     before = {t: Holding("a", ("a", "b")) for t in range(4)} | {t: Holding("c", ("c", "a")) for t in range(4, 6)}
@@ -130,7 +130,7 @@ def test_a_node_that_is_in_sync_already_is_handed_over_to() -> None:
     assert replicas(wishes, seats) == [4, 4, 4]
 
 
-def test_where_one_hand_over_does_not_suffice_a_chain_does() -> None:
+def test_chain_of_hand_overs_evens_primaries() -> None:
     # a leads three tasks and c one; c backs none of a's.
     seats = seats_of("a", "b", "c", "d")
     holders = ["ab", "ab", "ad", "bc", "bc", "cd", "dc", "da"]
@@ -141,7 +141,7 @@ def test_where_one_hand_over_does_not_suffice_a_chain_does() -> None:
     assert sum(wishes[t].primary != before[t].primary for t in range(8)) == 2
 
 
-def test_the_primaries_of_a_node_that_left_go_to_its_backups() -> None:
+def test_backups_take_over_after_a_loss() -> None:
     seats = seats_of("a", "b", "c", "d")
     before = adopted(place(seats, 24, 1, {}))
     left = without(before, "b")
@@ -154,7 +154,7 @@ def test_the_primaries_of_a_node_that_left_go_to_its_backups() -> None:
         assert wishes[t].primary in holding.members
 
 
-def test_a_draining_node_is_left_like_a_lost_one_but_still_named() -> None:
+def test_draining_node_gives_its_tasks_up() -> None:
     seats = seats_of("a", "b", "c", "d")
     before = adopted(place(seats, 24, 1, {}))
     rest = [s for s in seats if s.node != "b"]
@@ -173,7 +173,7 @@ def test_two_nodes_leave_at_once() -> None:
     assert all(w.primary is not None and len(w.backups) == 1 for w in wishes.values())
 
 
-def test_a_node_that_is_absent_keeps_what_it_holds_and_gets_nothing() -> None:
+def test_absent_node_keeps_its_replicas() -> None:
     seats = seats_of("a", "b", "c", "d")
     before = adopted(place(seats, 22, 1, {}))
     rest = [s for s in seats if s.node != "b"]
@@ -187,17 +187,17 @@ def test_a_node_that_is_absent_keeps_what_it_holds_and_gets_nothing() -> None:
     assert all(node != "b" for _, node in pairs(place(rest, 22, 1, taken)))
 
 
-def test_an_absent_surplus_member_goes_before_a_present_one() -> None:
+def test_absent_surplus_member_is_dropped_first() -> None:
     wishes = place(seats_of("a", "c"), 1, 1, {0: Holding("a", ("a", "b", "c"))}, keep=frozenset("b"))
     assert wishes == {0: Wish("a", ("c",))}
 
 
-def test_a_task_whose_only_member_is_absent_waits_for_it() -> None:
+def test_task_waits_for_its_absent_member() -> None:
     wishes = place(seats_of("a"), 1, 0, {0: Holding("x", ("b",))}, keep=frozenset("b"))
     assert wishes == {0: Wish("b", ())}
 
 
-def test_replicas_are_on_different_hosts_where_there_are() -> None:
+def test_replicas_are_on_different_hosts() -> None:
     seats = [Seat("a", "h1"), Seat("b", "h1"), Seat("c", "h2"), Seat("d", "h2")]
     host = {s.node: s.host for s in seats}
     wishes = place(seats, 20, 1, {})
@@ -206,7 +206,7 @@ def test_replicas_are_on_different_hosts_where_there_are() -> None:
     assert replicas(wishes, seats) == [10, 10, 10, 10]
 
 
-def test_hosts_weigh_more_than_even_replicas_and_less_than_even_primaries() -> None:
+def test_hosts_count_between_primaries_and_replicas() -> None:
     seats = [Seat("a", "h1"), Seat("b", "h1"), Seat("c", "h1"), Seat("d", "h2")]
     wishes = place(seats, 12, 1, {})
     assert all("d" in (w.primary, *w.backups) for w in wishes.values())
@@ -214,7 +214,7 @@ def test_hosts_weigh_more_than_even_replicas_and_less_than_even_primaries() -> N
     assert replicas(wishes, seats) == [4, 4, 4, 12]
 
 
-def test_a_second_host_takes_a_backup_of_everything() -> None:
+def test_second_host_takes_a_backup_of_everything() -> None:
     seats = seats_of("a", "b")
     before = adopted(place(seats, 8, 1, {}))
     wishes = place([*seats, Seat("c", "other")], 8, 1, before)
@@ -231,13 +231,13 @@ def test_device_tasks_are_only_on_seats_with_devices() -> None:
     assert leads(wishes, seats) == [4, 0, 4, 0]
 
 
-def test_a_device_task_without_a_device_has_no_primary() -> None:
+def test_device_task_without_a_device_has_no_primary() -> None:
     wishes = place(seats_of("a", "b"), 2, 1, {0: Holding("a", ("a",))}, needs_device=lambda t: t == 0)
     assert wishes[0] == Wish(None, ())
     assert wishes[1].primary is not None
 
 
-def test_a_primary_that_is_no_member_holds_all_the_same() -> None:
+def test_primary_without_member_key_counts() -> None:
     assert place(seats_of("a", "b", "c"), 1, 1, {0: Holding("b", ("c",))}) == {0: Wish("b", ("c",))}
 
 
@@ -269,7 +269,7 @@ def situations(draw: st.DrawFn) -> tuple[list[Seat], int, int, Holdings, Callabl
 
 @settings(max_examples=300, deadline=None)
 @given(situations())
-def test_every_wish_is_possible_complete_and_a_fixpoint(situation: tuple) -> None:
+def test_wishes_are_valid_and_stable(situation: tuple) -> None:
     seats, tasks, backups, holdings, needs_device, keep = situation
     wishes = place(seats, tasks, backups, holdings, needs_device, keep)
     by_id = {s.node: s for s in seats}
@@ -300,7 +300,7 @@ def test_every_wish_is_possible_complete_and_a_fixpoint(situation: tuple) -> Non
 
 @settings(max_examples=200, deadline=None)
 @given(situations())
-def test_primaries_are_even_over_the_seats_that_may_have_them(situation: tuple) -> None:
+def test_primaries_are_even(situation: tuple) -> None:
     seats, tasks, backups, holdings, needs_device, keep = situation
     wishes = place(seats, tasks, backups, holdings, needs_device, keep)
     counts = dict(zip([s.node for s in seats], leads(wishes, seats), strict=True))
@@ -313,14 +313,14 @@ def test_primaries_are_even_over_the_seats_that_may_have_them(situation: tuple) 
 
 @settings(max_examples=300, deadline=None)
 @given(situations())
-def test_primaries_that_need_a_device_are_even_over_the_devices(situation: tuple) -> None:
+def test_device_primaries_are_even(situation: tuple) -> None:
     seats, tasks, backups, holdings, needs_device, keep = situation
     wishes = place(seats, tasks, backups, holdings, needs_device, keep)
     counts = Counter(w.primary for t, w in wishes.items() if needs_device(t))
     assert spread([counts[s.node] for s in seats if s.devices] or [0]) <= 1
 
 
-def test_tasks_that_need_a_device_change_places_with_others_where_nodes_with_one_come_and_go() -> None:
+def test_device_tasks_change_places_with_others() -> None:
     """Even numbers of primaries alone would leave one device with everything."""
     needs = {0, 1, 2, 3}
     alone = [Seat("a", "h", 1), Seat("b", "h")]
@@ -335,7 +335,7 @@ def test_tasks_that_need_a_device_change_places_with_others_where_nodes_with_one
 
 @settings(max_examples=400, deadline=None)
 @given(situations(), st.data())
-def test_who_left_a_task_leads_no_other_one_that_another_node_can_lead(situation: tuple, data: st.DataObject) -> None:
+def test_short_node_gets_no_new_primaries(situation: tuple, data: st.DataObject) -> None:
     seats, tasks, backups, holdings, needs_device, keep = situation
     lists = st.lists(st.integers(0, 5), max_size=3)
     seats = [replace(s, left=tuple(data.draw(lists)) if data.draw(st.booleans()) else ()) for s in seats]
@@ -356,7 +356,7 @@ def test_who_left_a_task_leads_no_other_one_that_another_node_can_lead(situation
                 assert all(left[n] for n in able.intersection(now.members) or able)
 
 
-def test_who_left_a_task_gets_no_other_one_in_return() -> None:
+def test_short_node_gets_nothing_in_return() -> None:
     """Its code may have no memory there either, and what that raises fails the job."""
     seats = [Seat("a", "h"), Seat("b", "h", left=(1,))]
     before = {0: Holding("a", ("a", "b")), 1: Holding("b", ("b", "a"))}
@@ -380,7 +380,7 @@ def test_replicas_are_even_on_one_host(situation: tuple) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(2, 7), st.integers(1, 40), st.integers(0, 3), st.data())
-def test_no_more_moves_than_a_change_needs(nodes: int, tasks: int, backups: int, data: st.DataObject) -> None:
+def test_moves_are_few(nodes: int, tasks: int, backups: int, data: st.DataObject) -> None:
     seats = seats_of(*(f"n{i}" for i in range(nodes)))
     before = adopted(place(seats, tasks, backups, {}))
     lost = data.draw(st.sampled_from(seats)).node
@@ -457,7 +457,7 @@ class Job:
     st.integers(1, 3),
     st.lists(st.sampled_from(["join", "kill", "drain", "replace"]), max_size=4),
 )
-def test_a_job_gets_there_through_joins_losses_and_drains(
+def test_job_reaches_its_wishes_through_changes(
     rnd: random.Random, nodes: int, tasks: int, backups: int, hosts: int, churn: list[str]
 ) -> None:
     job = Job(rnd, tasks, backups)
@@ -482,7 +482,7 @@ def test_a_job_gets_there_through_joins_losses_and_drains(
 
 
 @pytest.mark.parametrize(("nodes", "limit_s"), [(4, 0.02), (100, 0.3)])
-def test_is_fast(nodes: int, limit_s: float) -> None:
+def test_placement_is_fast(nodes: int, limit_s: float) -> None:
     seats = [Seat(f"n{i:03}", "h") for i in range(nodes)]
     before = adopted(place(seats, 1000, 1, {}))
 

@@ -29,24 +29,24 @@ THERE, LISTENS_THERE = at("b", "unix:B:/x"), at("b", "unix:B:/x", "tcp:b:1")
         (at("a", "unix:A:/x", token=""), at("a", "unix:A:/y", token="u")),
     ],
 )
-def test_nodes_that_may_speak_are_let_in(ours: NodeRecord, other: NodeRecord) -> None:
+def test_reachable_nodes_may_join(ours: NodeRecord, other: NodeRecord) -> None:
     assert why_refused(ours, other) == why_refused(other, ours) == ""
 
 
 @pytest.mark.parametrize("first", [THERE, LISTENS_THERE])
-def test_a_node_that_nobody_of_another_host_can_reach_is_told_to_listen(first: NodeRecord) -> None:
+def test_unreachable_node_is_refused(first: NodeRecord) -> None:
     why = why_refused(HERE, first)
     assert why.startswith("on-a on a cannot be reached by on-b on b: ")
     assert "Start it with --listen HOST, a name or address of this host" in why
 
 
-def test_beside_a_node_that_does_not_listen_others_are_told_which_it_is() -> None:
+def test_refusal_names_the_unreachable_node() -> None:
     why = why_refused(LISTENS_HERE, THERE)
     assert why.startswith("on-b on b cannot be reached by on-a on a: ")
     assert "Start that one again with --listen HOST, or all nodes on its host" in why
 
 
-def test_two_users_of_one_host_are_told_to_listen_since_their_sockets_are_private() -> None:
+def test_two_users_need_tcp() -> None:
     """Both registered, and never met."""
     one, other = at("a", "unix:A.1:/x"), at("a", "unix:A.2:/y")
     loopback = at("a", "unix:A.2:/y", "tcp:127.0.0.1:1")
@@ -59,7 +59,7 @@ def test_two_users_of_one_host_are_told_to_listen_since_their_sockets_are_privat
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "[::1]"])
-def test_a_node_that_listens_at_loopback_alone_is_told_to_listen_where_others_reach_it(address: str) -> None:
+def test_loopback_only_node_is_refused(address: str) -> None:
     """Debian's installer writes `127.0.1.1 HOST` into a host's own /etc/hosts: `--listen HOST` is loopback there."""
     ours = at("a", "unix:A:/x", f"tcp:{address}:1")
     assert why_refused(ours, HERE_TOO) == ""
@@ -70,25 +70,25 @@ def test_a_node_that_listens_at_loopback_alone_is_told_to_listen_where_others_re
     assert why_refused(ours, LISTENS_HERE) == ""  # of the same host
 
 
-def test_nodes_with_several_tokens_are_not_let_in() -> None:
+def test_different_tokens_are_refused() -> None:
     why = why_refused(HERE, at("a", "unix:A:/y", token="other"))
     assert why.startswith("on-a on a has another token than on-a on a") and "--token-file" in why
 
 
-def test_nodes_of_one_host_speak_over_unix_sockets_where_both_have_one() -> None:
+def test_nodes_of_a_host_share_unix_sockets() -> None:
     assert share_host(HERE, LISTENS_HERE) and share_host(LISTENS_HERE, HERE_TOO)
     assert not share_host(LISTENS_HERE, LISTENS_THERE)
     assert not share_host(at("a", "tcp:a:1"), LISTENS_HERE)
     assert not share_host(at("a", "unix:A.1:/x"), at("a", "unix:A.2:/x"))
 
 
-def test_a_node_that_cannot_be_dialled_is_named_with_its_port_and_what_may_drop_connections_to_it() -> None:
+def test_unreached_node_is_explained() -> None:
     why = why_unreached(HERE, LISTENS_THERE, "no connection within 5 s", connected=False)
     assert why.startswith("on-a on a cannot reach on-b on b at tcp:b:1 (no connection within 5 s). ")
     assert "to that port pass the firewall of b" in why and "--listen HOST" in why
 
 
-def test_of_a_port_that_takes_connections_only_what_failed_after_that_is_to_be_mended() -> None:
+def test_connected_node_needs_no_advice() -> None:
     """Of another authority's certificate it was said, besides, to look at the firewall."""
     error = "certificate verify failed: give all hosts certificates of one authority"
     why = why_unreached(HERE, LISTENS_THERE, error, connected=True)

@@ -42,7 +42,7 @@ def test_round_trip(record: Record) -> None:
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
-def test_a_newer_nodes_fields_are_ignored(record: Record) -> None:
+def test_unknown_fields_are_ignored(record: Record) -> None:
     raw = {**json.loads(record.to_bytes()), "of_a_later_version": [1, 2]}
     assert type(record).from_bytes(json.dumps(raw).encode()) == record
 
@@ -50,16 +50,16 @@ def test_a_newer_nodes_fields_are_ignored(record: Record) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b"null", b"3", b'"x"', b"{}", b"\xff", b'{"epoch": 1}', b'{"epoch":1,"attempt":0}{}']
 )
-def test_what_is_no_record_is_refused_and_named(data: bytes) -> None:
+def test_invalid_record_is_refused(data: bytes) -> None:
     with pytest.raises(DecodeError, match="not a EpochRecord"):
         EpochRecord.from_bytes(data)
 
 
-def test_a_person_can_put_a_record() -> None:
+def test_person_can_put_a_record() -> None:
     assert EpochRecord.from_bytes(b' { "epoch": 3,\n"attempt": 1}\n') == EpochRecord(epoch=3, attempt=1)
 
 
-def test_a_person_can_read_a_record() -> None:
+def test_person_can_read_a_record() -> None:
     text = b'{"writer":"n:1","epoch":3,"attempt":1,"lineage":0,"base":0}'
     assert EpochRecord(epoch=3, attempt=1, writer="n:1").to_bytes() == text
 
@@ -76,5 +76,5 @@ def test_keys_of_a_job_are_all_below_its_root() -> None:
 
 
 @pytest.mark.parametrize(("node", "name"), [("n1-0badcafe", "n1"), ("host-7-0badcafe", "host-7"), ("n1", "n1")])
-def test_a_node_is_called_by_its_name(node: str, name: str) -> None:
+def test_node_is_called_by_its_name(node: str, name: str) -> None:
     assert name_of(node) == name

@@ -25,22 +25,22 @@ def goes_on(world: World, me: str = "c", *, suspects: str = "", min_in_sync: int
     return job_goes_on(world.view(), me, 1, suspects=frozenset(suspects), min_in_sync=min_in_sync)
 
 
-def test_it_goes_on_where_others_hold_all_that_the_node_holds(world: World) -> None:
+def test_job_continues_without_an_unneeded_node(world: World) -> None:
     assert goes_on(world)
     assert goes_on(world, min_in_sync=2)
 
 
 @pytest.mark.parametrize("suspects", ["b", "a", "ab"], ids=["the task's primary", "another's", "both"])
-def test_a_node_that_may_have_to_take_over_is_needed(world: World, suspects: str) -> None:
+def test_possible_heir_is_needed(world: World, suspects: str) -> None:
     assert not goes_on(world, suspects=suspects)
 
 
-def test_so_is_a_primary_whose_node_is_gone(world: World) -> None:
+def test_node_is_needed_if_a_primary_is_gone(world: World) -> None:
     world.die("a")
     assert not goes_on(world)
 
 
-def test_where_the_others_leave_it_is_needed(world: World) -> None:
+def test_node_is_needed_if_others_leave(world: World) -> None:
     """Of a job whose only other node was leaving it was said that it goes on; ten seconds later it had no node."""
     for node in "ab":
         world.put(world.keys.node(node), node_record(node, draining=True).to_bytes())
@@ -49,15 +49,15 @@ def test_where_the_others_leave_it_is_needed(world: World) -> None:
     assert goes_on(world), "a stays, and takes over from b"
 
 
-def test_a_primary_of_anything_stays(world: World) -> None:
+def test_primary_is_needed(world: World) -> None:
     assert not goes_on(world, "a")
 
 
-def test_members_that_an_epoch_needs_stay(world: World) -> None:
+def test_member_below_min_in_sync_is_needed(world: World) -> None:
     assert not goes_on(world, min_in_sync=3)
 
 
-def test_before_the_first_commit_and_after_the_end_it_is_told_as_a_failure(world: World) -> None:
+def test_failure_before_the_first_commit(world: World) -> None:
     world.put(world.keys.epoch, EpochRecord(epoch=0, attempt=1).to_bytes())
     assert not goes_on(world)
     world.put(world.keys.epoch, EpochRecord(epoch=3, attempt=1).to_bytes())

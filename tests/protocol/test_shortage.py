@@ -22,5 +22,5 @@ from taskgraph.protocol.shortage import LEFT_S, heir_of
         (2, {"b": 2}, 16 * LEFT_S, "b"),
     ],
 )
-def test_who_leads_a_task_next(mine: int, others: Mapping[str, int], short_s: float, heir: str | None) -> None:
+def test_heir_after_lack_of_memory(mine: int, others: Mapping[str, int], short_s: float, heir: str | None) -> None:
     assert heir_of(mine, others, short_s) == heir

@@ -87,7 +87,7 @@ def test_counts_an_identity_once() -> None:
     assert ledger.received_sum == 0
 
 
-def test_an_empty_digest_counts_once_too() -> None:
+def test_empty_digest_counts_once_too() -> None:
     ledger = Ledger()
     assert not ledger.has_received("flag", 0, 1, "")
     assert [ledger.received("flag", 0, 1, "", b"") for _ in range(3)] == [True, False, False]
@@ -118,7 +118,7 @@ def test_another_content_of_the_same_identity_is_a_conflict(side: str) -> None:
     assert [e.digest for e in ledger.entries()] == [A]
 
 
-def test_a_task_may_send_to_itself() -> None:
+def test_task_may_send_to_itself() -> None:
     ledger = Ledger()
     ledger.sent("item", 2, 2, "x", A)
     ledger.received("item", 2, 2, "x", A)
@@ -126,7 +126,7 @@ def test_a_task_may_send_to_itself() -> None:
     assert explain({2: ledger.entries()}) == []
 
 
-def test_the_sum_wraps() -> None:
+def test_sum_wraps() -> None:
     sums = [identity("item", 0, 1, str(i), A) for i in range(100)]
     ledger = Ledger()
     for i in range(100):

@@ -37,27 +37,27 @@ def world() -> World:
     return world
 
 
-def test_nobody_takes_over_from_a_primary_that_nobody_suspects(world: World) -> None:
+def test_unsuspected_primary_stays(world: World) -> None:
     for me in "abcd":
         assert decide(world.view(), me, wished=True) == NOTHING
         assert decide(world.view(), me, suspects="b") == NOTHING
 
 
-def test_members_succeed_in_the_order_of_their_admission(world: World) -> None:
+def test_members_take_over_in_order_of_admission(world: World) -> None:
     assert decide(world.view(), "c", suspects="a") == Succession(Move.TAKE_OVER, 0)
     assert decide(world.view(), "b", suspects="a") == Succession(Move.TAKE_OVER, 1)
     assert decide(world.view(), "b", suspects="ac") == Succession(Move.TAKE_OVER, 0)
 
 
-def test_who_is_no_member_leaves_it_to_the_members(world: World) -> None:
+def test_other_nodes_leave_takeovers_to_members(world: World) -> None:
     assert decide(world.view(), "d", suspects="a", wished=True) == NOTHING
 
 
-def test_a_primary_does_not_succeed_itself(world: World) -> None:
+def test_primary_does_not_succeed_itself(world: World) -> None:
     assert decide(world.view(), "a", suspects="a") == NOTHING
 
 
-def test_a_primary_whose_work_was_dropped_succeeds_itself(world: World) -> None:
+def test_primary_whose_work_was_dropped_succeeds_itself(world: World) -> None:
     """Else nobody would: it lives, so nobody else suspects it."""
     assert decide(world.view(), "a", dropped=True) == Succession(Move.TAKE_OVER, 0)
     for other in "bcd":
@@ -67,7 +67,7 @@ def test_a_primary_whose_work_was_dropped_succeeds_itself(world: World) -> None:
     assert view.is_primary(0, "a", 2) and view.in_sync(0) == ["a", "c", "b"]
 
 
-def test_a_primary_that_was_evicted_before_it_took_over_is_no_lost_one_when_it_is_left_alone(world: World) -> None:
+def test_evicted_heir_keeps_the_state(world: World) -> None:
     world.evict(0, "a", "b")
     world.take_over(0, "b")
     world.evict(0, "b", "a")
@@ -84,7 +84,7 @@ def test_suspicion_of_all_members_is_not_enough_to_start_without_them(world: Wor
     assert decide(world.view(), "d", suspects="abc", gone="abc", wished=True) == NOTHING
 
 
-def test_state_whose_holders_are_all_gone_is_lost(world: World) -> None:
+def test_state_without_members_is_lost(world: World) -> None:
     world.commit()
     for node in "abc":
         world.die(node)
@@ -93,9 +93,7 @@ def test_state_whose_holders_are_all_gone_is_lost(world: World) -> None:
 
 
 @pytest.mark.parametrize(("epoch", "move"), [(1, Move.ROLL_BACK), (2, Move.ROLL_BACK), (3, Move.LOST)])
-def test_the_job_goes_back_to_a_checkpoint_of_what_is_committed_and_to_no_later_one(
-    world: World, epoch: int, move: Move
-) -> None:
+def test_roll_back_needs_a_committed_checkpoint(world: World, epoch: int, move: Move) -> None:
     """That of the last committed boundary is one: nothing is computed again then."""
     world.commit()
     world.commit()
@@ -105,7 +103,7 @@ def test_the_job_goes_back_to_a_checkpoint_of_what_is_committed_and_to_no_later_
     assert decide(world.view(), "d", suspects="abc", gone="abc", wished=True).move is move
 
 
-def test_a_task_without_state_starts_anew(world: World) -> None:
+def test_task_without_state_starts_anew(world: World) -> None:
     world.commit()
     for node in "abc":
         world.die(node)
@@ -119,13 +117,13 @@ def test_in_epoch_0_nothing_is_lost(world: World) -> None:
     assert decide(world.view(), "d", suspects="abc", gone="abc", wished=True).move is Move.FROM_NOTHING
 
 
-def test_a_fresh_task_is_started_by_whoever_is_wished() -> None:
+def test_fresh_task_is_started_by_whoever_is_wished() -> None:
     world = World("a", "b")
     assert decide(world.view(), "a", wished=True).move is Move.FROM_NOTHING
     assert decide(world.view(), "b", wished=False) == NOTHING
 
 
-def test_an_evicted_member_may_take_over_as_long_as_it_holds_the_committed_boundary(world: World) -> None:
+def test_evicted_member_may_take_over_as_long_as_it_holds_the_committed_boundary(world: World) -> None:
     world.evict(0, "a", "c")
     assert decide(world.view(), "c", suspects="a") == Succession(Move.TAKE_OVER, 0)
     world.commit()
@@ -133,11 +131,11 @@ def test_an_evicted_member_may_take_over_as_long_as_it_holds_the_committed_bound
     assert decide(world.view(), "b", suspects="a") == Succession(Move.TAKE_OVER, 0)
 
 
-def test_a_job_that_was_not_submitted_has_no_successors() -> None:
+def test_job_that_was_not_submitted_has_no_successors() -> None:
     assert decide(JobView("none"), "a", wished=True) == NOTHING
 
 
-def test_state_that_is_lost_is_lost_also_where_nobody_may_hold_it(world: World) -> None:
+def test_lost_state_is_reported_without_an_heir(world: World) -> None:
     """No seat is left (no CUDA device, all nodes leaving): the first node by name says what became of it."""
     for node in "abc":
         world.die(node)
@@ -156,7 +154,7 @@ def test_state_that_is_lost_is_lost_also_where_nobody_may_hold_it(world: World) 
     assert unseated("d", stateful=False) == NOTHING, "nothing is lost: it waits for a node that may hold it"
 
 
-def test_who_is_gone_has_nothing_of_what_another_leaves_with(world: World) -> None:
+def test_gone_member_counts_for_nothing(world: World) -> None:
     """Its key of a member stays in a job that has finished: no commit follows that ends what it holds."""
     assert held_alone(world.view(), 1, "a") == []
     for left in "bc":
@@ -167,7 +165,7 @@ def test_who_is_gone_has_nothing_of_what_another_leaves_with(world: World) -> No
     assert held_alone(world.view(), 1, "b") == []
 
 
-def test_a_task_is_stranded_while_nobody_can_succeed_its_primary_after_a_commit(world: World) -> None:
+def test_stranded_task_is_found(world: World) -> None:
     world.evict(0, "a", "c")
     assert stranded(world.view()) is None, "its primary lives"
     world.die("a")
@@ -178,7 +176,7 @@ def test_a_task_is_stranded_while_nobody_can_succeed_its_primary_after_a_commit(
     assert stranded(world.view()) is None
 
 
-def test_nobody_is_stranded_whose_last_holder_is_gone(world: World) -> None:
+def test_task_without_heirs_is_not_stranded(world: World) -> None:
     """It is lost, which another transaction decides: no commit waits for who cannot come."""
     for node in "abc":
         world.die(node)

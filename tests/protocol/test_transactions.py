@@ -244,7 +244,7 @@ def test_holds_while_nothing_changed(world: World, make: Callable[[World, JobVie
 
 
 @pytest.mark.parametrize(("make", "change"), CASES)
-def test_a_change_in_between_is_a_fence(
+def test_every_fence_stops_its_write(
     world: World, make: Callable[[World, JobView], Txn], change: Callable[[World], None]
 ) -> None:
     txn = make(world, world.view())
@@ -267,7 +267,7 @@ UNRELATED: list[tuple[Callable[[World, JobView], Txn], Callable[[World], None]]]
 
 
 @pytest.mark.parametrize(("make", "change"), UNRELATED, ids=lambda f: getattr(f, "__name__", "")[1:])
-def test_what_does_not_matter_is_no_fence(
+def test_unrelated_changes_stop_no_write(
     world: World, make: Callable[[World, JobView], Txn], change: Callable[[World], None]
 ) -> None:
     txn = make(world, world.view())
@@ -290,7 +290,7 @@ def test_registering_puts_the_nodes_key() -> None:
     assert set(world.view().live_nodes(RUN)) == {"a"}
 
 
-def test_a_take_over_begins_the_next_term_and_reads_where_to_start_from(world: World) -> None:
+def test_takeover_begins_the_next_term(world: World) -> None:
     view, generation = world.view(), world.view().generation_revision
     result = world.take_over(0, "b")
     taken = transactions.taken_over(result, view, 0)
@@ -303,7 +303,7 @@ def test_a_take_over_begins_the_next_term_and_reads_where_to_start_from(world: W
     assert set(taken.members) == {"a", "b"}, "the old primary, too, must acknowledge unless evicted in the new term"
 
 
-def test_a_take_over_reads_an_epoch_that_its_view_had_not_seen(world: World) -> None:
+def test_takeover_reads_the_newest_epoch(world: World) -> None:
     view = world.view()
     world.commit()
     world.restart()
@@ -311,7 +311,7 @@ def test_a_take_over_reads_an_epoch_that_its_view_had_not_seen(world: World) -> 
     assert (taken.epoch, taken.attempt) == (2, 2)
 
 
-def test_a_take_over_whose_answer_was_lost_reads_the_same_again(world: World) -> None:
+def test_takeover_can_be_read_again(world: World) -> None:
     view = world.view()
     result = world.take_over(0, "b", view=view)
     told = transactions.taken_over(result, view, 0)
@@ -319,13 +319,13 @@ def test_a_take_over_whose_answer_was_lost_reads_the_same_again(world: World) ->
     assert transactions.taken_over(TxnResult(True, result.revision, again.reads), view, 0) == told
 
 
-def test_a_hand_over_is_no_failover(world: World) -> None:
+def test_hand_over_is_no_failover(world: World) -> None:
     world.take_over(0, "b", failure=False)
     assert world.view().primaries[0].record.failovers == 0
     assert world.view().term(0) == 2
 
 
-def test_a_primary_may_take_over_from_itself(world: World) -> None:
+def test_primary_may_take_over_from_itself(world: World) -> None:
     assert world.take_over(0, "a").succeeded
     assert (world.view().primary_node(0), world.view().term(0)) == ("a", 2)
 
@@ -335,7 +335,7 @@ def test_only_a_member_takes_over(world: World) -> None:
         world.take_over(0, "c")
 
 
-def test_an_evicted_member_takes_over_only_while_its_boundary_is_the_committed_one(world: World) -> None:
+def test_evicted_member_takes_over_until_the_commit(world: World) -> None:
     world.evict(0, "a", "b")
     before = world.view()
     txn = _take_over(world, before)
@@ -345,7 +345,7 @@ def test_an_evicted_member_takes_over_only_while_its_boundary_is_the_committed_o
         _take_over(world, world.view())
 
 
-def test_an_evicted_member_that_takes_over_in_time_is_primary_and_a_member_again(world: World) -> None:
+def test_evicted_heir_is_a_member_again(world: World) -> None:
     world.evict(0, "a", "b")
     result = world.take_over(0, "b")
     assert result.succeeded
@@ -374,13 +374,13 @@ def test_who_is_not_registered_is_not_admitted(world: World) -> None:
         world.admit(0, "a", "d")
 
 
-def test_an_evicted_member_may_be_admitted_again(world: World) -> None:
+def test_evicted_member_may_be_admitted_again(world: World) -> None:
     world.evict(0, "a", "b")
     assert world.admit(0, "a", "b").succeeded
     assert world.view().members_of(0)["b"].record.until is None
 
 
-def test_a_late_admission_does_not_bring_back_a_member_that_was_tidied_away(world: World) -> None:
+def test_late_admission_fails_after_a_removal(world: World) -> None:
     """Its answer was lost, it was sent again, the member came and went; and then the first one arrives."""
     late = _admit(world, world.view())
     assert world.run(_admit(world, world.view())).succeeded
@@ -394,17 +394,17 @@ def test_a_late_admission_does_not_bring_back_a_member_that_was_tidied_away(worl
     assert not world.run(late).succeeded
 
 
-def test_an_eviction_holds_until_the_committed_epoch(world: World) -> None:
+def test_eviction_holds_until_the_committed_epoch(world: World) -> None:
     assert world.evict(0, "a", "b").succeeded
     assert world.view().members_of(0)["b"].record.until == 1
 
 
-def test_a_removed_member_is_none(world: World) -> None:
+def test_removed_member_is_none(world: World) -> None:
     assert world.run(_remove_member(world, world.view())).succeeded
     assert set(world.view().members_of(0)) == {"a"}
 
 
-def test_a_commit_moves_the_epoch_and_keeps_the_attempt(world: World) -> None:
+def test_commit_moves_the_epoch_and_keeps_the_attempt(world: World) -> None:
     world.restart()
     world.commit()
     view = world.view()
@@ -412,7 +412,7 @@ def test_a_commit_moves_the_epoch_and_keeps_the_attempt(world: World) -> None:
     assert view.running
 
 
-def test_the_last_commit_finishes_the_job_in_the_same_revision(world: World) -> None:
+def test_last_commit_finishes_the_job_in_the_same_revision(world: World) -> None:
     assert world.commit(finished=True).succeeded
     view = world.view()
     assert view.epoch is not None
@@ -428,7 +428,7 @@ def test_one_of_two_commits_of_an_epoch_happens(world: World) -> None:
     assert not world.restart(view=view).succeeded
 
 
-def test_a_restart_keeps_the_epoch_and_raises_the_attempt(world: World) -> None:
+def test_restart_keeps_the_epoch_and_raises_the_attempt(world: World) -> None:
     world.restart()
     world.restart()
     assert world.view().stamp == Stamp(3, 1)
@@ -451,7 +451,7 @@ def test_failing_takes_fences_of_its_own(world: World) -> None:
 
 
 @pytest.mark.parametrize("make", [_commit, _evict, _restart, _take_over], ids=lambda make: make.__name__[1:])
-def test_a_job_that_was_not_submitted_is_an_error(world: World, make: Callable[[World, JobView], Txn]) -> None:
+def test_job_that_was_not_submitted_is_an_error(world: World, make: Callable[[World, JobView], Txn]) -> None:
     view = world.view()
     view.epoch = None
     with pytest.raises(LookupError):
@@ -473,7 +473,7 @@ def from_nothing(world: World, view: JobView, *, task: int = 0, stateful: bool =
     )
 
 
-def test_the_first_primary_is_its_own_first_member() -> None:
+def test_first_primary_is_its_own_first_member() -> None:
     world = World("a")
     world.first(0, "a")
     view = world.view()
@@ -489,7 +489,7 @@ def test_of_two_first_primaries_one_is_it() -> None:
     assert [world.run(txn).succeeded for txn in txns] == [True, False]
 
 
-def test_a_task_without_state_is_taken_over_from_nobody(world: World) -> None:
+def test_task_without_state_is_taken_over_from_nobody(world: World) -> None:
     lost(world, "a", "b")
     result = world.run(from_nothing(world, world.view()))
     assert result.succeeded
@@ -524,12 +524,12 @@ def test_taking_over_from_nobody_is_fenced(world: World, change: Callable[[World
     assert not world.run(txn).succeeded
 
 
-def test_a_member_whose_node_is_still_registered_is_not_passed_over(world: World) -> None:
+def test_member_whose_node_is_still_registered_is_not_passed_over(world: World) -> None:
     lost(world, "a")
     assert not world.run(from_nothing(world, world.view())).succeeded
 
 
-def test_a_member_evicted_before_the_committed_boundary_does_not_matter(world: World) -> None:
+def test_member_evicted_before_the_committed_boundary_does_not_matter(world: World) -> None:
     world.evict(0, "a", "b")
     world.commit()
     lost(world, "a")
@@ -541,7 +541,7 @@ def checkpointed(world: World) -> None:
     world.put(world.keys.checkpoint, CheckpointRecord(epoch=1, attempt=1, name="x").to_bytes())
 
 
-def test_a_lost_state_fails_the_job_only_while_it_is_lost(world: World) -> None:
+def test_lost_state_fails_the_job_only_while_it_is_lost(world: World) -> None:
     status = StatusRecord(state=State.FAILED, reason="lost")
     lost(world, "a")
     assert not world.run(transactions.fail_lost(world.view(), 0, status)).succeeded, "b still holds it"
@@ -554,7 +554,7 @@ def test_a_lost_state_fails_the_job_only_while_it_is_lost(world: World) -> None:
 
 
 @pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED, State.FINISHED])
-def test_a_lost_state_is_nothing_to_a_job_that_has_ended(world: World, state: State) -> None:
+def test_lost_state_is_nothing_to_a_job_that_has_ended(world: World, state: State) -> None:
     """Its view said so already: the reason for which it had ended was overwritten with another."""
     lost(world, "a", "b")
     world.put(world.keys.status, StatusRecord(state=state, reason="the first").to_bytes())
@@ -569,7 +569,7 @@ def test_results_that_are_lost_before_they_were_collected_fail_the_job(world: Wo
     assert world.run(transactions.fail_lost(world.view(), 0, StatusRecord(state=State.FAILED, reason="lost"))).succeeded
 
 
-def test_who_leaves_after_the_results_were_collected_loses_nothing(world: World) -> None:
+def test_collected_job_loses_nothing(world: World) -> None:
     lost(world, "a")
     lost(world, "b")
     txn = transactions.fail_lost(world.view(), 0, StatusRecord(state=State.FAILED, reason="lost"))
@@ -577,5 +577,5 @@ def test_who_leaves_after_the_results_were_collected_loses_nothing(world: World)
     assert not world.run(txn).succeeded
 
 
-def test_members_that_were_evicted_are_told_from_those_that_were_not() -> None:
+def test_takeover_reads_evictions() -> None:
     assert MemberRecord.from_bytes(MemberRecord(until=0).to_bytes()).until == 0

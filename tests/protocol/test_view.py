@@ -49,7 +49,7 @@ def facts(view: JobView) -> dict[str, object]:
     return {name: value for name, value in vars(view).items() if name not in left_out}
 
 
-def test_watch_events_from_any_revision_on_lead_to_the_same_view_as_a_listing() -> None:
+def test_events_and_listing_give_equal_views() -> None:
     world = busy_world()
     expected = facts(world.view())
     for revision in range(1, world.store.revision + 1):
@@ -65,7 +65,7 @@ def test_watch_events_from_any_revision_on_lead_to_the_same_view_as_a_listing() 
         assert facts(replay) == expected
 
 
-def test_events_that_the_listing_already_held_change_nothing() -> None:
+def test_repeated_events_change_nothing() -> None:
     world = busy_world()
     view = world.view()
     before = facts(view)
@@ -125,7 +125,7 @@ def test_reading_primaries_and_members() -> None:
     assert view.in_sync(0) == ["a", "c", "b"], "in the order of admission"
 
 
-def test_an_evicted_member_is_in_sync_until_the_next_commit() -> None:
+def test_evicted_member_is_in_sync_until_the_next_commit() -> None:
     world = World("a", "b")
     world.first(0, "a")
     world.admit(0, "a", "b")
@@ -136,7 +136,7 @@ def test_an_evicted_member_is_in_sync_until_the_next_commit() -> None:
     assert set(world.view().members_of(0)) == {"a", "b"}
 
 
-def test_a_status_that_is_not_running() -> None:
+def test_status_that_is_not_running() -> None:
     world = World("a")
     world.put(world.keys.status, StatusRecord(state=State.FAILED, reason="x").to_bytes())
     assert not world.view().running
@@ -149,7 +149,7 @@ def test_live_nodes_are_of_this_run_and_not_gone() -> None:
     assert set(world.view().live_nodes(RUN)) == {"a"}
 
 
-def test_a_record_that_is_none_is_refused() -> None:
+def test_unreadable_record_is_refused() -> None:
     world = World()
     primary = PrimaryRecord(node="a", term=1, stateful=True).to_bytes()
     for key, value, why in (
@@ -171,7 +171,7 @@ def since(world: World, view: JobView) -> JobView:
 
 
 @pytest.mark.parametrize("name", ["spec", "epoch", "tasks/0/primary"])
-def test_a_key_that_somebody_deleted_is_named(name: str) -> None:
+def test_deleted_key_is_named(name: str) -> None:
     """The job stood still without a word, or failed with a reason that was none."""
     world = World("a")
     world.first(0, "a")
@@ -184,14 +184,14 @@ def test_a_key_that_somebody_deleted_is_named(name: str) -> None:
         reading.reset(world.store.revision, world.store.select(world.keys.root, prefix=True))
 
 
-def test_a_listing_with_a_status_and_nothing_to_do_is_one_of_keys_that_were_deleted() -> None:
+def test_listing_without_needed_keys_is_refused() -> None:
     world = World()
     world.delete(world.keys.epoch)
     with pytest.raises(DecodeError, match=f"the key {world.keys.epoch} in etcd was deleted"):
         world.view()
 
 
-def test_a_job_that_is_deleted_as_a_whole_misses_no_key() -> None:
+def test_deleted_job_misses_no_key() -> None:
     world = World("a")
     world.first(0, "a")
     watching, reading = world.view(), world.view()
@@ -201,7 +201,7 @@ def test_a_job_that_is_deleted_as_a_whole_misses_no_key() -> None:
     assert reading.status is None and reading.epoch is None
 
 
-def test_keys_of_a_job_that_is_over_are_not_missed() -> None:
+def test_ended_job_misses_no_key() -> None:
     world = World("a")
     world.first(0, "a")
     world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
@@ -211,7 +211,7 @@ def test_keys_of_a_job_that_is_over_are_not_missed() -> None:
     assert not since(world, view).primaries
 
 
-def test_another_run_of_the_job_deletes_what_the_last_one_left() -> None:
+def test_new_run_replaces_the_old_one() -> None:
     """Also one whose results nobody had collected; its watchers hear of all of that at once, or list it."""
     world = World("a")
     world.first(0, "a")
@@ -250,9 +250,7 @@ def listing(world: World) -> tuple[KeyValue, ...]:
     ],
     ids=["a commit", "a restart", "a take-over", "another run"],
 )
-def test_a_store_that_lost_what_it_had_told_is_seen_by_what_only_grows(
-    since: Callable[[World], object], says: str
-) -> None:
+def test_lost_data_of_the_store_is_noticed(since: Callable[[World], object], says: str) -> None:
     """An older snapshot with higher revisions: nodes died of an epoch that was committed without its boundary."""
     world = World("a", "b")
     world.first(0, "a")
@@ -268,7 +266,7 @@ def test_a_store_that_lost_what_it_had_told_is_seen_by_what_only_grows(
         assert str(lost.value) == says and facts(view) == known, "what is known stays"
 
 
-def test_what_goes_back_by_the_rules_or_is_not_there_any_more_is_not_lost() -> None:
+def test_allowed_steps_back_are_no_loss() -> None:
     world = World("a", "b")
     world.first(0, "a")
     world.commit()
@@ -285,7 +283,7 @@ def test_what_goes_back_by_the_rules_or_is_not_there_any_more_is_not_lost() -> N
     assert view.spec is None and view.stamp is None
 
 
-def test_a_replacement_counts_for_as_long_as_its_attempt_where_tasks_work_ahead() -> None:
+def test_replacement_counts_for_its_attempt() -> None:
     world = World("a", "b", "c")
     world.first(0, "a")
     world.admit(0, "a", "b")
@@ -325,7 +323,7 @@ def test_a_replacement_counts_for_as_long_as_its_attempt_where_tasks_work_ahead(
     assert not view.term_changed(in_attempt=True), "it began after all that was known by then"
 
 
-def test_who_stays_does_not_depend_on_the_epoch() -> None:
+def test_staying_members_do_not_depend_on_the_epoch() -> None:
     """As placement is computed again when the structure changes, and not when an epoch commits."""
     world = World("a", "b", "c")
     world.first(0, "a")
@@ -339,7 +337,7 @@ def test_who_stays_does_not_depend_on_the_epoch() -> None:
     assert world.view().in_sync(0) == world.view().staying(0) == ["a", "b"]
 
 
-def test_deaths_are_known_by_the_last_epoch_that_their_code_ran_in() -> None:
+def test_deaths_are_sorted_by_last_epoch() -> None:
     world = World("a", "b", "c", "d", "e")
     for node, epochs in {"a": (3, 7), "b": (5,), "c": (-1,), "d": (), "e": (9, -1)}.items():
         ran = tuple(Ran("send", 0, epoch) for epoch in epochs)
@@ -354,7 +352,7 @@ def test_deaths_are_known_by_the_last_epoch_that_their_code_ran_in() -> None:
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_node_sees_nothing_of_another_run_and_writes_nothing_to_it(listed: bool) -> None:
+def test_view_of_one_run_ignores_others(listed: bool) -> None:
     """Its name was submitted again before the node heard that its own run had ended: it took its tasks over."""
     world = World("a", "b")
     world.first(0, "b")

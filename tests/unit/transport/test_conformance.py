@@ -40,7 +40,7 @@ async def waits(event: asyncio.Event) -> None:
         await event.wait()
 
 
-def test_every_call_has_an_exchange_here() -> None:
+def test_exchanges_cover_all_calls() -> None:
     assert {type(call) for call, _ in EXCHANGES} == set(wire.CALLS)
     assert {type(reply) for _, reply in EXCHANGES} | {m.Refusal} == set(wire.REPLIES)
 
@@ -60,7 +60,7 @@ async def test_every_message_arrives_as_it_was_sent(cluster: Cluster, call: m.Ca
     assert value is None or all(buffer.readonly and buffer.format == "B" for buffer in value.buffers)
 
 
-async def test_a_waiting_call_does_not_block_others(cluster: Cluster) -> None:
+async def test_waiting_call_does_not_block_others(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     b.handler = gate = Gate()
     waiting = asyncio.ensure_future(a.call(b, pull()))
@@ -72,7 +72,7 @@ async def test_a_waiting_call_does_not_block_others(cluster: Cluster) -> None:
     assert isinstance(await waiting, m.Item)
 
 
-async def test_many_calls_at_once_get_their_own_replies(cluster: Cluster) -> None:
+async def test_concurrent_calls_get_their_own_replies(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
 
     async def handler(caller: str, call: m.Call) -> m.Reply:
@@ -91,7 +91,7 @@ async def test_many_calls_at_once_get_their_own_replies(cluster: Cluster) -> Non
         assert isinstance(reply, m.Item) and reply.value.meta == b"x" * (number // 3 + 1)
 
 
-async def test_cancelling_a_call_cancels_the_handler(cluster: Cluster) -> None:
+async def test_cancelled_call_cancels_the_handler(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     for target in (b, a):  # a peer, and oneself
         target.handler = gate = Gate()
@@ -105,7 +105,7 @@ async def test_cancelling_a_call_cancels_the_handler(cluster: Cluster) -> None:
         assert await a.call(target, m.Seal(m.Stamp(1, 1), 1, 1)) == m.Accepted(1)
 
 
-async def test_a_call_that_takes_too_long_is_lost_and_its_handler_cancelled(cluster: Cluster) -> None:
+async def test_timeout_cancels_the_handler(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     for target in (b, a):
         await a.call(target, SEAL)  # to dial may take its time, too
@@ -116,7 +116,7 @@ async def test_a_call_that_takes_too_long_is_lost_and_its_handler_cancelled(clus
     assert a.lost.empty()
 
 
-async def test_refusals_carry_reason_and_text(cluster: Cluster) -> None:
+async def test_refusal_has_reason_and_text(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
 
     async def raises(caller: str, call: m.Call) -> m.Reply:
@@ -136,9 +136,7 @@ async def test_refusals_carry_reason_and_text(cluster: Cluster) -> None:
         assert (caught.value.reason, str(caught.value)) == (m.Reason.CLOSING, m.Reason.CLOSING)
 
 
-async def test_a_failing_handler_answers_bad_message_and_is_logged(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_failing_handler_is_logged_and_answers(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     a, b = await cluster.node(), await cluster.node()
 
     async def raises(caller: str, call: m.Call) -> m.Reply:
@@ -161,7 +159,7 @@ async def test_a_failing_handler_answers_bad_message_and_is_logged(
         assert len(caplog.records) == 1 and a.name in caplog.text
 
 
-async def test_what_is_answered_at_once_needs_no_handler(cluster: Cluster) -> None:
+async def test_immediate_reply_needs_no_handler(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     item = m.Item(m.Stamp(1, 7), 4, "grad", encoded(b"x", bytes(100_000)))
     for target in (b, a):
@@ -175,7 +173,7 @@ async def test_what_is_answered_at_once_needs_no_handler(cluster: Cluster) -> No
         assert len(target.served) == 1
 
 
-async def test_what_is_still_coming_needs_no_handler(cluster: Cluster) -> None:
+async def test_pending_reply_needs_no_handler(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     for target in (b, a):
         asked = asyncio.Event()
@@ -258,7 +256,7 @@ def several(count: int) -> m.Pull:
     return m.Pull(one.stamp, one.sender, one.sender_term, one.task, one.tag, count)
 
 
-async def test_one_pull_of_several_epochs_is_as_many_calls(cluster: Cluster) -> None:
+async def test_pull_of_several_epochs_makes_several_calls(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     await a.call(b, SEAL)  # a session is open now
     b.at_once = shelf = Shelf()
@@ -284,7 +282,7 @@ async def test_one_pull_of_several_epochs_is_as_many_calls(cluster: Cluster) -> 
     assert await a.call(b, SEAL) == m.Accepted(1), "later calls have numbers of their own"
 
 
-async def test_a_pull_of_several_epochs_is_lost_with_its_peer_and_forgotten_with_its_caller(cluster: Cluster) -> None:
+async def test_pull_of_several_epochs_ends_with_its_nodes(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     for crashes, stays in ((b, a), (a, b)):
         target = b
@@ -305,7 +303,7 @@ async def test_a_pull_of_several_epochs_is_lost_with_its_peer_and_forgotten_with
             b = await cluster.node()
 
 
-async def test_what_there_is_to_several_calls_may_be_told_together(cluster: Cluster) -> None:
+async def test_calls_of_a_pull_may_be_answered_together(cluster: Cluster) -> None:
     """An item, one that is coming, one that came meanwhile, a refusal, one to be asked for, and one that raises."""
     a, b = await cluster.node(), await cluster.node()
     await a.call(b, SEAL)
@@ -350,38 +348,13 @@ async def test_what_there_is_to_several_calls_may_be_told_together(cluster: Clus
             await asyncio.wait_for(reply, 30)
 
 
-async def test_several_calls_are_not_begun_where_a_session_has_to_be_made(cluster: Cluster) -> None:
+async def test_calls_now_needs_a_session(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     await a.transport.close()
     assert a.transport.calls_now(b.peer, several(2)) is None
 
 
-async def test_what_is_answered_at_once_is_checked_as_well(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    a, b = await cluster.node(), await cluster.node()
-
-    def refuses(caller: str, call: m.Call) -> m.Reply:
-        raise Refused(m.Reason.STALE, "behind")
-
-    def raises(caller: str, call: m.Call) -> m.Reply:
-        raise LookupError("no such thing")
-
-    def wrong(caller: str, call: m.Call) -> m.Reply:
-        return m.WaitsPage(1, ())
-
-    for target in (b, a):
-        for at_once, reason, text in (
-            (refuses, m.Reason.STALE, "behind"),
-            (raises, m.Reason.BAD_MESSAGE, "no such thing"),
-            (wrong, m.Reason.BAD_MESSAGE, "WaitsPage"),
-        ):
-            target.at_once = at_once
-            with caplog.at_level(logging.ERROR), pytest.raises(Refused, match=text) as caught:
-                await a.call(target, pull())
-            assert caught.value.reason == reason
-        assert target.served == []
-
-
-async def test_a_call_begun_without_a_task_ends_as_any_other(cluster: Cluster) -> None:
+async def test_call_without_a_task_ends_like_others(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     for target in (b, a):
         await a.call(target, pull_free := m.Seal(m.Stamp(1, 1), 1, 1))  # a session is open now
@@ -410,7 +383,7 @@ async def test_a_call_begun_without_a_task_ends_as_any_other(cluster: Cluster) -
         assert await a.call(target, pull_free) == m.Accepted(1)
 
 
-async def test_a_call_begun_without_a_task_is_lost_with_its_peer(cluster: Cluster) -> None:
+async def test_call_without_a_task_is_lost_with_its_peer(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     await a.call(b, m.Seal(m.Stamp(1, 1), 1, 1))
     b.handler = gate = Gate()
@@ -454,7 +427,7 @@ async def time_passes(a: Node, b: Node) -> None:
         await a.call(b, SEAL)
 
 
-async def test_that_a_quiet_call_was_accepted_at_once_is_not_told(cluster: Cluster) -> None:
+async def test_accepted_quiet_call_gets_no_reply(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     b.at_once = heard = Heard(m.Accepted(1))
     reply = await begun(a, b, REPORT)
@@ -467,7 +440,7 @@ async def test_that_a_quiet_call_was_accepted_at_once_is_not_told(cluster: Clust
     assert await a.call(b, REPORT) == m.Accepted(1)
 
 
-async def test_a_quiet_call_is_answered_where_there_is_more_to_say(cluster: Cluster) -> None:
+async def test_quiet_call_gets_refusals_and_late_replies(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     b.at_once = Heard(m.Refusal(m.Reason.STALE, "behind"))
     with pytest.raises(Refused, match="behind"):
@@ -488,24 +461,7 @@ async def test_a_quiet_call_is_answered_where_there_is_more_to_say(cluster: Clus
     assert not own.done() or own.result() == m.Accepted(1)
 
 
-async def test_a_quiet_call_that_is_forgotten_goes_on_at_the_peer(cluster: Cluster) -> None:
-    a, b = await cluster.node(), await cluster.node()
-    gate = Gate()
-    reply = await begun(a, b, SEAL)
-    assert await reply == m.Accepted(1)
-    b.handler = gate
-    reply = a.transport.call_now(b.peer, pull(), quiet=True)
-    assert reply is not None
-    await waits(gate.entered)
-    reply.cancel()
-    b.handler = b._accept
-    await time_passes(a, b)
-    assert not gate.cancelled.is_set()
-    gate.release.set()
-    await time_passes(a, b)  # what it answers is of no use to anybody, and does no harm
-
-
-async def test_a_quiet_call_is_lost_with_its_peer_and_ends_with_its_transport(cluster: Cluster) -> None:
+async def test_quiet_call_ends_with_peer_or_transport(cluster: Cluster) -> None:
     a, b, c = await cluster.node(), await cluster.node(), await cluster.node()
     b.at_once = c.at_once = Heard(m.Accepted(1))
     lost, closed = await begun(a, b, REPORT), await begun(a, c, REPORT)
@@ -519,7 +475,7 @@ async def test_a_quiet_call_is_lost_with_its_peer_and_ends_with_its_transport(cl
         await closed
 
 
-async def test_nothing_is_begun_where_a_session_has_to_be_made(cluster: Cluster) -> None:
+async def test_call_now_needs_a_session(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     begun = a.transport.call_now(b.peer, m.Seal(m.Stamp(1, 1), 1, 1))
     assert begun is None or await begun == m.Accepted(1)  # in memory there is nothing to make
@@ -527,7 +483,7 @@ async def test_nothing_is_begun_where_a_session_has_to_be_made(cluster: Cluster)
     assert a.transport.call_now(b.peer, m.Seal(m.Stamp(1, 1), 1, 1)) is None
 
 
-async def test_a_crash_is_a_loss_then_the_peer_is_gone(cluster: Cluster) -> None:
+async def test_crashed_peer_is_lost_then_gone(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     b.handler = gate = Gate()
     waiting = asyncio.ensure_future(a.call(b, pull()))
@@ -544,7 +500,7 @@ async def test_a_crash_is_a_loss_then_the_peer_is_gone(cluster: Cluster) -> None
     assert a.lost.empty()
 
 
-async def test_a_caller_that_crashes_is_lost_and_what_it_asked_for_is_cancelled(cluster: Cluster) -> None:
+async def test_crash_of_a_caller_cancels_its_calls(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     b.handler = gate = Gate()
     waiting = asyncio.ensure_future(a.call(b, pull()))
@@ -556,7 +512,7 @@ async def test_a_caller_that_crashes_is_lost_and_what_it_asked_for_is_cancelled(
         await waiting
 
 
-async def test_one_loss_for_sessions_in_both_directions(cluster: Cluster) -> None:
+async def test_two_sessions_are_lost_once(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     await a.call(b, m.Seal(m.Stamp(1, 1), 1, 1))
     await b.call(a, m.Seal(m.Stamp(1, 1), 1, 1))
@@ -567,7 +523,7 @@ async def test_one_loss_for_sessions_in_both_directions(cluster: Cluster) -> Non
     assert a.lost.empty()
 
 
-async def test_a_probe_is_answered_also_while_a_call_is_under_way(cluster: Cluster) -> None:
+async def test_probe_is_answered_during_a_call(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     await a.transport.probe(b.peer, timeout_s=5)
     b.handler = gate = Gate()
@@ -579,7 +535,7 @@ async def test_a_probe_is_answered_also_while_a_call_is_under_way(cluster: Clust
     assert a.lost.empty() and b.lost.empty()
 
 
-async def test_a_goodbye_is_no_loss(cluster: Cluster) -> None:
+async def test_goodbye_is_no_loss(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     await a.call(b, m.Seal(m.Stamp(1, 1), 1, 1))
     b.handler = gate = Gate()
@@ -596,7 +552,7 @@ async def test_a_goodbye_is_no_loss(cluster: Cluster) -> None:
     assert a.lost.empty() and b.lost.empty()
 
 
-async def test_closing_ends_what_one_asked_of_oneself(cluster: Cluster) -> None:
+async def test_close_ends_calls_to_oneself(cluster: Cluster) -> None:
     a = await cluster.node()
     a.handler = gate = Gate()
     waiting = asyncio.ensure_future(a.call(a, pull()))
@@ -608,7 +564,7 @@ async def test_closing_ends_what_one_asked_of_oneself(cluster: Cluster) -> None:
     assert gate.cancelled.is_set()
 
 
-async def test_a_handler_may_close_the_transport(cluster: Cluster) -> None:
+async def test_handler_may_close_the_transport(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
 
     async def closes(caller: str, call: m.Call) -> m.Reply:
@@ -620,20 +576,7 @@ async def test_a_handler_may_close_the_transport(cluster: Cluster) -> None:
         await a.call(b, m.Seal(m.Stamp(1, 1), 1, 1))
 
 
-async def test_what_one_says_to_oneself_is_not_copied(cluster: Cluster) -> None:
-    a = await cluster.node()
-    value = encoded(b"x", b"bulk")
-
-    async def handler(caller: str, call: m.Call) -> m.Reply:
-        assert caller == a.name and isinstance(call, m.Request) and call.value is value
-        return m.Answer(call.stamp, 1, True, value)
-
-    a.handler = handler
-    reply = await a.call(a, m.Request(m.Stamp(1, 1), 1, 1, 1, "f", 1, value))
-    assert isinstance(reply, m.Answer) and reply.value is value
-
-
-async def test_a_node_that_was_never_there_is_gone(cluster: Cluster) -> None:
+async def test_unknown_node_is_gone(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     peer = b.peer
     await b.transport.close()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import pytest
 from transport_kit import JOB, TOKEN, Node, forget, nodes_of_a_host, pull, stream_of, turns_until
 
 from taskgraph.device import shared
-from taskgraph.device.shared import IDLE_PART, SharedMemory
-from taskgraph.errors import DecodeError, PeerLost, Refused
+from taskgraph.device.shared import SharedMemory
+from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.graph.values import decode, digesting, encode, staying, verify
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
-from taskgraph.transport import devicelending, stream, wire
+from taskgraph.transport import devicelending, wire
 from taskgraph.transport.api import PendingReply
 from taskgraph.transport.devicelending import TICKET_BYTES, DeviceBorrowing, DeviceLending, Ticket
 from taskgraph.transport.frames import Kind
@@ -69,9 +69,7 @@ def lendings(node: Node) -> list[DeviceLending]:
     return [s._devices for s in stream_of(node)._connections if isinstance(s, AcceptedSession)]
 
 
-async def test_it_arrives_on_the_device_and_never_was_on_the_host(
-    nodes: list[Node], soft: SoftDevice, memory: SharedMemory
-) -> None:
+async def test_lent_item_stays_on_the_device(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
     producer, consumer, other = nodes
     value = await on_device(soft, n=3)
     serves(producer, value)
@@ -89,7 +87,7 @@ async def test_it_arrives_on_the_device_and_never_was_on_the_host(
     await turns_until(lambda: not any(map(len, lendings(producer))))
 
 
-async def test_the_host_sees_the_same_value(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
+async def test_host_reads_the_same_device_value(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
     producer, consumer, _ = nodes
     value = await on_device(soft)
     serves(producer, value)
@@ -98,32 +96,7 @@ async def test_the_host_sees_the_same_value(nodes: list[Node], soft: SoftDevice,
     assert np.array_equal(decode(got)["x"], HOST)
 
 
-async def test_memory_is_opened_once(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
-    producer, consumer, _ = nodes
-    for number in range(5):
-        value = await on_device(soft, HOST + number)
-        serves(producer, value)
-        assert np.array_equal(await x_of(await pulled(consumer, producer), soft), HOST + number)
-        await turns_until(lambda: not any(map(len, lendings(producer))))
-        del value
-        producer.at_once = lambda caller, call: None
-        producer.served.clear()
-        gc.collect()
-    assert soft.times_opened <= 2
-    assert len(memory) <= 4
-
-
-async def test_what_is_lent_is_relayed(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
-    producer, consumer, other = nodes
-    serves(producer, await on_device(soft))
-    serves(consumer, await pulled(consumer, producer))
-    producer.at_once = lambda caller, call: None
-    assert np.array_equal(await x_of(await pulled(other, consumer), soft), HOST)
-
-
-async def test_large_and_small_arrays_of_device_and_host_in_one_value(
-    nodes: list[Node], soft: SoftDevice, memory: SharedMemory
-) -> None:
+async def test_value_mixes_device_and_host_arrays(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
     producer, consumer, _ = nodes
     more = {
         "small": soft.xp.arange(10_000.0),  # its bulk is a buffer, but too small for memory that others open
@@ -145,7 +118,7 @@ async def test_large_and_small_arrays_of_device_and_host_in_one_value(
     assert [buffer.host_copies for buffer in staying(value)] == [0, 1, 0], "only what is too small"
 
 
-async def test_a_peer_with_another_device_says_so_once(
+async def test_peer_with_another_device_declines_once(
     nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer, consumer, _ = nodes
@@ -159,7 +132,7 @@ async def test_a_peer_with_another_device_says_so_once(
     await turns_until(lambda: not any(map(len, lendings(producer))))
 
 
-async def test_a_device_that_opens_nothing_gets_bytes(
+async def test_device_without_sharing_gets_bytes(
     nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer, consumer, _ = nodes
@@ -169,19 +142,7 @@ async def test_a_device_that_opens_nothing_gets_bytes(
     await turns_until(lambda: not any(map(len, lendings(producer))))
 
 
-async def test_of_a_reply_that_cannot_travel_nothing_is_lent(
-    nodes: list[Node], soft: SoftDevice, memory: SharedMemory
-) -> None:
-    producer, consumer, _ = nodes
-    value = await on_device(soft)
-    producer.at_once = lambda caller, call: m.Item(m.Stamp(1, 1 << 70), 1, "x", value)
-    with pytest.raises(Refused, match="cannot travel"):
-        await pulled(consumer, producer)
-    (lending,) = lendings(producer)
-    assert lending._last and not len(lending)
-
-
-async def test_over_tcp_it_goes_by_the_host(soft: SoftDevice, memory: SharedMemory) -> None:
+async def test_tcp_sends_device_items_by_the_host(soft: SoftDevice, memory: SharedMemory) -> None:
     made = [
         await Node(name, StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, digesting=digesting)).start()
         for name in ("producer", "consumer")
@@ -193,23 +154,7 @@ async def test_over_tcp_it_goes_by_the_host(soft: SoftDevice, memory: SharedMemo
         await node.transport.close()
 
 
-class Gate:
-    """Holds who opens memory of others, until it is open."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, soft: SoftDevice) -> None:
-        self.open = threading.Event()
-        self.reached = threading.Event()
-        real = soft.open
-
-        def held(*args: Any) -> Any:
-            self.reached.set()
-            assert self.open.wait(60)
-            return real(*args)
-
-        monkeypatch.setattr(soft, "open", held)
-
-
-async def test_the_lender_keeps_it_until_nobody_reads_it(
+async def test_lender_keeps_device_memory_while_read(
     nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer, consumer, _ = nodes
@@ -250,9 +195,7 @@ async def test_the_lender_keeps_it_until_nobody_reads_it(
         assert np.array_equal(await asyncio.to_thread(read.get), HOST + 1)
 
 
-async def test_it_stays_where_the_lender_let_go_of_all_its_memory(
-    nodes: list[Node], soft: SoftDevice, memory: SharedMemory
-) -> None:
+async def test_lent_memory_outlives_the_lender(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
     """As where it was killed."""
     producer, consumer, other = nodes
     serves(producer, await on_device(soft))
@@ -268,143 +211,7 @@ async def test_it_stays_where_the_lender_let_go_of_all_its_memory(
     assert np.array_equal(await x_of(await pulled(other, consumer), soft), HOST), "and can be lent on"
 
 
-async def test_who_cancels_a_call_that_was_answered_has_nothing(
-    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    producer, consumer, _ = nodes
-    value = await on_device(soft)
-    serves(producer, await on_device(soft, HOST[:1000]))
-    await pulled(consumer, producer)  # there is a session
-    (session,) = [s for s in stream_of(consumer)._connections if isinstance(s, DialledSession)]
-    serves(producer, value)
-    call = asyncio.ensure_future(pulled(consumer, producer))
-    await asyncio.sleep(0)
-    admits = session._admits
-
-    def cancelled_first(number: int, cls: type) -> bool:
-        session._pending[number].cancel()
-        return admits(number, cls)
-
-    monkeypatch.setattr(session, "_admits", cancelled_first)
-    (lending,) = lendings(producer)
-    await turns_until(lambda: call.cancelled() and not len(lending) and lending._last)
-
-
-async def test_who_cancels_while_it_is_opened_gives_it_back_afterwards(
-    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    producer, consumer, _ = nodes
-    gate = Gate(monkeypatch, soft)
-    serves(producer, await on_device(soft))
-    call = asyncio.ensure_future(pulled(consumer, producer))
-    assert await asyncio.to_thread(gate.reached.wait, 30)
-    call.cancel()
-    await asyncio.gather(call, return_exceptions=True)
-    await asyncio.sleep(0.02)
-    (lending,) = lendings(producer)
-    assert len(lending) == 1, "it is opened still"
-    gate.open.set()
-    await turns_until(lambda: not len(lending))
-
-
-async def test_a_call_that_was_cancelled_is_not_made_again_by_the_host(
-    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    producer, consumer, _ = nodes
-    reached, go_on = threading.Event(), threading.Event()
-    asked: list[m.Call] = []
-    value = await on_device(soft)
-    producer.at_once = lambda caller, call: asked.append(call) or item(value, call)  # type: ignore[func-returns-value, arg-type]
-
-    def opens_nothing(*_: Any) -> None:
-        reached.set()
-        assert go_on.wait(30)
-        raise OSError
-
-    monkeypatch.setattr(soft, "open", opens_nothing)
-    call = asyncio.ensure_future(pulled(consumer, producer))
-    assert await asyncio.to_thread(reached.wait, 30)
-    call.cancel()
-    await asyncio.gather(call, return_exceptions=True)
-    go_on.set()
-    await turns_until(lambda: not any(map(len, lendings(producer))))
-    await pulled(consumer, producer, "y")
-    assert [one.tag for one in asked if isinstance(one, m.Pull)] == ["x", "y"]
-
-
-async def test_what_cannot_be_lent_on_goes_by_the_host(
-    nodes: list[Node],
-    soft: SoftDevice,
-    memory: SharedMemory,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    producer, consumer, other = nodes
-    serves(producer, await on_device(soft, y=soft.xp.asarray(HOST + 1)))
-
-    def full(*_: Any) -> None:
-        raise OSError("no descriptors")
-
-    monkeypatch.setattr(soft, "share", full)
-    serves(consumer, await pulled(consumer, producer))
-    got = await pulled(other, consumer)
-    assert type(got) is m.Encoded and np.array_equal(decode(got)["y"], HOST + 1)
-    assert not any(map(len, lendings(consumer))) and caplog.text.count("no descriptors") == 1
-
-
-async def test_little_is_open_that_nobody_reads(
-    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its owner may have freed it, and it stays as long as it is open."""
-    producer, consumer, _ = nodes
-    monkeypatch.setattr(SoftDevice, "memory_bytes", 5 * MIB * IDLE_PART)
-    for number in range(6):
-        value = await on_device(soft, HOST + number)  # it takes 4 MiB
-        serves(producer, value)
-        assert np.array_equal(await x_of(await pulled(consumer, producer, f"{number}"), soft), HOST + number)
-        await turns_until(lambda: not any(map(len, lendings(producer))))
-        await turns_until(lambda: len(soft.opened) == 1)
-
-
-@pytest.mark.parametrize("error", [MemoryError(), CannotBorrow("no descriptors", for_good=False)])
-async def test_tickets_beside_what_cannot_be_received_come_back(
-    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    """Of one value part is on the device, and part in memory of the host."""
-    producer, consumer, _ = nodes
-    value = await asyncio.to_thread(
-        lambda: encode(
-            {"x": soft.xp.asarray(HOST), "there": HOST},
-            stays=True,
-            lendable=True,
-            allocate=stream_of(producer).allocate,
-        )
-    )
-    serves(producer, await on_device(soft))
-    await pulled(consumer, producer)
-    serves(producer, value)
-    session = next(s for s in stream_of(consumer)._connections if isinstance(s, DialledSession))
-    failed: list[object] = []
-
-    def fails(*_: Any) -> Any:
-        failed.append(_)
-        monkeypatch.undo()
-        raise error
-
-    monkeypatch.setattr(session._borrowing, "take", fails)
-    if isinstance(error, MemoryError):
-        with pytest.raises(Refused, match="no memory"):
-            await pulled(consumer, producer)
-    else:
-        got = await pulled(consumer, producer)
-        assert np.array_equal(await x_of(got, soft), HOST) and np.array_equal(decode(got)["there"], HOST)
-        del got
-    gc.collect()
-    assert failed
-    await turns_until(lambda: not any(map(len, lendings(producer))))
-
-
-async def test_a_session_that_ends_leaves_what_it_lent_alone(
+async def test_ended_session_spoils_lent_device_memory(
     nodes: list[Node], soft: SoftDevice, memory: SharedMemory
 ) -> None:
     producer, consumer, _ = nodes
@@ -428,7 +235,7 @@ async def test_a_session_that_ends_leaves_what_it_lent_alone(
     await turns_until(lambda: not soft.opened)
 
 
-async def test_what_a_lost_reader_at_the_end_of_a_chain_has_is_given_to_nobody(
+async def test_device_memory_of_a_lost_chain_is_spoiled(
     nodes: list[Node], soft: SoftDevice, memory: SharedMemory
 ) -> None:
     producer, consumer, other = nodes
@@ -449,33 +256,6 @@ async def test_what_a_lost_reader_at_the_end_of_a_chain_has_is_given_to_nobody(
     later = [await on_device(soft, HOST * 0) for _ in range(3)]
     assert place.spoiled and place not in [staying(one)[0].segment for one in later]
     assert np.array_equal(await x_of(got, soft), HOST)
-
-
-async def test_what_is_idle_is_closed_and_freed(
-    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    producer, consumer, _ = nodes
-    serves(producer, await on_device(soft))
-    got = await pulled(consumer, producer)
-    monkeypatch.setattr(devicelending, "_IDLE_S", -1.0)
-    monkeypatch.setattr(shared, "_IDLE_S", -1.0)
-    monkeypatch.setattr(stream, "_TRIM_S", 3600.0)  # by the test alone, however long it takes
-    for node in (producer, consumer):
-        stream_of(node)._trimming.cancel()
-    stream_of(consumer)._trim()
-    await asyncio.sleep(0.02)
-    assert len(soft.opened) == 1 and np.array_equal(await x_of(got, soft), HOST), "it is read"
-    del got
-    gc.collect()
-    await turns_until(lambda: not any(map(len, lendings(producer))))
-    assert len(soft.opened) == 1, "for the next ticket"
-    stream_of(consumer)._trim()
-    await turns_until(lambda: not soft.opened)
-    producer.at_once = lambda caller, call: None
-    producer.served.clear()
-    gc.collect()
-    stream_of(producer)._trim()
-    await turns_until(lambda: not len(memory))
 
 
 class Pair:
@@ -516,128 +296,12 @@ class Pair:
             self.lending.returned(data)
 
 
-async def declined(work: Awaitable[object], why: str) -> None:
-    """And of what was raised nothing is kept: neither by this frame, nor by what the loop does just now."""
-    with pytest.raises(CannotBorrow, match=why):
-        await work
-    await asyncio.sleep(0)
-
-
 @pytest.fixture
 async def pair(memory: SharedMemory) -> Pair:
     return Pair()
 
 
-@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-async def test_tickets_that_are_taken_back_in_any_order(soft: SoftDevice, pair: Pair, order: tuple[int, int]) -> None:
-    value = await on_device(soft)
-    for call in (1, 2):
-        pair.lend(call, value)
-    for left, call in enumerate(order):
-        assert len(pair.lending) == 2 - left
-        pair.lending.take_back(call)
-    assert not len(pair.lending)
-
-
-async def test_tickets_for_the_same_memory_are_given_back_each_by_itself(soft: SoftDevice, pair: Pair) -> None:
-    value = await on_device(soft)
-    one, other = await pair.fetch(pair.lend(1, value)), await pair.fetch(pair.lend(2, value))
-    assert soft.times_opened == 1
-    del one
-    await pair.read(1)
-    assert len(pair.lending) == 1
-    pair.close_idle()
-    assert len(soft.opened) == 1 and np.array_equal(await x_of(other, soft), HOST)
-    del other
-    await pair.read(1)
-    assert not len(pair.lending)
-    pair.close_idle()
-    await turns_until(lambda: not soft.opened)  # the thread that told of it may have it a moment longer
-
-
-async def test_two_replies_may_open_the_same_memory(soft: SoftDevice, pair: Pair) -> None:
-    value = await on_device(soft)
-    lent = [pair.lend(call, value) for call in (1, 2)]
-    tickets = [pair.borrowing.tickets(one, 1 << 40) for one in lent if one is not None]
-    found = [pair.borrowing.open(pair.borrowing.unopened(some)) for some in tickets]
-    for opened in found:
-        pair.borrowing.keep(opened, [])
-    assert len(pair.borrowing) == 1
-    found.clear()
-    del opened
-    assert len(soft.opened) == 1
-    for one, some in zip(lent, tickets, strict=True):
-        assert one is not None and np.array_equal(await x_of(pair.borrowing.take(one, some), soft), HOST)
-
-
-async def test_what_is_opened_and_cannot_be_kept_is_closed(
-    soft: SoftDevice, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    value = await on_device(soft)
-    monkeypatch.setattr(soft, "keeps", lambda array: False)
-    await declined(pair.fetch(pair.lend(1, value)), "do not stay")
-    gc.collect()
-    assert not soft.opened and not len(pair.borrowing)
-
-
-async def test_a_call_that_is_cancelled_after_its_tickets_came_back(soft: SoftDevice, pair: Pair) -> None:
-    """A peer may say so; nobody of ours does."""
-    value = await on_device(soft)
-    await pair.fetch(pair.lend(1, value))
-    await pair.read(1)
-    pair.lending.take_back(1)
-    assert not len(pair.lending)
-
-
-async def test_of_a_session_that_is_over_nothing_is_kept(soft: SoftDevice, pair: Pair) -> None:
-    held = await pair.fetch(pair.lend(1, await on_device(soft)))
-    lent = pair.lend(2, await on_device(soft, HOST + 1))
-    pair.borrowing.end()
-    await declined(pair.fetch(lent), "ended")
-    gc.collect()
-    assert len(soft.opened) == 1 and np.array_equal(await x_of(held, soft), HOST), "what is read is"
-    del held
-    await turns_until(lambda: not soft.opened)
-    assert not pair.told
-
-
-def test_devices_do_not_share_numbers_of_memory(soft: SoftDevice) -> None:
-    found = [SharedMemory(device).take(MIB) for device in (soft, SoftDevice())]
-    assert found[0] is not None and found[1] is not None and found[0].number != found[1].number
-
-
-async def test_at_most_so_much_is_open_and_lent(
-    soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devicelending, "_MAX_OPEN", 2)
-    monkeypatch.setattr(devicelending, "_MAX_LENT", 3)
-    pair = Pair()
-    values = [await on_device(soft, HOST + number) for number in range(4)]
-    for number, value in enumerate(values):
-        lent = pair.lend(number, value)
-        if number == 3:
-            assert lent is None
-            break
-        assert np.array_equal(await x_of(await pair.fetch(lent), soft), HOST + number)
-        await turns_until(lambda told=number + 1: len(pair.told) == told)
-    assert len(pair.borrowing) == 2 == len(soft.opened)
-
-
-async def test_a_value_of_more_buffers_than_may_be_open(
-    soft: SoftDevice, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devicelending, "_MAX_OPEN", 2)
-    value = await on_device(soft, y=soft.xp.asarray(HOST + 1), z=soft.xp.asarray(HOST + 2))
-    got = await pair.fetch(pair.lend(1, value))
-    assert np.array_equal(await x_of(got, soft), HOST)
-    assert len(soft.opened) == 3
-    del got
-    await pair.read(3)
-    await pair.fetch(pair.lend(2, await on_device(soft)))
-    assert len(soft.opened) == 2
-
-
-async def test_memory_that_changes_its_size_is_not_read(soft: SoftDevice, pair: Pair) -> None:
+async def test_ticket_with_another_size_is_declined(soft: SoftDevice, pair: Pair) -> None:
     value = await on_device(soft)
     await pair.fetch(pair.lend(1, value))
     lent = pair.lend(2, value)
@@ -661,7 +325,7 @@ async def test_memory_that_changes_its_size_is_not_read(soft: SoftDevice, pair: 
         {"size": 1 << 63},
     ],
 )
-def test_tickets_that_say_nonsense(wrong: dict[str, int]) -> None:
+def test_invalid_tickets_are_refused(wrong: dict[str, int]) -> None:
     said = {"number": 1, "memory": 1, "size": 2 * MIB, "length": MIB, **wrong}
     data = devicelending._TICKET.pack(*said.values(), b"i" * 16, b"h" * 64)
     assert len(data) == TICKET_BYTES
@@ -669,7 +333,7 @@ def test_tickets_that_say_nonsense(wrong: dict[str, int]) -> None:
         Ticket.read(data)
 
 
-def test_a_value_that_is_too_large_by_its_tickets() -> None:
+def test_tickets_count_for_the_size_limit() -> None:
     data = devicelending._TICKET.pack(1, 1, 2 * MIB, MIB, b"i" * 16, b"h" * 64)
     value = m.Encoded(b"meta", (memoryview(data),), bytes(16))
     assert DeviceBorrowing.tickets(value, 2 * MIB)[0].length == MIB
@@ -680,12 +344,12 @@ def test_a_value_that_is_too_large_by_its_tickets() -> None:
 
 
 @pytest.mark.parametrize("data", [b"123", bytes(8), (5).to_bytes(8, "big")])
-def test_giving_back_what_was_not_lent(data: bytes) -> None:
+def test_returned_ticket_must_be_lent(data: bytes) -> None:
     with pytest.raises(DecodeError):
         DeviceLending().returned(data)
 
 
-async def test_who_calls_with_tickets_is_not_heard(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
+async def test_call_with_tickets_ends_the_session(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
     producer, consumer, _ = nodes
     serves(producer, await on_device(soft))
     await pulled(consumer, producer)
@@ -697,7 +361,7 @@ async def test_who_calls_with_tickets_is_not_heard(nodes: list[Node], soft: Soft
 
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("valued", [False, True])
-async def test_replies_with_tickets_that_have_none_end_the_session(
+async def test_reply_without_its_tickets_ends_the_session(
     nodes: list[Node], soft: SoftDevice, memory: SharedMemory, cut: bool, valued: bool
 ) -> None:
     """And whoever made the call hears of it."""

@@ -52,14 +52,14 @@ heads = st.builds(
 @pytest.mark.parametrize("limits", [HELLO_LIMITS, Limits(header=1 << 16, buffers=1 << 10, payload=1 << 20)])
 @settings(deadline=None, max_examples=150)
 @given(heads, st.binary(max_size=100), st.lists(st.integers(1, 50), max_size=20))
-def test_any_head_costs_no_more_than_its_limits(limits: Limits, head: bytes, rest: bytes, cuts: list[int]) -> None:
+def test_memory_for_any_head_is_bounded(limits: Limits, head: bytes, rest: bytes, cuts: list[int]) -> None:
     with at_most((192 << 10) + 2 * limits.payload + 100_000 + 200 * limits.buffers), contextlib.suppress(DecodeError):
         Reading(limits).feed(head + rest, cuts)
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.binary(max_size=500), st.lists(st.integers(1, 50), max_size=20))
-def test_whatever_a_stranger_sends_costs_a_receive_buffer(data: bytes, cuts: list[int]) -> None:
+def test_memory_for_a_stranger_is_bounded(data: bytes, cuts: list[int]) -> None:
     for prefix in (b"", b"TG\x02", pack_frame(Head(Kind.HELLO_OPEN, 0, header=4096))):
         with at_most((192 << 10) + 100_000), contextlib.suppress(DecodeError):
             Reading(HELLO_LIMITS).feed(prefix + data, cuts)
@@ -67,14 +67,14 @@ def test_whatever_a_stranger_sends_costs_a_receive_buffer(data: bytes, cuts: lis
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if not kind.name.startswith("HELLO")])
 @pytest.mark.parametrize("body", [1, 1 << 20, 16 << 20])
-def test_before_the_hello_no_frame_has_a_payload(kind: Kind, body: int) -> None:
+def test_no_payload_before_the_hello(kind: Kind, body: int) -> None:
     """Chunks were skipped, as what comes of a message that is not wanted: a stranger could send as many as it liked."""
     for payload in (0, body):
         with pytest.raises(DecodeError):
             Reading(HELLO_LIMITS).feed(Head(kind, 1, body=body, payload=payload).pack())
 
 
-def test_a_promise_of_much_costs_only_what_came() -> None:
+def test_promised_sizes_take_no_memory() -> None:
     """A head that promises the largest header and the most buffers made the reader take 72 MiB at once."""
     reading = Reading()
     with at_most(400_000):
@@ -84,7 +84,7 @@ def test_a_promise_of_much_costs_only_what_came() -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 300_000), max_size=50), st.integers(1, 1_000_000))
-def test_a_large_header_arrives_whole_however_it_is_cut(cuts: list[int], size: int) -> None:
+def test_large_header_arrives_in_any_pieces(cuts: list[int], size: int) -> None:
     reading = Reading()
     restart = m.RequestRestart(m.Stamp(1, 7), 3, "y" * size)
     header = wire.to_header(restart)
@@ -121,9 +121,7 @@ proofs = st.builds(
 )
 @settings(deadline=None, max_examples=150)
 @given(st.lists(frames | opens | challenges | proofs, max_size=6))
-def test_no_list_of_frames_gets_in_without_the_token(
-    side: Callable[[], Answering | Dialling], said: list[tuple[Kind, bytes]]
-) -> None:
+def test_hello_needs_the_token(side: Callable[[], Answering | Dialling], said: list[tuple[Kind, bytes]]) -> None:
     hello = side()
     with contextlib.suppress(DecodeError, HelloRefused):
         for kind, data in said:
@@ -132,7 +130,7 @@ def test_no_list_of_frames_gets_in_without_the_token(
     assert not hello.done
 
 
-def test_each_step_of_a_hello_is_taken_in_its_turn_and_once() -> None:
+def test_hello_steps_come_in_order_and_once() -> None:
     one, other = Dialling(TOKEN, "job", "a", probe=False), Answering(TOKEN, "job", "b")
     steps: list[tuple[Dialling | Answering, Kind]] = [
         (other, Kind.HELLO_OPEN),
@@ -152,7 +150,7 @@ def test_each_step_of_a_hello_is_taken_in_its_turn_and_once() -> None:
     assert one.done and other.done
 
 
-def test_what_a_listener_refuses_with_is_one_short_line_of_text() -> None:
+def test_refusal_of_a_listener_is_one_short_line() -> None:
     """It may be a stranger, on the port of a node that is gone: nodes log why they do not reach it."""
     why = "no\n2026-01-01 root INFO all is well \x1b[31m\N{SNOWMAN}" + "z" * 3000
     refused = refusal(why)
@@ -163,7 +161,7 @@ def test_what_a_listener_refuses_with_is_one_short_line_of_text() -> None:
     assert said.isascii() and said.isprintable() and len(said) <= 300
 
 
-def test_a_binding_makes_other_proofs() -> None:
+def test_proofs_contain_the_channel_binding() -> None:
     """Those of one connection are worth nothing in another; without TLS there is none."""
     for mine, theirs, meet in ((b"", b"", True), (b"x" * 48, b"x" * 48, True), (b"x" * 48, b"", False)):
         one, other = Dialling(TOKEN, "job", "a", probe=False), Answering(TOKEN, "job", "b")
@@ -194,7 +192,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_reason_is_told_once_a_minute_and_then_how_often(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusal_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     refusals = Refusals(logging.getLogger("refusals"), clock)
     for _ in range(1000):
@@ -211,7 +209,7 @@ def test_a_reason_is_told_once_a_minute_and_then_how_often(caplog: pytest.LogCap
     assert refusals.count == 1002
 
 
-def test_a_stranger_does_not_choose_how_many_lines_there_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_number_of_refusal_lines_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     refusals = Refusals(logging.getLogger("refusals"), Clock())
     for size in range(5000, 6000):
         refusals.refused("x", f"a header of {size} bytes; the limit is 4096")
@@ -221,7 +219,7 @@ def test_a_stranger_does_not_choose_how_many_lines_there_are(caplog: pytest.LogC
     assert len(said(caplog)) == 20
 
 
-def test_a_stranger_does_not_choose_what_is_in_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_text_of_refusal_lines_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     refusals = Refusals(logging.getLogger("refusals"), Clock())
     refusals.refused("a\nb", "no\r\n2026-01-01 root INFO all is well \x1b[31m\N{SNOWMAN}" + "z" * 10_000)
     (line,) = said(caplog)

@@ -77,7 +77,7 @@ def place(value: m.Encoded) -> int:
     return int(origin.region.ino << 40 | origin.offset)
 
 
-async def test_segments_go_round_between_processes(folder: Path) -> None:
+async def test_processes_reuse_segments(folder: Path) -> None:
     """What is given back is used again, and what is kept is not: 60 epochs, of which every tenth is kept."""
     async with child(folder) as (_, peer), node(folder) as me:
         places: list[int] = []
@@ -94,7 +94,7 @@ async def test_segments_go_round_between_processes(folder: Path) -> None:
         assert all(int(array.min()) == int(array.max()) == epoch for epoch, array in kept.items())
 
 
-async def test_what_a_killed_process_lent_stays_readable(folder: Path) -> None:
+async def test_memory_of_a_killed_lender_stays_readable(folder: Path) -> None:
     async with child(folder) as (process, peer), node(folder) as me:
         value = await pull(me, peer, 7, str(4 * MIB))
         assert place(value)
@@ -107,7 +107,7 @@ async def test_what_a_killed_process_lent_stays_readable(folder: Path) -> None:
         assert set(view.tolist()) == {7}
 
 
-async def test_what_a_killed_process_borrowed_is_not_written_again(folder: Path) -> None:
+async def test_memory_of_a_killed_borrower_is_not_reused(folder: Path) -> None:
     async with node(folder) as me:
         async with child(folder) as (process, peer):
             value = encode(np.full(MIB, 9, np.uint8), allocate=me.allocate)
@@ -123,7 +123,7 @@ async def test_what_a_killed_process_borrowed_is_not_written_again(folder: Path)
         assert first not in [place(value) for value in found]
 
 
-async def test_a_frozen_reader_keeps_its_memory(folder: Path) -> None:
+async def test_frozen_reader_keeps_its_memory(folder: Path) -> None:
     """A process that is stopped gives nothing back; when it goes on it sees what it saw before."""
     async with node(folder) as me, child(folder) as (process, peer):
         value = encode(np.full(MIB, 9, np.uint8), allocate=me.allocate)
@@ -140,9 +140,7 @@ async def test_a_frozen_reader_keeps_its_memory(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("pid", [0, 1 << 29])
-async def test_who_cannot_see_the_other_process_gets_bytes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, pid: int
-) -> None:
+async def test_invisible_process_gets_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
     """The real refusal, from the kernel: another process's descriptors are asked for, and cannot be opened."""
     from taskgraph.transport import endpoints
 
@@ -157,7 +155,7 @@ async def test_who_cannot_see_the_other_process_gets_bytes(
             assert int(decode(value).sum()) == 4 * MIB
 
 
-async def test_a_killed_process_leaves_nothing_on_the_host(folder: Path) -> None:
+async def test_killed_process_leaves_nothing_on_the_host(folder: Path) -> None:
     async with child(folder) as (process, peer), node(folder) as me:
         for epoch in range(4):
             await pull(me, peer, epoch, str(2 * MIB))

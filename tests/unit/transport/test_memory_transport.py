@@ -25,13 +25,13 @@ async def order_of(seed: int | None) -> list[int]:
     return [call.task for _, call in b.served]
 
 
-async def test_a_seed_decides_the_order() -> None:
+async def test_seed_decides_the_order() -> None:
     assert await order_of(None) == list(range(20))
     assert await order_of(1) == await order_of(1) != list(range(20))
     assert await order_of(1) != await order_of(2)
 
 
-async def test_a_cut_link_loses_what_is_on_it_until_it_is_healed(folder: Path) -> None:
+async def test_cut_link_loses_calls_until_healed(folder: Path) -> None:
     async with cluster_of("memory shuffled", folder) as cluster:
         a, b, c = [await cluster.node() for _ in range(3)]
         entered = asyncio.Event()
@@ -63,7 +63,7 @@ async def test_a_cut_link_loses_what_is_on_it_until_it_is_healed(folder: Path) -
         assert await a.call(b, m.Seal(m.Stamp(1, 1), 1, 1)) == m.Accepted(1)
 
 
-async def test_a_crashed_node_can_do_nothing_any_more(folder: Path) -> None:
+async def test_crashed_node_makes_no_calls(folder: Path) -> None:
     async with cluster_of("memory", folder) as cluster:
         a, b = await cluster.node(), await cluster.node()
         cluster.network.crash(a.name)
@@ -76,7 +76,7 @@ async def test_a_crashed_node_can_do_nothing_any_more(folder: Path) -> None:
         assert b.lost.empty()  # they never spoke
 
 
-async def test_names_are_taken_once(folder: Path) -> None:
+async def test_node_name_is_unique(folder: Path) -> None:
     async with cluster_of("memory", folder) as cluster:
         a = await cluster.node()
         with pytest.raises(TransportError, match="exists"):

@@ -62,7 +62,7 @@ def open_files() -> int:
     return found
 
 
-def test_a_segment_takes_the_next_value_once_the_last_view_is_gone() -> None:
+def test_segment_is_used_again_after_the_last_view() -> None:
     mine, _ = pool()
     block = given(mine, MIB)
     first, view = place(block), np.ndarray((10,), float, buffer=block)[2:5]
@@ -75,7 +75,7 @@ def test_a_segment_takes_the_next_value_once_the_last_view_is_gone() -> None:
     del other
 
 
-def test_garbage_may_be_found_while_the_pool_looks_for_a_segment() -> None:
+def test_garbage_may_be_collected_inside_allocate() -> None:
     """In the middle of its own lines, with its lock held: whoever finds it there must not wait for that lock."""
     held: list[Block] = []
 
@@ -92,33 +92,7 @@ def test_garbage_may_be_found_while_the_pool_looks_for_a_segment() -> None:
     assert held == [] and {place(block) for block in found} == places and len(mine) == 2
 
 
-def test_garbage_in_a_cycle_is_found_by_whichever_thread_collects_it() -> None:
-    mine, _ = pool()
-    block = given(mine, MIB)
-    first = place(block)
-    cycle: list[object] = [block]
-    cycle.append(cycle)
-    del block, cycle
-    assert place(given(mine, MIB)) != first
-    thread = threading.Thread(target=gc.collect)
-    thread.start()
-    thread.join()
-    assert first in {place(given(mine, MIB)), place(given(mine, MIB))}
-
-
-def test_memory_outlives_its_pool_and_goes_with_its_last_view() -> None:
-    before = open_files()
-    mine, _ = pool()
-    block = given(mine, MIB)
-    block.fill(7)
-    del mine
-    gc.collect()
-    assert int(block.sum()) == 7 * MIB and open_files() > before
-    del block
-    assert open_files() == before
-
-
-def test_a_view_of_an_encoded_value_keeps_its_segment() -> None:
+def test_view_keeps_the_segment_of_a_value() -> None:
     mine, _ = pool()
     value = encode(np.arange(MIB / 8), allocate=mine.allocate)
     first = place(_block_of_value(value))
@@ -140,7 +114,7 @@ def _block_of_value(value: object) -> Block:
     return block
 
 
-def test_what_is_relayed_is_the_same_memory_and_has_the_same_digest() -> None:
+def test_relayed_value_keeps_memory_and_digest() -> None:
     mine, _ = pool()
     value = encode(np.arange(MIB / 8), allocate=mine.allocate)
     relayed = encode(decode(value), allocate=mine.allocate)
@@ -155,7 +129,7 @@ def test_what_is_relayed_is_the_same_memory_and_has_the_same_digest() -> None:
     assert encode(decode(square).T).digest == encode(decode(square).T.copy()).digest != square.digest
 
 
-def test_digests_do_not_depend_on_where_a_value_lies() -> None:
+def test_digest_does_not_depend_on_memory() -> None:
     mine, _ = pool()
     grid = np.arange(300_000.0).reshape(300, 1000)
     padded = np.zeros(20_000, np.dtype([("a", "i1"), ("b", "f8")], align=True))
@@ -166,7 +140,7 @@ def test_digests_do_not_depend_on_where_a_value_lies() -> None:
         assert [bytes(b) for b in there.buffers] == [bytes(b) for b in here.buffers]
 
 
-def test_a_spoiled_segment_is_never_used_again() -> None:
+def test_spoiled_segment_is_never_used_again() -> None:
     mine, _ = pool()
     block = given(mine, MIB)
     segment = block.origin.segment  # type: ignore[union-attr]
@@ -189,7 +163,7 @@ def pages_of(block: Block) -> int:
 
 
 @needs_huge_pages
-def test_small_segments_are_cut_from_one_piece_of_memory_and_large_ones_have_their_own() -> None:
+def test_small_segments_share_an_arena() -> None:
     mine, _ = pool(max_segments=100)
     huge = huge_page_bytes()
     blocks = [given(mine, nbytes) for nbytes in (LEAST_BYTES, 100_000, 70_000)]
@@ -205,15 +179,7 @@ def test_small_segments_are_cut_from_one_piece_of_memory_and_large_ones_have_the
 
 
 @needs_huge_pages
-def test_segments_that_are_little_less_than_a_huge_page_leave_little_of_each() -> None:
-    mine, _ = pool(max_segments=100)
-    size = huge_page_bytes() * 9 // 16
-    blocks = [given(mine, size) for _ in range(30)]
-    assert sum(pages_of(block) for block in {arena(block): block for block in blocks}.values()) < 1.05 * 30 * size
-
-
-@needs_huge_pages
-def test_idle_memory_is_given_back_while_its_neighbours_are_used() -> None:
+def test_idle_part_of_an_arena_is_freed() -> None:
     mine, clock = pool()
     huge = huge_page_bytes()
     kept, gone = given(mine, huge // 4), given(mine, huge // 4)
@@ -232,7 +198,7 @@ def test_idle_memory_is_given_back_while_its_neighbours_are_used() -> None:
 
 
 @needs_huge_pages
-def test_what_somebody_may_read_for_ever_keeps_its_bytes_and_its_neighbours_take_no_more_values() -> None:
+def test_spoiled_segment_retires_its_arena() -> None:
     mine, clock = pool(max_segments=100)
     huge = huge_page_bytes()
     kept, spoiled, other = (given(mine, huge // 4) for _ in range(3))
@@ -253,61 +219,8 @@ def test_what_somebody_may_read_for_ever_keeps_its_bytes_and_its_neighbours_take
         os.fstat(fd)
 
 
-@needs_huge_pages
-def test_sessions_that_break_again_and_again_leave_no_memory_behind() -> None:
-    """Each spoils a piece, while others of the same memory go on being used: it must not stay for their sake."""
-    mine, _ = pool(max_segments=100)
-    size = huge_page_bytes() // 8
-    before = open_files()
-    blocks = [given(mine, size) for _ in range(20)]
-    for number in range(200):
-        blocks[number % 20].origin.spoil()  # type: ignore[union-attr]
-        for at in range(20):
-            del blocks[at]
-            blocks.insert(at, given(mine, size))
-    assert open_files() - before <= 20
-    assert sum(pages_of(block) for block in {arena(block): block for block in blocks}.values()) <= 3 * 20 * size
-
-
-@needs_huge_pages
-def test_what_is_idle_beside_something_that_was_spoiled_is_not_given_out() -> None:
-    mine, _ = pool(max_segments=100)
-    size = huge_page_bytes() // 4
-    idle, spoiled = given(mine, size), given(mine, size)
-    one = arena(idle)
-    del idle
-    mine.trim()
-    assert mine._idle_bytes == size
-    spoiled.origin.spoil()  # type: ignore[union-attr]
-    del spoiled
-    assert arena(given(mine, size)) is not one
-    assert mine._idle_bytes == 0
-
-
-@needs_huge_pages
-def test_no_more_than_some_huge_pages_are_asked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value of gigabytes is received into memory that the event loop asks for."""
-    asked: list[tuple[int, int]] = []
-
-    def noted(address: int, size: int) -> bool:
-        asked.append((address, size))
-        return True
-
-    monkeypatch.setattr(segments, "gathered", noted)
-    mine, _ = pool(max_idle_bytes=1 << 40)
-    most = segments._GATHERED_PAGES * huge_page_bytes()
-    block = given(mine, 5 * most // 2)
-    first = place(block)
-    assert asked == [(first, most)]
-    for _ in range(4):
-        del block
-        block = given(mine, 5 * most // 2)
-        assert place(block) == first
-    assert asked == [(first, most), (first + most, most), (first + 2 * most, most // 2)]
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_that_user_code_forks_leaves_its_parents_memory_alone() -> None:
+def test_forked_child_leaves_the_pool_alone() -> None:
     mine, _ = pool(max_idle_bytes=0)
     kept, dropped = given(mine, MIB), given(mine, MIB)
     kept.fill(7), dropped.fill(8)
@@ -322,7 +235,7 @@ def test_a_child_that_user_code_forks_leaves_its_parents_memory_alone() -> None:
     assert given(mine, MIB) is not None
 
 
-def test_without_huge_pages_every_segment_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_huge_pages_segments_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "huge_page_bytes", lambda: 0)
     mine, _ = pool()
     blocks = [given(mine, MIB) for _ in range(3)]
@@ -330,13 +243,13 @@ def test_without_huge_pages_every_segment_has_memory_of_its_own(monkeypatch: pyt
     assert {arena(block).size for block in blocks} == {MIB}
 
 
-def test_too_little_is_not_worth_it() -> None:
+def test_small_values_get_no_segment() -> None:
     mine, _ = pool()
     assert mine.allocate(LEAST_BYTES - 1) is None
     assert len(mine) == 0
 
 
-def test_no_more_segments_than_allowed() -> None:
+def test_number_of_segments_is_bounded() -> None:
     mine, _ = pool(max_segments=2)
     one, two = given(mine, MIB), given(mine, MIB)
     assert mine.allocate(MIB) is None
@@ -345,7 +258,7 @@ def test_no_more_segments_than_allowed() -> None:
     assert one is not None and len(mine) <= 2
 
 
-def test_idle_memory_is_bounded_and_given_back_after_a_while() -> None:
+def test_idle_memory_is_bounded_and_freed() -> None:
     mine, clock = pool(max_idle_bytes=2 * MIB)
     before = open_files()
     blocks = [given(mine, MIB) for _ in range(4)]
@@ -358,7 +271,7 @@ def test_idle_memory_is_bounded_and_given_back_after_a_while() -> None:
     assert len(mine) == 0 and open_files() == before
 
 
-def test_a_value_does_not_take_a_segment_much_too_large() -> None:
+def test_small_value_takes_no_large_segment() -> None:
     mine, _ = pool()
     block = given(mine, 8 * MIB)
     del block
@@ -366,7 +279,7 @@ def test_a_value_does_not_take_a_segment_much_too_large() -> None:
     assert len(mine) == 2
 
 
-def test_closing_leaves_no_file_open_and_views_valid() -> None:
+def test_closed_pool_keeps_views_valid() -> None:
     before = open_files()
     mine, _ = pool()
     idle = given(mine, MIB)
@@ -385,7 +298,7 @@ def test_closing_leaves_no_file_open_and_views_valid() -> None:
     assert open_files() == before and len(mine) == 0
 
 
-def test_where_there_is_no_shared_memory_values_lie_in_memory_that_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_memory_is_reused_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOSYS, "no such thing")
 
@@ -399,7 +312,7 @@ def test_where_there_is_no_shared_memory_values_lie_in_memory_that_is_reused(mon
     assert place(given(mine, MIB)) == first
 
 
-def test_a_value_that_is_too_large_for_memory_says_nothing_of_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_large_value_leaves_the_pool_usable(caplog: pytest.LogCaptureFixture) -> None:
     """Where it was a node's first, all that the node ever sent went as bytes."""
     mine, _ = pool()
     for _ in range(3):
@@ -408,25 +321,7 @@ def test_a_value_that_is_too_large_for_memory_says_nothing_of_others(caplog: pyt
     assert given(mine, MIB).origin.region is not None  # type: ignore[union-attr]
 
 
-def test_a_kernel_that_does_not_know_of_programs_in_memory_gives_memory_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    make, asked = os.memfd_create, []
-
-    def older(name: str, flags: int) -> int:
-        asked.append(flags)
-        if flags & segments._NOEXEC_SEAL:
-            raise OSError(errno.EINVAL, "an unknown flag")
-        return make(name, flags)
-
-    monkeypatch.setattr(os, "memfd_create", older)
-    mine, _ = pool()
-    block = given(mine, MIB)
-    assert len(asked) == 2 and mine._shared
-    assert block.origin.region is not None  # type: ignore[union-attr]
-
-
-def test_threads_may_allocate_and_drop_at_once() -> None:
+def test_threads_may_allocate_concurrently() -> None:
     mine, _ = pool(max_segments=64)
     wrong: list[int] = []
 
@@ -446,23 +341,3 @@ def test_threads_may_allocate_and_drop_at_once() -> None:
     assert wrong == []
     mine.trim()
     assert used_bytes(mine) == 0 and len(mine) <= 4
-
-
-def test_arrays_to_fill_lie_in_the_pool() -> None:
-    from taskgraph.graph.arrays import empty
-
-    mine, _ = pool()
-    array = empty((128, 1024), "f8", mine.allocate)
-    block = block_behind(array)
-    assert type(array) is np.ndarray and block is not None
-    array[:] = 2.5
-    value = encode(array, adopt=True, allocate=mine.allocate)
-    assert _block_of_value(value) is block and len(mine) == 1
-    with pytest.raises(ValueError, match="read-only"):
-        array[0] = 1
-    assert np.array_equal(decode(value), np.full((128, 1024), 2.5))
-    pair = np.dtype([("a", "f4", (2,))])
-    for shape, dtype in (((), "f8"), (3, "U5"), ((2, 0), "f8"), ((100_000,), pair), (100_000, "M8[s]"), (10**5, "2f8")):
-        assert empty(shape, dtype, mine.allocate).shape == np.empty(shape, dtype).shape
-    with pytest.raises(ValueError, match="negative"):
-        empty((-1, -2), float, mine.allocate)

@@ -8,18 +8,13 @@ import errno
 import gc
 import logging
 import os
-import platform
-import select
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import tracemalloc
-import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -42,14 +37,11 @@ from transport_kit import (
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol import messages as m
-from taskgraph.protocol.reach import host_of
 from taskgraph.protocol.records import name_of
 from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, incoming, outbox, sides, stream, wire
-from taskgraph.transport.api import CallFuture, Peer, PendingReply
-from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, PROTOCOL_VERSION, Head, Kind, pack_frame, seal
-from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES
-from taskgraph.transport.sides import DialledSession
+from taskgraph.transport.api import Peer, PendingReply
+from taskgraph.transport.frames import HEAD_BYTES, PROTOCOL_VERSION, Head, Kind, pack_frame, seal
 from taskgraph.transport.stream import StreamTransport
 
 SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
@@ -77,9 +69,7 @@ async def hung_up(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
             await writer.wait_closed()
 
 
-async def test_a_descriptor_is_closed_once_though_the_peer_is_gone_when_it_is_dialled(
-    streams: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_descriptor_of_a_dead_peer_is_closed_once(streams: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = await streams.node(), await streams.node()
     connect, dialled = endpoints.connect, []
 
@@ -111,9 +101,7 @@ async def test_a_descriptor_is_closed_once_though_the_peer_is_gone_when_it_is_di
 
 
 @pytest.mark.parametrize("number", [errno.ECONNRESET, errno.ENOTCONN])
-async def test_who_is_cut_off_while_it_connects_asks_again_whether_the_peer_is_gone(
-    streams: Cluster, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_dial_is_repeated_after_a_cut_off(streams: Cluster, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed, and was just about to take the connection: lost was all that it said."""
     a, gone = await streams.node(), await streams.node()
     await gone.transport.close()
@@ -136,31 +124,7 @@ async def test_who_is_cut_off_while_it_connects_asks_again_whether_the_peer_is_g
     assert resets == 3
 
 
-async def test_a_dial_that_is_given_up_right_when_it_is_made_leaves_no_session(
-    streams: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`close` would wait for it for ever."""
-    a, b = await streams.node(), await streams.node()
-    made: list[DialledSession] = []
-
-    class GivenUp(DialledSession):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            super().connection_made(transport)
-            made.append(self)
-            forget(a, b.name)
-
-    monkeypatch.setattr(stream, "DialledSession", GivenUp)
-    with pytest.raises(PeerLost, match="cancelled"):
-        await a.call(b, SEAL)
-    await turns_until(lambda: not sessions_of(a.transport))
-    assert len(made) == 1 and made[0].why
-    made[0].abort()  # once more
-    await turns_until(lambda: not sessions_of(b.transport))
-    monkeypatch.undo()
-    assert await a.call(b, SEAL) == m.Accepted(1)
-
-
-async def test_sessions_that_end_while_they_are_dialled_leave_nothing(streams: Cluster) -> None:
+async def test_session_may_end_while_dialled(streams: Cluster) -> None:
     """Given up by either side, or broken, in each of the first turns of the event loop."""
     a, b = await streams.node(), await streams.node()
     assert isinstance(a.transport, StreamTransport) and isinstance(b.transport, StreamTransport)
@@ -190,7 +154,7 @@ async def test_sessions_that_end_while_they_are_dialled_leave_nothing(streams: C
 # Who may talk.
 
 
-async def test_a_wrong_token_is_refused_and_logged_once(streams: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+async def test_wrong_token_is_refused_and_logged_once(streams: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     a = await streams.node(token=b"another token, as long")
     b = await streams.node()
     for _ in range(3):
@@ -202,9 +166,7 @@ async def test_a_wrong_token_is_refused_and_logged_once(streams: Cluster, caplog
     assert b.served == [] and a.lost.empty() and b.lost.empty()
 
 
-async def test_a_listener_that_does_not_know_the_token_is_found_out(
-    streams: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_listener_without_the_token_is_detected(streams: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = await streams.node(), await streams.node(token=b"another token, as long")
     from taskgraph.transport import hello
 
@@ -227,7 +189,7 @@ async def test_another_job_is_refused(streams: Cluster) -> None:
         await a.call(b, SEAL)
 
 
-async def test_another_version_is_refused_and_both_are_named(streams: Cluster) -> None:
+async def test_refusal_names_both_versions(streams: Cluster) -> None:
     a, b = await streams.node(), await streams.node()
     reader, writer = await stranger(b.peer)
     async with hung_up(writer):
@@ -251,7 +213,7 @@ async def test_another_version_is_refused_and_both_are_named(streams: Cluster) -
             await a.call(peer, SEAL)
 
 
-async def test_another_node_behind_the_port_means_that_the_one_meant_is_gone(streams: Cluster) -> None:
+async def test_other_node_at_the_port_means_gone(streams: Cluster) -> None:
     a, b = await streams.node(), await streams.node()
     impostor = Peer("node-of-yore", b.peer.endpoints)
     with pytest.raises(PeerGone, match=f"node {b.name} listens there now"):
@@ -262,7 +224,7 @@ async def test_another_node_behind_the_port_means_that_the_one_meant_is_gone(str
     assert a.lost.empty() and b.lost.empty()
 
 
-async def test_a_recorded_hello_is_useless(streams: Cluster) -> None:
+async def test_recorded_hello_is_useless(streams: Cluster) -> None:
     a, b = await streams.node(), await streams.node()
     recorded: list[bytes] = []
     original = stream.DialledSession._write
@@ -293,7 +255,7 @@ async def test_a_recorded_hello_is_useless(streams: Cluster) -> None:
     ],
     ids=["http", "empty call", "cut", "call", "tell"],
 )
-async def test_strangers_are_hung_up_on(streams: Cluster, data: bytes) -> None:
+async def test_strangers_are_disconnected(streams: Cluster, data: bytes) -> None:
     b = await streams.node(settings=Settings(connect_s=0.2))
     a = await streams.node()
     reader, writer = await stranger(b.peer)
@@ -306,9 +268,7 @@ async def test_strangers_are_hung_up_on(streams: Cluster, data: bytes) -> None:
     assert b.served == [(a.name, SEAL)] and b.lost.empty()
 
 
-async def test_strangers_who_say_nothing_are_few_and_do_not_keep_others_out(
-    streams: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_strangers_do_not_keep_others_out(streams: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "MAX_STRANGERS", 4)
     a, b = await streams.node(), await streams.node()
     async with contextlib.AsyncExitStack() as stack:
@@ -320,9 +280,7 @@ async def test_strangers_who_say_nothing_are_few_and_do_not_keep_others_out(
         assert len(b.transport._strangers) <= 4
 
 
-async def test_strangers_who_come_and_go_leave_no_receive_buffers(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_strangers_leave_no_receive_buffers(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each kept 192 KiB until a full garbage collection, since a session is garbage in a cycle."""
     caplog.set_level(logging.CRITICAL, "taskgraph.transport")
     hostile = (
@@ -351,52 +309,8 @@ async def test_strangers_who_come_and_go_leave_no_receive_buffers(
     assert taken < 10 << 20
 
 
-async def test_a_quiet_call_costs_one_frame(streams: Cluster) -> None:
-    """No reply, no CANCEL, and nothing is kept of it at either end."""
-    written: list[int] = []
-    a, b = await streams.node(), await streams.node()
-    await a.call(b, SEAL)
-    (calling,), (serving,) = sessions_of(a.transport), sessions_of(b.transport)
-    assert isinstance(calling, stream.DialledSession) and isinstance(serving, stream.AcceptedSession)
-    for session in (calling, serving):
-        write = session._outbox.write
-        session._outbox.write = lambda data, write=write: (written.append(data[3]), write(data))
-    b.at_once = lambda caller, call: m.Accepted(1)
-    for report in (
-        m.Report(m.Stamp(1, 7), 3, 1, True, 2, 5, 6),
-        m.Report(m.Stamp(1, 7), 3, 1, True, 2, 5, 6, False, {"loss": 0.5}),
-    ):
-        reply = a.transport.call_now(b.peer, report, quiet=True)
-        assert reply is not None and len(calling._pending) == 1
-        reply.cancel()
-        await a.call(b, SEAL)
-        assert not calling._pending and not serving._calls
-    assert written == [Kind.TELL, Kind.CALL, Kind.REPLY] * 2
-
-
-async def test_a_quiet_call_that_comes_in_pieces_is_one(streams: Cluster) -> None:
-    a, b = await streams.node(), await streams.node()
-    await a.call(b, SEAL)
-    heard = asyncio.Event()
-    b.at_once = lambda caller, call: (heard.set(), m.Accepted(1))[1]
-    (session,) = sessions_of(a.transport)
-    frame = pack_whole(Kind.TELL, 1, wire.to_header(SEAL))
-    assert isinstance(session, stream.DialledSession)
-    session._last_call = 0  # the reply to call 1 came, and another one would be to a call that was never made
-    session._write(frame[:50])
-    await asyncio.sleep(0.02)
-    assert not heard.is_set()
-    session._write(frame[50:])
-    async with asyncio.timeout(30):
-        await heard.wait()
-    await asyncio.sleep(0.02)
-    assert session.open
-
-
 @pytest.mark.parametrize("kind", ["unix", "tcp", "tls"])
-async def test_who_does_not_read_its_replies_is_not_heard(
-    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_backpressure_stops_reading_calls(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They grew in number for as long as it made calls."""
     monkeypatch.setattr(outbox, "_FULL", 100)
     async with cluster_of(kind, folder) as cluster:
@@ -427,7 +341,7 @@ async def test_who_does_not_read_its_replies_is_not_heard(
 
 @pytest.mark.parametrize("kind", ["tcp", "tls"])
 @pytest.mark.parametrize(("where", "what"), [(12, "head"), (HEAD_BYTES + 34, "header")])
-async def test_on_tcp_a_damaged_head_or_header_breaks_the_session(
+async def test_damaged_header_on_tcp_ends_the_session(
     folder: Path, kind: str, where: int, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The flag of a report that ends a job, and a header of 16 MiB more than there is, were taken as they came."""
@@ -450,7 +364,7 @@ async def test_on_tcp_a_damaged_head_or_header_breaks_the_session(
         await a.call(b, SEAL)
 
 
-async def test_a_corrupted_call_breaks_the_session(streams: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+async def test_corrupted_call_ends_the_session(streams: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     a, b = await streams.node(), await streams.node()
     for meta, size in ((4, 10), (4, 300_000), (4, 5 << 20), (5 << 20, 5)):  # at once, as it comes, and in a thread
         good = encoded(bytes(meta), bytes(size))
@@ -465,7 +379,7 @@ async def test_a_corrupted_call_breaks_the_session(streams: Cluster, caplog: pyt
     assert b.served == [] and "digest" in caplog.text
 
 
-async def test_a_corrupted_reply_is_not_believed(streams: Cluster) -> None:
+async def test_corrupted_reply_is_not_used(streams: Cluster) -> None:
     a, b = await streams.node(), await streams.node()
 
     async def handler(caller: str, call: m.Call) -> m.Reply:
@@ -477,7 +391,7 @@ async def test_a_corrupted_reply_is_not_believed(streams: Cluster) -> None:
         await a.call(b, pull())
 
 
-async def test_a_half_written_frame_then_the_end(streams: Cluster) -> None:
+async def test_end_inside_a_frame_is_a_loss(streams: Cluster) -> None:
     a, b = await streams.node(), await streams.node()
     await a.call(b, SEAL)
     (session,) = sessions_of(a.transport)
@@ -509,7 +423,7 @@ async def test_a_half_written_frame_then_the_end(streams: Cluster) -> None:
         bytes(56),
     ],
 )
-async def test_nonsense_in_an_open_session_breaks_it(streams: Cluster, data: bytes) -> None:
+async def test_malformed_frame_ends_the_session(streams: Cluster, data: bytes) -> None:
     a, b = await streams.node(), await streams.node()
     await a.call(b, SEAL)
     (session,) = sessions_of(a.transport)
@@ -520,7 +434,7 @@ async def test_nonsense_in_an_open_session_breaks_it(streams: Cluster, data: byt
 
 
 @pytest.mark.parametrize(("first", "count"), [(9, 1), (9, 3), (7, 3), (8, 3)])
-async def test_a_call_that_is_made_twice_breaks_the_session(
+async def test_duplicate_call_ends_the_session(
     streams: Cluster, caplog: pytest.LogCaptureFixture, first: int, count: int
 ) -> None:
     """Also as one of several."""
@@ -535,9 +449,7 @@ async def test_a_call_that_is_made_twice_breaks_the_session(
     assert "is made twice" in caplog.text
 
 
-async def test_calls_beyond_the_last_number_break_the_session(
-    streams: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_too_large_call_number_ends_the_session(streams: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """Each of them was an error of its own in the log, and had no reply."""
     a, b = await streams.node(), await streams.node()
     await a.call(b, SEAL)
@@ -549,39 +461,7 @@ async def test_calls_beyond_the_last_number_break_the_session(
     assert "numbers have 64 bits" in said.getMessage()
 
 
-async def test_a_node_hears_its_own_answer_without_a_turn_of_the_event_loop(streams: Cluster) -> None:
-    a = await streams.node()
-    coming, told = PendingReply(), []
-    a.at_once = lambda caller, call: coming
-    reply = a.transport.call_now(a.peer, m.Pull(*PULL))
-    assert isinstance(reply, CallFuture)
-    reply.listener = told.append
-    coming.settle(item(m.Pull(*PULL), encoded(b"x")))
-    assert told == [reply] and reply.result() is coming.reply
-
-
-@pytest.mark.parametrize("ends", ["refused", "cancelled", "closed"])
-async def test_a_node_hears_soon_that_its_own_call_is_in_vain(streams: Cluster, ends: str) -> None:
-    a = await streams.node()
-    coming, told = PendingReply(), []
-    a.at_once = lambda caller, call: coming
-    reply = a.transport.call_now(a.peer, m.Pull(*PULL))
-    assert isinstance(reply, CallFuture)
-    reply.listener = told.append
-    match ends:
-        case "refused":
-            coming.settle(m.Refusal(m.Reason.STALE, "behind"))
-        case "cancelled":
-            reply.cancel()
-        case "closed":
-            await a.transport.close()
-    await asyncio.sleep(0)
-    assert coming.done and told == [reply]
-    with pytest.raises(Refused if ends == "refused" else asyncio.CancelledError):
-        reply.result()
-
-
-async def test_a_node_pulls_several_epochs_from_itself_at_once(streams: Cluster) -> None:
+async def test_node_pulls_several_epochs_from_itself(streams: Cluster) -> None:
     a = await streams.node()
     several = m.Pull(*PULL, 3)
     assert a.transport.calls_now(a.peer, several) is None, "where they cannot be answered together"
@@ -600,37 +480,7 @@ async def test_a_node_pulls_several_epochs_from_itself_at_once(streams: Cluster)
     assert await begun[2] == answers[2].reply  # type: ignore[union-attr]
 
 
-async def test_where_nothing_can_be_said_of_one_epoch_a_node_asks_itself_about_each(streams: Cluster) -> None:
-    a = await streams.node()
-    coming = PendingReply()
-    a.all_at_once = lambda caller, pull: [coming, None]
-    assert a.transport.calls_now(a.peer, m.Pull(*PULL, 2)) is None
-    assert coming.done, "nobody waits for it"
-
-
-async def test_what_a_node_pulls_from_itself_is_freed_when_nobody_has_it(streams: Cluster) -> None:
-    """It waited for the garbage collector: with large items, for hundreds of MiB of them."""
-    a = await streams.node()
-    answers, memory = [PendingReply()], np.zeros(1000)
-    a.at_once = lambda caller, call: answers[0]
-    reply = a.transport.call_now(a.peer, m.Pull(*PULL))
-    assert reply is not None and not reply.done()
-    gc.disable()
-    try:
-        answers[0].settle(item(m.Pull(*PULL), encoded(b"x", memory.data)))
-        assert await reply == answers[0].reply
-        freed = weakref.ref(memory)
-        answers.clear()
-        del reply, memory
-        await asyncio.sleep(0)  # the loop still has the one that it has just woken
-        assert freed() is None
-    finally:
-        gc.enable()
-
-
-async def test_no_more_calls_are_served_at_a_time_than_a_session_may_have(
-    streams: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_calls_of_a_session_are_bounded(streams: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = await streams.node(), await streams.node()
     await a.call(b, SEAL)
     monkeypatch.setattr(sides, "MAX_CALLS", 3)
@@ -651,43 +501,6 @@ async def test_no_more_calls_are_served_at_a_time_than_a_session_may_have(
     assert await a.call(b, SEAL) == m.Accepted(1)
 
 
-def write_all(descriptor: int, data: bytes) -> None:
-    """In a thread, as another process would: as fast as the other end reads."""
-    left = memoryview(data)
-    while left:
-        select.select([], [descriptor], [], 10)
-        with contextlib.suppress(BlockingIOError):
-            left = left[os.write(descriptor, left) :]
-
-
-async def test_a_burst_of_calls_is_taken_a_part_at_a_time(streams: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On uvloop it was read to its end in one turn of the loop, which stood still for seconds."""
-    a, b = await streams.node(), await streams.node()
-    await a.call(b, SEAL)
-    (session,) = sessions_of(a.transport)
-    count, served, most = 3000, 0, 0
-    done = asyncio.Event()
-    monkeypatch.setattr(sides, "_AT_ONCE", 200)
-
-    async def refuse(caller: str, call: m.Call) -> m.Reply:
-        nonlocal served, most
-        served, most = served + 1, max(most, len(b.transport.tasks))
-        if served == count:
-            done.set()
-        return m.Refusal(m.Reason.NOT_HERE)
-
-    b.handler = refuse
-    monkeypatch.setattr(type(session), "_take_whole", lambda *reply: None)  # it knows of none of these calls
-    assert session._transport is not None
-    sock = session._transport.get_extra_info("socket")
-    header = wire.to_header(m.RequestRestart(m.Stamp(1, 1), 1, "x" * 400))  # some 400 of it are read at once
-    calls = [pack_whole(Kind.CALL, number, header) for number in range(100, 100 + count)]
-    async with asyncio.timeout(30):
-        await asyncio.to_thread(write_all, sock.fileno(), b"".join(calls))
-        await done.wait()
-    assert most < 1000
-
-
 class Forgetful:
     """Of a session, what a call tells it."""
 
@@ -698,7 +511,7 @@ class Forgetful:
         self.cancelled_calls.append(pending)
 
 
-async def test_a_reply_is_heard_where_it_comes_in_and_the_rest_a_turn_later() -> None:
+async def test_reply_calls_its_listener_at_once() -> None:
     """Once, whatever else is said of the call."""
     heard: list[asyncio.Future[m.Reply]] = []
 
@@ -726,26 +539,7 @@ async def test_a_reply_is_heard_where_it_comes_in_and_the_rest_a_turn_later() ->
     assert len(heard) == 4
 
 
-async def test_a_listener_that_raises_is_told_of_and_the_session_goes_on(streams: Cluster) -> None:
-    a, b = await streams.node(), await streams.node()
-    await a.call(b, SEAL)
-    told: list[dict[str, object]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
-
-    def raises(reply: asyncio.Future[m.Reply]) -> None:
-        raise LookupError("no such thing")
-
-    reply = a.transport.call_now(b.peer, SEAL)
-    assert isinstance(reply, CallFuture)
-    reply.listener = raises
-    assert await reply == m.Accepted(1)
-    assert await a.call(b, SEAL) == m.Accepted(1)
-    (context,) = told
-    assert isinstance(context["exception"], LookupError) and "Seal to task 1" in str(context["message"])
-    assert a.lost.empty() and b.lost.empty()
-
-
-async def test_values_beyond_the_limit_are_refused_on_both_sides(streams: Cluster) -> None:
+async def test_too_large_values_are_refused(streams: Cluster) -> None:
     settings = Settings(max_value_bytes=1000)
     a, b = await streams.node(settings=settings), await streams.node(settings=settings)
 
@@ -760,7 +554,7 @@ async def test_values_beyond_the_limit_are_refused_on_both_sides(streams: Cluste
     assert a.lost.empty() and b.lost.empty()
 
 
-async def test_no_memory_is_an_answer(streams: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lack_of_memory_is_a_refusal(streams: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = await streams.node(), await streams.node()
     allocate = incoming._allocate
 
@@ -786,7 +580,7 @@ async def test_no_memory_is_an_answer(streams: Cluster, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-async def test_an_item_of_200_mib_arrives_intact(streams: Cluster) -> None:
+async def test_item_of_200_mib_arrives_intact(streams: Cluster) -> None:
     a, b = await streams.node(), await streams.node()
     bulk = np.random.default_rng(0).integers(0, 2**63, (200 << 20) // 8, dtype=np.int64)
     value = encoded(b"meta", bulk.data)
@@ -801,52 +595,7 @@ async def test_an_item_of_200_mib_arrives_intact(streams: Cluster) -> None:
     assert np.array_equal(np.frombuffer(reply.value.buffers[0], np.int64), bulk)
 
 
-async def test_a_peer_that_does_not_read_bounds_what_is_buffered(streams: Cluster) -> None:
-    a, b = await streams.node(), await streams.node()
-    await a.call(b, SEAL)
-    (here,), (there,) = sessions_of(a.transport), sessions_of(b.transport)
-    assert here._transport is not None and there._transport is not None
-    there._transport.pause_reading()
-    flags = [m.Flag(m.Stamp(1, 1), 1, 1, task, encoded(b"", bytes(32 << 20))) for task in range(8)]
-    waiting = [asyncio.ensure_future(a.call(b, flag, timeout_s=60)) for flag in flags]
-    await turns_until(lambda: here._outbox._paused)
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert here._transport.get_write_buffer_size() <= CHUNK_BYTES + (1 << 20)
-    for task in waiting[4:]:
-        task.cancel()
-    await asyncio.wait(waiting[4:])
-    there._transport.resume_reading()
-    assert await asyncio.gather(*waiting[:4]) == [m.Accepted(1)] * 4
-    assert sorted(call.task for _, call in b.served[1:]) == [0, 1, 2, 3]
-
-
-async def test_the_first_of_several_calls_is_cancelled_before_they_are_sent_and_the_others_are_made(
-    streams: Cluster,
-) -> None:
-    a, b = await streams.node(), await streams.node()
-    await a.call(b, SEAL)
-    (here,) = sessions_of(a.transport)
-
-    async def answers(caller: str, call: m.Call) -> m.Reply:
-        assert isinstance(call, m.Pull)
-        return item(call, encoded(b"x"))
-
-    b.handler = answers
-    one = pull()
-    here._outbox.pause()
-    begun = a.transport.calls_now(b.peer, m.Pull(one.stamp, one.sender, one.sender_term, one.task, one.tag, 3))
-    assert begun is not None
-    begun[0].cancel()
-    here._outbox.resume()
-    async with asyncio.timeout(30):
-        for number in (1, 2):
-            assert await begun[number] == item(
-                m.Pull(m.Stamp(1, one.stamp.epoch + number), 3, 1, 5, "grad"), encoded(b"x")
-            )
-
-
-async def test_cancelling_in_the_middle_of_bulk_leaves_the_session_usable(streams: Cluster) -> None:
+async def test_session_survives_cancelling_a_large_value(streams: Cluster) -> None:
     a, b = await streams.node(), await streams.node()
     large = encoded(b"", bytes(64 << 20))
 
@@ -872,13 +621,13 @@ async def test_cancelling_in_the_middle_of_bulk_leaves_the_session_usable(stream
 # Sockets.
 
 
-async def test_calls_at_once_share_one_session(streams: Cluster) -> None:
+async def test_concurrent_calls_share_a_session(streams: Cluster) -> None:
     a, b = await streams.node(), await streams.node()
     await asyncio.gather(*(a.call(b, SEAL) for _ in range(50)))
     assert len(sessions_of(a.transport)) == len(sessions_of(b.transport)) == 1
 
 
-async def test_a_peer_that_accepts_and_says_nothing_is_lost_in_time(folder: Path) -> None:
+async def test_silent_listener_is_lost_in_time(folder: Path) -> None:
     async with cluster_of("tcp", folder) as cluster:
         a = await cluster.node(settings=Settings(connect_s=0.1))
         with socket.create_server(("127.0.0.1", 0)) as frozen:
@@ -894,7 +643,7 @@ async def test_a_peer_that_accepts_and_says_nothing_is_lost_in_time(folder: Path
                 await waiting
 
 
-async def test_endpoints_are_tried_in_order_where_they_can_be_used(folder: Path) -> None:
+async def test_usable_endpoints_are_tried_in_order(folder: Path) -> None:
     async with cluster_of("tcp", folder) as cluster:
         a, b = await cluster.node(), await cluster.node()
         (tcp,) = b.peer.endpoints
@@ -907,36 +656,6 @@ async def test_endpoints_are_tried_in_order_where_they_can_be_used(folder: Path)
         for wrong in ("tcp:", "tcp:host", "tcp:host:port"):
             with pytest.raises(PeerLost, match="not an endpoint"):
                 await a.call(Peer("x", (wrong,)), SEAL)
-
-
-def test_the_socket_of_another_user_is_none_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is its user's alone; whether this is the same host is still to be seen."""
-    ours = endpoints.unix_endpoint(Path("/x"))
-    another = os.geteuid() + 1
-    monkeypatch.setattr(os, "geteuid", lambda: another)
-    theirs = endpoints.host_key.__wrapped__()
-    assert endpoints.usable(ours) and not endpoints.usable(f"unix:{theirs}:/x")
-    assert host_of(theirs) == host_of(endpoints.host_key())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells them apart")
-@pytest.mark.parametrize("what", ["kernel", "name", "mounts", "root"])
-def test_where_any_of_what_makes_a_host_differs_its_sockets_are_none_to_try(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Containers of one host may see other files under the same path."""
-    ours, root = endpoints.host_key.__wrapped__(), os.stat("/")
-    with monkeypatch.context() as patch:
-        if what == "kernel":
-            patch.setattr(Path, "read_text", lambda path: "another")
-        elif what == "name":
-            patch.setattr(platform, "node", lambda: "another")
-        elif what == "mounts":
-            patch.setattr(os, "readlink", lambda path: "mnt:[1]")
-        else:
-            patch.setattr(os, "stat", lambda path: SimpleNamespace(st_dev=root.st_dev, st_ino=root.st_ino + 1))
-        theirs = endpoints.host_key.__wrapped__()
-    assert host_of(theirs) != host_of(ours)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
@@ -981,7 +700,7 @@ async def two_at(*addresses: tuple[int, str], settings: Settings) -> AsyncIterat
         await b.close()
 
 
-async def test_an_address_that_does_not_answer_leaves_the_others_their_time() -> None:
+async def test_silent_address_leaves_time_for_others() -> None:
     addresses = ((socket.AF_INET, "127.0.0.2"), (socket.AF_INET, "127.0.0.1"))
     async with two_at(*addresses, settings=Settings(connect_s=1.0)) as (a, b, port):
         with contextlib.ExitStack() as sockets:
@@ -995,30 +714,7 @@ async def test_an_address_that_does_not_answer_leaves_the_others_their_time() ->
             assert await a.call(b, SEAL) == m.Accepted(1)
 
 
-async def test_an_address_of_a_kind_that_this_kernel_lacks_is_passed_over() -> None:
-    addresses = ((251, "::1"), (socket.AF_INET, "127.0.0.1"))  # a number that no kernel has
-    async with two_at(*addresses, settings=Settings()) as (a, b, _):
-        assert await a.call(b, SEAL) == m.Accepted(1)
-
-
-async def test_tcp_options(folder: Path) -> None:
-    async with cluster_of("tcp", folder) as cluster:
-        settings = Settings(ping_s=3, ping_timeout_s=12)
-        a, b = await cluster.node(settings=settings), await cluster.node(settings=settings)
-        await a.call(b, SEAL)
-        for node in (a, b):
-            (session,) = sessions_of(node.transport)
-            assert session._transport is not None
-            sock = session._transport.get_extra_info("socket")
-            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            if sys.platform == "linux":
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 3
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 4
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 12_000
-
-
-async def test_unix_sockets_are_private_and_their_paths_short(folder: Path) -> None:
+async def test_unix_sockets_are_private_with_short_paths(folder: Path) -> None:
     def transport(where: Path) -> StreamTransport:
         return StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, unix_dir=where, tcp_host=None)
 
@@ -1040,7 +736,7 @@ async def test_unix_sockets_are_private_and_their_paths_short(folder: Path) -> N
     assert not path.exists()
 
 
-def test_constructor_mistakes() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 16"):
         StreamTransport(Settings(), b"short", job=JOB, verify=verify)
     with pytest.raises(ValueError, match="neither"):
@@ -1097,7 +793,7 @@ async def _noticed_s(a: Node, streams: Cluster, name: str) -> float:
 
 
 @pytest.mark.slow
-async def test_a_killed_process_is_lost_and_gone_within_100_ms(streams: Cluster) -> None:
+async def test_killed_process_is_gone_within_100_ms(streams: Cluster) -> None:
     """Of several the quickest: a busy machine may hold up some of them, but a pause of ours would be in all."""
     a = await streams.node()
     took = []
@@ -1142,7 +838,7 @@ QUICK = Settings(ping_s=1.0, ping_timeout_s=1.0)
 
 @pytest.mark.parametrize("size", [3000, 1_000_000], ids=["in one frame", "in chunks"])
 @pytest.mark.parametrize("calls", [True, False], ids=["of a call", "of a reply"])
-async def test_a_frame_whose_rest_was_lost_on_the_way_is_not_waited_for_for_ever(
+async def test_lost_rest_of_a_frame_ends_the_session(
     calls: bool, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """TCP loses nothing; what stands in between may. The reader waited for eight bytes that nobody had, with a
@@ -1166,54 +862,3 @@ async def test_a_frame_whose_rest_was_lost_on_the_way_is_not_waited_for_for_ever
             assert isinstance(await a.call(peer, ask), m.Answer)
             await a.transport.close()
     assert "the rest of a frame" in "\n".join(record.getMessage() for record in caplog.records)
-
-
-async def test_a_frame_that_comes_slowly_is_waited_for(tmp_path: Path) -> None:
-    """A byte now and then is enough, and so is a reader that may not read: its peer does not take its replies."""
-    async with cluster_of("tcp", tmp_path) as cluster:
-        a, b = await cluster.node(), await cluster.node()
-        assert await a.call(b, SEAL) == m.Accepted(1)
-        (session,) = sessions_of(b.transport)
-        (dialled,) = sessions_of(a.transport)
-        header = wire.to_header(SEAL)
-        frame = seal(pack_whole(Kind.CALL, 2, header), len(header))
-        for byte in range(len(frame) - 1):
-            dialled._write(frame[byte : byte + 1])
-            before = session._reader.within
-            await turns_until(lambda before=before: session._reader.within != before)  # type: ignore[misc]
-            for _ in range(5):
-                session.look(5)
-            assert session.open
-        assert isinstance(session, sides.AcceptedSession)
-        session._on_backpressure(True)
-        for _ in range(20):
-            session.look(5)
-        assert session.open
-        session._on_backpressure(False)
-        for _ in range(6):
-            session.look(5)
-        assert session.why.startswith("the rest of a frame")
-
-
-async def test_a_large_value_is_verified_where_no_thread_can_be_started(
-    streams: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was taken for damaged: its sender was blamed, and the session closed, each time that it came."""
-    a, b = await streams.node(), await streams.node()
-    large = encoded(bytes(VERIFY_AT_ONCE_BYTES + 1))
-    start = threading.Thread.start
-
-    def refuses(thread: threading.Thread) -> None:
-        if thread.name.startswith("taskgraph-verify"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    async def handler(caller: str, call: m.Call) -> m.Reply:
-        assert isinstance(call, m.Pull)
-        return item(call, large)
-
-    monkeypatch.setattr(threading.Thread, "start", refuses)
-    b.handler = handler
-    reply = await a.call(b, pull())
-    assert isinstance(reply, m.Item) and reply.value.digest == large.digest
-    assert a.lost.empty() and b.lost.empty()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import shutil
@@ -46,7 +45,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-async def test_nothing_readable_travels(cluster: Cluster) -> None:
+async def test_tls_hides_values(cluster: Cluster) -> None:
     """A tap on the wire sees neither the job's name nor a value."""
     a, b = await cluster.node(), await cluster.node()
     tapped = bytearray()
@@ -77,7 +76,7 @@ async def test_nothing_readable_travels(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("side", ["dialler", "listener"])
-async def test_a_certificate_of_another_authority_is_refused(
+async def test_certificate_of_another_authority_is_refused(
     cluster: Cluster, folder: Path, side: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Although the token is the right one. The impostor itself trusts everybody."""
@@ -102,7 +101,7 @@ async def test_a_certificate_of_another_authority_is_refused(
     ],
     ids=["another-authority", "expired", "not-yet-valid"],
 )
-async def test_who_refuses_a_certificate_says_what_to_do(
+async def test_certificate_refusal_says_what_to_do(
     cluster: Cluster, folder: Path, side: str, given: dict[str, Any], todo: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = certified(folder / "tls" / "bad", **given)
@@ -136,9 +135,7 @@ def deaf(stack: contextlib.ExitStack) -> int:
     ],
 )
 @pytest.mark.parametrize("probe", [False, True])
-async def test_what_was_missing_when_the_time_was_up_is_said(
-    cluster: Cluster, silent: str, says: str, probe: bool
-) -> None:
+async def test_timeout_names_the_missing_step(cluster: Cluster, silent: str, says: str, probe: bool) -> None:
     """Where the network drops what is large, the handshake alone does not come through: it was said that nobody had
     answered at all."""
     assert cluster.tls is not None
@@ -162,9 +159,7 @@ async def test_what_was_missing_when_the_time_was_up_is_said(
     assert not probe or caught.value.connected == (silent != "at all")
 
 
-async def test_who_is_refused_for_a_certificate_knows_that_the_connection_was_made(
-    cluster: Cluster, folder: Path
-) -> None:
+async def test_certificate_refusal_says_connected(cluster: Cluster, folder: Path) -> None:
     impostor = certified(folder / "tls" / "impostor", by="theirs", trusting="ours")
     good, bad = await cluster.node(), await cluster.node(tls=impostor)
     for one, other in ((bad, good), (good, bad)):
@@ -173,7 +168,7 @@ async def test_who_is_refused_for_a_certificate_knows_that_the_connection_was_ma
         assert caught.value.connected
 
 
-async def test_without_a_certificate_nobody_gets_in(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+async def test_certificate_is_required(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     b = await cluster.node()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -184,7 +179,7 @@ async def test_without_a_certificate_nobody_gets_in(cluster: Cluster, caplog: py
     assert any("did not return a certificate" in text for text in warnings_of(caplog))
 
 
-async def test_an_older_tls_is_refused(cluster: Cluster, folder: Path) -> None:
+async def test_older_tls_is_refused(cluster: Cluster, folder: Path) -> None:
     b = await cluster.node()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -195,7 +190,7 @@ async def test_an_older_tls_is_refused(cluster: Cluster, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["dialler", "listener"])
-async def test_with_and_without_tls_do_not_meet(
+async def test_tls_and_plain_do_not_connect(
     cluster: Cluster, folder: Path, which: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = StreamTransport(Settings(connect_s=1.0), TOKEN, job=JOB, verify=verify)
@@ -222,7 +217,7 @@ async def test_with_and_without_tls_do_not_meet(
     assert node.served == []
 
 
-async def test_nobody_stands_in_the_middle_not_even_with_a_certificate(cluster: Cluster, folder: Path) -> None:
+async def test_proxy_with_a_certificate_is_detected(cluster: Cluster, folder: Path) -> None:
     """It ends TLS on both sides and passes every byte on: proofs are bound to the connection they were made for."""
     a, b = await cluster.node(), await cluster.node()
     middle = certified(folder / "tls" / "middle")
@@ -252,7 +247,7 @@ async def test_nobody_stands_in_the_middle_not_even_with_a_certificate(cluster: 
     assert passed and b.served == []
 
 
-async def test_silent_connections_are_bounded_and_the_node_goes_on(
+async def test_silent_tls_connections_are_bounded(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from taskgraph.transport import stream
@@ -282,47 +277,7 @@ async def test_silent_connections_are_bounded_and_the_node_goes_on(
     assert len([text for text in warnings_of(caplog) if "without a TLS handshake" in text]) == 1
 
 
-@pytest.mark.parametrize("error", [errno.EMFILE, errno.EPERM, errno.EHOSTUNREACH])
-async def test_what_cannot_be_accepted_keeps_nobody_else_out(
-    cluster: Cluster, error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """`accept` also tells what a firewall refuses, and what the network did to a connection that was waiting."""
-    monkeypatch.setattr(accepting, "_PAUSE_S", 0.01)
-    loop = asyncio.get_running_loop()
-    failing, accept = [OSError(error, os.strerror(error))], loop.sock_accept
-
-    async def fails_once(listener: socket.socket) -> tuple[socket.socket, object]:
-        if failing:
-            raise failing.pop()
-        return await accept(listener)
-
-    monkeypatch.setattr(loop, "sock_accept", fails_once, raising=False)
-    a, b = await cluster.node(), await cluster.node()
-    assert await a.call(b, SEAL) == await b.call(a, SEAL) == m.Accepted(1)
-    assert not failing and any(os.strerror(error) in text for text in warnings_of(caplog))
-
-
-async def test_who_left_before_it_was_accepted_has_nobody_else_wait(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(accepting, "_PAUSE_S", 60.0)
-    loop = asyncio.get_running_loop()
-    left, accept = [ConnectionAbortedError(errno.ECONNABORTED, os.strerror(errno.ECONNABORTED))] * 3, loop.sock_accept
-
-    async def fails_at_first(listener: socket.socket) -> tuple[socket.socket, object]:
-        if left:
-            raise left.pop()
-        return await accept(listener)
-
-    monkeypatch.setattr(loop, "sock_accept", fails_at_first, raising=False)
-    a, b = await cluster.node(), await cluster.node()
-    assert await a.call(b, SEAL) == await b.call(a, SEAL) == m.Accepted(1)
-    assert not left and warnings_of(caplog) == []
-
-
-async def test_who_leaves_without_a_handshake_is_told_with_a_reason(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_missing_handshake_is_logged(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     b = await cluster.node()
     told = asyncio.Event()
     warned = b.transport._refusals.refused  # type: ignore[attr-defined]
@@ -335,7 +290,7 @@ async def test_who_leaves_without_a_handshake_is_told_with_a_reason(
     assert text.endswith("no TLS handshake: its end closed the connection")
 
 
-async def test_a_silent_connection_is_closed_in_time(cluster: Cluster) -> None:
+async def test_silent_tls_connection_is_closed(cluster: Cluster) -> None:
     b = await cluster.node(settings=Settings(connect_s=0.2))
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(b.peer))
     async with asyncio.timeout(30):
@@ -344,7 +299,7 @@ async def test_a_silent_connection_is_closed_in_time(cluster: Cluster) -> None:
     writer.close()
 
 
-async def test_renewed_files_are_taken_up(cluster: Cluster, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_renewed_tls_files_are_used(cluster: Cluster, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """File by file, as whoever renews them writes them."""
     files = folder / "tls" / "mine"
     tls = certified(files)
@@ -364,7 +319,7 @@ async def test_renewed_files_are_taken_up(cluster: Cluster, folder: Path, caplog
 
 
 @pytest.mark.parametrize("left", ["one of two", "none"])
-def test_a_renewal_that_is_half_done_is_told_once_however_many_connect(
+def test_unfinished_renewal_is_logged_once(
     folder: Path, left: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tls = certified(folder)
@@ -394,7 +349,7 @@ def test_a_renewal_that_is_half_done_is_told_once_however_many_connect(
 
 
 @pytest.mark.parametrize("missing", ["ca.pem", "cert.pem", "key.pem"])
-async def test_a_missing_or_broken_file_is_named(folder: Path, missing: str) -> None:
+async def test_missing_or_broken_tls_file_is_named(folder: Path, missing: str) -> None:
     tls = certified(folder)
     (folder / missing).write_text("not a PEM")
     with pytest.raises(TransportError, match=missing):
@@ -414,9 +369,7 @@ async def test_a_missing_or_broken_file_is_named(folder: Path, missing: str) -> 
         (KEY, "encrypted", "it is encrypted; `openssl pkey -in .* -out FILE` writes it without a password"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_said_with_what_to_do(
-    folder: Path, name: str, content: str | bytes, why: str
-) -> None:
+def test_unusable_tls_file_is_explained(folder: Path, name: str, content: str | bytes, why: str) -> None:
     tls = certified(folder)
     path = folder / name
     if content == "encrypted":
@@ -428,7 +381,7 @@ def test_a_file_that_cannot_be_used_is_said_with_what_to_do(
         tls.context(server=True)
 
 
-def test_a_certificate_is_checked_against_the_name_it_is_reached_by(folder: Path) -> None:
+def test_certificate_must_match_the_host_name(folder: Path) -> None:
     tls = certified(folder, host="node7.example")
     tls.check("node7.example")
     with pytest.raises(TransportError, match=r"others reach this node as '10\.0\.0\.7'"):
@@ -443,14 +396,14 @@ def test_loopback_needs_no_tls(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "2001:db8::1", "::ffff:192.0.2.1"])
-def test_beyond_loopback_tls_or_a_flag_is_needed(host: str) -> None:
+def test_public_address_needs_tls_or_a_flag(host: str) -> None:
     with pytest.raises(TransportError, match=rf"listen on {host} without TLS.*--tls DIR.*--insecure-listen"):
         check_listener(host, tls=False, insecure=False)
     check_listener(host, tls=True, insecure=False)
     check_listener(host, tls=False, insecure=True)
 
 
-async def test_a_transport_refuses_it_too(folder: Path) -> None:
+async def test_transport_refuses_public_address_without_tls(folder: Path) -> None:
     async def serve(caller: str, call: m.Call) -> m.Reply:
         return m.Accepted(1)
 
@@ -473,5 +426,5 @@ async def test_a_transport_refuses_it_too(folder: Path) -> None:
             await node.close()
 
 
-def test_no_files_are_no_tls() -> None:
+def test_no_files_mean_no_tls() -> None:
     assert Tls.of({}) is None
