@@ -252,7 +252,7 @@ class LocalNodes:
         while True:
             await asyncio.sleep(_LOOK_S)
             if (found := standing.look(time.monotonic())) is None:
-                if not standing.told:
+                if not standing.reported:
                     entry.stands = ""
                 continue
             ran, for_s = found

@@ -1,15 +1,16 @@
-"""Nodes of this host whose event loop stands still in a coroutine of the user's, which never awaits, or beside a plain
+"""Nodes of this host whose event loop stands still: in a coroutine of the user's that never awaits, or beside a plain
 function that keeps the interpreter's lock.
 
-Such a node answers nobody, renews no lease and cannot say so itself; others take it for dead, take its tasks over, and
-come to a stand in the same place. Its launcher sees from outside what its loop runs, and says it.
+Such a node answers no call, renews no lease and cannot say so itself. Others take it for dead and take its tasks over,
+and their loops stop in the same place. The launcher reads from outside what the loop runs, and reports it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
+
+from msgspec import structs
 
 from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.records import Ran, State, StatusRecord
@@ -22,11 +23,14 @@ STANDS_S = 3.0
 
 
 class Standing:
-    """Remembers what the loop of one process ran when it was looked at before.
+    """Remembers what the loop of one process ran at the last look.
 
     Args:
-        folder: where its last words are.
-        pid: its id.
+        folder: where the process keeps its last words.
+
+    Attributes:
+        reported: the call that the loop is in was returned by `look`.
+        in_thread: a thread runs that call.
     """
 
     def __init__(self, folder: Path, pid: int) -> None:
@@ -34,20 +38,18 @@ class Standing:
         self._pid = pid
         self._order: int | None = None
         self._since = 0.0
-        self.told = False
-        """The call that it is in was told."""
+        self.reported = False
         self.in_thread = False
-        """Whether a thread runs the call that was told."""
 
     def look(self, now: float) -> tuple[Ran, float] | None:
-        """A call that the loop has been in for `STANDS_S` and more, and for how long; each call once."""
+        """Returns a call that the loop has been in for `STANDS_S` or more, and for how long; each call once."""
         runs = lastwords.on_loop(self._folder)
-        if runs is None or stopped(self._pid):  # what is stopped stands still wherever it was
-            self._order, self.told = None, False
+        if runs is None or stopped(self._pid):  # a process that a signal halted stands still wherever it is
+            self._order, self.reported = None, False
         elif runs.order != self._order:
-            self._order, self._since, self.told = runs.order, now, False
-        elif not self.told and now - self._since >= STANDS_S:
-            self.told, self.in_thread = True, runs.in_thread
+            self._order, self._since, self.reported = runs.order, now, False
+        elif not self.reported and now - self._since >= STANDS_S:
+            self.reported, self.in_thread = True, runs.in_thread
             return runs.ran, now - self._since
         return None
 
@@ -65,13 +67,13 @@ def standing_text(name: str, ran: Ran, for_s: float, *, in_thread: bool = False)
 
 
 def with_stands(status: StatusRecord, stands: Iterable[str]) -> StatusRecord:
-    """The status of a job that failed, and what held up its nodes: whom others took for dead cannot say why."""
+    """Adds to the status of a failed job what held up its nodes, which cannot say so themselves."""
     lines = tuple(stands)
     if status.state != State.FAILED or not lines:
         return status
-    return dataclasses.replace(status, reason="\n".join((status.reason, *lines)))
+    return structs.replace(status, reason="\n".join((status.reason, *lines)))
 
 
 def stopped(pid: int) -> bool:
-    """Whether a signal halted that process, or a debugger."""
+    """Says whether a signal or a debugger halted this process."""
     return host.state(pid) in ("T", "t")

@@ -25,7 +25,7 @@ TELLS = "import sys, queue, taskgraph\nprint(taskgraph.__file__, *sys.argv[1:], 
 
 
 @pytest.mark.parametrize("elsewhere", ["", "another"])
-def test_it_is_this_taskgraph_whatever_lies_in_the_working_directory(tmp_path: Path, elsewhere: str) -> None:
+def test_new_process_runs_this_taskgraph(tmp_path: Path, elsewhere: str) -> None:
     """Nodes begun with `-m` took a `queue.py`, or another clone, in the working directory for the right one."""
     for folder in ("cwd", "another", "path"):
         (tmp_path / folder / "taskgraph").mkdir(parents=True)
@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_of_a_pool_that_is_started_there_do_not_load_what_it_is(tmp_path: Path, method: str) -> None:
+def test_pool_workers_do_not_load_a_node(tmp_path: Path, method: str) -> None:
     """Each loaded a node: most of a second, and 60 MB."""
     (tmp_path / "tells.py").write_text("")
     (tmp_path / "starts.py").write_text(_STARTS.format(method=method))
@@ -92,7 +92,7 @@ print(*given, sys.get_int_max_str_digits(), sys.warnoptions, sys._xoptions)
         "-I",
     ],
 )
-def test_it_has_the_options_of_the_interpreter_here(given: str) -> None:
+def test_new_process_has_our_interpreters_options(given: str) -> None:
     """An `assert` that `python -O` leaves out in the driver was there in nodes, and no warning was an error."""
     begins = _TOLD + _OPTIONS.format(root=str(Path(taskgraph.__file__).parent.parent), told=_TOLD)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
@@ -108,7 +108,7 @@ def spec(blas_threads: int) -> JobSpec:
 
 
 @pytest.mark.parametrize("name", ["taskgraph.__main__", None])
-def test_a_node_by_hand_begins_again_as_it_was_begun(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_command_starts_again_with_its_environment(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was begun as the program `taskgraph` found a `queue.py` of the working directory then."""
     called: list[list[str]] = []
     monkeypatch.setattr(environment, "_set_by_us", set(environment.THREADS))

@@ -21,7 +21,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc"
 
 
 @linux
-def test_a_child_that_has_ended_by_itself_keeps_its_exit_code(caplog: pytest.LogCaptureFixture) -> None:
+def test_signal_to_an_ended_child_keeps_its_exit_code(caplog: pytest.LogCaptureFixture) -> None:
     """Also where asyncio does not know yet that it ended."""
 
     async def scenario() -> int:
@@ -56,7 +56,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 @linux
-def test_a_child_that_runs_gets_the_signal() -> None:
+def test_running_child_gets_the_signal() -> None:
     async def scenario() -> int:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(60)")
         tell_child(process, signal.SIGKILL)
@@ -69,7 +69,7 @@ def test_a_child_that_runs_gets_the_signal() -> None:
 
 @linux
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="no other thread waits for children there")
-def test_a_number_that_is_free_again_gets_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reused_process_id_gets_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of asyncio's has taken the exit code, and the event loop has not heard of it."""
     told: list[int] = []
 
@@ -100,7 +100,7 @@ end_mine()
 
 @linux
 @pytest.mark.parametrize("leads", ["its session", "a pipeline", "nobody"])
-def test_who_ends_its_own_children_leaves_those_with_a_session_and_those_of_others(leads: str) -> None:
+def test_end_mine_spares_other_sessions(leads: str) -> None:
     """The group of a node that was started by hand may be that of a shell's pipeline."""
     node = subprocess.Popen(
         [sys.executable, "-c", _ENDS_ITS_OWN],
@@ -125,7 +125,7 @@ def test_who_ends_its_own_children_leaves_those_with_a_session_and_those_of_othe
 
 
 @linux
-def test_what_is_left_of_a_group_ends_with_its_leader() -> None:
+def test_group_ends_with_its_leader() -> None:
     code = "import os, time; pid = os.fork(); print(pid, flush=True) if pid else time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as leader:
         assert leader.stdout is not None

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -24,18 +23,17 @@ from taskgraph.errors import DecodeError
 from taskgraph.graph.values import encode
 from taskgraph.launch import collect
 from taskgraph.launch.collect import damaged, kept_copy
-from taskgraph.launch.collector import Collector, _gone_socket
+from taskgraph.launch.collector import Collector
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.node.control import ControlServer
 from taskgraph.observe.events import Event, EventLog, keep_events
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Delete, Put, Txn
+from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.records import NodeRecord, PrimaryRecord
 from taskgraph.results import json_pieces
-from taskgraph.transport.endpoints import host_key
 
 TOKEN = bytes(range(32))
 GOOD = encode(np.arange(10_000.0))
@@ -100,7 +98,7 @@ async def following(
         await coordinator.close()
 
 
-async def test_a_result_that_arrived_damaged_is_asked_for_again(tmp_path: Path) -> None:
+async def test_damaged_result_is_asked_for_again(tmp_path: Path) -> None:
     holder = Holder(BAD, GOOD)
     async with following(holder, tmp_path) as follower:
         found = await follower.results()
@@ -108,7 +106,7 @@ async def test_a_result_that_arrived_damaged_is_asked_for_again(tmp_path: Path) 
     assert np.array_equal(follower.assemble(found, 0.0).values[0], np.arange(10_000.0))
 
 
-async def test_a_result_that_is_damaged_for_good_is_an_error_that_names_the_node(tmp_path: Path) -> None:
+async def test_lastingly_damaged_result_is_an_error(tmp_path: Path) -> None:
     holder = Holder(BAD)
     async with following(holder, tmp_path) as follower:
         with pytest.raises(DecodeError, match="result of task 0 arrived damaged from node n1, 3 times"):
@@ -116,46 +114,8 @@ async def test_a_result_that_is_damaged_for_good_is_an_error_that_names_the_node
     assert holder.asked == 3
 
 
-async def test_who_told_its_results_is_not_asked_again_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each round began with all of them anew, which over a slow network took for ever."""
-
-    class First(Holder):
-        async def results(self) -> list[TaskResult]:
-            self.asked += 1
-            return [TaskResult(0, 1 + self.asked, 1, GOOD, ())]
-
-    class Second(Holder):
-        async def results(self) -> list[TaskResult]:
-            self.asked += 1
-            if self.asked < 3:
-                raise ConnectionError("cut")
-            return [TaskResult(1 if self.asked > 3 else 0, 3, 1, GOOD, ())]
-
-    first, second = First(GOOD), Second()
-    server = ControlServer(EventLog("n2"), TOKEN)
-    async with following(first, tmp_path, tasks=2) as follower:
-        try:
-            control = await server.start(unix_path=tmp_path / "d", tcp_host=None)
-            server.attach(second)
-            known = follower.view.nodes["n1-1"]
-            record = msgspec.structs.replace(known.record, name="n2", control=control)
-            primary = PrimaryRecord(node="n2-1", term=1, stateful=True)
-            keys = Keys("fit")
-            puts = (Put(keys.node("n2-1"), record.to_bytes()), Put(keys.primary(1), primary.to_bytes()))
-            await follower._coordinator.txn(Txn(success=puts))
-            await follower.keeper.load()
-            found = await follower.results()
-        finally:
-            await server.stop()
-    assert second.asked == 4, "it failed twice, and named another's task once"
-    assert first.asked == 2, "what it told at first was of an epoch before"
-    assert sorted((each.task, each.epoch) for each in found) == [(0, 3), (1, 3)]
-
-
 @pytest.mark.parametrize("followed", [True, False])
-async def test_results_that_nobody_can_ask_for_are_told_of_once(
+async def test_unreachable_results_are_reported_once(
     followed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Their sockets went with the login, or a firewall keeps the launcher from them. On a terminal it was told twice:
@@ -176,26 +136,7 @@ async def test_results_that_nobody_can_ask_for_are_told_of_once(
     assert text.startswith("the job has finished, and its results cannot be collected: no node listens at unix:")
 
 
-async def test_results_of_a_node_whose_socket_is_gone_for_good_are_an_error_for_who_runs_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stood, and nobody but a person could end it. One that has ended is taken over from, and asked no more."""
-    monkeypatch.setattr("taskgraph.launch.collector._GONE_S", -4.9)  # with the TTL of its lease a tenth of a second
-    async with following(Holder(GOOD), tmp_path) as follower:
-        (tmp_path / "c").unlink()
-        with pytest.raises(tg.JobFailed, match=r"n1 lives, and keeps them, but its socket /.*/c is gone") as caught:
-            await follower.results(else_lost=True)
-        assert caught.value.job == "fit" and "set TASKGRAPH_RUNTIME_DIR" in str(caught.value)
-        await follower._coordinator.txn(Txn(success=(Delete(Keys("fit").node("n1-1")),)))
-        ended = asyncio.ensure_future(follower.results(else_lost=True))
-        await follower.keeper.load()
-        await asyncio.wait([ended], timeout=0.5)
-        assert not ended.done(), "its tasks may be taken over"
-        ended.cancel()
-        await asyncio.gather(ended, return_exceptions=True)
-
-
-async def test_results_that_take_long_to_compute_are_waited_for_without_a_word(
+async def test_slow_results_are_waited_for_silently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a minute it was told that they cannot be collected."""
@@ -216,7 +157,7 @@ async def test_results_that_take_long_to_compute_are_waited_for_without_a_word(
     assert "cannot be collected" not in caplog.text
 
 
-async def test_results_of_nodes_of_another_protocol_are_not_called_damaged(tmp_path: Path) -> None:
+async def test_results_of_another_protocol_are_refused(tmp_path: Path) -> None:
     holder = Holder(BAD)
     async with following(holder, tmp_path) as follower:
         follower._spec = dataclasses.replace(follower._spec, protocol=1)
@@ -225,7 +166,7 @@ async def test_results_of_nodes_of_another_protocol_are_not_called_damaged(tmp_p
     assert holder.asked == 0
 
 
-async def test_what_was_told_until_the_end_is_followed_once_however_fast_the_job_was(tmp_path: Path) -> None:
+async def test_fast_job_shows_each_event_once(tmp_path: Path) -> None:
     """From the leader or from etcd, whichever comes first; a quick job ends before its events are written."""
     told: list[str] = []
     holder = Holder(GOOD)
@@ -244,31 +185,7 @@ async def test_what_was_told_until_the_end_is_followed_once_however_fast_the_job
     assert told == ["the job began", "epoch 0", "the job finished"]
 
 
-async def test_a_listener_that_raises_is_told_no_more_and_ends_no_job(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    told: list[str] = []
-
-    def listen(event: Event) -> None:
-        told.append(event.text)
-        raise ZeroDivisionError
-
-    holder = Holder(GOOD)
-    async with following(holder, tmp_path, listen) as follower:
-        holder.events.emit("began", "the job began")
-        holder.events.emit("commit", "epoch 0", epoch=0, transient=True)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await follower.broken()
-        assert len(await follower.results()) == 1
-    assert told == ["the job began"]
-    (record,) = (record for record in caplog.records if record.exc_info is not None)
-    assert "the job goes on" in record.message
-
-
-def test_what_was_kept_of_a_finished_job_has_its_reports_as_numbers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_kept_result_has_its_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path / "run"))
     reports = (tg.EpochReport(0, {"loss": math.inf}, {1: {"loss": math.inf}}),)
@@ -277,7 +194,7 @@ def test_what_was_kept_of_a_finished_job_has_its_reports_as_numbers(
     assert tg.result("fit") == left
 
 
-def test_of_what_was_kept_without_its_reports_tg_result_says_so(
+def test_result_without_reports_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
@@ -297,7 +214,7 @@ def test_of_what_was_kept_without_its_reports_tg_result_says_so(
 
 @pytest.mark.parametrize("etcd", [None, "127.0.0.1:1"])
 @pytest.mark.parametrize("name", [None, 3, b"fit"])
-def test_a_result_is_asked_for_by_name(name: Any, etcd: str | None) -> None:
+def test_result_needs_a_name(name: Any, etcd: str | None) -> None:
     with pytest.raises(tg.JobError, match=r"tg\.result takes the name of a job, not "):
         tg.result(name, etcd=etcd)
 
@@ -306,7 +223,7 @@ class Untold:
     tolist = None  # looks like an array, and is none
 
 
-def test_a_copy_that_cannot_be_made_says_why() -> None:
+def test_result_that_cannot_be_kept_says_why() -> None:
     copy = kept_copy(tg.JobResult(name="fit", values={0: Untold()}), 8)
     assert copy.here is None and copy.in_etcd is None
     assert copy.not_here == copy.not_in_etcd
@@ -319,26 +236,8 @@ class ManyInside: ...
 tg.codec(ManyInside, lambda _: [np.ones(1 << 21)], lambda _: ManyInside())
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        np.ones(1 << 21, "u1"),
-        [[0] * 1024] * 2048,
-        {"a": (np.ones(1 << 20), 1)},
-        tg.EpochReport(0, {}, np.ones(1 << 21)),
-        ManyInside(),
-    ],
-    ids=["array", "lists", "mapping", "dataclass", "codec"],
-)
-def test_of_very_many_numbers_no_copy_is_begun(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 15 MiB array of bytes took nine seconds and 330 MB."""
-    monkeypatch.setattr(collect, "json_pieces", lambda result: pytest.fail("begun"))
-    copy = kept_copy(tg.JobResult(name="fit", values={0: value}), 1 << 21)
-    assert copy.here is None and "numbers or texts or more, and no more than 1,048,576 are kept" in copy.not_here
-
-
 @pytest.mark.parametrize("in_etcd", [True, False])
-def test_of_very_many_reports_no_more_is_written_than_is_kept(monkeypatch: pytest.MonkeyPatch, in_etcd: bool) -> None:
+def test_too_many_reports_are_left_out(monkeypatch: pytest.MonkeyPatch, in_etcd: bool) -> None:
     written = []
 
     def counted(result: tg.JobResult) -> Iterator[str]:
@@ -360,17 +259,7 @@ def test_of_very_many_reports_no_more_is_written_than_is_kept(monkeypatch: pytes
     assert bool(copy.not_in_etcd) is not in_etcd
 
 
-def test_few_reports_are_kept_beside_values_that_make_much_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both were counted together: 50 MiB of bytes, 67 MiB as text, lost three reports."""
-    monkeypatch.setattr(collect, "_KEPT_BYTES", 100_000)
-    reports = tuple(tg.EpochReport(epoch, {"loss": 0.5}, {0: {"loss": 0.5}}) for epoch in range(3))
-    result = tg.JobResult(name="fit", values={0: bytes(90_000)}, reports=reports, epochs=3)
-    copy = kept_copy(result, 90_000)
-    assert copy.here is not None and len(copy.here) > 100_000 and "left_out" not in copy.here
-    assert tg.JobResult.from_json(copy.here).reports == reports
-
-
-async def test_the_loop_goes_on_while_a_copy_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_event_loop_runs_while_a_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticked = threading.Event()
 
     def json_pieces(result: tg.JobResult) -> Iterator[str]:
@@ -382,17 +271,3 @@ async def test_the_loop_goes_on_while_a_copy_is_made(tmp_path: Path, monkeypatch
         asyncio.get_running_loop().call_soon(ticked.set)
         await follower.let_go([], tg.JobResult(name="fit"))
     assert follower.kept_json == "{}"
-
-
-@pytest.mark.parametrize(
-    ("host", "there", "gone"), [("ours", True, False), ("ours", False, True), ("another", False, False)]
-)
-def test_only_the_file_of_a_socket_on_this_host_can_be_gone(tmp_path: Path, host: str, there: bool, gone: bool) -> None:
-    """Else a node that is reached by TCP, and does not answer for a while, would be taken for one nobody can reach."""
-    path = tmp_path / "control"
-    if there:
-        path.touch()
-    key = host_key() if host == "ours" else "another"
-    control = f"unix:{key}:{path}|tcp:127.0.0.1:1"
-    record = NodeRecord(name="n1", run="r", host="h", pid=1, endpoints=(), control=control, fingerprint="", lease=1)
-    assert _gone_socket(record) == (str(path) if gone else "")

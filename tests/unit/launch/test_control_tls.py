@@ -118,15 +118,6 @@ async def test_token_without_certificate(ours: Tls, theirs: Tls) -> None:
                 await client.kill(signal.SIGKILL)
 
 
-async def test_drain_that_was_never_sent(ours: Tls, theirs: Tls) -> None:
-    async with serving(tcp_host="127.0.0.1", tls=ours) as service:
-        for tls in (theirs, None):
-            async with service.client(tls=tls) as client:
-                with pytest.raises(PeerLost, match=r"did not answer Drain: UNAVAILABLE: failed to connect") as told:
-                    await client.drain("a test")
-            assert "is not known" not in str(told.value)
-
-
 async def test_impostor_gets_no_call(ours: Tls, tmp_path: Path) -> None:
     """Whoever listens there with a certificate of another authority gets no call, and so no credential."""
     make_certs(tmp_path / "alien", force=False)
@@ -144,67 +135,12 @@ async def test_certificate_must_name_the_host(ours: Tls) -> None:
         await server.start(tcp_host="0.0.0.0", advertise="far.example")
 
 
-@pytest.mark.parametrize(
-    ("authority", "leaf"),
-    [("P-256", "RSA"), ("RSA", "P-256"), ("P-256", "P-384"), ("P-521", "P-256"), ("Ed25519", "P-256")],
-)
-async def test_keys_that_grpc_takes(authority: str, leaf: str, tmp_path: Path) -> None:
-    tls = issued(tmp_path / "tls", authority, leaf)
-    async with serving(tcp_host="localhost", tls=tls) as service, service.client(tls=tls) as client:
-        assert await client.status() == STATUS
-
-
-@pytest.mark.parametrize(
-    ("authority", "leaf"),
-    [("P-256", kind) for kind in ("P-521", "secp256k1", "Ed25519", "Ed448")]
-    + [(kind, "P-256") for kind in ("secp256k1", "Ed448")],
-)
-async def test_keys_that_grpc_refuses(authority: str, leaf: str, tmp_path: Path) -> None:
-    """Between nodes they would do: the job would go on, and nobody could ask for its results."""
-    tls = issued(tmp_path / "tls", authority, leaf)
-    told = f"an authority's key is {authority}, " if leaf == "P-256" else f"its key is {leaf}, "
-    told = rf"cert\.pem cannot be used: {told}and gRPC takes RSA, P-256.*one with such a key"
-    with pytest.raises(TransportError, match=told):
-        await ControlServer(EventLog("n1"), TOKEN).start(tcp_host="localhost", tls=tls)
-    with pytest.raises(TransportError, match=told):
-        ControlClient("localhost:1", TOKEN, tls)
-
-
 @pytest.mark.parametrize(("ended", "file"), [("ca", CA), ("leaf", CERT)])
 def test_ended_authority_is_named(ended: str, file: str, tmp_path: Path) -> None:
     """It was said of the certificate, which was to be renewed in vain."""
     tls = issued(tmp_path / "files", "P-256", "P-256", ended)
     with pytest.raises(TransportError, match=rf"/{file} cannot be used: certificate has expired"):
         tls.check("localhost")
-
-
-@pytest.mark.parametrize("marked", [CA, CERT, KEY])
-async def test_mark_before_utf_8(ours: Tls, marked: str) -> None:
-    """OpenSSL does not mind it, and of gRPC the node said that its port could not be bound."""
-    path = ours.ca.with_name(marked)
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    async with serving(tcp_host="127.0.0.1", tls=ours) as service, service.client(tls=ours) as client:
-        assert await client.status() == STATUS
-
-
-async def test_other_authority_may_have_any_key(ours: Tls, tmp_path: Path) -> None:
-    other = issued(tmp_path / "other", "Ed448", "Ed448")
-    ours.ca.write_bytes(ours.ca.read_bytes() + other.ca.read_bytes())
-    async with serving(tcp_host="127.0.0.1", tls=ours) as service, service.client(tls=ours) as client:
-        assert await client.status() == STATUS
-
-
-@pytest.mark.parametrize("cut", [False, True])
-async def test_certificate_in_a_comment(ours: Tls, tmp_path: Path, cut: bool) -> None:
-    """OpenSSL and gRPC look at the beginning of lines alone."""
-    old = issued(tmp_path / "old", "Ed448", "Ed448").cert.read_bytes()
-    if cut:
-        old = b"-----BEGIN CERTIFICATE-----\nMIIB...\n-----END CERTIFICATE-----\n"
-    comment = b"".join(b"# " + line for line in old.splitlines(keepends=True))
-    for file in (ours.ca, ours.cert):
-        file.write_bytes(b"# between -----BEGIN CERTIFICATE----- and -----END\n" + comment + file.read_bytes())
-    async with serving(tcp_host="127.0.0.1", tls=ours) as service, service.client(tls=ours) as client:
-        assert await client.status() == STATUS
 
 
 async def test_silent_strangers(ours: Tls) -> None:
@@ -225,20 +161,6 @@ async def test_token_does_not_travel() -> None:
     assert TOKEN.hex() not in credential(TOKEN) and len(credential(TOKEN)) == 64
     async with ControlClient("127.0.0.1:1", TOKEN) as client:
         assert TOKEN.hex() not in repr(vars(client))
-
-
-async def test_servers_end_beside_strangers(ours: Tls) -> None:
-    """Where gRPC was given certificates anew before each handshake, be they the same, this crashed the process."""
-    for _ in range(20):
-        async with serving(tcp_host="127.0.0.1", tls=ours) as service:
-            host, port = service.control.removeprefix("tcp:").rsplit(":", 1)
-            strangers = [socket.create_connection((host, int(port))) for _ in range(20)]
-            for sock in strangers[::2]:
-                sock.sendall(b"no TLS")
-            async with service.client(tls=ours) as client:
-                assert await client.status() == STATUS
-            for sock in strangers:
-                sock.close()
 
 
 def shown(service: Service, tls: Tls) -> bytes:

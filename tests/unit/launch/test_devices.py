@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.device.cuda import array_module, device_count
-from taskgraph.device.visible import PRETEND, VISIBLE, device_ids, visible
+from taskgraph.device.visible import PRETEND, VISIBLE, visible
 from taskgraph.launch.devices import deal, host_devices, sharing
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -34,11 +34,11 @@ from taskgraph.node.config import NodeConfig
         ("NoDevFiles", ()),  # what Slurm says to a job that asked for none
     ],
 )
-def test_the_variable_is_read_as_cuda_reads_it(text: str, found: tuple[str, ...]) -> None:
+def test_variable_is_read_as_cuda_reads_it(text: str, found: tuple[str, ...]) -> None:
     assert visible(text) == found
 
 
-def test_what_was_assigned_counts_and_not_what_the_host_has(tmp_path: Path) -> None:
+def test_assigned_devices_count(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert host_devices({VISIBLE: "3"}, tmp_path) == ("3",)
@@ -58,7 +58,7 @@ def test_what_was_assigned_counts_and_not_what_the_host_has(tmp_path: Path) -> N
         ("0", 0, 0, []),
     ],
 )
-def test_round_robin(devices: str, first: int, nodes: int, dealt: list[str | None]) -> None:
+def test_devices_are_dealt_round_robin(devices: str, first: int, nodes: int, dealt: list[str | None]) -> None:
     assert deal(devices, first, nodes) == dealt
 
 
@@ -72,12 +72,12 @@ def test_round_robin(devices: str, first: int, nodes: int, dealt: list[str | Non
         ([], []),
     ],
 )
-def test_how_many_nodes_share_a_device(dealt: list[str | None], shared: list[int]) -> None:
+def test_sharing_is_counted(dealt: list[str | None], shared: list[int]) -> None:
     assert sharing(dealt) == shared
 
 
 @given(st.integers(1, 16), st.integers(0, 40), st.integers(1, 40))
-def test_every_device_is_dealt_and_evenly(devices: int, first: int, nodes: int) -> None:
+def test_every_device_is_dealt_evenly(devices: int, first: int, nodes: int) -> None:
     names = [str(i) for i in range(devices)]
     dealt = [(text or "").split(",") for text in deal(names, first, nodes)]
     times = Counter(device for own in dealt for device in own)
@@ -113,7 +113,7 @@ def _there(nodes: Told) -> set[str]:
 
 
 @pytest.mark.parametrize(("deal_devices", "shared"), [(True, [2, 1, 2]), (False, [3, 3, 3])])
-async def test_each_node_is_told_how_many_share_its_device(
+async def test_nodes_know_how_many_share_their_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deal_devices: bool, shared: list[int]
 ) -> None:
     monkeypatch.setattr("taskgraph.launch.local.host_devices", lambda: ("0", "1"))
@@ -129,17 +129,7 @@ async def test_each_node_is_told_how_many_share_its_device(
     assert there and not _there(nodes)
 
 
-def test_a_device_is_called_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VISIBLE, "GPU-8932f937,GPU-1111")
-    assert device_ids(2) == ("GPU-8932f937", "GPU-1111")
-    assert device_ids(1) == ("GPU-8932f937",)
-    assert device_ids(3) == ("0", "1", "2"), "CUDA knows better"
-    monkeypatch.delenv(VISIBLE)
-    assert device_ids(2) == ("0", "1")
-    assert device_ids(0) == ()
-
-
-def test_pretending_counts_what_is_named_and_computes_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretended_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PRETEND, "1")
     monkeypatch.setenv(VISIBLE, "0,1")
     assert device_count() == 2

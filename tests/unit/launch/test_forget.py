@@ -68,7 +68,7 @@ async def etcd() -> Etcd:
 
 
 @pytest.mark.parametrize("state", [State.FINISHED, State.FAILED, State.CANCELLED])
-async def test_of_a_job_that_has_ended_nothing_stays_and_others_do(etcd: Etcd, state: str) -> None:
+async def test_forget_deletes_one_job(etcd: Etcd, state: str) -> None:
     etcd.ends(state)
     assert await forget(etcd, "fit") == 8
     assert etcd.left == ["/taskgraph/fit-2/spec"]
@@ -87,7 +87,7 @@ async def test_of_a_job_that_has_ended_nothing_stays_and_others_do(etcd: Etcd, s
         (lambda etcd: etcd.ends(State.FAILED, node=True), "its nodes are about to leave: try again in a moment"),
     ],
 )
-async def test_one_that_runs_or_has_nodes_is_refused(etcd: Etcd, end: Callable[[Etcd], None], says: str) -> None:
+async def test_running_job_is_not_forgotten(etcd: Etcd, end: Callable[[Etcd], None], says: str) -> None:
     end(etcd)
     there = etcd.left
     with pytest.raises(JobError, match=says):
@@ -95,12 +95,12 @@ async def test_one_that_runs_or_has_nodes_is_refused(etcd: Etcd, end: Callable[[
     assert etcd.left == there
 
 
-async def test_results_that_nobody_can_collect_any_more_keep_nothing(etcd: Etcd) -> None:
+async def test_lost_results_do_not_stop_forget(etcd: Etcd) -> None:
     etcd.ends(State.FINISHED, collected=False)
     assert await forget(etcd, "fit") == 6
 
 
-async def test_a_run_that_is_submitted_meanwhile_stays_whole(etcd: Etcd) -> None:
+async def test_forget_spares_the_next_run(etcd: Etcd) -> None:
     etcd.ends(State.FINISHED)
     another = dataclasses.replace(SPEC, run="another")
 
@@ -115,14 +115,7 @@ async def test_a_run_that_is_submitted_meanwhile_stays_whole(etcd: Etcd) -> None
     assert spec is not None and JobSpec.from_bytes(spec.value).run == "another"
 
 
-async def test_where_the_answer_was_lost_it_is_looked_at_again(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("taskgraph.launch.forget.UNKNOWN_PAUSE_S", 0.0)
-    etcd.ends(State.FINISHED)
-    etcd.lost_answers = 1
-    assert await forget(etcd, "fit") == 8 and etcd.left == ["/taskgraph/fit-2/spec"]
-
-
-async def test_an_etcd_that_answers_no_write_is_given_up(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_forget_gives_up_on_unknown_outcomes(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taskgraph.launch.forget.UNKNOWN_PAUSE_S", 0.0)
     etcd.ends(State.FINISHED)
 

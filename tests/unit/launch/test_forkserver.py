@@ -48,7 +48,7 @@ async def end(started: NodeProcess) -> int:
 
 
 @forks
-async def test_nodes_are_ours_and_copies_of_one_process(tmp_path: Path, silent: str) -> None:
+async def test_nodes_are_copies_of_one_process(tmp_path: Path, silent: str) -> None:
     async with ForkServer(tmp_path, 1) as server:
         nodes = [await server.start(config(silent, name), tmp_path / f"{name}.log") for name in ("n1", "n2")]
     pids = [node.process.pid for node in nodes]
@@ -69,7 +69,7 @@ async def test_nodes_are_ours_and_copies_of_one_process(tmp_path: Path, silent: 
 
 
 @forks
-async def test_a_program_that_ignores_how_its_children_end_can_start_nodes(tmp_path: Path, silent: str) -> None:
+async def test_launcher_that_ignores_sigchld_starts_nodes(tmp_path: Path, silent: str) -> None:
     """What they are forked from inherits that, and could not wait for its own."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
@@ -84,7 +84,7 @@ async def test_a_program_that_ignores_how_its_children_end_can_start_nodes(tmp_p
 
 
 @forks
-async def test_nodes_that_are_started_at_a_time_each_get_their_own(tmp_path: Path, silent: str) -> None:
+async def test_concurrent_starts_do_not_mix(tmp_path: Path, silent: str) -> None:
     async with ForkServer(tmp_path, 1) as a, ForkServer(tmp_path, 1) as b:
         nodes = await asyncio.gather(
             a.start(config(silent, "n1"), tmp_path / "n1.log"), b.start(config(silent, "n2"), tmp_path / "n2.log")
@@ -94,7 +94,7 @@ async def test_nodes_that_are_started_at_a_time_each_get_their_own(tmp_path: Pat
 
 
 @forks
-async def test_orphans_of_others_are_not_ours(tmp_path: Path) -> None:
+async def test_orphans_of_other_processes_are_not_adopted(tmp_path: Path) -> None:
     async with ForkServer(tmp_path, 1) as server:
         started = await server.start(config("127.0.0.1:1"), tmp_path / "n1.log")
     script = "import os, time\nif not os.fork():\n    os.setsid(); time.sleep(60)\nelse:\n    os._exit(0)"
@@ -108,7 +108,7 @@ async def test_orphans_of_others_are_not_ours(tmp_path: Path) -> None:
         await end(started)
 
 
-async def test_a_system_that_cannot_starts_each_by_itself(tmp_path: Path, silent: str) -> None:
+async def test_system_without_subreapers_starts_each_node_alone(tmp_path: Path, silent: str) -> None:
     async with ForkServer(tmp_path, 1, fork=False) as server:
         nodes = [await server.start(config(silent, name), tmp_path / f"{name}.log") for name in ("n1", "n2")]
     assert sorted(os.listdir(tmp_path)) == ["n1.log", "n2.log"]
@@ -116,7 +116,7 @@ async def test_a_system_that_cannot_starts_each_by_itself(tmp_path: Path, silent
 
 
 @forks
-async def test_numbers_drawn_in_nodes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_random_numbers_of_nodes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where something has loaded numpy's generator before they are forked."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
@@ -138,7 +138,7 @@ async def test_numbers_drawn_in_nodes_differ(tmp_path: Path, monkeypatch: pytest
 
 @forks
 @pytest.mark.parametrize(("given", "told"), [(None, "NONE"), ("INFO", "INFO")])
-async def test_grpc_says_nothing_in_nodes_unless_asked_to(
+async def test_grpc_is_silent_in_nodes(
     given: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os; os.write(2, os.environb[b'GRPC_VERBOSITY']); os._exit(1)")
@@ -152,7 +152,7 @@ async def test_grpc_says_nothing_in_nodes_unless_asked_to(
 
 
 @forks
-async def test_one_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_import_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "uvloop.py").write_text("raise ImportError('uvloop is broken here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     async with ForkServer(tmp_path, 1) as server:
@@ -163,7 +163,7 @@ async def test_one_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_an_interpreter_that_may_not_be_executed_is_named(
+def test_interpreter_without_permission_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def start() -> None:
@@ -174,29 +174,6 @@ def test_an_interpreter_that_may_not_be_executed_is_named(
     monkeypatch.setattr(sys, "executable", str(python))
     with asyncio.Runner(loop_factory=loop) as runner, pytest.raises(PermissionError, match=f"'{python}'"):
         runner.run(start())
-
-
-@forks
-async def test_one_that_is_stopped_is_killed_at_the_end(tmp_path: Path) -> None:
-    async with ForkServer(tmp_path, 1):
-        (pid,) = _writing_to(tmp_path)
-        os.kill(pid, signal.SIGSTOP)
-    assert _writing_to(tmp_path) == []
-
-
-@forks
-async def test_a_cancelled_start_leaves_none(tmp_path: Path, silent: str) -> None:
-    """Before anything is forked."""
-    async with ForkServer(tmp_path, 1) as server:
-        os.kill(_writing_to(tmp_path)[0], signal.SIGSTOP)
-        starting = asyncio.ensure_future(server.start(config(silent), tmp_path / "n1.log"))
-        await asyncio.sleep(0)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        with pytest.raises(NotStarted, match="has ended"):
-            await server.start(config(silent), tmp_path / "n1.log")
-    assert _writing_to(tmp_path) == []
 
 
 HALTS = """
@@ -253,7 +230,7 @@ def halting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     ("place", "times"),
     [*((place, 1) for place in (*PLACES, "after the answer", "in the node that began")), ("before the node", 2)],
 )
-async def test_a_start_that_is_cancelled_anywhere_leaves_no_child(
+async def test_cancelled_start_leaves_no_child(
     halting: Callable[[str, str], None], tmp_path: Path, silent: str, place: str, times: int
 ) -> None:
     halting(place, "SIGSTOP")
@@ -267,20 +244,6 @@ async def test_a_start_that_is_cancelled_anywhere_leaves_no_child(
         with pytest.raises(asyncio.CancelledError):
             await starting
         assert _writing_to(tmp_path) == []
-
-
-@forks
-@pytest.mark.parametrize("place", PLACES)
-async def test_a_start_that_is_killed_anywhere_leaves_no_child(
-    halting: Callable[[str, str], None], tmp_path: Path, silent: str, place: str
-) -> None:
-    """By the system, for want of memory."""
-    halting(place, "SIGKILL")
-    async with ForkServer(tmp_path, 1) as server:
-        with contextlib.suppress(NotStarted):
-            node = await server.start(config(silent), tmp_path / "n1.log")
-            assert place == "in the node", "it was told of"
-            assert await end(node) == -signal.SIGKILL
 
 
 HELD = """
@@ -297,7 +260,7 @@ if "taskgraph.node.process" in sys.orig_argv:
 
 @forks
 @pytest.mark.parametrize("custom", ["", HELD], ids=["", "while-it-forks"])
-async def test_none_outlives_a_launcher_that_is_killed(
+async def test_no_process_outlives_a_killed_launcher(
     tmp_path: Path, silent: str, monkeypatch: pytest.MonkeyPatch, custom: str
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(custom)
@@ -323,7 +286,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("which", [1, 2])
-def test_a_system_without_processes_left_is_told(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+def test_process_limit_is_reported(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     """The child that is to fork the node cannot be forked, or cannot fork."""
     fork, calls, tester, forked = os.fork, [0], os.getpid(), []
 
@@ -352,7 +315,7 @@ def test_a_system_without_processes_left_is_told(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("which", [1, 2])
-def test_a_fork_that_other_code_holds_up_is_given_up(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+def test_fork_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     """In the child that is to fork the node, or in the node."""
     fork, calls, tester, forked = os.fork, [0], os.getpid(), []
     until_closed, close = os.pipe()
@@ -378,7 +341,7 @@ def test_a_fork_that_other_code_holds_up_is_given_up(monkeypatch: pytest.MonkeyP
         os.waitpid(forked[0], os.WNOHANG)
 
 
-async def test_one_that_has_ended_starts_none(tmp_path: Path) -> None:
+async def test_ended_forkserver_starts_no_node(tmp_path: Path) -> None:
     server = ForkServer(tmp_path, 1, fork=True)
     with pytest.raises(NotStarted, match="no node can be started any more"):
         await server.start(config("127.0.0.1:1"), tmp_path / "n1.log")

@@ -17,7 +17,6 @@ from taskgraph.commands.joining import _on_signals
 from taskgraph.launch.forkserver import NotStarted
 from taskgraph.launch.supervise import _start_unless
 from taskgraph.system import signals
-from taskgraph.system.signals import Orders
 
 
 @pytest.fixture
@@ -29,16 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         yield now
 
 
-def test_sigterm_within_a_moment_is_the_same_order_and_ctrl_c_is_always_another(clock: list[float]) -> None:
-    orders = Orders()
-    assert orders.is_new(signal.SIGTERM)
-    clock[0] += 0.9
-    assert not orders.is_new(signal.SIGTERM) and not orders.is_new(signal.SIGHUP) and orders.is_new(signal.SIGINT)
-    clock[0] += 0.2
-    assert orders.is_new(signal.SIGTERM), "however many came in between"
-
-
-async def test_a_launcher_that_gets_sigterm_twice_at_once_lets_its_nodes_hand_over(clock: list[float]) -> None:
+async def test_doubled_sigterm_is_one_order(clock: list[float]) -> None:
     """It ended them at once."""
     leave, work = asyncio.Event(), asyncio.get_running_loop().create_future()
     follower: Any = SimpleNamespace(view=SimpleNamespace(running=True), finished=False)
@@ -62,7 +52,7 @@ async def test_a_launcher_that_gets_sigterm_twice_at_once_lets_its_nodes_hand_ov
             signal.signal(number, handler)
 
 
-async def test_a_launcher_that_is_told_to_end_while_it_starts_nodes_starts_no_more() -> None:
+async def test_ending_launcher_starts_no_more_nodes() -> None:
     """It went on starting them, and then told those that had been there to leave once more."""
     leave, stopped = asyncio.Event(), asyncio.Event()
 
@@ -80,7 +70,7 @@ async def test_a_launcher_that_is_told_to_end_while_it_starts_nodes_starts_no_mo
 
 
 @pytest.mark.parametrize("told", [True, False])
-async def test_nodes_that_cannot_be_started_are_no_failure_where_the_whole_group_is_to_end(told: bool) -> None:
+async def test_signal_to_the_group_is_no_failed_start(told: bool) -> None:
     """What they are forked from gets the same signal, and may be gone before the launcher's is looked at."""
     leave = asyncio.Event()
 
@@ -107,7 +97,7 @@ entry()
 """
 
 
-def test_a_command_that_is_only_beginning_hears_sigterm() -> None:
+def test_beginning_command_obeys_sigterm() -> None:
     """The first process of a container gets no signal that it has no handler for."""
     done = subprocess.run([sys.executable, "-c", _ENTRY], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, "taskgraph: interrupted\n")

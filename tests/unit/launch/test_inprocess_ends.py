@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -16,11 +15,9 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
-from taskgraph.coordination.memory import MemoryCoordinator
 from taskgraph.launch.run import arun
 from taskgraph.launch.supervise import Hooks
 from taskgraph.observe.events import Event
-from taskgraph.protocol.kv import Put, Txn, TxnResult
 
 
 class Asking(tg.Task):
@@ -52,9 +49,7 @@ class Asking(tg.Task):
 
 @pytest.mark.parametrize("turn", range(5))
 @pytest.mark.parametrize("wrong", ["set", "async", "raises"])
-def test_a_handler_that_goes_wrong_fails_the_job_at_once(
-    wrong: str, turn: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wrong_handler_fails_the_job(wrong: str, turn: int, caplog: pytest.LogCaptureFixture) -> None:
     made = tg.Job(tasks=3, epochs=2, builder=lambda task: Asking(wrong), name="asking")
     began = time.monotonic()
     with caplog.at_level(logging.WARNING), pytest.raises(tg.JobFailed) as caught:
@@ -102,7 +97,7 @@ class Looping(tg.Task):
         self.told.append(f"teardown {self.task_id}")
 
 
-def test_a_timeout_ends_a_compute_that_looks_at_cancelled_and_tears_its_task_down() -> None:
+def test_timeout_cancels_computes_and_tears_down() -> None:
     told: list[str] = []
     began = time.monotonic()
     with pytest.raises(tg.JobTimeout) as caught:
@@ -114,7 +109,7 @@ def test_a_timeout_ends_a_compute_that_looks_at_cancelled_and_tears_its_task_dow
         assert said in text, text
 
 
-def test_a_job_that_fails_ends_the_computes_of_other_tasks() -> None:
+def test_failed_job_ends_other_computes() -> None:
     told: list[str] = []
     began = time.monotonic()
     with pytest.raises(tg.JobFailed, match="task 0, epoch 0, 'send': KeyError: 'zz'"):
@@ -143,7 +138,7 @@ class Unencodable(tg.Task, state=["count", "x"]):
 @pytest.mark.parametrize(
     "run", [lambda job: tg.run(job, nodes=0, timeout_s=8), tg.testing.run], ids=["nodes=0", "test"]
 )
-def test_a_state_that_cannot_be_encoded_is_named(run: Any) -> None:
+def test_state_that_cannot_be_encoded_is_named(run: Any) -> None:
     with pytest.raises(tg.JobFailed) as caught:
         run(tg.Job(tasks=2, epochs=2, backups=0, builder=lambda task: Unencodable()))
     assert str(caught.value).startswith("state 'x' of task 1: a value of type object at ['k'][0] cannot travel; send")
@@ -206,7 +201,7 @@ def endless(run: str, where: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["setup", "send", "handler h", "snapshot"])
-def test_code_that_never_returns_keeps_neither_the_timeout_nor_the_process(where: str) -> None:
+def test_endless_code_does_not_keep_the_process(where: str) -> None:
     with endless("tg.run(job, nodes=0, timeout_s=1)", where) as process:
         said, _ = process.communicate(timeout=90)
     assert process.returncode == 0
@@ -218,18 +213,7 @@ def test_code_that_never_returns_keeps_neither_the_timeout_nor_the_process(where
     assert "teardown 1" not in said  # its own code still runs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["setup", "handler h"])
-def test_one_ctrl_c_ends_a_job_whose_code_never_returns(where: str) -> None:
-    with endless("tg.run(job, nodes=0)", where) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "looping\n"
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
-    assert process.returncode in (-signal.SIGINT, 130)
-
-
-async def test_that_the_job_began_is_told_before_its_first_commit() -> None:
+async def test_beginning_is_reported_before_the_first_commit() -> None:
     class Idle(tg.Task):
         def compose(self, epoch: tg.Epoch) -> None: ...
 
@@ -237,45 +221,6 @@ async def test_that_the_job_began_is_told_before_its_first_commit() -> None:
     await arun(tg.Job(tasks=2, epochs=2, builder=Idle, name="idle"), nodes=0, hooks=Hooks(events.append))
     told = [event.kind for event in events if event.kind in ("began", "commit", "finished")]
     assert told == ["began", "commit", "commit", "finished"]
-
-
-class Failing(tg.Task):
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.sync)
-
-    async def sync(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        if self.where == "sync":
-            raise KeyError("zz")
-
-    def result(self) -> None:
-        raise KeyError("zz")
-
-
-@pytest.mark.parametrize("where", ["sync", "result"])
-async def test_a_node_that_reads_of_its_failure_before_it_hears_that_it_was_written_tells_it(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    execute = MemoryCoordinator.txn
-
-    async def late(self: MemoryCoordinator, txn: Txn) -> TxnResult:
-        result = await execute(self, txn)
-        if result.succeeded and any(isinstance(op, Put) and b'"failed"' in op.value for op in txn.success):
-            await asyncio.Event().wait()
-        return result
-
-    monkeypatch.setattr(MemoryCoordinator, "txn", late)
-    events: list[Event] = []
-    with pytest.raises(tg.JobFailed, match=f"'{where}': KeyError: 'zz'"):
-        await arun(
-            tg.Job(tasks=2, epochs=2, builder=lambda _: Failing(where), name="failing"),
-            nodes=0,
-            timeout_s=20,
-            hooks=Hooks(events.append),
-        )
-    assert [event.kind for event in events].count("failed") == 1
 
 
 class Tells(tg.Task, state=["total"]):
@@ -291,21 +236,12 @@ class Tells(tg.Task, state=["total"]):
         epoch.report(total=self.total)
 
 
-def test_in_one_process_there_is_one_node_which_sets_each_task_up_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_process_sets_each_task_up_once(capsys: pytest.CaptureFixture[str]) -> None:
     tg.run(tg.Job(tasks=2, epochs=1, backups=1, builder=Tells), nodes=0)
     said = capsys.readouterr()
     assert sorted(said.out.split("\n")) == ["", "setup 0", "setup 1"] and not said.err
     tg.run(tg.Job(tasks=1, epochs=1, builder=Tells, settings=tg.Settings(min_in_sync=2)), nodes=0, timeout_s=30)
     assert capsys.readouterr().out == "setup 0\n" * 2, "as many as must be in sync"
-
-
-@pytest.mark.parametrize("name", ["", "other"])
-def test_progress_shows_what_the_command_line_shows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    job = tg.Job(tasks=2, epochs=3, builder=Tells, name="tells")
-    assert tg.run(job, nodes=0, name=name, progress=True).name == (name or "tells")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[1:-1] == [f"epoch {epoch}/2  total={epoch + 1}" for epoch in range(3)]
-    assert "the job began" in lines[0] and "the job finished after epoch 2" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +250,7 @@ def test_progress_shows_what_the_command_line_shows(name: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("how", "said"), [("cancels all", "a cancel of all tasks"), ("stops the loop", "stopped the event loop")]
 )
-def test_code_that_ends_the_event_loop_it_runs_in_fails_the_job(how: str, said: str, run: Any) -> None:
+def test_code_that_ends_its_event_loop_fails_the_job(how: str, said: str, run: Any) -> None:
     """It came out as a CancelledError, or a RuntimeError of asyncio's, without a word of the job."""
 
     class Ends(tg.Task):
@@ -366,9 +302,7 @@ def keeping(place: Path, over: threading.Event, settings: tg.Settings) -> tg.Job
     )
 
 
-def test_what_is_being_written_of_a_checkpoint_is_there_when_the_job_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_is_written_before_the_job_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would come back into a directory that the caller removes."""
     over, fsync, began, ended = threading.Event(), os.fsync, [0], [0]
 
@@ -386,7 +320,7 @@ def test_what_is_being_written_of_a_checkpoint_is_there_when_the_job_is_over(
     assert (began, left) == (ended, [])
 
 
-def test_a_place_that_hangs_does_not_keep_a_job_that_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_checkpoint_directory_does_not_keep_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, writes, fsync = threading.Event(), threading.Event(), os.fsync
 
     def hangs(descriptor: int) -> None:

@@ -19,7 +19,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_what_a_later_version_kept_is_read_but_for_the_fields_that_it_added(capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_of_a_later_version_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     event = {"at": 1.0, "node": "n1", "kind": "began", "text": "it began", "later": 1}
     record = {"run": "r", "status": {"state": "finished", "later": 1}, "events": [event], "later": 1}
     result = {**json.loads(tg.JobResult(name="fit", values={0: 1.5}, epochs=9).to_json()), "later": 1}
@@ -30,7 +30,7 @@ def test_what_a_later_version_kept_is_read_but_for_the_fields_that_it_added(caps
         assert says in capsys.readouterr().out
 
 
-def test_an_event_that_is_none_costs_none_of_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_event_hides_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     event = {"at": 1.0, "node": "n1", "kind": "began", "text": "it began"}
     Runtime().keep_finished("fit", {"run": "r", "status": {"state": "failed"}, "events": [{"at": 1.0}, 3, event]})
     assert main(["events", "fit"]) == 0

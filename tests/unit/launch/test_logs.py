@@ -16,7 +16,7 @@ LOGGED = "2026-11-21 10:08:12,222 taskgraph.task.3 INFO loss 3\n"
 THEIRS = "2026-11-21 10:08:12,222 fit INFO loss 3\n"
 
 
-def test_lines_are_passed_on_when_they_are_whole_and_the_rest_at_the_end(tmp_path: Path) -> None:
+def test_whole_lines_are_passed_on(tmp_path: Path) -> None:
     one, ten = tmp_path / "n1.log", tmp_path / "n10.log"
     one.write_text(OURS + "loss 1\nlo")
     ten.write_text("")
@@ -41,7 +41,7 @@ def test_lines_are_passed_on_when_they_are_whole_and_the_rest_at_the_end(tmp_pat
     ]
 
 
-def test_a_node_may_be_added_and_the_log_of_one_that_ended_is_read_to_its_end_and_closed(tmp_path: Path) -> None:
+def test_logs_of_new_and_ended_nodes_are_followed(tmp_path: Path) -> None:
     logs = {name: tmp_path / f"{name}.log" for name in ("n1", "n10")}
     logs["n1"].write_text("loss 1\nlo")
     logs["n10"].write_text("x" * 200_000 + "\nlast")
@@ -59,28 +59,14 @@ def test_a_node_may_be_added_and_the_log_of_one_that_ended_is_read_to_its_end_an
     tails.close()
 
 
-def test_what_a_node_printed_that_began_and_ended_between_two_looks_is_shown_once(tmp_path: Path) -> None:
-    """One that could not start, say: it lives for a fraction of a second, and its log says why."""
-    begun, shown = {"n1": tmp_path / "n1.log"}, list[str]()
-    begun["n1"].write_text("refused\n")
-    tails = LogTails(lambda: begun, lambda: begun, shown.append)
-    begun = {**begun, "n2": tmp_path / "n2.log"}
-    begun["n2"].write_text("refused, too")
-    for _ in range(3):
-        tails.poll()
-    assert shown == ["n1 | refused", "n2 | refused, too"] and not tails._files
-    tails.close()
-    assert len(shown) == 2
-
-
-def test_a_line_without_end_is_passed_on_in_pieces(tmp_path: Path) -> None:
+def test_endless_line_is_passed_on_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "n1.log").write_text("x" * 300_000)
     shown: list[str] = []
     LogTails(lambda: {"n1": tmp_path / "n1.log"}, tuple, shown.append).close()
     assert len(shown) > 1 and sum(line.count("x") for line in shown) == 300_000
 
 
-def test_what_the_framework_says_of_itself_is_nothing_printed(tmp_path: Path) -> None:
+def test_frameworks_lines_are_not_printed_output(tmp_path: Path) -> None:
     assert not printed(tmp_path / "absent")
     (tmp_path / "n1.log").write_text(OURS * 5000 + WARNING)
     (tmp_path / "etcd.log").write_text("{}\n")
@@ -89,17 +75,12 @@ def test_what_the_framework_says_of_itself_is_nothing_printed(tmp_path: Path) ->
     assert printed(tmp_path)
 
 
-def test_what_a_task_tells_its_logger_is_printed_too(tmp_path: Path) -> None:
+def test_tasks_logger_counts_as_output(tmp_path: Path) -> None:
     (tmp_path / "n1.log").write_text(OURS + LOGGED)
     assert printed(tmp_path)
 
 
-def test_one_line_longer_than_what_is_looked_at_is_printed(tmp_path: Path) -> None:
-    (tmp_path / "n1.log").write_text("x" * 300_000 + "\n")
-    assert printed(tmp_path)
-
-
-async def test_what_tasks_of_this_process_tell_their_loggers_is_passed_on_unless_its_program_does(
+async def test_tasks_loggers_are_shown_in_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown: list[str] = []
@@ -115,7 +96,7 @@ async def test_what_tasks_of_this_process_tell_their_loggers_is_passed_on_unless
         assert shown == expected and not logger.isEnabledFor(logging.INFO)
 
 
-async def test_a_mistake_in_a_call_of_a_logger_is_told_and_fails_nothing(
+async def test_wrong_logger_call_fails_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It failed the job, with `--nodes 0 --logs` only."""

@@ -81,13 +81,13 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_in_one_process_there_is_nothing_to_replace() -> None:
+def test_replace_needs_node_processes() -> None:
     job = tg.Job(tasks=1, epochs=1, builder=lambda task: tg.Task(), name="fit")
     with pytest.raises(tg.JobError, match="no node to replace"):
         tg.run(job, nodes=0, replace=True)
 
 
-def test_a_place_is_left_empty_for_longer_and_longer_and_then_for_good() -> None:
+def test_pause_before_a_replacement_doubles() -> None:
     assert [pause_before_another(early) for early in range(8)] == [0, 1, 2, 4, 8, 16, None, None]
 
 
@@ -97,7 +97,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_KEY_LOOK_S", 0.001)
 
 
-async def test_a_node_that_died_is_replaced_at_once_by_one_with_its_devices_and_a_name_of_its_own(
+async def test_replacement_has_the_devices_and_a_new_name(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "_LIVED_S", 0.0)  # so all that were there have been for long
@@ -114,22 +114,20 @@ async def test_a_node_that_died_is_replaced_at_once_by_one_with_its_devices_and_
         assert list(nodes.logs()) == ["n1", "n2", "n3", "n4", "n5", "n6"], "what they print is shown, too"
 
 
-async def test_one_that_could_not_go_on_is_replaced_and_one_that_left_is_not(tmp_path: Path, quick: None) -> None:
+async def test_node_that_left_is_not_replaced(tmp_path: Path, quick: None) -> None:
     async with launched(tmp_path, 2, "exit 4", "exit 0") as nodes:
         await until(lambda: "n3" in nodes.pids())
         assert nodes.codes() == {"n1": 4, "n2": 0} and list(nodes.pids()) == ["n3"]
 
 
-async def test_without_being_asked_to_no_node_is_replaced(tmp_path: Path, quick: None) -> None:
+async def test_no_node_is_replaced_unless_asked(tmp_path: Path, quick: None) -> None:
     async with launched(tmp_path, 2, "kill -KILL $$", replace=lambda: False) as nodes:
         await until(lambda: "n1" in nodes.codes())
         await asyncio.sleep(0.05)
         assert list(nodes.pids()) == ["n2"] and len(nodes.configs) == 2
 
 
-async def test_nodes_that_die_again_and_again_are_given_up_and_it_is_said(
-    tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_early_deaths_end_replacement(tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture) -> None:
     async with launched(tmp_path, 1, *["exit 9"] * 99) as nodes:
         await asyncio.wait_for(nodes.wait(None), 30)
         assert list(nodes.codes()) == [f"n{number}" for number in range(1, 7)], "the first, and five in its place"
@@ -138,25 +136,7 @@ async def test_nodes_that_die_again_and_again_are_given_up_and_it_is_said(
     assert f"the log of n6 is {nodes.logs()['n6']}" in caplog.text, "what it died of is said there alone"
 
 
-async def test_between_those_that_die_early_is_more_and_more_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paused: list[float] = []
-    sleep = asyncio.sleep
-
-    async def noted(delay: float) -> None:
-        if delay in (3, 6, 12, 24, 48):  # nothing else here waits for so long
-            paused.append(delay)
-        await sleep(0.001)
-
-    monkeypatch.setattr(local, "_REPLACE_S", 3)
-    monkeypatch.setattr(asyncio, "sleep", noted)
-    async with launched(tmp_path, 1, *["exit 9"] * 5) as nodes:
-        await until(lambda: "n6" in nodes.pids())
-        assert paused == [3, 6, 12, 24, 48]
-
-
-async def test_one_that_never_was_in_the_job_died_early_however_long_it_took_to_load_it(
+async def test_node_that_never_registered_died_early(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A driver that takes longer, and cannot be loaded any more, was tried for ever."""
@@ -167,14 +147,8 @@ async def test_one_that_never_was_in_the_job_died_early_however_long_it_took_to_
         assert list(nodes.codes()) == [f"n{number}" for number in range(1, 7)]
 
 
-async def test_one_that_lived_begins_anew(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_LIVED_S", 0.3)
-    async with launched(tmp_path, 1, *["exit 9"] * 5, "sleep 1.5; exit 9", *["exit 9"] * 4) as nodes:
-        await until(lambda: "n11" in nodes.pids())
-
-
 @pytest.mark.parametrize("error", [NotStarted, OSError, TaskGraphError])
-async def test_one_that_cannot_be_started_is_tried_again(
+async def test_failed_replacement_is_tried_again(
     error: type[Exception],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -190,9 +164,7 @@ async def test_one_that_cannot_be_started_is_tried_again(
 
 
 @pytest.mark.skipif(not can_adopt(), reason="there is nobody to adopt")
-async def test_what_a_node_leaves_that_dies_while_another_one_is_started_is_waited_for(
-    tmp_path: Path, quick: None
-) -> None:
+async def test_orphans_of_a_dead_node_are_reaped(tmp_path: Path, quick: None) -> None:
     """Its children were those of the launcher then, which had thousands of zombies in the end."""
     with adopting():  # as where another one is started
         async with launched(tmp_path, 1, "sleep 60 & sleep 60 & kill -KILL $$") as nodes:
@@ -202,7 +174,7 @@ async def test_what_a_node_leaves_that_dies_while_another_one_is_started_is_wait
             assert not host.children(session=died)
 
 
-async def test_no_node_is_started_any_more_once_all_are_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ending_launcher_replaces_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_REPLACE_S", 60.0)
     async with launched(tmp_path, 2, "exit 9", "read told; exit 9") as nodes:
         await until(lambda: bool(nodes._replacing))
@@ -212,7 +184,7 @@ async def test_no_node_is_started_any_more_once_all_are_to_end(tmp_path: Path, m
         assert nodes.codes() == {"n1": 9, "n2": 9} and len(nodes.configs) == 2
 
 
-async def test_whoever_ends_nodes_and_is_cancelled_again_and_again_leaves_no_sockets(tmp_path: Path) -> None:
+async def test_cancelled_stop_leaves_no_sockets(tmp_path: Path) -> None:
     async with launched(tmp_path, 1, "sleep 60") as nodes:
         assert nodes._sockets is not None and nodes._sockets.path.exists()
         path, ending = nodes._sockets.path, asyncio.ensure_future(nodes.stop(60.0))
@@ -226,32 +198,3 @@ async def test_whoever_ends_nodes_and_is_cancelled_again_and_again_leaves_no_soc
         died = nodes._processes["n1"]
         died.code = await asyncio.wait_for(died.process.wait(), 30)  # nobody watches it any more
         assert died.code == -signal.SIGKILL and not nodes._telling
-
-
-async def test_nor_goes_on_telling_of_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was tried for half a minute, by an etcd client that had been closed."""
-
-    async def never(*arguments: object) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(Scripted, "_tell_gone", never)
-    async with launched(tmp_path, 1, "sleep 60") as nodes:
-        ending = asyncio.ensure_future(nodes.stop(0.0))
-        await until(lambda: bool(nodes._telling) and not nodes._watches)
-        ending.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await ending
-        await asyncio.sleep(0)
-        assert not nodes._telling
-
-
-async def test_no_node_is_started_for_a_job_that_is_over_by_then(tmp_path: Path, quick: None) -> None:
-    asked: list[bool] = []
-
-    def wanted() -> bool:
-        asked.append(not asked)
-        return asked[-1]
-
-    async with launched(tmp_path, 1, "exit 9", replace=wanted) as nodes:
-        await asyncio.wait_for(nodes.wait(None), 30)
-        assert asked == [True, False] and len(nodes.configs) == 1

@@ -49,9 +49,7 @@ def count(epochs: int, place: str) -> tg.Job:
     )
 
 
-def test_a_checkpoint_at_its_last_epoch_or_beyond_is_not_gone_on_from(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoint_of_the_last_epoch_is_not_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     place = str(tmp_path)
     assert tg.run(count(25, place), nodes=0, timeout_s=60).values == {0: 25}
     assert left(tmp_path)[:2] == [10, 20]
@@ -64,7 +62,7 @@ def test_a_checkpoint_at_its_last_epoch_or_beyond_is_not_gone_on_from(
         tg.run(count(10, place), nodes=0, timeout_s=60, resume=True)
 
 
-def test_whoever_gives_up_on_a_place_that_hangs_can_leave(
+def test_hanging_checkpoint_directory_can_be_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ctrl-C was taken, and the process stayed: its exit waited for the thread that read."""
@@ -92,9 +90,7 @@ def test_whoever_gives_up_on_a_place_that_hangs_can_leave(
         released.set()
 
 
-def test_a_place_that_hangs_is_left_when_the_run_has_no_more_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_checkpoint_directory_obeys_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time limit held from when the job was submitted."""
     released = threading.Event()
 

@@ -16,7 +16,7 @@ from taskgraph.protocol.records import Ran, State, StatusRecord
 STAMP = Stamp(1, 3)
 
 
-def test_what_the_loop_runs_is_read_from_outside(tmp_path: Path) -> None:
+def test_launcher_reads_what_a_loop_runs(tmp_path: Path) -> None:
     assert on_loop(tmp_path) is None
     words = LastWords(tmp_path)
     assert on_loop(tmp_path) is None
@@ -32,27 +32,27 @@ def test_what_the_loop_runs_is_read_from_outside(tmp_path: Path) -> None:
     assert second is not None and second[0] != first[0], "the same code once more is another call"
 
 
-def test_a_loop_that_stays_in_one_call_is_told_once(tmp_path: Path) -> None:
+def test_standing_loop_is_reported_once(tmp_path: Path) -> None:
     words, standing = LastWords(tmp_path), Standing(tmp_path, os.getpid())
     words.runs(2, STAMP, "send")
     assert standing.look(100.0) is None
     assert standing.look(100.0 + STANDS_S / 2) is None
     assert standing.look(101.0 + STANDS_S) == (Ran("send", 2, 3), STANDS_S + 1.0)
-    assert standing.look(200.0) is None and standing.told
+    assert standing.look(200.0) is None and standing.reported
     words.ran()
     words.runs(2, STAMP, "send")  # the next call is looked at anew
-    assert standing.look(201.0) is None and not standing.told
+    assert standing.look(201.0) is None and not standing.reported
     assert standing.look(202.0 + STANDS_S) == (Ran("send", 2, 3), STANDS_S + 1.0)
 
 
-def test_a_loop_that_is_busy_with_many_short_calls_is_not_told(tmp_path: Path) -> None:
+def test_busy_loop_is_not_reported(tmp_path: Path) -> None:
     words, standing = LastWords(tmp_path), Standing(tmp_path, os.getpid())
     for second in range(20):
         words.runs(2, STAMP, "send")
         assert standing.look(float(second)) is None
 
 
-def test_a_process_that_is_halted_says_nothing_of_its_code(tmp_path: Path) -> None:
+def test_stopped_process_is_not_reported(tmp_path: Path) -> None:
     words = LastWords(tmp_path)
     words.runs(2, STAMP, "send")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
@@ -70,12 +70,12 @@ def test_a_process_that_is_halted_says_nothing_of_its_code(tmp_path: Path) -> No
     assert not stopped(process.pid)
 
 
-def test_the_text_says_what_to_do() -> None:
+def test_text_of_a_standing_loop_says_what_to_do() -> None:
     text = standing_text("n1", Ran("send", 2, 3), 3.4)
     assert "n1 has been in 'send' of task 2 for 3 s" in text and "plain `def`" in text
 
 
-def test_a_function_that_keeps_the_interpreters_lock_is_not_told_to_be_a_function(tmp_path: Path) -> None:
+def test_text_of_a_held_interpreter_lock_differs(tmp_path: Path) -> None:
     words, standing = LastWords(tmp_path), Standing(tmp_path, os.getpid())
     words.runs(2 | IN_THREAD, STAMP, "send")
     assert standing.look(0.0) is None
@@ -87,7 +87,7 @@ def test_a_function_that_keeps_the_interpreters_lock_is_not_told_to_be_a_functio
     assert "plain `def`" not in text
 
 
-def test_a_job_that_failed_for_it_says_so_at_its_end() -> None:
+def test_failed_job_names_the_standing_loop() -> None:
     """Its nodes were taken for dead one after another, and all that they could say of it was that."""
     failed = StatusRecord(state=State.FAILED, reason="every replica is gone", task=2, writer="n1")
     told = with_stands(failed, ("the event loop of n2 has been in 'step'",))

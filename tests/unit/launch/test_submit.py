@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from taskgraph.launch.resuming import plan
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import CheckpointRecord, PrimaryRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, State, StatusRecord
 from taskgraph.task import Task
 
 KEYS = Keys("fit")
@@ -38,12 +37,12 @@ async def refused(*puts: Put) -> str:
 CHECKPOINT = Put(KEYS.checkpoint, CheckpointRecord(epoch=20, attempt=1, name="s1").to_bytes())
 
 
-async def test_beside_a_job_with_nodes() -> None:
+async def test_running_job_is_not_submitted_again() -> None:
     why = await refused(CHECKPOINT, Put(KEYS.node("n1-1"), b"{}"))
     assert "is running already: follow it with `taskgraph status fit --watch`" in why and "no nodes" not in why
 
 
-async def test_of_a_job_whose_nodes_are_all_lost_it_is_said_how_it_goes_on() -> None:
+async def test_job_without_nodes_says_how_to_go_on() -> None:
     """`--resume` was refused, which the documentation called the way back."""
     why = await refused(CHECKPOINT)
     assert (
@@ -53,23 +52,9 @@ async def test_of_a_job_whose_nodes_are_all_lost_it_is_said_how_it_goes_on() -> 
     assert "or end it with `taskgraph shutdown fit`, and resume it then" in why
 
 
-async def test_a_job_without_nodes_and_checkpoint_is_not_said_to_go_on_from_one() -> None:
+async def test_job_without_checkpoint_names_none() -> None:
     why = await refused()
     assert "(or they are starting): start some with `taskgraph launch fit`" in why and "checkpoint" not in why
-
-
-@pytest.mark.parametrize("checkpoint", [(), (CHECKPOINT,)])
-async def test_of_a_job_that_no_node_has_begun_it_is_said_that_they_may_be_starting(
-    checkpoint: tuple[Put, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who began the same job twice was told to start nodes for the first. A job of a host whose clock was ahead had
-    been submitted 0 s ago for as long as it was."""
-    monkeypatch.setattr(time, "time", lambda: 0.0)
-    why = await refused(*checkpoint)
-    assert "no nodes yet (or they are starting): " in why and "ago" not in why
-    begun = PrimaryRecord(node="n1-1", term=1, stateful=True)
-    why = await refused(*checkpoint, Put(KEYS.primary(0), begun.to_bytes()))
-    assert "it has no nodes: " in why
 
 
 def keeping(place: Path) -> JobSpec:
@@ -83,7 +68,7 @@ async def ended(etcd: MemoryCoordinator) -> None:
     await etcd.txn(Txn(success=(Put(KEYS.status, status.to_bytes()),)))
 
 
-async def test_a_job_that_ends_just_now_is_not_begun_anew(tmp_path: Path) -> None:
+async def test_resume_of_a_running_job_is_refused(tmp_path: Path) -> None:
     """It was still running when its checkpoints should have been looked at: so it was begun at epoch 0 beside them."""
     etcd, again = MemoryCoordinator(MemoryStore()), keeping(tmp_path)
     await submit(etcd, keeping(tmp_path))
@@ -91,7 +76,7 @@ async def test_a_job_that_ends_just_now_is_not_begun_anew(tmp_path: Path) -> Non
         await plan(etcd, again, resume=True)
 
 
-async def test_of_two_that_go_on_at_a_time_one_does(tmp_path: Path) -> None:
+async def test_one_of_two_resumes_wins(tmp_path: Path) -> None:
     """The other looked at the checkpoints of the run before: it would go back to them, in the same attempt again."""
     etcd = MemoryCoordinator(MemoryStore())
     one = await plan(etcd, keeping(tmp_path), resume=True)
@@ -105,7 +90,7 @@ async def test_of_two_that_go_on_at_a_time_one_does(tmp_path: Path) -> None:
     await submit(etcd, *await plan(etcd, keeping(tmp_path), resume=True))
 
 
-async def test_a_place_without_the_checkpoint_that_etcd_knows_of_is_not_taken_for_one_without_any(
+async def test_missing_checkpoint_is_an_error(
     tmp_path: Path,
 ) -> None:
     """A place that was not mounted looked like that of a job that kept nothing yet: it was begun anew, unasked."""
@@ -122,7 +107,7 @@ async def test_a_place_without_the_checkpoint_that_etcd_knows_of_is_not_taken_fo
     assert beginning.epoch.epoch == 0
 
 
-async def test_nothing_of_an_earlier_job_of_that_name_counts_for_the_next() -> None:
+async def test_submit_deletes_an_earlier_jobs_keys() -> None:
     """Its nodes that died of its code would count among those that the next one may lose, for instance."""
     etcd, first, next_ = MemoryCoordinator(MemoryStore()), spec(), spec()
     await submit(etcd, first)

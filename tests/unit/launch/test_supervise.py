@@ -16,7 +16,7 @@ import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import JobCancelled, JobError, JobFailed, PeerLost
+from taskgraph.errors import JobError, JobFailed, PeerLost
 from taskgraph.jobs import Job
 from taskgraph.launch import supervise
 from taskgraph.launch.collector import Collector
@@ -31,12 +31,11 @@ from taskgraph.node.config import NodeConfig
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Delete, Put, Txn
+from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import GoneRecord, NodeRecord, PrimaryRecord, Ran, State, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.task import Task
-from taskgraph.testing.clock import FastForwardLoop
 
 SPEC = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name="fit"))
 RESULT = JobResult(name="fit", values={0: 1}, reports=(), epochs=1, failovers=0, restarts=0, wall_s=1.0)
@@ -48,7 +47,7 @@ def supervisor(*, finished: bool, unreachable: PeerLost | None = None) -> Superv
     return Supervisor(SPEC, ENTRY, coordinator=None, follower=follower, hooks=Hooks())  # type: ignore[arg-type]
 
 
-async def test_of_a_job_that_had_finished_a_timeout_says_that_its_results_were_missing(
+async def test_timeout_after_the_last_epoch_names_the_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done = "its epochs were done, and its results not yet here: "
@@ -65,12 +64,12 @@ async def test_of_a_job_that_had_finished_a_timeout_says_that_its_results_were_m
     assert await supervisor(finished=False)._waits() == "none of its nodes answers: n1 is away"
 
 
-def test_why_a_job_ended_is_what_ended_its_launcher() -> None:
+def test_end_reason_names_the_launchers_error() -> None:
     assert end_reason(asyncio.CancelledError()) == end_reason(KeyboardInterrupt()) == "interrupted"
     assert end_reason(PeerLost("away")) == "its launcher could not go on: PeerLost: away"
 
 
-async def test_a_job_whose_nodes_cannot_be_started_has_failed_and_its_driver_is_not_to_blame(
+async def test_nodes_that_cannot_start_fail_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job, told = supervisor(finished=False), []
@@ -162,9 +161,7 @@ class Launched:
         return None if isinstance(found, asyncio.CancelledError) else found[0], self.nodes.codes()
 
 
-async def test_nodes_of_a_job_that_goes_on_get_the_time_to_hand_over_when_their_launcher_is_told_to_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_ending_launcher_lets_its_nodes_hand_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They were killed after what nodes get whose job is over."""
     launched = Launched(monkeypatch, tmp_path, _HANDS_OVER, Settings())
     await launched.started.wait()
@@ -174,7 +171,7 @@ async def test_nodes_of_a_job_that_goes_on_get_the_time_to_hand_over_when_their_
     assert codes == {"n1": 0}
 
 
-async def test_a_node_that_has_not_left_after_drain_s_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_node_is_killed_after_drain_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     launched = Launched(monkeypatch, tmp_path, _NEVER_LEAVES, Settings(drain_s=0.1))
     await launched.started.wait()
     launched.leave.set()
@@ -183,7 +180,7 @@ async def test_a_node_that_has_not_left_after_drain_s_is_ended(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("script", "why"), [("exit 0", ""), ("exit 1", "ended with exit code 1")])
-async def test_that_all_nodes_were_drained_is_no_failure_of_their_launcher(
+async def test_drained_nodes_are_no_failure(
     script: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It told the ends of their logs, as of nodes that had failed."""
@@ -194,7 +191,7 @@ async def test_that_all_nodes_were_drained_is_no_failure_of_their_launcher(
 
 
 @pytest.mark.parametrize(("script", "told"), [("exit 0", False), ("echo no such mount; exit 1", True)])
-async def test_why_all_nodes_died_is_told_although_the_job_has_finished(
+async def test_deaths_are_reported_after_the_job_finished(
     script: str, told: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where it finished elsewhere within a second of that, their launcher ended well, and nobody read their logs."""
@@ -224,20 +221,7 @@ async def test_why_all_nodes_died_is_told_although_the_job_has_finished(
     assert all("n1 ended with exit code 1; the end of its log:\nthe log of n1" in text for text in said)
 
 
-async def test_told_once_more_a_launcher_ends_its_nodes_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    launched = Launched(monkeypatch, tmp_path, _NEVER_LEAVES, Settings(drain_s=3600))
-    await launched.started.wait()
-    launched.leave.set()
-    await asyncio.sleep(0.05)
-    launched.work.cancel()
-    assert await launched.ended() == (None, {"n1": -signal.SIGKILL})
-
-
-async def test_a_launcher_waits_for_its_nodes_to_compute_results_again_and_says_where_they_are_lost_with_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_lost_results_are_computed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It took a job whose nodes were gone for one whose results somebody else had collected, before its own were up."""
     etcd = MemoryCoordinator(MemoryStore())
     keys = Keys("fit")
@@ -260,7 +244,7 @@ async def test_a_launcher_waits_for_its_nodes_to_compute_results_again_and_says_
 
 
 @pytest.mark.parametrize("etcd_ends", [True, False])
-async def test_an_etcd_that_ends_with_the_run_is_watched_until_the_nodes_here_have_left(
+async def test_nodes_leave_before_their_runs_etcd_ends(
     etcd_ends: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """While their processes ended it was found gone, and told that it was watched again."""
@@ -280,9 +264,7 @@ async def test_an_etcd_that_ends_with_the_run_is_watched_until_the_nodes_here_ha
 
 
 @pytest.mark.parametrize("kept", [True, False])
-async def test_where_another_one_collected_first_a_run_says_so_and_where_the_values_are(
-    kept: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_run_says_who_collected_its_results(kept: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It said that every node had ended, with the results, of a job whose values were in etcd."""
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
@@ -312,9 +294,7 @@ async def test_where_another_one_collected_first_a_run_says_so_and_where_the_val
 
 
 @pytest.mark.parametrize("again", [False, True])
-async def test_a_host_keeps_of_a_run_nothing_of_the_next_one_of_its_name(
-    again: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_next_runs_events_are_not_kept(again: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its launcher waits for its nodes to end, and the job may be submitted again meanwhile, and run."""
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     etcd, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
@@ -343,78 +323,6 @@ async def _never() -> str:
     return ""
 
 
-async def _ended() -> str:
-    return "was killed by SIGKILL"
-
-
-@pytest.mark.parametrize(
-    ("record", "collected", "etcd_ended", "within_s", "waited_for"),
-    [
-        (StatusRecord(state=State.CANCELLED), False, _never, 60.0, True),
-        (StatusRecord(state=State.FINISHED), True, _never, 60.0, True),
-        (StatusRecord(state=State.FINISHED), False, _never, 60.0, False),  # they keep its results
-        (StatusRecord(state=State.CANCELLED), False, _never, 0.01, False),
-        (StatusRecord(state=State.CANCELLED), False, _ended, 60.0, False),
-        (StatusRecord(state=State.CANCELLED), False, None, 60.0, False),  # somebody else's etcd, which stays
-    ],
-)
-async def test_an_etcd_of_its_own_is_there_until_nodes_of_other_launchers_have_left(
-    record: StatusRecord,
-    collected: bool,
-    etcd_ended: Any,
-    within_s: float,
-    waited_for: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """Where nodes of `taskgraph launch` alone were left, they never read that the job had ended, and were killed."""
-    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
-    etcd, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
-    await submit(etcd, SPEC)
-    node = NodeRecord(name="n3", run=SPEC.run, host="", pid=1, endpoints=(), control="", fingerprint="", lease=0)
-    end = Put(keys.status, record.to_bytes())
-    told = [Put(keys.collected, json.dumps({"by": "n1", "not_kept": ""}).encode())] if collected else []
-    await etcd.txn(Txn(success=(Put(keys.node("n3-1"), node.to_bytes()),)))
-    follower = Collector(etcd, SPEC, b"")
-    await follower.start()
-    await etcd.txn(Txn(success=(end, *told)))
-
-    async def leaves() -> None:
-        await asyncio.sleep(0.1)
-        await etcd.txn(Txn(success=(Delete(keys.node("n3-1")),)))
-
-    leaving = asyncio.ensure_future(leaves() if waited_for else _never())
-    try:
-        job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks(), etcd_ended=etcd_ended)
-        async with asyncio.timeout(30):
-            await job._finish(0.0, within_s)
-        assert (await etcd.get(keys.node("n3-1")) is None) == waited_for
-    finally:
-        leaving.cancel()
-        await follower.stop()
-
-
-async def test_a_run_whose_nodes_have_ended_reads_what_its_watch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waited for ever, without a word: of an etcd that was set up anew no watch told that the nodes were gone."""
-    monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
-    etcd = MemoryCoordinator(MemoryStore())
-    await submit(etcd, SPEC)
-    monkeypatch.setattr(etcd, "watch", MemoryCoordinator(MemoryStore()).watch)  # in which nothing happens
-    node = NodeRecord(name="n1", run=SPEC.run, host="", pid=1, endpoints=(), control="", fingerprint="", lease=0)
-    await etcd.txn(Txn(success=(Put(Keys("fit").node("n1-1"), node.to_bytes()),)))
-    follower = Collector(etcd, SPEC, b"")
-    await follower.start()
-    try:
-        job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
-        etcd.store = MemoryStore()
-        etcd.store.revision = 500
-        with pytest.raises(JobCancelled, match=r"deleted from etcd, or etcd was started without .*--resume"):
-            async with asyncio.timeout(30):
-                await job._result()
-    finally:
-        await follower.stop()
-
-
 async def own_nodes_ended(etcd: MemoryCoordinator, spec: JobSpec) -> tuple[Collector, asyncio.Future[None]]:
     """Who follows the job, and what fails it as soon as no node of another launcher is left."""
     follower = Collector(etcd, spec, b"")
@@ -423,46 +331,8 @@ async def own_nodes_ended(etcd: MemoryCoordinator, spec: JobSpec) -> tuple[Colle
     return follower, asyncio.ensure_future(job._nobody_left())
 
 
-class OneByOne(Scripted):
-    """Each node is started once the one before has ended, but for the last, which goes on."""
-
-    async def _spawn(self, server: Any, config: NodeConfig, log_path: Path) -> NodeProcess:
-        async with asyncio.timeout(30):
-            while self.alive:  # noqa: ASYNC110 (another process)
-                await asyncio.sleep(0.005)
-        self.script = """touch "$0"; exit 3""" if config.name == "n1" else _NEVER_LEAVES
-        return await super()._spawn(server, config, log_path.with_name(config.name) / "log")
-
-
-async def test_nodes_that_ended_before_the_others_were_started_are_not_all_of_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A job failed while a node of it was starting, as every node had ended once."""
-    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(supervise, "LocalNodes", OneByOne)
-    monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
-    etcd = MemoryCoordinator(MemoryStore())
-    await submit(etcd, SPEC)
-    follower = Collector(etcd, SPEC, b"")
-    await follower.start()
-    job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
-    try:
-        await job._start(2)
-        ends = asyncio.ensure_future(job._nobody_left())
-        await asyncio.sleep(0.3)
-        assert job._nodes.codes() == {"n1": 3} and not ends.done()
-        job._nodes.kill_now()
-        with pytest.raises(JobFailed, match="every node has ended"):
-            await ends
-    finally:
-        await job._nodes.stop(0.0)
-        await follower.stop()
-
-
 @pytest.mark.parametrize("becomes", ["back", "gone", "nothing"])
-async def test_a_node_of_another_launcher_whose_key_is_gone_may_come_back(
-    becomes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_absent_node_of_another_launcher_may_return(becomes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a pause of its host, or of etcd, had cost it its lease, a run whose own nodes had ended failed the job."""
     monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
     lost_after_s = 2.0 if becomes == "nothing" else 1000.0
@@ -494,27 +364,7 @@ async def test_a_node_of_another_launcher_whose_key_is_gone_may_come_back(
         await follower.stop()
 
 
-def test_a_node_that_registers_in_the_last_moment_goes_on() -> None:
-    node = NodeRecord(name="n3", run=SPEC.run, host="", pid=1, endpoints=(), control="", fingerprint="", lease=0)
-
-    async def scenario() -> None:
-        etcd = MemoryCoordinator(MemoryStore())
-        await submit(etcd, SPEC)
-        follower, ends = await own_nodes_ended(etcd, SPEC)
-        try:
-            await asyncio.sleep(0.9 * supervise._ALL_ENDED_S)
-            await etcd.txn(Txn(success=(Put(Keys("fit").node("n3-1"), node.to_bytes()),)))
-            await asyncio.sleep(2 * supervise._ALL_ENDED_S)
-            assert not ends.done() and follower.view.running
-        finally:
-            ends.cancel()
-            await follower.stop()
-
-    with asyncio.Runner(loop_factory=FastForwardLoop) as runner:
-        runner.run(scenario())
-
-
-def test_of_many_nodes_that_ended_the_last_ones_are_shown() -> None:
+def test_failure_shows_the_last_logs() -> None:
     """Of nodes that are replaced the first ones ended long ago, and the job went on."""
     codes = {f"n{number}": 1 for number in range(1, 13)}
     nodes: Any = SimpleNamespace(codes=lambda: codes, deaths=dict, log_tail=lambda name: f"{name} says why")
@@ -523,14 +373,8 @@ def test_of_many_nodes_that_ended_the_last_ones_are_shown() -> None:
     assert shown.endswith("--- and 4 before")
 
 
-def test_a_node_that_a_signal_without_a_name_ended_is_told_of() -> None:
-    """Its launcher raised ValueError, in place of what had happened."""
-    assert supervise._how(-40, None) == "was killed by signal 40"
-    assert supervise._how(-9, None) == "was killed by SIGKILL"
-
-
 @pytest.mark.parametrize(("code_s", "ends"), [(5.0, 0), (0.1, -signal.SIGKILL)])
-async def test_a_job_that_ended_well_waits_for_the_last_code_of_its_tasks_and_says_whom_it_kills(
+async def test_finished_job_waits_for_teardown(
     code_s: float, ends: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A teardown() of more than ten seconds was cut off without a word, although it had cancel_s to return."""
@@ -551,7 +395,7 @@ async def test_a_job_that_ended_well_waits_for_the_last_code_of_its_tasks_and_sa
 
 
 @pytest.mark.parametrize(("script", "how"), [("kill -9 $$", "was killed by SIGKILL"), ("exit 3", "exited with code 3")])
-async def test_a_node_that_dies_in_the_last_code_of_a_task_is_told_of(
+async def test_death_in_teardown_is_reported(
     script: str, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing was said: the job had finished, and what its teardown() was to write was not there."""
@@ -572,7 +416,7 @@ async def test_a_node_that_dies_in_the_last_code_of_a_task_is_told_of(
     ("finished", "says"),
     [(False, "no epoch can commit any more"), (True, "the results, of a job that had finished, cannot be collected")],
 )
-async def test_what_the_end_of_etcd_means_depends_on_what_was_committed(finished: bool, says: str) -> None:
+async def test_end_of_etcd_says_what_is_lost(finished: bool, says: str) -> None:
     """Of a job whose results were being collected it was said that no epoch could commit any more."""
 
     async def ended() -> str:

@@ -20,7 +20,7 @@ from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.fatal import fatal
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn, TxnResult
+from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
 from taskgraph.protocol.records import GoneRecord, NodeRecord, Ran, State, StatusRecord
 from taskgraph.protocol.view import JobView
 
@@ -58,7 +58,7 @@ async def left(coordinator: Refusing) -> list[str]:
     return [kv.key for kv in (await coordinator.list(KEYS.root)).items]
 
 
-async def test_an_etcd_that_refuses_is_told_once_for_each_reason(
+async def test_refusal_of_etcd_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was told four times a second, for half a minute."""
@@ -75,7 +75,7 @@ async def test_an_etcd_that_refuses_is_told_once_for_each_reason(
     await coordinator.close()
 
 
-async def test_why_nodes_are_not_registered_is_told_once_by_their_launcher(
+async def test_unregistered_node_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """They said it to their logs alone, where etcd had no space: `run` showed nothing, for ever."""
@@ -109,33 +109,7 @@ async def test_why_nodes_are_not_registered_is_told_once_by_their_launcher(
     await coordinator.close()
 
 
-async def test_a_node_that_lost_its_key_in_a_pause_of_etcd_is_not_called_unregistered(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    """It was, though it had computed epochs: the first look was answered once its lease had ended."""
-    monkeypatch.setattr("taskgraph.launch.local._REGISTERS_S", 0.05)
-    monkeypatch.setattr("taskgraph.launch.local._KEY_LOOK_S", 0.001)
-
-    class Pausing(Refusing):
-        looks = 0
-
-        async def get(self, key: str) -> KeyValue | None:
-            self.looks += 1
-            await asyncio.sleep(0.1 if self.looks == 1 else 0)
-            return await super().get(key) if self.looks == 3 else None
-
-    coordinator = Pausing()
-    nodes = await with_node(coordinator)
-    coordinator.looks = 0
-    (log := tmp_path / "n1.log").write_text("2026-11-27 01:44:24,655 taskgraph.node WARNING events wait for etcd\n")
-    nodes._processes["n1"] = _Process("n1", "n1-1", None, 0, log, log.parent)  # type: ignore[arg-type]
-    async with asyncio.timeout(30):
-        await nodes._look_for_key(nodes._processes["n1"])
-    assert coordinator.looks == 3 and not caplog.records
-    await coordinator.close()
-
-
-async def test_a_job_that_etcd_has_lost_is_told_nothing() -> None:
+async def test_death_is_not_written_for_a_lost_job() -> None:
     """`gone/{node}` was all that there was of it, for ever."""
     coordinator = Refusing()
     nodes = await with_node(coordinator)
@@ -147,7 +121,7 @@ async def test_a_job_that_etcd_has_lost_is_told_nothing() -> None:
     await coordinator.close()
 
 
-async def test_a_run_that_was_submitted_anew_is_told_nothing_of_nodes_of_the_one_before() -> None:
+async def test_death_is_not_written_for_the_next_run() -> None:
     """It failed for code of that run: three of whose nodes had died of it, before their launcher reached etcd again."""
     coordinator = Refusing()
     nodes = await with_node(coordinator)
@@ -167,9 +141,7 @@ async def test_a_run_that_was_submitted_anew_is_told_nothing_of_nodes_of_the_one
     await coordinator.close()
 
 
-async def test_of_nodes_that_ended_the_logs_of_the_last_ones_are_kept_whoever_launched_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_last_logs_of_ended_nodes_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each node that ever was left one, for as long as some launcher lived."""
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("taskgraph.launch.runtime._LOGS_KEPT", 3, raising=False)
