@@ -290,13 +290,6 @@ async def paused(node: Node) -> AsyncIterator[None]:
     await node.while_paused()
 
 
-def change_leader(cluster: InProcessCluster) -> None:
-    """As another leader of etcd, or one that comes back: every lease has its whole TTL again."""
-    for lease in cluster.store._leases.values():
-        lease.renewed_at = asyncio.get_running_loop().time()
-    cluster.store._schedule()
-
-
 def told(cluster: InProcessCluster, kind: str) -> list[str]:
     """The texts of the events of one kind, in order."""
     return [event.text for event in cluster.events if event.kind == kind]

@@ -29,7 +29,7 @@ class Counts(tg.Task, state=["value"]):
 
 
 @pytest.mark.timeout(30)
-async def test_nodes_of_a_run_before_write_nothing_to_the_next_one() -> None:
+async def test_stale_run_writes_nothing() -> None:
     """They said in it that they were gone; a slow one took its tasks over from nothing (the simulation's seed 63)."""
     cluster = InProcessCluster(tg.Job(tasks=2, epochs=10_000, builder=lambda _: Counts()))
     await cluster.start(2)

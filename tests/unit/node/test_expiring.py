@@ -53,9 +53,7 @@ def authority() -> trustme.CA:
 
 
 @pytest.mark.parametrize(("days", "left_s"), [(90.0, DAY_S), (2.0, 0.2 * DAY_S)])
-def test_it_is_told_some_time_before_its_end_and_when_it_has_ended(
-    tmp_path: Path, authority: trustme.CA, days: float, left_s: float
-) -> None:
+def test_warns_before_and_after_the_end(tmp_path: Path, authority: trustme.CA, days: float, left_s: float) -> None:
     told = Told(certified(tmp_path / "tls", authority, days))
     end_s = days * DAY_S
     assert told.look(0.0) == told.look(end_s - left_s - 1.0) == []
@@ -72,7 +70,7 @@ def test_it_is_told_some_time_before_its_end_and_when_it_has_ended(
     assert told.next_s > 10.0
 
 
-def test_a_renewed_one_is_told_of_in_its_turn(tmp_path: Path, authority: trustme.CA) -> None:
+def test_renewed_certificate_is_watched(tmp_path: Path, authority: trustme.CA) -> None:
     told = Told(certified(tmp_path / "tls", authority, 10.0))
     assert len(told.look(9.5 * DAY_S)) == 1
     certified(tmp_path / "new", authority, 20.0)
@@ -83,7 +81,7 @@ def test_a_renewed_one_is_told_of_in_its_turn(tmp_path: Path, authority: trustme
     assert len(told.look(19.5 * DAY_S)) == 1
 
 
-def test_of_a_chain_what_ends_first_counts(tmp_path: Path, authority: trustme.CA) -> None:
+def test_earliest_end_of_chain_counts(tmp_path: Path, authority: trustme.CA) -> None:
     below = authority.create_child_ca()
     told = Told(certified(tmp_path / "tls", below, LATE_DAYS))
     authority.cert_pem.write_to_path(str(tmp_path / "tls" / CA))
@@ -93,13 +91,13 @@ def test_of_a_chain_what_ends_first_counts(tmp_path: Path, authority: trustme.CA
     assert f"the certificate in {tmp_path / 'tls' / CERT} has ended, at 3000-01-01" in second
 
 
-def test_of_authorities_only_ours_is_told_of(tmp_path: Path, authority: trustme.CA) -> None:
+def test_foreign_authorities_are_ignored(tmp_path: Path, authority: trustme.CA) -> None:
     told = Told(certified(tmp_path / "tls", authority, LATE_DAYS))
     trustme.CA().cert_pem.write_to_path(str(tmp_path / "tls" / CA), append=True)
     assert len(told.look(LAST_S + DAY_S)) == 1
 
 
-def test_without_files_nothing_is_told(tmp_path: Path, authority: trustme.CA) -> None:
+def test_missing_files_cause_no_event(tmp_path: Path, authority: trustme.CA) -> None:
     told = Told(certified(tmp_path / "tls", authority, 10.0))
     shutil.rmtree(tmp_path / "tls")
     assert told.look(9.5 * DAY_S) == []

@@ -37,7 +37,7 @@ def job(builder: Callable[[], tg.Task]) -> tg.Job:
 
 
 @pytest.mark.parametrize(("tasks", "objects"), [(9, 2000), (30, 6000), (300, 50_000)])
-def test_the_more_tasks_share_a_node_the_rarer_it_is_searched_for(tasks: int, objects: int) -> None:
+def test_more_tasks_mean_rarer_searches(tasks: int, objects: int) -> None:
     many = tg.Job(tasks=tasks, epochs=1, builder=lambda _: Looks(), backups=0, name="many")
     assert tg.run(many, nodes=0).values[0] == [objects, 10, 10]
     assert gc.get_threshold() == _PYTHON_3_11

@@ -15,7 +15,7 @@ from taskgraph.node.inject import STAGES, VARIABLE, Injection, injected
 from taskgraph.testing import STAGES as IN_PROCESS
 
 
-def test_a_name_says_what_and_when() -> None:
+def test_file_name_describes_fault() -> None:
     assert Injection.parse("kill,commit") == Injection("kill", "commit")
     assert Injection.parse("block=2.5,done,task=3,epoch=7") == Injection("block", "done", 2.5, 3, 7)
     assert Injection.parse("stop,sync,task=0").is_for("sync", 0, 9)
@@ -27,21 +27,21 @@ def test_a_name_says_what_and_when() -> None:
 @pytest.mark.parametrize(
     "name", ["", "kill", "kill,nowhere", "shoot,commit", "kill,commit,task=x", "kill,commit,when=3", "block=x,commit"]
 )
-def test_what_is_no_fault_is_refused_by_name(name: str) -> None:
+def test_unknown_fault_is_refused(name: str) -> None:
     with pytest.raises(JobError, match="is no fault"):
         Injection.parse(name)
 
 
-def test_the_stages_are_those_of_the_tests_in_one_process_and_more() -> None:
+def test_stages_include_those_of_testing() -> None:
     assert set(IN_PROCESS) < set(STAGES)
 
 
-def test_without_the_variable_there_is_no_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_faults_without_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert injected() is None
 
 
-async def test_a_fault_happens_once_and_where_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fault_happens_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "faults"))
     point = injected()
     assert point is not None
@@ -57,7 +57,7 @@ async def test_a_fault_happens_once_and_where_it_says(tmp_path: Path, monkeypatc
     assert time.monotonic() - began >= 0.05 and not fault.exists()
 
 
-async def test_a_hold_lasts_until_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hold_lasts_until_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     point = injected()
     assert point is not None
@@ -73,7 +73,7 @@ async def test_a_hold_lasts_until_it_is_removed(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("name", "number"), [("kill,done", signal.SIGKILL), ("stop,done", signal.SIGSTOP)])
-def test_the_signal_is_for_this_process(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_hits_own_process(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, signal: sent.append((pid, signal)))
     Injection.parse(name).happen()

@@ -62,7 +62,7 @@ def in_a_node(scenario: Callable[[Any], None]) -> None:
         ("none", "cannot make them|must be a callable"),
     ],
 )
-def test_a_task_factory_that_would_end_the_node_is_refused_where_it_is_set(factory: Any, why: str) -> None:
+def test_harmful_task_factory_is_refused(factory: Any, why: str) -> None:
     """All nodes ended, and no task was named."""
 
     def sets(loop: Any) -> None:
@@ -73,7 +73,7 @@ def test_a_task_factory_that_would_end_the_node_is_refused_where_it_is_set(facto
     in_a_node(sets)
 
 
-def test_another_task_factory_is_taken_and_given_back() -> None:
+def test_harmless_task_factory_is_accepted() -> None:
     def sets(loop: Any) -> None:
         loop.set_task_factory(lambda loop, coroutine, **more: Mine(coroutine, loop=loop, **more))
         assert isinstance(loop.create_task(asyncio.sleep(0)), Mine)
@@ -84,7 +84,7 @@ def test_another_task_factory_is_taken_and_given_back() -> None:
 
 
 @pytest.mark.parametrize("loop", [NodeLoop, uvloop.Loop, asyncio.SelectorEventLoop])
-def test_a_descriptor_that_uvloop_closes_is_its_own(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_uvloop_closes_own_descriptors_only(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     """Else its number is closed once more when the socket is garbage, and is somebody else's by then."""
 
     async def hands_over() -> int:
@@ -99,7 +99,7 @@ def test_a_descriptor_that_uvloop_closes_is_its_own(loop: Callable[[], asyncio.A
         assert (runner.run(hands_over()) < 0) is (loop is not asyncio.SelectorEventLoop)
 
 
-def test_code_of_a_task_cannot_stop_it() -> None:
+def test_user_code_cannot_stop_loop() -> None:
     """The node ended, which was told as a sys.exit; and so did each that took the task over."""
 
     def scenario(loop: Any) -> None:

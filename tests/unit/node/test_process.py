@@ -40,7 +40,7 @@ def config(folder: Path, *, parent_pid: int) -> NodeConfig:
     return made
 
 
-def test_a_node_that_ends_leaves_the_launchers_directory_to_it(tmp_path: Path) -> None:
+def test_ending_node_keeps_launchers_directory(tmp_path: Path) -> None:
     """It was removed by a node that failed early, and those that started later failed for that."""
     made = config(tmp_path / "s", parent_pid=os.getppid())
     _remove_sockets(made)
@@ -48,7 +48,7 @@ def test_a_node_that_ends_leaves_the_launchers_directory_to_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("parent_pid", "launcher_gone"), [(0, False), (1 << 30, False), (os.getppid(), True)])
-def test_without_a_launcher_the_last_node_removes_it(tmp_path: Path, parent_pid: int, launcher_gone: bool) -> None:
+def test_last_node_removes_directory_without_launcher(tmp_path: Path, parent_pid: int, launcher_gone: bool) -> None:
     made = config(tmp_path / "s", parent_pid=parent_pid)
     (tmp_path / "s" / "other").mkdir()
     _remove_sockets(made, launcher_gone=launcher_gone)
@@ -58,7 +58,7 @@ def test_without_a_launcher_the_last_node_removes_it(tmp_path: Path, parent_pid:
     assert not (tmp_path / "s").exists()
 
 
-async def test_a_node_that_was_launched_waits_for_an_etcd_that_is_away(
+async def test_launched_node_waits_for_etcd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers: list[CoordinationError] = []
@@ -87,9 +87,7 @@ async def test_a_node_that_was_launched_waits_for_an_etcd_that_is_away(
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), resource.RLIM_INFINITY),
     ],
 )
-def test_a_node_may_have_more_files_open_than_most_processes(
-    before: tuple[int, int], after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limit_of_open_files_is_raised(before: tuple[int, int], after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = before
 
     def set_limits(which: int, given: tuple[int, int]) -> None:
@@ -112,7 +110,7 @@ main(NodeConfig(job="fit", name="n1", etcd="127.0.0.1:1", token="ab" * 32, socke
 """
 
 
-def test_a_launched_node_that_is_only_starting_leaves_at_once_when_it_is_told_to(tmp_path: Path) -> None:
+def test_starting_node_leaves_at_once(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     os.write(write_end, b"leave\n")
     words = [sys.executable, "-c", _LAUNCHED, str(tmp_path / "s"), str(read_end)]
@@ -124,7 +122,7 @@ def test_a_launched_node_that_is_only_starting_leaves_at_once_when_it_is_told_to
     assert done.returncode == 143, done.stderr
 
 
-async def test_a_job_that_has_finished_takes_nodes_until_its_results_were_collected() -> None:
+async def test_finished_job_accepts_nodes_until_collected() -> None:
     """All nodes that had them were killed, and new ones waited for ever for it to be submitted again."""
     coordinator, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
     spec, again = (JobSpec.local(tg.Job(tasks=1, builder=tg.Task, name="fit")) for _ in range(2))

@@ -50,7 +50,7 @@ def while_it_runs(took_s: float, scenario: Callable[[Looking], Awaitable[None]])
         runner.run(running())
 
 
-def test_each_change_is_looked_at_at_once() -> None:
+def test_each_change_is_seen_at_once() -> None:
     async def scenario(running: Looking) -> None:
         for looks in range(1, 20):
             assert running.looks == looks
@@ -60,7 +60,7 @@ def test_each_change_is_looked_at_at_once() -> None:
 
 
 @pytest.mark.parametrize(("took_s", "rest_s"), [(0.02, 0.06), (3600.0, 1.0)])
-def test_changes_that_come_soon_after_a_long_look_are_looked_at_together(took_s: float, rest_s: float) -> None:
+def test_changes_after_long_look_are_batched(took_s: float, rest_s: float) -> None:
     async def scenario(running: Looking) -> None:
         for _ in range(20):
             await running.change()
@@ -76,7 +76,7 @@ def test_changes_that_come_soon_after_a_long_look_are_looked_at_together(took_s:
     while_it_runs(took_s, scenario)
 
 
-def test_it_looks_once_a_second_though_nothing_changes() -> None:
+def test_looks_every_second_without_change() -> None:
     async def scenario(running: Looking) -> None:
         await asyncio.sleep(0.9)
         assert running.looks == 1

@@ -58,7 +58,7 @@ class Account(tg.Task, state=["total"]):
 
 
 @pytest.mark.parametrize("order", range(4))
-def test_a_handler_that_misses_what_its_predecessor_did_restarts_the_epoch(order: int) -> None:
+def test_handler_missing_predecessors_state_restarts_epoch(order: int) -> None:
     """Whoever holds the predecessor's answer asks for a restart, too: that is held back until the handler failed."""
     cluster: InProcessCluster
     crashed = asyncio.Event()
@@ -91,7 +91,7 @@ def test_a_handler_that_misses_what_its_predecessor_did_restarts_the_epoch(order
 
 
 @pytest.mark.parametrize("order", range(4))
-def test_a_mistake_of_the_job_fails_it_although_a_primary_was_replaced(order: int) -> None:
+def test_users_error_after_takeover_fails_job(order: int) -> None:
     """It comes again in the attempt after: nobody was replaced in that one."""
 
     class Wrong(Account):

@@ -46,7 +46,7 @@ def same(log: ReportLog, other: ReportLog) -> bool:
     return log.packed() == other.packed()
 
 
-def test_numbers_come_back_exactly() -> None:
+def test_numbers_are_exact() -> None:
     log = ReportLog()
     nan = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_DEAD_BEEF))[0]
     log.add(3, {0: {"tiny": 5e-324, "a": 0.1 + 0.2, "inf": -math.inf, "zero": -0.0}, 7: {"\n'\u2028": nan}})
@@ -57,7 +57,7 @@ def test_numbers_come_back_exactly() -> None:
         log.add(4, rows_of(4))
 
 
-def test_names_may_change_from_epoch_to_epoch() -> None:
+def test_names_may_change_between_epochs() -> None:
     log, expected = ReportLog(), {}
     for epoch in range(0, 400, 2):
         rows = rows_of(epoch) if epoch % 10 else {1: {f"only in {epoch}": 1.0}, 2: {"loss": 0.5}}
@@ -68,7 +68,7 @@ def test_names_may_change_from_epoch_to_epoch() -> None:
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 35, 36, 37, 38, 100, 128, 199, 200, 1000])
-def test_what_was_undone_is_not_in_it(epoch: int) -> None:
+def test_undone_epochs_are_removed(epoch: int) -> None:
     log = log_of(200)
     log.cut(epoch)
     assert same(unpacked(log), log_of(min(epoch, 200)))
@@ -98,13 +98,13 @@ def damaged(epochs: int, damage: Any) -> list[bytes]:
         lambda blocks: [b'{"3":{"0":{"loss":1.0}}}'],
     ],
 )
-def test_what_is_no_log_is_refused(damage: Any) -> None:
+def test_damaged_log_is_refused(damage: Any) -> None:
     value = encode({"state": None, "numbers": {}, "log": damaged(100, damage)})
     with pytest.raises(DecodeError, match=r"these are no reports|this is no boundary"):
         carried(value)
 
 
-def test_the_same_rows_are_the_same_bytes_in_whatever_order_they_came() -> None:
+def test_order_of_arrival_changes_no_byte() -> None:
     """A zombie wrote its file of a checkpoint over its successor's: other bytes, so the checkpoint was refused."""
     one, other = ReportLog(), ReportLog()
     one.add(3, {0: {"b": 1.0, "a": 2.0}, 1: {"x": 3.0}, 2: {"y": 4.0}})
@@ -123,7 +123,7 @@ def size(log: ReportLog) -> int:
     return sum(map(len, log.packed()))
 
 
-def test_of_too_many_the_early_ones_are_thinned(few: int) -> None:
+def test_early_reports_are_thinned(few: int) -> None:
     log = log_of(200)
     assert size(log) < few and not log.thinned
     largest = 0
@@ -140,7 +140,7 @@ def test_of_too_many_the_early_ones_are_thinned(few: int) -> None:
 
 
 @pytest.mark.parametrize("at", [100, 299, 300, 301, 1777, 2500])
-def test_what_is_left_follows_from_what_was_reported(few: int, at: int) -> None:
+def test_thinning_depends_on_reports_alone(few: int, at: int) -> None:
     """Whoever joined, or went back to a checkpoint, has what everybody has."""
     log, checkpoint = log_of(2600), log_of(at).packed()
     joined = ReportLog()

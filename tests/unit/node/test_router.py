@@ -29,7 +29,7 @@ async def never(caller: str, message: object) -> NoReturn:
     raise AssertionError
 
 
-def test_a_call_to_a_node_that_does_not_answer_ends_with_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_ends_with_nodes_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         caller, silent = cluster.nodes[:2]
         await caller.keeper.wait_until(lambda view: silent.id in view.nodes)
@@ -47,7 +47,7 @@ def test_a_call_to_a_node_that_does_not_answer_ends_with_its_lease(monkeypatch: 
     play(job(Idle), scenario, nodes=2)
 
 
-def test_a_call_to_a_primary_that_does_not_answer_ends_when_another_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_ends_at_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease ended, and its key is still there: whoever waits for that waits for longer than needed."""
 
     async def scenario(cluster: InProcessCluster) -> None:

@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory is lent on Linux only")
-def test_a_stray_write_of_the_lender_is_found() -> None:
+def test_lenders_stray_write_is_found() -> None:
     pool, mappings = Pool(max_segments=2, max_idle_bytes=4 * MIB), Mappings(limit=2)
     made = encode({"state": {"x": np.arange(MIB / 8)}, "numbers": {}}, allocate=pool.allocate)
     block = block_behind(made.buffers[0])
@@ -34,6 +34,6 @@ def test_a_stray_write_of_the_lender_is_found() -> None:
     assert decode(held)["state"]["x"][0] == 0.0
 
 
-def test_memory_of_this_process_alone_is_not_looked_at() -> None:
+def test_own_memory_is_not_verified() -> None:
     value = encode(np.arange(100_000.0))
     assert intact(Encoded(value.meta, value.buffers, bytes(16)))

@@ -112,7 +112,7 @@ async def listening(folder: Path) -> AsyncIterator[Listening]:
 
 
 @pytest.mark.parametrize("how", ["sockets", "folder", "all"])
-async def test_sockets_that_were_removed_are_listened_at_anew(base: Path, how: str) -> None:
+async def test_removed_sockets_come_back(base: Path, how: str) -> None:
     held = HeldFolder(base, "")
     async with (
         started("n2", base / "before") as before,
@@ -144,7 +144,7 @@ async def test_sockets_that_were_removed_are_listened_at_anew(base: Path, how: s
     held.remove()
 
 
-async def test_sockets_that_cannot_be_made_anew_are_told_of_once_and_tried_again(base: Path) -> None:
+async def test_failed_sockets_are_retried_and_reported_once(base: Path) -> None:
     async with listening(base / "launcher" / "1") as node:
         shutil.rmtree(base)
         os.mknod(base)  # a file is in the way
@@ -155,7 +155,7 @@ async def test_sockets_that_cannot_be_made_anew_are_told_of_once_and_tried_again
         assert len(node.told) == 2 and await node.asked() == "it answers"
 
 
-async def test_what_a_node_that_ends_removed_itself_is_not_taken_for_removed(base: Path) -> None:
+async def test_own_removal_is_no_loss(base: Path) -> None:
     """What is left of closing takes time where memory is short: "sockets were removed", it said at a run's end."""
     async with listening(base / "launcher" / "1") as node:
         await node.transport.close()
@@ -165,7 +165,7 @@ async def test_what_a_node_that_ends_removed_itself_is_not_taken_for_removed(bas
         assert not list(node.folder.iterdir())
 
 
-def test_no_folder_is_taken_that_another_one_put_there(base: Path) -> None:
+def test_foreign_folder_is_refused(base: Path) -> None:
     (base / "elsewhere").mkdir()
     (base / "launcher").symlink_to("nowhere")
     with pytest.raises(PermissionError, match="must be a directory of your own"):
@@ -173,7 +173,7 @@ def test_no_folder_is_taken_that_another_one_put_there(base: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_nor_is_one_made_in_that_of_another_user(base: Path) -> None:
+def test_other_users_folder_is_refused(base: Path) -> None:
     os.chown(base, 12345, -1)
     with pytest.raises(PermissionError, match="must be a directory of your own"):
         put_back(base / "launcher" / "1")

@@ -47,14 +47,14 @@ def put(writer: str) -> Txn:
 
 
 @pytest.mark.parametrize("executed", [True, False])
-async def test_a_write_with_a_lost_answer_happens_once(executed: bool) -> None:
+async def test_write_with_lost_answer_happens_once(executed: bool) -> None:
     coordinator = Lossy((executed, OutcomeUnknown), (False, Unavailable))
     revision = await Writes(coordinator).transact(put("a"), key="k", writer="a")
     found = await coordinator.get("k")
     assert found is not None and found.mod_revision == found.create_revision == revision
 
 
-async def test_a_write_with_a_lost_answer_that_another_one_preceded_did_not_happen() -> None:
+async def test_outrun_write_with_lost_answer_fails() -> None:
     coordinator = Lossy((False, OutcomeUnknown))
     writing = asyncio.ensure_future(Writes(coordinator).transact(put("a"), key="k", writer="a"))
     await coordinator.lost.wait()
@@ -62,7 +62,7 @@ async def test_a_write_with_a_lost_answer_that_another_one_preceded_did_not_happ
     assert await writing is None
 
 
-async def test_what_was_not_done_is_not_looked_for() -> None:
+async def test_unexecuted_write_needs_no_read() -> None:
     coordinator = Lossy((False, Unavailable))
     writing = asyncio.ensure_future(Writes(coordinator).transact(put("a"), key="k", writer="a"))
     await coordinator.lost.wait()
@@ -71,7 +71,7 @@ async def test_what_was_not_done_is_not_looked_for() -> None:
     assert not coordinator.reads
 
 
-async def test_a_write_that_is_refused_waits_until_it_may() -> None:
+async def test_refused_write_waits() -> None:
     """It ended the node, and with it what it had computed."""
     coordinator = Lossy((True, OutcomeUnknown), (False, AccessRefused), (False, AccessRefused))
     writes = Writes(coordinator)
@@ -82,13 +82,13 @@ async def test_a_write_that_is_refused_waits_until_it_may() -> None:
     assert await writes.transact(Txn(success=(Put("l", b""),)), key="l", writer="") is not None
 
 
-async def test_a_first_write_that_is_refused_fails() -> None:
+async def test_refused_first_write_fails() -> None:
     """A user that was never let in may be the wrong one."""
     with pytest.raises(AccessRefused):
         await Writes(Lossy((False, AccessRefused))).transact(put("a"), key="k", writer="a")
 
 
-async def test_how_long_it_is_tried_counts_from_the_first_time() -> None:
+async def test_waiting_time_counts_from_first_try() -> None:
     coordinator = Lossy(*[(False, Unavailable)] * 10)
     writes = Writes(coordinator)
     writing = asyncio.ensure_future(writes.transact(put("a"), key="k", writer="a"))

@@ -25,7 +25,7 @@ def lets_go(cluster: InProcessCluster, observer: Node, absent: Node) -> None:
 
 
 @pytest.mark.usefixtures("blindable")
-def test_time_before_an_observer_was_paused_counts_for_nothing(gated: type[Gated]) -> None:
+def test_absence_before_observers_pause_counts_nothing(gated: type[Gated]) -> None:
     """A pause of etcd pauses everybody, and may let every key vanish: it loses nobody."""
     settings = tg.Settings(epochs_ahead=0)
     limit_s = settings.lost_after_s
@@ -48,7 +48,7 @@ def test_time_before_an_observer_was_paused_counts_for_nothing(gated: type[Gated
 
 
 @pytest.mark.usefixtures("blindable")
-def test_who_came_back_while_it_was_being_declared_gone_is_not(gated: type[Gated]) -> None:
+def test_returning_node_is_not_gone(gated: type[Gated]) -> None:
     """The answers of etcd were lost for so long."""
     settings = tg.Settings(epochs_ahead=0)
 
@@ -90,9 +90,7 @@ async def without_etcd(cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("blindable")
 @pytest.mark.parametrize("first", [0, 1])
-def test_who_lost_its_key_when_all_did_has_a_moment_to_come_back(
-    gated: type[Gated], monkeypatch: pytest.MonkeyPatch, first: int
-) -> None:
+def test_common_loss_gives_time_to_return(gated: type[Gated], monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     """etcd was away, or this host: whoever came back first took over from the others, or evicted them."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -121,9 +119,7 @@ async def joins(cluster: InProcessCluster, joining: type[Joining]) -> tuple[Node
     return holder(cluster, task), joined
 
 
-def test_a_candidate_whose_host_is_lost_is_declared_gone_and_called_no_more(
-    joining: type[Joining], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_candidate_is_declared_gone(joining: type[Joining], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing in etcd names it but its own key, and no port refuses."""
     settings = tg.Settings(epochs_ahead=0)
 

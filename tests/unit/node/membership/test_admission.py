@@ -37,7 +37,7 @@ async def works(cluster: InProcessCluster, gated: type[Gated]) -> Node:
     return first
 
 
-def test_a_node_with_another_token_never_registers(gated: type[Gated]) -> None:
+def test_wrong_token_never_registers(gated: type[Gated]) -> None:
     """It did, was given tasks, and those who waited for it waited for ever."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -56,7 +56,7 @@ def test_a_node_with_another_token_never_registers(gated: type[Gated]) -> None:
     play(job(gated), scenario, nodes=1)
 
 
-def test_of_two_that_register_at_once_the_later_one_leaves(gated: type[Gated], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_of_two_conflicting_nodes_leaves(gated: type[Gated], monkeypatch: pytest.MonkeyPatch) -> None:
     async def blindly(self: Registration) -> None:
         """As one that looked before the other was there."""
 
@@ -86,7 +86,7 @@ async def registered(node: Node) -> None:
         await asyncio.sleep(0.1)
 
 
-def test_a_node_that_cannot_reach_one_that_is_there_never_registers(gated: type[Gated]) -> None:
+def test_unreachable_member_prevents_registration(gated: type[Gated]) -> None:
     """A firewall, or an address that leads nowhere: it was given tasks, and the job stood until it was drained."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -107,7 +107,7 @@ def test_a_node_that_cannot_reach_one_that_is_there_never_registers(gated: type[
     play(job(gated), scenario, nodes=1)
 
 
-def test_a_node_that_is_declared_gone_while_it_waits_ends_and_says_so(gated: type[Gated]) -> None:
+def test_waiting_node_declared_gone_ends(gated: type[Gated]) -> None:
     """It registered once that was forgotten: seed 545863 of the simulation."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -123,7 +123,7 @@ def test_a_node_that_is_declared_gone_while_it_waits_ends_and_says_so(gated: typ
     play(job(gated), scenario, nodes=1)
 
 
-def test_a_node_that_is_asked_to_leave_while_it_waits_leaves_at_once(gated: type[Gated]) -> None:
+def test_waiting_node_leaves_at_once(gated: type[Gated]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         first = await works(cluster, gated)
         other = unreached(cluster)
@@ -138,7 +138,7 @@ def test_a_node_that_is_asked_to_leave_while_it_waits_leaves_at_once(gated: type
 
 
 @pytest.mark.parametrize("host", [False, True], ids=["its-port-refuses", "its-host-is-off"])
-def test_a_dead_node_keeps_others_out_no_longer_than_its_lease(gated: type[Gated], host: bool) -> None:
+def test_dead_node_blocks_only_for_its_lease(gated: type[Gated], host: bool) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         dead = cluster.nodes[1]
         await gated.reached.wait()

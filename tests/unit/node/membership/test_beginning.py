@@ -36,7 +36,7 @@ def test_backups_are_set_up_beside_the_primaries() -> None:
 
 
 @pytest.mark.parametrize("kind", ["list", "lease"])
-def test_a_node_waits_for_an_etcd_that_goes_away_while_it_starts(
+def test_starting_node_waits_for_etcd(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Away(MemoryCoordinator):
@@ -67,7 +67,7 @@ def test_a_node_waits_for_an_etcd_that_goes_away_while_it_starts(
     assert said == ["waiting for etcd: no usable answer from etcd"], "once"
 
 
-def test_a_job_that_waits_for_nodes_says_so_for_as_long_as_it_does() -> None:
+def test_status_shows_wait_for_nodes() -> None:
     """It was told once, as an event; `status` and the error of a time limit did not know of it."""
 
     async def scenario(cluster: InProcessCluster) -> None:

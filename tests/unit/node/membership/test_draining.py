@@ -34,7 +34,7 @@ async def works(node: Node) -> None:
     await node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 2)
 
 
-def test_a_node_that_is_told_to_leave_before_it_is_registered_never_is() -> None:
+def test_drained_node_does_not_register() -> None:
     """It joined, was given tasks, and left with their state."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -65,7 +65,7 @@ async def leave(cluster: InProcessCluster, node: Node) -> float:
     return loop.time() - began
 
 
-def test_a_job_that_has_finished_is_handed_over_too() -> None:
+def test_finished_job_is_handed_over() -> None:
     """Its node waited out `drain_s` with nothing to wait for, and said nothing; the same where it had no backup yet."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -83,7 +83,7 @@ def test_a_job_that_has_finished_is_handed_over_too() -> None:
     play(few(), scenario, nodes=2)
 
 
-def test_who_leaves_with_what_nobody_else_has_of_a_finished_job_says_so() -> None:
+def test_leaving_with_sole_results_is_event() -> None:
     """It left without a word, and the job that had finished was failed by the next node."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -99,9 +99,7 @@ def test_who_leaves_with_what_nobody_else_has_of_a_finished_job_says_so() -> Non
 
 
 @pytest.mark.parametrize("backups", [0, 1])
-def test_who_leaves_while_etcd_is_away_says_what_it_gives_up_and_what_that_means(
-    monkeypatch: pytest.MonkeyPatch, backups: int
-) -> None:
+def test_leaving_without_etcd_names_losses(monkeypatch: pytest.MonkeyPatch, backups: int) -> None:
     """Where another node had all that it has, it said nothing: it could hand nothing over, and was gone."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -131,7 +129,7 @@ def test_who_leaves_while_etcd_is_away_says_what_it_gives_up_and_what_that_means
     play(job(Paced, tasks=4, epochs=300, backups=backups, settings=SETTINGS), scenario, nodes=2)
 
 
-def test_who_leaves_in_an_epoch_that_lasts_longer_says_what_is_computed_again(gated: type[Gated]) -> None:
+def test_leaving_mid_epoch_names_recomputation(gated: type[Gated]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
         first = holder(cluster, 0)

@@ -27,7 +27,7 @@ class Slow(Counting, state=["total"]):
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("task", [0, 1])
-def test_work_that_was_dropped_gets_a_new_term_from_its_own_node(task: int, nodes: int) -> None:
+def test_dropped_work_gets_new_term(task: int, nodes: int) -> None:
     class Fresh(Slow, state=["total"]):
         stuck = task
         reached = asyncio.Event()

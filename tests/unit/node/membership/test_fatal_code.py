@@ -16,7 +16,7 @@ __all__ = ["blindable", "gated"]
 
 
 @pytest.mark.usefixtures("blindable")
-def test_deaths_in_an_epoch_that_was_committed_since_fail_nothing(gated: type[Gated]) -> None:
+def test_deaths_before_commit_fail_nothing(gated: type[Gated]) -> None:
     """Whoever counts them may not have read of the commit yet."""
 
     async def later(cluster: InProcessCluster, leads: str) -> None:

@@ -29,7 +29,7 @@ class Slow(Counting, state=["total"]):
         await asyncio.sleep(1)
 
 
-def test_a_node_that_leaves_sets_nothing_up_for_an_offer() -> None:
+def test_leaving_node_sets_nothing_up() -> None:
     """Others left first, so it was wished for, and offered a boundary: `setup` ran, and no `teardown` did."""
     tearing_down.clear()
 
@@ -65,7 +65,7 @@ class Endless(Counting, state=["total"]):
                 await self.gate.wait()
 
 
-def test_a_teardown_that_does_not_return_is_waited_for_by_name_and_not_for_ever() -> None:
+def test_endless_teardown_is_named_and_left() -> None:
     class Fresh(Endless, state=["total"]):
         gate = asyncio.Event()
 
@@ -97,7 +97,7 @@ class Raising(Counting, state=["total"]):
         raise ValueError("the file cannot be closed")
 
 
-def test_what_a_teardown_raises_at_the_end_is_told() -> None:
+def test_error_in_last_teardown_is_event() -> None:
     """Only the logs of the nodes had it."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -115,7 +115,7 @@ def test_what_a_teardown_raises_at_the_end_is_told() -> None:
     play(job(Raising, tasks=2, epochs=2), scenario, nodes=2)
 
 
-def test_a_node_that_leaves_is_asked_to_leave() -> None:
+def test_drain_of_leaving_node_is_harmless() -> None:
     """SIGTERM, of a launcher that has waited for it for some seconds: it must not take `drain_s` for that."""
     tearing_down.clear()
 
@@ -136,7 +136,7 @@ def test_a_node_that_leaves_is_asked_to_leave() -> None:
     assert play(job(Slow, tasks=2, epochs=2), scenario, nodes=2) < 5
 
 
-def test_a_node_of_a_job_that_somebody_deleted_leaves_nothing_there(gated: type[Gated]) -> None:
+def test_deleted_job_stays_deleted(gated: type[Gated]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
         runs = [member.run for member in cluster._members.values()]
@@ -152,7 +152,7 @@ async def fails() -> None:
 
 
 @pytest.mark.parametrize("what", ["view", "work"])
-def test_a_node_that_ends_for_an_error_of_its_own_blames_no_code(gated: type[Gated], what: str) -> None:
+def test_own_error_blames_no_user_code(gated: type[Gated], what: str) -> None:
     """It told that user code had cancelled it, and that counted as a death of each task there."""
     break_it = asyncio.Event()
 
@@ -179,7 +179,7 @@ def test_a_node_that_ends_for_an_error_of_its_own_blames_no_code(gated: type[Gat
     play(job(gated), scenario, nodes=1)
 
 
-def test_a_node_that_was_cancelled_from_outside_says_whose_code_may_have_done_it(gated: type[Gated]) -> None:
+def test_cancelled_node_names_running_code(gated: type[Gated]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
         node = holder(cluster, 0)

@@ -21,7 +21,7 @@ from taskgraph.testing.clock import FastForwardLoop
 __all__ = ["blindable", "gated"]
 
 
-def test_a_pause_says_why_the_lease_was_not_renewed(gated: type[Gated], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pause_names_lease_trouble(gated: type[Gated], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryLease, "trouble", lambda _: "can't start new thread")
 
     async def scenario(cluster: InProcessCluster) -> list[str]:
@@ -36,9 +36,7 @@ def test_a_pause_says_why_the_lease_was_not_renewed(gated: type[Gated], monkeypa
     ]
 
 
-def test_status_says_why_a_node_is_paused_for_as_long_as_it_is(
-    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_shows_reason_of_pause(gated: type[Gated], monkeypatch: pytest.MonkeyPatch) -> None:
     """It said `paused`, and nothing more, where etcd answers whoever asks but not that node, or too late for it."""
     monkeypatch.setattr(MemoryLease, "trouble", lambda _: "etcd 10.0.0.1:2379: no answer for 1.7 s")
 
@@ -57,7 +55,7 @@ def test_status_says_why_a_node_is_paused_for_as_long_as_it_is(
     assert play(job(gated, tasks=1), scenario, nodes=2).values == {0: 3}
 
 
-def test_a_node_pauses_a_third_of_the_ttl_before_its_key_may_go(gated: type[Gated]) -> None:
+def test_pauses_third_of_ttl_early(gated: type[Gated]) -> None:
     """Others may take over from it once that goes: it has to know sooner than they do."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
@@ -76,7 +74,7 @@ def test_a_node_pauses_a_third_of_the_ttl_before_its_key_may_go(gated: type[Gate
 
 
 @pytest.mark.parametrize("call", [Waits(Stamp(1, 1), 0), Release(0, 1, 99, 0), Seal(Stamp(1, 1), 0, 99)], ids=type)
-def test_a_node_that_is_paused_answers_no_call(gated: type[Gated], call: Call) -> None:
+def test_paused_node_refuses_calls(gated: type[Gated], call: Call) -> None:
     async def scenario(cluster: InProcessCluster) -> JobResult:
         await gated.reached.wait()
         node = holder(cluster, 0)
@@ -91,7 +89,7 @@ def test_a_node_that_is_paused_answers_no_call(gated: type[Gated], call: Call) -
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
-def test_a_node_whose_key_was_deleted_puts_it_back(gated: type[Gated], all_of_them: bool) -> None:
+def test_deleted_key_is_put_back(gated: type[Gated], all_of_them: bool) -> None:
     """`etcdctl del --prefix .../nodes/`: each looked at its lease only, and no write of theirs was taken any more."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
@@ -117,9 +115,7 @@ def test_a_node_whose_key_was_deleted_puts_it_back(gated: type[Gated], all_of_th
 
 
 @pytest.mark.parametrize("joins", [True, False], ids=["joins", "resumes"])
-def test_a_node_that_lists_the_job_for_long_keeps_its_lease(
-    gated: type[Gated], joins: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_listing_keeps_lease(gated: type[Gated], joins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a slow link: it was alive and did not say so, and after 30 s of pauses it was declared gone."""
     lists = MemoryCoordinator.list
 
@@ -153,7 +149,7 @@ class Busy(Counting, state=["total"]):
         await super().count(epoch, ins, outs)
 
 
-def test_a_job_in_one_process_does_not_pause_because_it_is_busy() -> None:
+def test_busy_single_process_does_not_pause() -> None:
     """It paused, and did its work again, which took as long: it never came to an end."""
     events: list[Event] = []
     with asyncio.Runner(loop_factory=FastForwardLoop) as runner:

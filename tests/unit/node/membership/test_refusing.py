@@ -41,9 +41,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     [(1.5, "it answers"), (2 * SETTINGS.lease_ttl_s, "it renews its lease")],
     ids=["answers", "renews"],
 )
-def test_a_node_that_is_there_is_suspected_no_more(
-    gated: type[Gated], refused: set[tuple[str, str]], for_s: float, why: str
-) -> None:
+def test_living_node_is_cleared(gated: type[Gated], refused: set[tuple[str, str]], for_s: float, why: str) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         ended = asyncio.ensure_future(cluster.result())
         await gated.reached.wait()
@@ -68,7 +66,7 @@ def test_a_node_that_is_there_is_suspected_no_more(
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
-def test_those_that_refuse_each_other_do_not_take_over_from_each_other_for_ever(
+def test_mutual_refusals_end(
     gated: type[Gated], refused: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, nodes: int
 ) -> None:
     """They did as fast as etcd answers, for as long as a lease lasts."""
@@ -101,7 +99,7 @@ def test_those_that_refuse_each_other_do_not_take_over_from_each_other_for_ever(
     play(job(gated, tasks=nodes, backups=nodes - 1, settings=SETTINGS), scenario, nodes=nodes)
 
 
-def test_a_dead_one_is_suspected_until_its_lease_has_ended(gated: type[Gated]) -> None:
+def test_dead_node_stays_suspected(gated: type[Gated]) -> None:
     """Nobody but its port says that it is dead."""
 
     async def scenario(cluster: InProcessCluster) -> None:

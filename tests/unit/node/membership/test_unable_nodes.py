@@ -57,7 +57,7 @@ async def one_left(cluster: InProcessCluster, kind: type[Lacking]) -> Node:
     return left
 
 
-def test_a_node_that_joins_and_lacks_what_a_backup_reads_ends_and_says_why(lacking: type[Lacking]) -> None:
+def test_node_that_cannot_set_up_ends(lacking: type[Lacking]) -> None:
     """The job ended for it, and all its work was lost."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -82,7 +82,7 @@ def test_a_node_that_joins_and_lacks_what_a_backup_reads_ends_and_says_why(lacki
 
 
 @pytest.mark.parametrize("why", ["shared process", "min_in_sync", "primary", "suspected"])
-def test_the_job_fails_where_it_does_not_go_on_without_that_node(why: str, lacking: type[Lacking]) -> None:
+def test_job_that_needs_failing_node_fails(why: str, lacking: type[Lacking]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         left = await one_left(cluster, lacking)
         lacking.lacks = True

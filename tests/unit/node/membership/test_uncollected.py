@@ -50,7 +50,7 @@ async def all_left(cluster: InProcessCluster) -> float:
 
 
 @pytest.mark.parametrize("every", [0, 2])
-def test_it_stays_finished_when_one_node_leaves_before_another(every: int, tmp_path: Path) -> None:
+def test_job_stays_finished_while_nodes_leave(every: int, tmp_path: Path) -> None:
     """Whoever was a moment later saw tasks lost: the job failed, or went back to its checkpoint and ran again."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -71,7 +71,7 @@ def test_it_stays_finished_when_one_node_leaves_before_another(every: int, tmp_p
     play(short(**keeps), scenario, nodes=2)
 
 
-def test_nodes_keep_results_for_a_launcher_that_lives_for_as_long_as_it_takes() -> None:
+def test_results_are_kept_for_living_launcher() -> None:
     """A run that was stopped, or whose output nobody read, lost what its own nodes had computed."""
 
     async def scenario(cluster: InProcessCluster) -> None:

@@ -58,7 +58,7 @@ def test_other_environment_is_unlike(variables: dict[str, str], effect: str) -> 
     assert why.partition(":")[0].count(",") == 1, "nothing else differs"
 
 
-def test_a_feature_of_the_processor_that_numpy_does_not_use_counts() -> None:
+def test_unused_processor_feature_counts() -> None:
     """numpy takes other loops without it, whose sums have other last bits."""
     found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
     if not found:
@@ -69,7 +69,7 @@ def test_a_feature_of_the_processor_that_numpy_does_not_use_counts() -> None:
     assert told.stdout.strip() != arithmetic()[2]
 
 
-def test_only_what_differs_is_told() -> None:
+def test_event_names_only_differences() -> None:
     ours = record("n2", "Python 3.12", "numpy 2.4.6", "x86_64 (X86_V3)")
     same, other = record("n1", *ours.arithmetic), record("n0", "Python 3.11", "numpy 2.4.6", "x86_64 (X86_V4)")
     assert why_unlike(ours, {}) == why_unlike(ours, {"n1": same}) == ""
@@ -79,7 +79,7 @@ def test_only_what_differs_is_told() -> None:
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_names_of_two_versions_of_numpy_for_what_a_processor_has_are_not_told_as_two_processors(machine: str) -> None:
+def test_numpys_feature_names_are_not_compared(machine: str) -> None:
     """Of two nodes of one machine it was told that they differ in some twenty words."""
     ours = record("n2", "Python 3.12", "numpy 1.26.0", f"{machine} (SSE SSE2 AVX2)")
     theirs = record("n1", "Python 3.12", "numpy 2.4.6", "x86_64 (X86_V2 X86_V3)")
@@ -87,13 +87,11 @@ def test_names_of_two_versions_of_numpy_for_what_a_processor_has_are_not_told_as
     assert f"n2 on h-n2 computes with numpy 1.26.0{a}, n1 on h-n1 with numpy 2.4.6{b}: the last" in why
 
 
-def test_a_node_of_before_that_says_nothing_of_it_is_not_told_of() -> None:
+def test_unknown_arithmetic_is_no_difference() -> None:
     assert why_unlike(record("n2", "Python 3.12"), {"n1": record("n1")}) == ""
 
 
-def test_a_node_that_joins_with_another_numpy_says_so_once_and_takes_part(
-    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_numpy_joins_with_one_event(gated: type[Gated], monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
         alike = cluster.node(cluster.add())

@@ -40,7 +40,7 @@ async def work(cluster: InProcessCluster) -> tuple[Node, Node]:
     return first, second
 
 
-def test_it_is_told_once_for_each_pair_and_shown_for_as_long_as_it_lasts() -> None:
+def test_unreachable_pair_is_one_event() -> None:
     """The wait was `task 1 waits for 'word' from task 0`, and nothing said why that did not come."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -69,7 +69,7 @@ class Crossed(Talking):
         outs.put("answer", ins["word"])
 
 
-def test_who_is_late_to_say_what_it_waits_for_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_answer_is_not_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was told of the leader, too, that it cannot reach itself; and a cycle of waits was never found."""
 
     async def late(serving: Serving, caller: str, call: Call) -> Reply:

@@ -14,7 +14,7 @@ def named(node: int) -> str:
     return f"n{node}-local"
 
 
-def test_containers_of_one_machine_are_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_containers_of_machine_are_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a host's name of its own: both replicas of a task were put on one machine, which takes both along."""
     machines = {named(node): f"m{node % 2}" for node in range(1, 5)}
     add = InProcessCluster.add

@@ -56,9 +56,7 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.usefixtures("blindable")
-def test_a_commit_and_the_own_replacement_seen_at_once_end_a_term_quietly(
-    slow: type[Slow], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_replaced_primary_ends_without_error(slow: type[Slow], caplog: pytest.LogCaptureFixture) -> None:
     """The commit was its successor's work: the boundary is not here, and that is no mistake."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
@@ -80,9 +78,7 @@ def test_a_commit_and_the_own_replacement_seen_at_once_end_a_term_quietly(
 
 
 @pytest.mark.usefixtures("blindable")
-def test_a_frozen_primary_delays_nobody_once_its_lease_has_ended(
-    slow: type[Slow], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frozen_primary_delays_only_its_lease(slow: type[Slow], monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader asks it what it waits for, in vain: that must not keep it from committing with the successor."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
@@ -161,7 +157,7 @@ async def ends_its_term(cluster: InProcessCluster, lingering: type[Lingers]) -> 
 
 
 @pytest.mark.usefixtures("blindable")
-def test_a_replica_stays_until_its_term_has_ended_and_is_a_backup_then(lingering: type[Lingers]) -> None:
+def test_replica_outlives_its_term(lingering: type[Lingers]) -> None:
     """Nobody wishes for it any more: it was brought to its end while its code was at work."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
@@ -179,7 +175,7 @@ def test_a_replica_stays_until_its_term_has_ended_and_is_a_backup_then(lingering
 
 
 @pytest.mark.usefixtures("blindable")
-def test_a_node_does_not_leave_while_a_term_of_its_own_still_ends(lingering: type[Lingers]) -> None:
+def test_node_waits_for_ending_term(lingering: type[Lingers]) -> None:
     """Its code is the last to know of it, and may have work to save."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:

@@ -43,7 +43,7 @@ def truth(cluster: InProcessCluster) -> JobView:
 
 
 @pytest.mark.usefixtures("blindable")
-def test_what_is_made_while_an_admission_is_not_answered_waits_for_who_may_be_a_member(gated: type[Gated]) -> None:
+def test_boundary_waits_for_unanswered_admission(gated: type[Gated]) -> None:
     """Committed without it, the boundary would be lost with the others: by its key in etcd it is an heir."""
     waits_for_nobody = tg.Settings(epochs_ahead=0, admit_wait_s=0.0)
 
@@ -64,7 +64,7 @@ def test_what_is_made_while_an_admission_is_not_answered_waits_for_who_may_be_a_
     assert play(job(gated, tasks=1, settings=waits_for_nobody), scenario, nodes=1).values == {0: 3}
 
 
-def test_whom_a_predecessor_evicted_is_admitted_anew(gated: type[Gated]) -> None:
+def test_predecessors_evicted_member_is_readmitted(gated: type[Gated]) -> None:
     """Its key says "until 1": left so it would be asked for every boundary, and no heir once epoch 1 is over."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
@@ -86,7 +86,7 @@ def test_whom_a_predecessor_evicted_is_admitted_anew(gated: type[Gated]) -> None
     assert play(job(gated, tasks=1, epochs=6, backups=2), scenario, nodes=3).values == {0: 6}
 
 
-def test_a_task_below_min_in_sync_waits_and_says_for_how_many(gated: type[Gated]) -> None:
+def test_too_few_members_wait_with_reason(gated: type[Gated]) -> None:
     gated.gate.set()
     safe = job(gated, tasks=1, backups=2, settings=tg.Settings(min_in_sync=3, admit_wait_s=0.0))
 
@@ -106,7 +106,7 @@ def test_a_task_below_min_in_sync_waits_and_says_for_how_many(gated: type[Gated]
 
 
 @pytest.mark.usefixtures("set_up_when_offered")
-def test_epoch_0_waits_for_the_backups_wished_for_and_says_for_whom() -> None:
+def test_epoch_0_waits_for_backups() -> None:
     """For `admit_wait_s`: a backup whose set-up takes for ever holds up epoch 0, and nothing after it."""
 
     class SlowSetup(Gated, state=["total"]):
@@ -135,7 +135,7 @@ def test_epoch_0_waits_for_the_backups_wished_for_and_says_for_whom() -> None:
     assert play(waiting, scenario, nodes=2).values == {0: 3}
 
 
-def test_a_backup_far_away_gets_in_sync_however_fast_epochs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distant_backup_gets_in_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     offer = Serving._offer
 
     async def from_far(self: Serving, peer: str, message: Offer) -> Accepted:
@@ -163,9 +163,7 @@ def test_a_backup_far_away_gets_in_sync_however_fast_epochs_are(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("end", [InProcessCluster.crash, die], ids=["its launcher tells", "its port refuses"])
-def test_nobody_is_evicted_for_a_node_that_dies_before_it_is_a_member(
-    joining: type[Joining], end: Callable[[InProcessCluster, str], None]
-) -> None:
+def test_member_stays_if_replacement_dies(joining: type[Joining], end: Callable[[InProcessCluster, str], None]) -> None:
     """Placement wants it instead of the only member, and the primary, killed meanwhile, took all there was with it."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
@@ -224,9 +222,7 @@ async def wished(
     return joined
 
 
-def test_where_members_are_lacking_whoever_is_ready_first_is_admitted(
-    arriving: type[Arriving], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_ready_candidate_is_admitted(arriving: type[Arriving], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that join faster than a replica is set up would leave the task without a backup for as long."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:

@@ -45,9 +45,7 @@ def restored() -> type[Restored]:
     return Fresh
 
 
-def test_a_successor_that_was_not_restored_while_the_epoch_started_again_is_restored_after_all(
-    restored: type[Restored], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_successor_is_restored_despite_restart(restored: type[Restored], monkeypatch: pytest.MonkeyPatch) -> None:
     restored.failing = 1
     restore = Replica.restore
     clusters: list[InProcessCluster] = []
@@ -72,7 +70,7 @@ def test_a_successor_that_was_not_restored_while_the_epoch_started_again_is_rest
     assert restored.failing == 0, "it came to pass"
 
 
-def test_an_on_commit_of_the_last_epoch_that_raises_fails_the_job() -> None:
+def test_error_in_last_on_commit_fails_job() -> None:
     class Saving(Counting, state=["total"]):
         def on_commit(self, epoch: int, state: Any) -> None:
             if epoch == 3:
@@ -85,7 +83,7 @@ def test_an_on_commit_of_the_last_epoch_that_raises_fails_the_job() -> None:
     play(job(Saving, epochs=4), scenario, nodes=2)
 
 
-def test_an_on_event_that_raises_after_epochs_were_committed_fails_the_job() -> None:
+def test_error_in_late_on_event_fails_job() -> None:
     class Hearing(Counting, state=["total"]):
         async def on_event(self, event: tg.Event) -> None:
             if isinstance(event, tg.NeighborRestarted):
@@ -146,7 +144,7 @@ async def succeeded(cluster: InProcessCluster, task: type[Stateless]) -> Node:
 
 
 @pytest.mark.usefixtures("blindable")
-def test_a_builder_that_raises_at_a_successor_after_the_last_commit_fails_the_job(stateless: type[Stateless]) -> None:
+def test_error_in_successors_builder_fails_job(stateless: type[Stateless]) -> None:
     """It was called again and again, thousands of times a second, and nothing was said."""
 
     async def scenario(cluster: InProcessCluster) -> None:

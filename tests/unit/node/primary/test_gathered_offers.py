@@ -70,7 +70,7 @@ def numbers(offer: Offer | Offers) -> list[int]:
     return [boundary.stamp.epoch for boundary in _boundaries(offer)]
 
 
-def test_boundaries_travel_together_and_each_of_them_once(sent: list[Offer | Offers]) -> None:
+def test_boundaries_travel_together_once(sent: list[Offer | Offers]) -> None:
     assert run(Slow).values == {0: EPOCHS}
     offered = [number for offer in sent for number in numbers(offer)]
     assert offered == sorted(set(offered)) and offered[-1] == EPOCHS
@@ -78,7 +78,7 @@ def test_boundaries_travel_together_and_each_of_them_once(sent: list[Offer | Off
     assert len(sent) <= len(offered) / 4
 
 
-def test_a_member_holds_each_as_it_was_made(sent: list[Offer | Offers]) -> None:
+def test_member_holds_each_boundary(sent: list[Offer | Offers]) -> None:
     run(Slow)
     for offer in sent:
         for boundary in _boundaries(offer):
@@ -86,7 +86,7 @@ def test_a_member_holds_each_as_it_was_made(sent: list[Offer | Offers]) -> None:
             assert decode(boundary.value)["state"]["total"] == boundary.stamp.epoch
 
 
-def test_an_epoch_is_done_only_when_its_boundary_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_waits_for_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
     held: set[int] = set()
     done: list[int] = []
     hold = Serving._hold
@@ -113,7 +113,7 @@ def test_an_epoch_is_done_only_when_its_boundary_is_held(monkeypatch: pytest.Mon
     assert done == list(range(done[0], EPOCHS)) and done[0] < 4
 
 
-def test_nothing_gathered_survives_its_attempt(sent: list[Offer | Offers]) -> None:
+def test_restart_drops_gathered_boundaries(sent: list[Offer | Offers]) -> None:
     """The epochs that were undone are offered by nobody any more."""
 
     class Once(Slow, state=["total"]):
@@ -148,7 +148,7 @@ def test_nothing_gathered_survives_its_attempt(sent: list[Offer | Offers]) -> No
     assert offered == list(range(at.epoch + 1, EPOCHS + 1)), "one after the other, and each of them once"
 
 
-def test_a_killed_primarys_epochs_that_nobody_was_offered_are_worked_on_again() -> None:
+def test_unoffered_epochs_are_recomputed_after_kill() -> None:
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         node = await primary_at(cluster, 5)
         await asyncio.sleep(0.05)
@@ -166,7 +166,7 @@ def of(*values: Encoded) -> list[tuple[int, bytes]]:
     return [(len(value.meta), value.digest) for value in values]
 
 
-def test_values_that_were_joined_are_parted() -> None:
+def test_joined_values_are_parted() -> None:
     a, b = encode({"a": 1.5, "b": np.arange(3)}), encode(None)
     whole = joined([a, b])
     assert verify(whole)

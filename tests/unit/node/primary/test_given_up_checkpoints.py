@@ -39,7 +39,7 @@ def reads_a_later_one(node: Node) -> None:
 
 
 @pytest.mark.parametrize("then", [None, pauses, is_replaced, reads_a_later_one])
-def test_it_asks_itself_before_each_file(
+def test_replaced_leader_stops_removing_files(
     then: Callable[[Node], None] | None, gated: type[Gated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had stood still, and went on removing what was its successor's newest checkpoint by then."""
@@ -66,7 +66,7 @@ def test_it_asks_itself_before_each_file(
     assert removed == ([True] if then is None else [True, False])
 
 
-def test_one_that_pauses_waits_with_it(gated: type[Gated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paused_leader_removes_no_files(gated: type[Gated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     removed: list[Name] = []
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -87,9 +87,7 @@ def test_one_that_pauses_waits_with_it(gated: type[Gated], tmp_path: Path, monke
     assert len(removed) == 1
 
 
-def test_a_file_of_which_the_leader_has_not_heard_is_told_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unheard_file_is_reported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[Call] = []
     to_primary = Router.to_primary
 

@@ -42,7 +42,7 @@ class Slow(tg.Task, state=["taken"]):
 
 
 @pytest.mark.parametrize("settings", [IN_STEP, tg.Settings()])
-def test_no_handler_is_begun_again_because_a_node_joined(settings: tg.Settings) -> None:
+def test_joining_node_restarts_no_handler(settings: tg.Settings) -> None:
     job = tg.Job(tasks=5, epochs=8, builder=lambda _: Slow(), topology=tg.star(), settings=settings)
 
     async def scenario(cluster: InProcessCluster) -> tuple[tg.JobResult, InProcessCluster]:
@@ -80,19 +80,19 @@ def found(*pages: tuple[LedgerEntry, ...], moved: int | None = None) -> Findings
     return Findings(reports, dict(enumerate(pages)))
 
 
-def test_what_a_task_at_work_took_of_one_that_has_sent_it_does_not_differ() -> None:
+def test_received_item_agrees_during_work() -> None:
     findings = found((sent(1, "x"),), (received(1, "x"),), moved=1)
     assert (findings.behind, findings.differing, findings.disagreements) == ((1,), [], [])
 
 
-def test_what_a_task_at_work_may_still_count_does_not_differ() -> None:
+def test_uncounted_item_agrees_during_work() -> None:
     findings = found((sent(1, "x"),), (received(1, "y"),), moved=1)
     assert findings.behind == (1,)
     assert findings.differing == ["task 1 counted flag 'y' from task 0, which did not send it"]
     assert findings.disagreements == []  # asked for at another moment it may have sent it
 
 
-def test_what_came_from_a_task_at_work_that_did_not_send_it_differs() -> None:
+def test_unsent_item_differs() -> None:
     pages = (sent(1, "x"), received(0, "z")), (received(1, "y"), sent(0, "v"))
     never_sent = [
         "task 1 counted flag 'y' from task 0, which did not send it",
@@ -106,14 +106,14 @@ def test_what_came_from_a_task_at_work_that_did_not_send_it_differs() -> None:
     assert findings.differing == never_sent  # what is sent, and not counted, may be on its way
 
 
-def test_a_request_that_a_task_at_work_waits_for_does_not_differ() -> None:
+def test_pending_request_agrees() -> None:
     asked = LedgerEntry(False, "request", 0, 1, "add/1", b"")
     pages = (sent(1, "x"),), (received(1, "x"), asked)
     assert found(*pages, moved=0).differing == []
     assert found(*pages).differing == ["task 1 counted request 'add/1' from task 0, which did not send it"]
 
 
-def test_what_nobody_is_at_work_with_differs_and_disagrees() -> None:
+def test_idle_tasks_differ_and_disagree() -> None:
     findings = found((sent(1, "x"),), ())
     assert findings.behind == ()
     assert findings.differing == findings.disagreements == ["task 0 sent flag 'x' to task 1, which did not count it"]

@@ -34,7 +34,7 @@ async def left_behind(cluster: InProcessCluster, gated: type[Gated]) -> tuple[No
 
 
 @pytest.mark.usefixtures("blindable")
-def test_a_node_that_was_evicted_is_not_named_where_the_job_fails(gated: type[Gated]) -> None:
+def test_failure_omits_evicted_node(gated: type[Gated]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         _, others = await left_behind(cluster, gated)
         for node in others:
@@ -46,7 +46,7 @@ def test_a_node_that_was_evicted_is_not_named_where_the_job_fails(gated: type[Ga
     play(job(gated, tasks=1, epochs=10_000, backups=2), scenario, nodes=3)
 
 
-def test_a_node_that_died_of_the_same_code_before_is_named_too(gated: type[Gated]) -> None:
+def test_failure_names_earlier_death_of_same_code(gated: type[Gated]) -> None:
     """It was evicted before the state was lost, and nothing said that the same code had run there."""
 
     async def scenario(cluster: InProcessCluster) -> None:

@@ -28,7 +28,7 @@ def wish_away_and_back(node: Node) -> None:
     assert 0 not in node.roles.replicas
 
 
-def test_an_offer_to_a_replica_that_went_while_it_was_set_up_is_refused() -> None:
+def test_offer_to_dropped_replica_is_refused() -> None:
     """Acknowledged, it would count as held, by a replica that is not there any more."""
     setups: list[str] = []
     reached = asyncio.Event()
@@ -66,7 +66,7 @@ def test_an_offer_to_a_replica_that_went_while_it_was_set_up_is_refused() -> Non
     assert len(setups) == 3, "the replica that stays was set up anew"
 
 
-def test_a_pending_boundary_replaces_one_that_was_taken_for_the_committed_one(gated: type[Gated]) -> None:
+def test_pending_boundary_replaces_mistaken_commit(gated: type[Gated]) -> None:
     """A replica that was evicted while it held what did not commit is invited again by a primary whose view is behind.
 
     The replica has read the epoch that the primary still offers as pending: it has to keep what it acknowledges.
@@ -99,7 +99,7 @@ def test_a_pending_boundary_replaces_one_that_was_taken_for_the_committed_one(ga
     assert result.failovers == 1
 
 
-def test_what_is_offered_by_others_than_the_primary_or_of_a_dead_attempt_is_refused(gated: type[Gated]) -> None:
+def test_stale_offers_are_refused(gated: type[Gated]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
         primary = holder(cluster, 0)
@@ -123,7 +123,7 @@ def test_what_is_offered_by_others_than_the_primary_or_of_a_dead_attempt_is_refu
     play(job(gated, tasks=1), scenario, nodes=2)
 
 
-def test_a_release_waits_until_everything_was_read_that_was_written_before_it(gated: type[Gated]) -> None:
+def test_release_waits_for_earlier_writes(gated: type[Gated]) -> None:
     """Who was released may forget what it holds: not before it could see that it is a member."""
 
     async def scenario(cluster: InProcessCluster) -> None:

@@ -13,7 +13,7 @@ __all__ = ["blindable", "gated"]
 
 
 @pytest.mark.usefixtures("blindable")
-def test_a_leader_whose_commits_are_refused_for_no_reason_says_so(gated: type[Gated]) -> None:
+def test_unexplained_refused_commits_are_event(gated: type[Gated]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         ended = asyncio.ensure_future(cluster.result())
         await gated.reached.wait()

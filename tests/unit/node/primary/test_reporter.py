@@ -30,7 +30,7 @@ class _Flagged(Counting, state=["total"]):
 
 
 @pytest.mark.parametrize("done", [False, True])
-def test_a_report_that_is_lost_on_its_way_is_told_again(done: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_report_is_sent_again(done: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its session stands, so nothing told that it was: the job waited for ever, and said of nothing."""
     lost: list[Report] = []
     begin = Router.begin

@@ -40,7 +40,7 @@ class Deaf(Counting, state=["total"]):
 
 @pytest.mark.parametrize("taken_back", [False, True], ids=["caught", "taken back"])
 @pytest.mark.parametrize("restarts", [False, True], ids=["no restart before", "after a restart"])
-def test_a_node_whose_code_outlasts_its_term_ends(restarts: bool, taken_back: bool) -> None:
+def test_code_outlasting_its_term_ends_node(restarts: bool, taken_back: bool) -> None:
     """Where a restart came before the end of the term, the node lived on, took over again after a while, and that code
     wrote to the state of its new term: the job's result was wrong."""
 

@@ -15,7 +15,7 @@ from taskgraph.protocol.messages import HandOver, Stamp
 __all__ = ["blindable", "gated"]
 
 
-def test_of_two_backups_that_see_a_death_the_later_one_looks_again(gated: type[Gated]) -> None:
+def test_slower_backup_looks_again(gated: type[Gated]) -> None:
     """What it had decided before its turn came was to take over: it did so from the one that had just begun."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -34,7 +34,7 @@ def test_of_two_backups_that_see_a_death_the_later_one_looks_again(gated: type[G
     play(job(gated, tasks=1, backups=2), scenario, nodes=3)
 
 
-def test_a_hand_over_that_is_not_of_now_or_to_a_node_that_cannot_is_refused(gated: type[Gated]) -> None:
+def test_stale_handover_is_refused(gated: type[Gated]) -> None:
     """Its sender asked long ago: by now the task has another term, or is amid an epoch."""
 
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
@@ -64,7 +64,7 @@ def test_a_hand_over_that_is_not_of_now_or_to_a_node_that_cannot_is_refused(gate
     assert play(job(gated, tasks=1), scenario, nodes=2).values == {0: 3}
 
 
-def test_who_is_replaced_as_the_leader_and_lives_leads_no_more(gated: type[Gated]) -> None:
+def test_replaced_leader_steps_down(gated: type[Gated]) -> None:
     """It would take reports that nobody commits, and try to write what etcd refuses, for as long as its node lives."""
 
     async def scenario(cluster: InProcessCluster) -> None:

@@ -17,9 +17,7 @@ LASTS_S = 60.0
 
 
 @pytest.mark.usefixtures("blindable")
-def test_a_leader_whose_commits_are_not_answered_says_so_and_asks_at_intervals(
-    gated: type[Gated], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unanswered_commits_are_event(gated: type[Gated], caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         ended = asyncio.ensure_future(cluster.result())
         await gated.reached.wait()
@@ -41,7 +39,7 @@ def test_a_leader_whose_commits_are_not_answered_says_so_and_asks_at_intervals(
     play(job(gated), scenario, nodes=2)
 
 
-def test_who_was_replaced_before_it_knew_that_it_took_over_does_not_begin_the_other_term(gated: type[Gated]) -> None:
+def test_takeover_replaced_before_answer_begins_nothing(gated: type[Gated]) -> None:
     """What it reads then, for want of an answer, is the takeover of the other."""
 
     async def scenario(cluster: InProcessCluster) -> None:

@@ -161,9 +161,7 @@ class KillWithCheckpoint(Kill):
 
 @pytest.mark.parametrize("task", [0, 1])
 @pytest.mark.parametrize("stage", ["compose", "snapshot", "done"])
-async def test_a_job_that_lost_a_task_goes_back_to_its_checkpoint(
-    unharmed: tg.JobResult, tmp_path: Path, task: int, stage: str
-) -> None:
+async def test_lost_task_rolls_job_back(unharmed: tg.JobResult, tmp_path: Path, task: int, stage: str) -> None:
     kill = KillWithCheckpoint(task, 6, stage, at=4)
     async with running(walk(tmp_path), 4, kill) as cluster:
         same(unharmed, await cluster.result(40))
@@ -189,7 +187,7 @@ class Unwilling(Walk):
         super().restore(state)
 
 
-async def test_what_cannot_be_restored_after_a_roll_back_fails_the_job_once(tmp_path: Path) -> None:
+async def test_failed_restore_after_roll_back_fails_job(tmp_path: Path) -> None:
     Unwilling.calls = 0
     async with running(walk(tmp_path, builder=Unwilling), 4, KillWithCheckpoint(0, 6, at=4)) as cluster:
         with pytest.raises(tg.JobFailed, match="task 2, epoch 4, 'restore': RuntimeError: not this one"):
@@ -198,7 +196,7 @@ async def test_what_cannot_be_restored_after_a_roll_back_fails_the_job_once(tmp_
         assert kinds(cluster).count("failed") == 1
 
 
-async def test_a_job_whose_every_node_dies_goes_on(unharmed: tg.JobResult, tmp_path: Path) -> None:
+async def test_job_survives_death_of_all_nodes(unharmed: tg.JobResult, tmp_path: Path) -> None:
     async with running(walk(tmp_path), 3, KillAll(2, 7, at=4)) as cluster:
         same(unharmed, await cluster.result(40))
         assert kinds(cluster).count("rolled back") == 1
@@ -218,7 +216,7 @@ class KillAll(KillWithCheckpoint):
         return point
 
 
-async def test_the_one_before_is_used_where_the_newest_is_corrupt(unharmed: tg.JobResult, tmp_path: Path) -> None:
+async def test_corrupt_checkpoint_falls_back(unharmed: tg.JobResult, tmp_path: Path) -> None:
     class Corrupt(KillWithCheckpoint):
         async def wait(self, cluster: InProcessCluster) -> None:
             await super().wait(cluster)
@@ -235,7 +233,7 @@ async def test_the_one_before_is_used_where_the_newest_is_corrupt(unharmed: tg.J
         assert told.epoch == 4
 
 
-async def test_without_a_usable_checkpoint_the_job_fails_and_names_the_files(tmp_path: Path) -> None:
+async def test_failure_names_unusable_files(tmp_path: Path) -> None:
     class Remove(KillWithCheckpoint):
         async def wait(self, cluster: InProcessCluster) -> None:
             await super().wait(cluster)
@@ -261,7 +259,7 @@ async def interrupted(tmp_path: Path, *, epochs: int = 10, **changes: Any) -> No
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5])
-async def test_resumed_on_any_number_of_nodes(unharmed: tg.JobResult, tmp_path: Path, nodes: int) -> None:
+async def test_resumes_on_any_number_of_nodes(unharmed: tg.JobResult, tmp_path: Path, nodes: int) -> None:
     await interrupted(tmp_path)
     async with running(walk(tmp_path), nodes, resume=True) as cluster:
         same(unharmed, await cluster.result(40))
@@ -269,16 +267,14 @@ async def test_resumed_on_any_number_of_nodes(unharmed: tg.JobResult, tmp_path: 
         assert "the job goes on from the checkpoint of epoch 8" in began.text
 
 
-async def test_what_is_there_is_not_begun_anew_by_mistake(tmp_path: Path) -> None:
+async def test_existing_checkpoints_need_a_choice(tmp_path: Path) -> None:
     await interrupted(tmp_path)
     with pytest.raises(tg.JobError, match=r"has checkpoints in .*/walk, the newest of epoch 8: .*--resume.*--fresh"):
         async with running(walk(tmp_path), 2):
             pass
 
 
-async def test_fresh_starts_from_the_beginning_and_outlives_the_old_ones(
-    unharmed: tg.JobResult, tmp_path: Path
-) -> None:
+async def test_fresh_ignores_old_checkpoints(unharmed: tg.JobResult, tmp_path: Path) -> None:
     await interrupted(tmp_path)
     removed = cleaned(tmp_path, 5, "s0001-*", "*-begun")
     async with running(walk(tmp_path, epochs=6, seed=5), 2, removed, fresh=True) as cluster:
@@ -290,21 +286,21 @@ async def test_fresh_starts_from_the_beginning_and_outlives_the_old_ones(
     same(await tg.arun(walk(None, seed=5), nodes=0), result)
 
 
-async def test_resuming_where_there_is_nothing_yet_starts_from_the_beginning(
+async def test_resume_without_checkpoint_starts(
     unharmed: tg.JobResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     same(unharmed, await tg.arun(walk(tmp_path), nodes=0, resume=True))
     assert "holds no checkpoint yet" in caplog.text
 
 
-async def test_resuming_a_job_that_keeps_none_is_an_error() -> None:
+async def test_resume_without_place_is_error() -> None:
     with pytest.raises(tg.JobError, match="'walk' keeps no checkpoints"):
         await tg.arun(walk(None), nodes=0, resume=True)
     with pytest.raises(tg.JobError, match="either the one or the other"):
         await tg.arun(walk(None), nodes=0, resume=True, fresh=True)
 
 
-async def test_a_job_with_other_tasks_refuses_the_checkpoints_by_name(tmp_path: Path) -> None:
+async def test_checkpoint_of_other_tasks_is_refused(tmp_path: Path) -> None:
     await interrupted(tmp_path)
     with pytest.raises(tg.CheckpointError, match=r"none of the 2 checkpoints .*foreign: tasks is 3, here it is 4"):
         await tg.arun(walk(tmp_path, tasks=4), nodes=0, resume=True)
@@ -313,7 +309,7 @@ async def test_a_job_with_other_tasks_refuses_the_checkpoints_by_name(tmp_path: 
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
-async def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+async def test_last_checkpoints_are_kept(tmp_path: Path) -> None:
     job = walk(tmp_path, checkpoint_every=1, settings={"checkpoints_kept": 2})
     async with running(job, 2, patient(11, 11)) as cluster:
         await cluster.result(40)
@@ -322,9 +318,7 @@ async def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert max(complete).startswith("s0001-a000001-e000000011")
 
 
-async def test_a_place_that_refuses_costs_the_checkpoint_and_nothing_else(
-    unharmed: tg.JobResult, tmp_path: Path
-) -> None:
+async def test_refusing_place_costs_only_checkpoint(unharmed: tg.JobResult, tmp_path: Path) -> None:
     def make(cluster: InProcessCluster, node: str) -> Point:
         async def point(stage: str, task: int, epoch: int) -> None:
             if (stage, epoch) == ("compose", 1):
@@ -342,7 +336,7 @@ async def test_a_place_that_refuses_costs_the_checkpoint_and_nothing_else(
         assert sorted(e.task for e in kept) == [0, 1, 2], "what is kept of a place that refuses all is the first"
 
 
-async def test_a_place_that_hosts_do_not_share_is_told_of_and_makes_no_checkpoint(
+async def test_unshared_place_makes_no_checkpoint(
     unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They were taken for complete, until the day that one was needed."""
@@ -366,7 +360,7 @@ async def test_a_place_that_hosts_do_not_share_is_told_of_and_makes_no_checkpoin
     assert found_below(tmp_path, "task-*") and not found_below(tmp_path, "manifest*")
 
 
-async def test_the_last_manifest_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_last_manifest_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pointer names it, and the disk is full: who is resumed without the pointer shall find it all the same."""
     real, left = Store.finish, 2
 
@@ -397,7 +391,7 @@ async def test_the_last_manifest_is_tried_again(tmp_path: Path, monkeypatch: pyt
         assert "No space left on device" in told.text
 
 
-async def test_a_slow_place_makes_the_epochs_wait_by_name(
+async def test_slow_place_delays_epochs_by_name(
     unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, released = Store.write, asyncio.Event()

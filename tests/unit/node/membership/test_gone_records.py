@@ -29,7 +29,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("forgetful")
-def test_what_is_said_of_those_that_are_gone_does_not_grow_with_them() -> None:
+def test_records_of_gone_nodes_are_bounded() -> None:
     """It did: with 100,000 of them each listing of the job took seconds."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -53,7 +53,7 @@ def test_what_is_said_of_those_that_are_gone_does_not_grow_with_them() -> None:
 
 
 @pytest.mark.usefixtures("blindable", "forgetful")
-def test_a_node_that_was_gone_does_not_come_back_once_that_is_forgotten() -> None:
+def test_node_with_deleted_record_stays_gone() -> None:
     """It was frozen for days, say, while many others came and went."""
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -81,7 +81,7 @@ def test_a_node_that_was_gone_does_not_come_back_once_that_is_forgotten() -> Non
 
 
 @pytest.mark.usefixtures("blindable", "forgetful")
-def test_who_was_away_while_others_were_forgotten_comes_back() -> None:
+def test_absent_node_survives_others_deletion() -> None:
     """They were gone before it read of its key last."""
 
     async def scenario(cluster: InProcessCluster) -> None:

@@ -18,7 +18,7 @@ def of_kind(cluster: InProcessCluster, *kinds: str) -> list[Event]:
     return [event for event in cluster.events if event.kind in kinds]
 
 
-def test_a_death_that_its_launcher_tells_before_anybody_misses_the_node_is_told(gated: type[Gated]) -> None:
+def test_launchers_report_of_death_is_event(gated: type[Gated]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
         idle = next(node for node in cluster.nodes if node is not holder(cluster, 0))
@@ -39,7 +39,7 @@ def test_a_death_that_its_launcher_tells_before_anybody_misses_the_node_is_told(
         ("as soon as its death is read", "killed"),
     ],
 )
-def test_a_death_is_told_once_by_whom_the_port_refuses(gated: type[Gated], when: str, text: str) -> None:
+def test_refusing_port_is_one_event(gated: type[Gated], when: str, text: str) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
         speaker, *others = sorted(cluster.nodes, key=lambda node: node.id)
@@ -59,7 +59,7 @@ def test_a_death_is_told_once_by_whom_the_port_refuses(gated: type[Gated], when:
     play(job(gated, tasks=1, backups=0), scenario, nodes=3)
 
 
-def test_what_an_epoch_waits_for_is_news_where_it_takes_longer_than_those_before() -> None:
+def test_unusually_long_wait_is_event() -> None:
     class Long(Counting, state=["total"]):
         """Epochs of 3 s, one of 40, after a first one of 6."""
 

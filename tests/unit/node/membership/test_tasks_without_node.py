@@ -39,7 +39,7 @@ def fresh() -> None:
         task.reached, task.gate = asyncio.Event(), asyncio.Event()
 
 
-def test_the_last_node_that_leaves_says_that_nobody_can_take_over_and_what_is_lost() -> None:
+def test_last_leaving_node_names_losses() -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         await Gated.reached.wait()
         first, second = cluster.nodes
@@ -66,7 +66,7 @@ def test_the_last_node_that_leaves_says_that_nobody_can_take_over_and_what_is_lo
     play(job(Gated, backups=0, settings=tg.Settings(drain_s=0.5)), scenario, nodes=2)
 
 
-def test_a_task_that_needs_a_device_waits_for_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_waits_for_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inprocess, "device_count", lambda: 0)
     monkeypatch.setattr(roles, "array_module", lambda devices: (np, None))  # also where there is no CuPy
 

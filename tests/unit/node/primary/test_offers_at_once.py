@@ -62,7 +62,7 @@ def never(begun: list[asyncio.Future[Any]]) -> Awaitable[Reply]:
     return begun[-1]
 
 
-def test_what_a_member_has_no_memory_for_is_offered_once_a_second_and_the_wait_says_why(
+def test_member_without_memory_gets_offer_each_second(
     slow: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was sent whole some twenty times a second, and nothing but the backup's log said why it was not taken."""
@@ -102,9 +102,7 @@ def refusing_at(*, epoch: int, for_s: float) -> Callable[[Serving, str, Offer], 
     return served
 
 
-def test_an_offer_is_not_given_up_for_want_of_an_answer(
-    slow: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offer_has_no_timeout(slow: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes longer than `call_s` on the network was given up and begun anew, for ever; so at its tender's."""
     call = Router._call
     begun: list[int] = []
