@@ -26,7 +26,7 @@ __all__ = ["compute"]
 
 
 class _Anyone(tuple[int, ...]):
-    """The consumers of a channel that leads to whomever is named. To all of them is to one who is no task."""
+    """The consumers of a channel that may lead to any task. A value for all of them is for -1, which is no task."""
 
     __slots__ = ()
 
@@ -51,9 +51,9 @@ def compute(
 
     Args:
         function: a task's method, e.g. `task.update`, called as `function(epoch, ins, outs)`.
-        ins: tag -> {task id: value}, or tag -> value for a channel with one producer (task 0). A dict is the former
-            where its keys are ints, and where it has none: `{}` is a link that leads to nobody. Of a value that is such
-            a dict say `{0: value}`.
+        ins: tag -> {task id: value}, or tag -> value for a channel with one producer (task 0). A dict whose
+            keys are ints is of the first kind. So is `{}`: a link without producers. If the value itself is such a
+            dict, write `{0: value}`.
         outs: the tags it may put, each of which it has to; default: whatever it puts.
         epoch, seed: the epoch's number, and the job's seed: `epoch.rng` draws what it does in a job, but where the
             processor was given another name there.
@@ -103,7 +103,9 @@ def compute(
             error.add_note(said)
         empty = ", ".join(repr(tag) for tag, producers in inbound.items() if not producers)
         if empty and isinstance(error, GraphError):
-            error.add_note(f"nobody puts {empty}: ins has {{}} there; of an empty dict as value say {{0: {{}}}}")
+            error.add_note(
+                f"no task puts {empty}: ins has {{}} there; if the value is an empty dict, write {{0: {{}}}}"
+            )
         raise
     outputs.close()
     missing = [repr(str(tag)) for tag in outs or () if str(tag) not in work.put_values]
@@ -116,7 +118,7 @@ def compute(
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> None:
-    """Here, or in a thread where an event loop runs already: in a notebook, in an `async def` test."""
+    """Runs it here, or in a thread if a loop runs here already (a notebook, an `async def` test)."""
     if not _loop_runs():
         asyncio.run(coroutine)
         return

@@ -1,8 +1,8 @@
 """An event loop whose clock runs ahead while there is nothing to do.
 
-A job in one process mostly waits for timers of its own: a message that a shuffled schedule delays, a try that comes
-again. Here such a wait ends at once, so that a test takes as long as its work. What a run does then depends on the
-order of timers and not on how busy the machine is: the same seed gives the same run.
+A job in one process mostly waits for its own timers: a message that a shuffled schedule delays, a retry. Here such a
+wait ends at once, so a test takes as long as its computing. A run depends on the order of timers, not on how busy the
+machine is: the same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEAST_S = 0.001
 
 
 class Turn:
-    """Which thread runs just now, and for how long: of the loop and its threads in lock-step one does."""
+    """Which thread runs now, and for how long. The loop and its threads take turns: one of them runs."""
 
     def __init__(self) -> None:
         self._now: list[int] | None = None  # a new list for each turn: its identity tells one from the next
@@ -42,8 +42,8 @@ class Turn:
     def stuck(self, limit_s: float, since_last_s: float) -> int | None:
         """The thread that was seen to run in one go for longer than `limit_s`.
 
-        To be asked regularly, with the time since then. Time in which nobody could ask is not to be counted in full: a
-        collection of garbage, or a machine that sleeps, stops the whole process and is no fault of whose turn it is.
+        Call this regularly, with the time since the last call. Do not count time in which the whole process stood
+        still (garbage collection, a machine that sleeps): the thread is not to blame for that.
         """
         now = self._now  # one read: it changes meanwhile
         self._seen_s = self._seen_s + since_last_s if now is not None and now is self._seen else 0.0
@@ -52,7 +52,7 @@ class Turn:
 
     @property
     def frame(self) -> FrameType | None:
-        """What runs just now, the innermost; None where all wait."""
+        """The innermost frame of the running thread; None if all threads wait."""
         now = self._now
         return frame_of(now[0]) if now is not None else None
 
@@ -63,8 +63,8 @@ _looking = threading.Lock()
 def frame_of(thread: int) -> FrameType | None:
     """The innermost frame of a thread.
 
-    Python 3.11, up to 3.11.8, stands still for ever where garbage is collected within that and another thread begins
-    or ends meanwhile (gh-106883).
+    Up to Python 3.11.8 this call hangs if garbage is collected during it while another thread starts or ends
+    (gh-106883), so garbage collection is off meanwhile.
     """
     with _looking:
         collects = gc.isenabled()
@@ -116,10 +116,10 @@ class FastForwardLoop(asyncio.SelectorEventLoop):
         return self._clock.now_s
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """Tells what nobody took notice of, unless it is as it should be: as a node's own loop."""
+        """Logs an error that no code handled, unless it is expected, as a node's own loop does."""
         if not as_expected(context.get("exception")):
             super().default_exception_handler(context)
 
     def stand_still(self, for_s: float) -> None:
-        """As where everything was frozen for so long: what was due meanwhile is due now, late."""
+        """Acts as if the process was frozen for `for_s`: timers that were due meanwhile fire now, late."""
         self._clock.now_s += for_s

@@ -29,18 +29,18 @@ from taskgraph.testing.threads import LockStepThreads
 __all__ = ["STAGES", "run"]
 
 _EPOCHS_PER_S = 200
-"""A small job commits as many in a second: one that nobody finishes fails about when it should have ended."""
+"""A small job commits about as many epochs in a second. So a job without an end fails after about `timeout_s`."""
 
 _TAKE_TIME = 20
 _TIME_S = 0.1
-"""In strict mode, where nothing is killed, the clock, which stands while code computes, leaps at the beginning of so
-many epochs, as if the one before had taken that: timers of coroutines that run beside the job are due then, as they
-would be in life. Nothing of an epoch is under way at that moment, and no lease ends of it."""
+"""In strict mode without kills, the clock jumps by `_TIME_S` at the start of each of the first `_TAKE_TIME` epochs, as
+if the epoch before had taken that long. So timers of coroutines beside the job fire as they would on real nodes. No
+epoch is under way at that moment, and no lease ends because of the jump."""
 
 STAGES = ("compose", "processor", "sync", "snapshot", "done", "commit", "committed")
-"""Where a node can be killed: before the task composes, before its first processor, before its sync points, before
-its snapshot, when its backups hold the snapshot but it has not reported done, and, for task 0, just before and just
-after the commit."""
+"""Stages at which a node can be killed: before the task composes, before its first processor, before its sync points,
+before its snapshot, when its backups hold the snapshot but it has not reported done, and, for task 0, just before and
+just after the commit."""
 
 
 def run(
@@ -120,12 +120,12 @@ def run(
                 Idle(timeout_s, run.progress, run.waits_too_long),
             )
         except Stuck as stuck:
-            raise run.told(stuck) from None
+            raise run.timeout_of(stuck) from None
         except TaskGraphError as error:
             raise error.with_traceback(None)  # noqa: B904 (without our frames; it is the same error)
         except (asyncio.CancelledError, RuntimeError) as error:
-            if told := ended_by_users(error, job.name):
-                raise told from None
+            if by_user := ended_by_users(error, job.name):
+                raise by_user from None
             raise
 
 
@@ -143,7 +143,7 @@ def _check_seconds(name: str, given: Any) -> None:
 
 
 def _as_kills(kills: Any) -> dict[tuple[int, int], str]:
-    """A copy; raises JobError where it is none of what `run` takes."""
+    """Copies `kills`. Raises JobError if they are not what `run` takes."""
     fits = isinstance(kills or {}, Mapping) and all(
         isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, Integral) for part in key)
         for key in kills or {}
@@ -154,7 +154,7 @@ def _as_kills(kills: Any) -> dict[tuple[int, int], str]:
 
 
 def _truth(cluster: InProcessCluster) -> JobView:
-    """What etcd says: a node's own view may be behind."""
+    """The job's state in etcd; a node's own view may be behind."""
     truth = JobView(cluster.keys.job)
     truth.reset(cluster.store.revision, cluster.store.select(cluster.keys.root, prefix=True))
     return truth
@@ -163,8 +163,8 @@ def _truth(cluster: InProcessCluster) -> JobView:
 def _survivable(cluster: InProcessCluster, node_id: str) -> bool:
     """Whether every task has a replica in sync on another node that lives.
 
-    Not only the tasks whose primary is on this node: it may hold the last replica of one whose primary was killed just
-    now.
+    This includes tasks with another primary: the node may hold the last replica of a task whose primary was just
+    killed.
     """
     truth = _truth(cluster)
     living = {node.id for node in cluster.nodes} - {node_id}
@@ -172,19 +172,19 @@ def _survivable(cluster: InProcessCluster, node_id: str) -> bool:
 
 
 async def _until_survivable(cluster: InProcessCluster, node_id: str) -> bool:
-    """Returns when it is, or never will be: once the job is over nobody is admitted any more."""
+    """Waits until the node can be killed, or the job is over: then no more nodes are admitted."""
 
     def settled(view: object) -> bool:
         return _survivable(cluster, node_id) or not _truth(cluster).running
 
-    # Looked at again after every wait: of two kills that waited for the same, the first changes it.
+    # Checked again after every wait: of two kills that waited for one state, the first changes it.
     while not settled(None):
         await cluster.node(node_id).keeper.wait_until(settled)
     return _survivable(cluster, node_id)
 
 
 class _Run:
-    """One call of `run`. All but `progress` and `told` happens in the loop's thread."""
+    """One call of `run`. All methods but `progress` and `timeout_of` run in the loop's thread."""
 
     def __init__(
         self, job: Job, kills: dict[tuple[int, int], str], order: int, timeout_s: float, stuck_s: float | None
@@ -242,7 +242,7 @@ class _Run:
                 await _until_survivable(cluster, node_id)  # this may be the last commit, after which it is too late
             if due != stage:
                 return
-            # In life nobody waits for that; here a kill that loses a task's state would tell nothing of the job.
+            # A kill that loses a task's state would say nothing about the job, so it waits for a replica elsewhere.
             if await _until_survivable(cluster, node_id) and self._kills.pop((task, epoch), None) is not None:
                 cluster.crash(node_id)
                 self._forget_missed(cluster, node_id)
@@ -252,9 +252,9 @@ class _Run:
         return at
 
     def _forget_missed(self, cluster: InProcessCluster, crashed: str) -> None:
-        """One write commits several epochs where tasks work ahead: who was killed after it was killed after each.
+        """Drops kills after commits that one write made together: the killed primary was killed after each of them.
 
-        No other primary of task 0 comes to that stage of these epochs.
+        No other primary of task 0 reaches that stage of these epochs.
         """
         truth = _truth(cluster)
         if truth.epoch is None or truth.primary_node(0) != crashed:
@@ -264,7 +264,7 @@ class _Run:
                 del self._kills[task, epoch]
 
     def progress(self) -> int:
-        """Grows with every commit, and whatever else the nodes agree on."""
+        """Grows with every commit, and with every other write to etcd."""
         return self._cluster.store.revision if self._cluster is not None else 0
 
     def waits_too_long(self) -> None:
@@ -272,7 +272,7 @@ class _Run:
             self._deadline.reschedule(0.0)
 
     def takes_too_long(self, took_s: float) -> None:
-        """By the real clock: its code passes messages for ever, or awaits what is done already; its clock stands."""
+        """Ends a run that takes too long by the real clock: its code passes messages for ever, for instance."""
         if self._deadline is not None:
             self._limit = (
                 f"still ran after {took_s:.0f} real seconds (the limit is {WHOLE} times stuck_s: if all of it is "
@@ -280,8 +280,8 @@ class _Run:
             )
             self._deadline.reschedule(0.0)
 
-    def told(self, stuck: Stuck) -> JobTimeout:
-        """What does not return, of which task, and where it is."""
+    def timeout_of(self, stuck: Stuck) -> JobTimeout:
+        """An error that names the code that does not return, its task and its stack."""
         assert self._stuck_s is not None
         limit = f"runs for more than {self._stuck_s:g} s without a wait: it seems not to end (the limit is stuck_s)"
         name = self._cluster.spec.name if self._cluster is not None else self._job.name

@@ -1,7 +1,7 @@
-"""Runs a job of a test in a thread of its own, so that code of it that never returns can be told, and left.
+"""Runs a test's job in a thread of its own, so that code that never returns can be named and left behind.
 
-While user code runs, nothing else does: the loop's clock stands still, so that no timeout of simulated time passes,
-and a Ctrl-C would wait for it. So the test's own thread waits beside, and looks at a real clock.
+While user code runs, the loop's clock stands still, so no simulated timeout passes, and a Ctrl-C would wait for that
+code. So the test's own thread waits beside the job and looks at a real clock.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["WHOLE", "Idle", "Stuck", "run_guarded"]
 R = TypeVar("R")
 
 WHOLE = 10
-"""A whole run may take that many times what one piece of code may."""
+"""A whole run may take this many times as long as one call of user code."""
 
 _LOOK_S = 0.25
 """How often the real clock is looked at."""
 
 _UNWIND_S = 1.0
-"""What the nodes have to end after a Ctrl-C, before they are left behind."""
+"""How long the nodes may take to end after a Ctrl-C, before they are left behind."""
 
 
 class Stuck(Exception):
-    """A thread ran for too long without giving back its turn. `frame` is where it was then, the innermost."""
+    """A thread ran for too long without giving back its turn. `frame` is its innermost frame."""
 
     def __init__(self, frame: FrameType | None) -> None:
         super().__init__("a thread does not give back its turn")
@@ -44,13 +44,13 @@ class Stuck(Exception):
 
 
 class Idle:
-    """For how long a job waits in one go, by the real clock: one that hangs is worked on, too, timer by timer, so that
-    its own clock leaps less than it might.
+    """Measures how long a job waits without a break, by the real clock. A job that hangs still runs its timers, so its
+    own clock does not say.
 
     Args:
-        limit_s: how long it may.
-        progress: changes where the job comes on.
-        over: called on the loop once that was too long.
+        limit_s: how long it may wait.
+        progress: returns a number that changes when the job makes progress.
+        over: called on the loop when it waited too long.
     """
 
     def __init__(self, limit_s: float, progress: Callable[[], int], over: Callable[[], None]) -> None:
@@ -61,10 +61,10 @@ class Idle:
         self._waited_s = 0.0
 
     def too_long(self, loop: asyncio.AbstractEventLoop, runs: FrameType | None, since_last_s: float) -> bool:
-        """To be asked regularly, with the time since then, and what runs just now."""
+        """Whether the job waited too long. To be called regularly, with the running frame and the time since then."""
         (before, then), (at, now) = self._seen, (self._progress(), loop.time())
         self._seen = at, now
-        # Where its clock leaps less than a real one would go on, it works rather than waits: on messages, say.
+        # If its clock advances less than the real one, the job works, on messages for instance, and does not wait.
         waits = at == before and now - then > since_last_s and (runs is None or not in_user_code(runs))
         self._waited_s = self._waited_s + since_last_s if waits else 0.0
         return self._waited_s > self._limit_s
@@ -81,15 +81,15 @@ def run_guarded(
 
     Args:
         main: makes the coroutine.
-        turn: is told by the loop and by its threads who of them runs.
-        limit_s: how long one may without a break; `WHOLE` times that, and `takes_too_long` is called on the loop with
-            how long it was.
+        turn: the loop and its threads note in it which of them runs.
+        limit_s: how long one of them may run without a break. After `WHOLE` times as long, `takes_too_long` is called
+            on the loop, with the time that passed.
         takes_too_long: ends the coroutine, if it can.
-        idle: does that, too, where all of it waits.
+        idle: ends a coroutine that only waits.
 
     Raises:
         Stuck: a thread ran for longer than `limit_s`. It is left behind, as a daemon.
-        KeyboardInterrupt: soon. What has not ended by then is left behind.
+        KeyboardInterrupt: after a moment in which the nodes may end; the others are left behind.
     """
     over: concurrent.futures.Future[R] = concurrent.futures.Future()
     tasks: list[asyncio.Task[Any]] = []
@@ -109,7 +109,7 @@ def run_guarded(
         else:
             over.set_result(result)
 
-    # The job runs in the test's context: what is set there holds for it as well.
+    # The job runs in the test's context, so context variables of the test hold for it, too.
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(in_thread,), name="taskgraph-test", daemon=True)
     thread.start()
@@ -135,5 +135,5 @@ def run_guarded(
 
 
 def _soon(task: asyncio.Task[Any], call: Callable[..., object], *args: object) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed just now: it is over
+    with contextlib.suppress(RuntimeError):  # the loop was closed just now, so the job is over
         task.get_loop().call_soon_threadsafe(call, *args)

@@ -1,8 +1,8 @@
 """Worker threads in lock-step with the event loop: one of them runs at a time, and the loop waits for it.
 
-So the order in which user code runs depends on the order of events on the loop alone, and not on the operating
-system's scheduler: the same seed gives the same run. Threads that users start themselves are not ours to order: where
-one of them waits for a reply, the loop goes on beside whatever else runs.
+So the order in which user code runs depends on the order of events on the loop, and not on the operating system's
+scheduler: the same seed gives the same run. Threads that users start themselves are not ordered: while one of them
+waits for a reply, the loop goes on beside the others.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["LockStepThreads"]
 R = TypeVar("R")
 
 _MOST = 1000
-"""Threads of a node at a time. Each waits for a reply, in a handler that waits in turn, as without an end: on a real
-node no more threads could be made at some point. Thousands take long to make, and to end."""
+"""Threads of a node at a time. More are needed only if handlers wait for each other without an end, and a real node
+could not start more threads either. Thousands take long to start and to end."""
 
 _LOOKS_AGAIN_S = 0.01
-"""How often a thread of the user's own that waits looks whether the loop waits for a worker: for that thread, maybe."""
+"""How often a waiting thread of the user's own checks whether the loop waits for a worker, perhaps for this thread."""
 
 
 class _Worker:
@@ -70,19 +70,19 @@ class _Worker:
                 self.error = error
             self._function = None
             if not self.let_loop_go_on(finished=True):
-                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+                with contextlib.suppress(RuntimeError):  # the loop was closed, so no code waits for the result
                     self.finish()
                 if self._closed():
-                    return  # the loop may never come to what it was told, nor to `end`
+                    return  # the loop may neither run `finish` nor call `end`
 
     def give(self, function: Callable[[], Any]) -> None:
-        """On the loop: what `step` will run."""
+        """On the loop: sets the function that `step` will run."""
         self._function, self.result, self.error = function, None, None
 
     def step(self, turn: Turn) -> bool:
-        """On the loop: lets the thread run until it waits or its function ends; whether that ended.
+        """On the loop: lets the thread run until it waits or its function ends. Returns whether the function ended.
 
-        It returns earlier where `let_loop_go_on` is called for it. The end is told by `finish` then.
+        It returns earlier if `let_loop_go_on` is called for the thread. Then `finish` reports the end.
         """
         turn.take(self._thread.ident)
         self._awaited = True
@@ -92,7 +92,7 @@ class _Worker:
         return self._finished
 
     def let_loop_go_on(self, *, finished: bool = False) -> bool:
-        """In any thread: whether the loop waited for this one, which it does no more."""
+        """In any thread: lets the loop go on if it waits for this thread. Returns whether it waited."""
         with self._passing:
             awaited, self._awaited = self._awaited, False
         if awaited:
@@ -237,7 +237,7 @@ class LockStepThreads:
         ending, self._idle = self._idle, []
         for worker in ending:
             worker.end()
-        self._turn.take(None)  # no code of anybody's runs: it may take long where there are thousands
+        self._turn.take(None)  # no user code runs meanwhile: ending thousands of threads may take long
         for worker in ending:
             worker.join()
         self._turn.take(threading.get_ident())

@@ -137,11 +137,12 @@ class Cli:
         return found
 
     def files(self) -> list[str]:
-        """What is left in the runtime and temporary directories, but for what is kept of finished jobs."""
+        """What is left in the runtime and temporary directories, without locks and copies of finished jobs."""
         roots = (self.root / "run", self.root / "tmp")
         left = [str(path.relative_to(self.root)) for root in roots for path in root.rglob("*")]
-        lasting = ("run/taskgraph", "run/taskgraph/jobs", "run/taskgraph/s", "run/taskgraph/finished")
-        return [path for path in left if path not in lasting and not path.startswith("run/taskgraph/finished/")]
+        lasting = ("run/taskgraph", "run/taskgraph/jobs", "run/taskgraph/s")
+        kept = ("run/taskgraph/finished", "run/taskgraph/locks")
+        return [path for path in left if path not in lasting and not path.startswith(kept)]
 
     async def nothing_left(self) -> None:
         """Fails where a process, a socket or any other file of a job is left."""

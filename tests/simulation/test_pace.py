@@ -135,7 +135,7 @@ def test_steps_take_no_time_where_they_are_not_drawn_or_have_ended() -> None:
 def test_who_comes_last_does_so_for_a_while_and_nobody_else_does() -> None:
     now, told = 0.0, list[tuple[str, float, float]]()
     last = Starving(random.Random(3), share=1.0, now=lambda: now)
-    last.told = lambda *what: told.append(what)
+    last.on_last = lambda *what: told.append(what)
     last._changes = [3]
     assert last.late_s("a") == last.late_s("b") == 0.0 and not told
     first = last.late_s("a", "b")

@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0:100", metavar="FROM:TO", help="which seeds (TO is not one of them)")
     parser.add_argument("--seed", type=int, help="one seed, with its transcript")
     parser.add_argument("--verbose", action="store_true", help="messages, too")
-    parser.add_argument("--for-s", type=float, default=None, metavar="S", help="stop after so many seconds")
+    parser.add_argument("--for-s", type=float, default=None, metavar="S", help="stop after S seconds")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first seed that finds something")
     parser.add_argument("--mistakes", action="store_true", help="jobs whose own code raises somewhere")
     given = parser.parse_args(argv)

@@ -27,13 +27,13 @@ class SimCoordinator:
     """See `coordination.api.Coordinator`.
 
     Args:
-        process, threads: whose main loop this is, and the same process's lease threads: a loop that is stuck keeps
-            those running, a frozen process does not.
-        on_txn: told of every transaction: "sending", and "before" it is executed at the server.
+        process, threads: the process of the main loop, and that of its lease threads: these run on if the loop is
+            stuck, but not if the process is frozen.
+        on_txn: called for every transaction: "sending", and "before" the server executes it.
         timeout_s: how long a call may take, with its retries.
-        lag: how much later than others its watches are told.
-        slips: what becomes of its reads, and of its transactions.
-        starving: who comes last for a while.
+        lag: a factor for the delay of its watches.
+        slips: the fate of its reads and transactions.
+        starving: actors that come last for a while.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class SimCoordinator:
         self._gone = ""
         self._streams: dict[Stream, None] = {}
         self._leases: dict[SimLease, None] = {}
-        self.speaks = True  # what this process sends arrives
-        self._heard = True  # what the server sends arrives
-        self._stalled = False  # watches are told nothing
+        self.speaks = True  # messages of this process arrive
+        self._heard = True  # messages of the server arrive
+        self._stalled = False  # watches get no events
         self.answer_s = 0.0  # how much longer than others its answers may take
         self.lose_next = 0  # transactions whose answer gets lost
-        self.hold_next: Callable[[Callable[[], None]], None] | None = None  # who decides when the next one arrives
+        self.hold_next: Callable[[Callable[[], None]], None] | None = None  # decides when the next transaction arrives
 
     @property
     def hears(self) -> bool:
-        """Whether watches are told."""
+        """Whether watches get events."""
         return self._heard and not self._stalled
 
     @property
@@ -77,11 +77,11 @@ class SimCoordinator:
         return self._heard
 
     def late_s(self, what: str) -> float:
-        """How much later than it would something happens between the server and this process."""
+        """The delay of an event between the server and this process by actors that come last."""
         return self._starving.late_s(what, f"{what} of {self.process.name}") if self._starving is not None else 0.0
 
     def answer_delay(self) -> float:
-        """From the server back to this process."""
+        """The delay from the server to this process."""
         return (
             self.etcd.delay()
             + self.late_s("answers of etcd")
@@ -136,7 +136,7 @@ class SimCoordinator:
         await self._read(f"compaction at {revision}", lambda: self.etcd.store.compact(revision))
 
     async def _read(self, what: str, execute: Callable[[], T]) -> T:
-        """Tried again until the time is over: it may well be executed twice."""
+        """Retries until the time is over: the server may execute a read twice."""
         deadline = self.now() + self._timeout_s
         while True:
             try:
@@ -241,19 +241,19 @@ class SimCoordinator:
     # -- faults -----------------------------------------------------------------------------------
 
     def cut(self, *, speaks: bool, hears: bool) -> None:
-        """What still gets through, from now on."""
+        """Sets which directions work from now on."""
         heard, self.speaks, self._heard = self._heard, speaks, hears
         if hears and not heard:
             self.break_streams()
 
     def stall(self, stalled: bool) -> None:
-        """Watches are told nothing until it ends; calls work."""
+        """Stops events of watches, or lets them go on; calls work."""
         self._stalled = stalled
         for stream in self._streams:
             stream.poke()
 
     def break_streams(self) -> None:
-        """Connections are made again."""
+        """Breaks the connections of watches, which reconnect."""
         for stream in self._streams:
             stream.broken()
 
@@ -263,14 +263,14 @@ class SimCoordinator:
         self._end("this handle was closed")
 
     def crash(self) -> None:
-        """What was sent may still arrive; nothing else does."""
+        """The process dies. Requests on their way may still arrive."""
         self._end("this process is dead")
 
     def forget(self, lease: SimLease) -> None:
         self._leases.pop(lease, None)
 
     def counts_on(self, lease_id: int) -> float:
-        """Until when this process counts on that lease."""
+        """The time until which this process counts on a lease."""
         return max(
             (lease.valid_until() for lease in self._leases if lease.id == lease_id and lease.running), default=0.0
         )
@@ -293,7 +293,7 @@ class SimCoordinator:
 
 
 class SimLease:
-    """A lease that is renewed by a thread of its own: it goes on while the main loop is stuck, for a while."""
+    """A lease that a thread of its own renews, for a while also if the main loop is stuck."""
 
     def __init__(
         self, coordinator: SimCoordinator, lease_id: int, ttl_s: float, sent_at: float, stall_limit_s: float
@@ -350,7 +350,7 @@ class SimLease:
         )
 
     def _renew(self) -> None:
-        """In the lease's thread."""
+        """Runs in the lease's thread."""
         if not self.running:
             return
         self._next()

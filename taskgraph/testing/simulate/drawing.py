@@ -85,7 +85,7 @@ _OVERTAKEN_BY = {
     "sending restart": ("takeover", "commit", "restart"),
     "sending register": ("takeover", "gone", "register"),
 }
-"""A write, and those that must be taken into account when they come right before it."""
+"""A write, and other writes that it must notice if they come right before it."""
 _EVERYWHERE = (
     "Pull", "Item", "Offer", "Report", "Seal", "Accepted", "Refusal", "Release", "HandOver", "Request", "Answer",
     "Flag", "RequestRestart", "Written", "Audit", "LedgerPage", "Waits", "WaitsPage",
@@ -129,12 +129,10 @@ class Fault:
 
 
 class Slips:
-    """What is no failure that lasts, and holds a node up all the same: reads of etcd that are lost or late, and probes
-    of other nodes that take long.
+    """Short delays of single calls: reads of etcd that are lost or late, and slow probes of other nodes.
 
-    They make long what is mostly short, for instance the time in which a node has its key and has not begun to work.
-    In some of the seeds, out of a generator of their own, so that the others do not depend on them. In some, out of
-    another one, transactions are lost likewise, and reports, of which nobody is told that they arrived.
+    They make short moments long, for instance the time between a node's registration and its work. They are drawn from
+    a generator of their own, so that other seeds do not depend on them; lost transactions and reports, from another.
     """
 
     def __init__(self, rng: random.Random, *, share: float, writes: random.Random, writes_share: float) -> None:
@@ -155,12 +153,12 @@ class Slips:
         return self._writes > 0
 
     def end(self) -> None:
-        """None from now on."""
+        """Ends all delays."""
         self._reads, self._probes = 0.0, False
         self._writes = self._reports = 0.0
 
     def write(self) -> str:
-        """What becomes of a transaction: "" where it is as always."""
+        """The fate of a transaction; "" if it works."""
         if not self._writes or self._lossy.random() >= self._writes:
             return ""
         return self._lossy.choice(("answer", "answer", "request", "refused", "late"))
@@ -170,17 +168,17 @@ class Slips:
         return self._reports > 0 and self._lossy.random() < self._reports
 
     def read(self) -> str:
-        """What becomes of a read: "" where it is as always; "request", "answer" where that is lost; "late"."""
+        """The fate of a read: "" (it works), "request" or "answer" (that is lost), or "late"."""
         if not self._reads or self._rng.random() >= self._reads:
             return ""
         return self._rng.choice(("answer", "request", "late"))
 
     def late_s(self) -> float:
-        """How long the answer to a late read takes: mostly less than a call may."""
+        """How long a late read takes: mostly less than a call may take."""
         return _LATE_READ_S * self._rng.random() ** 2
 
     def probe_s(self, limit_s: float) -> float:
-        """How long a probe takes beside its messages, of what it may."""
+        """How long a probe takes beside its messages, within `limit_s`."""
         return 0.9 * limit_s * self._rng.random() if self._probes else 0.0
 
 
@@ -218,7 +216,7 @@ def draw_one(rng: random.Random, *, follows: bool) -> Fault:
         told_s=rng.choice((0.0, 0.005, 0.05, 0.3, 1.0, None)),
     )
     if rng.random() < 0.3:
-        # Two failures at one moment: the second may hit whoever the first concerns, or whoever acts on it.
+        # Two faults at one moment: the second may hit the same node, or one that reacts.
         fault.then = draw_one(rng, follows=True)
         fault.then.at_s = rng.choice((0.0, 0.001, 0.01, 0.1, 1.0)) * rng.random()
     if fault.kind == "etcd slow request":
@@ -229,7 +227,7 @@ def draw_one(rng: random.Random, *, follows: bool) -> Fault:
 def _hold_back(
     fault: Fault, rng: random.Random, moment: str, overtaken_by: Mapping[str, tuple[str, ...]] = _OVERTAKEN_BY
 ) -> None:
-    """Makes it a write that is long on its way: for a time, or until just after another write."""
+    """Makes the fault a write that is long on its way: for a time, or until just after another write."""
     fault.kind, fault.target, fault.moment = "etcd slow request", "who", moment
     if rng.random() < 0.6:
         fault.until = "after " + rng.choice(overtaken_by[moment])
@@ -240,7 +238,7 @@ def _hold_back(
 
 
 def _overtaken(rng: random.Random) -> list[Fault]:
-    """A write is on its way to etcd while somebody whom it rests on dies, and is replaced before it arrives."""
+    """A write is on its way to etcd while a node that it depends on dies and is replaced."""
     first, then = draw_one(rng, follows=True), draw_one(rng, follows=True)
     first.lasts_s = rng.choice((0.1, 0.5, 2.0)) * rng.uniform(0.5, 1.0)
     _hold_back(first, rng, rng.choice(("sending commit", "sending commit", "sending admit", "sending takeover")))
@@ -254,8 +252,8 @@ def _overtaken(rng: random.Random) -> list[Fault]:
 
 
 def _late_change_of_members(rng: random.Random) -> list[Fault]:
-    """A member dies, stands still for longer than its lease, or moves; the write that evicts it, or admits another one,
-    comes late, and perhaps when its writer is primary no more."""
+    """A member dies, freezes or moves. The write that evicts it, or admits another, comes late: perhaps its writer has
+    been replaced by then."""
     cause, late = draw_one(rng, follows=True), draw_one(rng, follows=True)
     cause.kind = rng.choice(("freeze", "freeze", "isolation", "crash", "join", "drain"))
     cause.target, cause.count, cause.then = "member", rng.choice((1, 1, 2, 4)), None
@@ -273,7 +271,7 @@ def _late_change_of_members(rng: random.Random) -> list[Fault]:
 
 
 def _deaf_witness(rng: random.Random) -> list[Fault]:
-    """Somebody dies around a commit, and whoever takes over has not been told of that commit."""
+    """A primary dies around a commit, and its successor's watch has not shown that commit."""
     first, then = draw_one(rng, follows=True), draw_one(rng, follows=True)
     first.kind, first.target = "watch stall", rng.choice(("member", "member", "leader", "any"))
     first.moment = rng.choice(("point done", "point snapshot", "before commit", "sending commit", "message Report"))
@@ -285,7 +283,7 @@ def _deaf_witness(rng: random.Random) -> list[Fault]:
 
 
 def _late_answers(rng: random.Random) -> list[Fault]:
-    """Answers of etcd come late, and then what is asked does not arrive any more."""
+    """Answers of etcd come late, and then requests do not arrive."""
     late, then = draw_one(rng, follows=True), draw_one(rng, follows=True)
     late.kind, late.moment, late.lasts_s = "etcd slow answers", rng.choice(("after register", "point compose", "")), 1.0
     then.kind, then.at_s, then.lasts_s, then.then = rng.choice(("etcd cut", "isolation", "freeze")), 0.9, 4.5, None
@@ -295,7 +293,7 @@ def _late_answers(rng: random.Random) -> list[Fault]:
 
 
 def _sent_again(rng: random.Random) -> list[Fault]:
-    """A flag, a request or its answer arrives, and whoever sent it does not learn that."""
+    """A flag, a request or an answer arrives, but its sender does not learn that."""
     fault = draw_one(rng, follows=True)
     fault.kind, fault.target, fault.lasts_s = rng.choice(_DEAFENING), "who", rng.choice((0.6, 2.2, 4.5))
     fault.moment = rng.choice(("message Request", "message Answer", "message Flag", "message Flag", "answer Flag"))
@@ -303,7 +301,7 @@ def _sent_again(rng: random.Random) -> list[Fault]:
 
 
 def _recomputed(rng: random.Random) -> list[Fault]:
-    """A producer dies when some of what it put was taken, and some was not."""
+    """A producer dies when consumers have pulled some of its items."""
     fault = draw_one(rng, follows=True)
     fault.kind, fault.target, fault.told_s = rng.choice(("crash", "crash", "freeze")), "who", rng.choice((0.0, 0.05))
     fault.moment = rng.choice(("answer Item", "answer Item", "message Pull", "point snapshot", "answer Report"))
@@ -314,8 +312,8 @@ def _recomputed(rng: random.Random) -> list[Fault]:
 def draw_in_flight(rng: random.Random, *, erratic: bool) -> list[Fault]:
     """What is added to the failures of a seed whose tasks may be in several epochs at a time.
 
-    Nobody there takes flags or requests. So an epoch restarts where a successor puts something else than what others
-    have taken, which takes a task that is erratic; and later epochs are under way then, if it dies after the first one.
+    These seeds have no flags and no requests. So an epoch restarts only if an erratic task's successor puts another
+    item than others have pulled. Later epochs are under way then if the task dies after its first epoch.
     """
     faults: list[Fault] = []
     for _ in range(rng.choice((0, 1, 2, 2)) if erratic else 0):
@@ -427,7 +425,7 @@ class Again:
         collected: the results of the run before are collected first, if there are some.
         after_s: how long after its end that is.
         resume: it goes on from the newest checkpoint; where there is none, it begins anew.
-        lost: of the writes that submit it so many have an unknown outcome.
+        lost: how many of the writes that submit it have an unknown outcome.
         faults: failures that come then.
     """
 
@@ -571,7 +569,7 @@ def _newer_checkpoint(rng: random.Random) -> list[Fault]:
     late, slow = draw_one(rng, follows=True), draw_one(rng, follows=True)
     massacre = _around_checkpoints(rng, "massacre")
     _hold_back(late, rng, "sending checkpoint", _OVERTAKEN_BY_ROLLBACKS)
-    # Nobody goes back before the leases of those who died have ended.
+    # The job goes back only after the leases of dead nodes have ended.
     late.until, late.count, late.lasts_s = "", rng.choice((2, 2, 3)), rng.uniform(2.0, 3.0)
     slow.kind, slow.again, slow.lasts_s, slow.at_s = "place slow", True, rng.choice((1.0, 3.0)), 0.0
     massacre.moment, massacre.at_s, massacre.told_s, massacre.then = "", 0.0, 0.0, None

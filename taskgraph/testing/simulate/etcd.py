@@ -1,7 +1,7 @@
 """An etcd that is slow, paused, restarted, cut off, and that loses requests and answers.
 
 `SimStore` is `MemoryStore` with a clock that can stand still. `SimEtcd` is the server around it: requests arrive when
-they arrive, and watches are told when they are told. Everything the server does runs outside of every process.
+they arrive, and watches receive events later. The server runs outside of all processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOOKS_EVERY_S = 0.5
 
 
 class SimStore(MemoryStore):
-    """The state of the cluster. Every write is shown to `on_write` before anybody else can notice it."""
+    """The state of the cluster. `on_write` sees every write before any node does."""
 
     def __init__(self, on_write: Callable[[int, tuple[KeyEvent, ...]], None]) -> None:
         super().__init__()
@@ -47,11 +47,11 @@ class SimStore(MemoryStore):
             super()._on_timer()
 
     def _deleted_at(self, lease: StoredLease) -> float:
-        """It looks for leases that have ended twice a second, and a moment after each of them at the earliest."""
+        """Etcd looks for ended leases twice a second, a moment after each at the earliest."""
         return math.ceil(super()._deleted_at(lease) / _LOOKS_EVERY_S) * _LOOKS_EVERY_S
 
     def renew(self, lease_id: int) -> bool:
-        """A renewal arrived. False: there is no such lease, or it is too late for it."""
+        """Renews a lease. False: there is no such lease, or it has ended."""
         self.expire()
         lease, now = self._leases.get(lease_id), asyncio.get_running_loop().time()
         if lease is None:
@@ -71,7 +71,7 @@ class SimStore(MemoryStore):
         self._schedule()
 
     def ended(self, lease_id: int, within_s: float) -> bool:
-        """Whether the TTL of a lease is over or will be in so long, or was over at any time."""
+        """Whether the TTL of a lease is over, was over at any time, or will be after the given time."""
         lease = self._leases.get(lease_id)
         return lease is None or lease_id in self._revived or lease.ends_at() <= own_time() + within_s
 
@@ -81,22 +81,22 @@ class SimStore(MemoryStore):
 
 
 class Client(Protocol):
-    """What the server knows of one client's connection."""
+    """A client's connection as the server sees it."""
 
     @property
     def hears(self) -> bool:
-        """Whether what the server sends arrives."""
+        """Whether messages of the server arrive."""
 
     @property
     def lag(self) -> float:
-        """How much later than others it is told."""
+        """A factor for the delay of its watches."""
 
     def late_s(self, what: str) -> float:
-        """How much later than it would something happens."""
+        """The delay of an event by actors that come last."""
 
 
 class Stream:
-    """One watch as the server sees it. What was sent on a broken stream does not arrive."""
+    """One watch as the server sees it. Batches sent on a broken stream do not arrive."""
 
     def __init__(
         self, etcd: SimEtcd, client: Client, prefix: str, start: int, context: contextvars.Context | None
@@ -110,18 +110,18 @@ class Stream:
         self._life = 0
         self._last_at = 0.0
         self._asked = False
-        self._reopened = False  # and the client was not told yet
+        self._reopened = False  # and the client does not know it yet
         self.batches: list[WatchBatch | WatchCompacted] = []
         self.arrived = asyncio.Event()
 
     def poke(self) -> None:
-        """There may be something to send: looks at it a little later, so that batches grow."""
+        """Sends what there is a little later, so that batches grow."""
         if not self._asked:
             self._asked = True
             self._etcd.later(self._etcd.lag() * self._client.lag, self._pump)
 
     def broken(self) -> None:
-        """The connection was lost: it is made again, and some of what was delivered comes again."""
+        """Breaks the connection. It is made again, and some events come twice."""
         self._life += 1
         self._reopened = True
         etcd = self._etcd
@@ -179,7 +179,7 @@ class SimEtcd:
 
     Args:
         rng: decides every delay and every loss.
-        moment: told of every transaction that arrives, before it is executed.
+        moment: called for every transaction that arrives, before it is executed.
     """
 
     def __init__(self, store: SimStore, rng: random.Random, *, delay_s: float, lag_s: float) -> None:
@@ -199,12 +199,12 @@ class SimEtcd:
         return own_time()
 
     def delay(self) -> float:
-        """One way to the server or back: mostly short."""
+        """The delay of one way to the server or back: mostly short."""
         slow = 20.0 if self.rng.random() < 0.02 else 1.0
         return self.delay_s * slow * self.rng.uniform(0.3, 1.5)
 
     def lag(self) -> float:
-        """How long a watch takes to be told: some much longer than others, so that views differ."""
+        """The delay of a watch: some are much slower than others, so that views differ."""
         return self.lag_s * self.rng.random() ** 3
 
     def later(self, delay_s: float, function: Callable[..., Any], *args: Any) -> None:
@@ -214,7 +214,7 @@ class SimEtcd:
     # -- what clients send ------------------------------------------------------------------------
 
     def arrive(self, execute: Callable[[], None]) -> None:
-        """A request reached the server: now, or when it goes on."""
+        """Executes a request: now, or when the server goes on."""
         if self.paused:
             self._backlog.append(execute)
         else:
@@ -228,18 +228,18 @@ class SimEtcd:
         self._streams.pop(stream, None)
 
     def wake(self) -> None:
-        """Every watch looks for what is new."""
+        """Makes every watch look for new events."""
         for stream in self._streams:
             stream.poke()
 
     # -- faults -----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """As SIGSTOP: requests wait, leases do not expire, and nobody is told."""
+        """As SIGSTOP: requests wait, leases do not expire, and watches get no events."""
         self.paused = self.store.stopped = True
 
     def resume(self) -> None:
-        """As SIGCONT. What expired meanwhile goes at once, before or after the requests that waited."""
+        """As SIGCONT. Leases that ended meanwhile expire now, before or after the requests that waited."""
         if not self.paused:
             return
         self.paused = False
@@ -252,12 +252,12 @@ class SimEtcd:
         self.wake()
 
     def stop(self) -> None:
-        """The server's process ends: what waited there is lost."""
+        """The server's process ends, and requests that waited are lost."""
         self.down = self.store.stopped = True
         self._backlog.clear()
 
     def start(self) -> None:
-        """It comes back with its data; leases have their whole TTL again, and every watch is made again."""
+        """The server comes back with its data. Leases get their whole TTL again, and watches reconnect."""
         if not self.down:
             return  # it was started before its time, as all failures ended
         self.down = False

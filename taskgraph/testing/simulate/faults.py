@@ -1,4 +1,4 @@
-"""Makes the failures of a seed happen: to whom, when their moment has come, and until when."""
+"""Makes the faults of a seed happen: chooses the node, waits for the moment, and ends the fault."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Faults"]
 
 
 class Faults:
-    """Makes them happen in a world."""
+    """Makes faults happen in a world."""
 
     def __init__(self, world: World, faults: list[Fault], rng: random.Random, *, ruthless: bool) -> None:
         self._world = world
-        self.ruthless = ruthless  # it kills whoever it likes: a job may lose all that a task has
+        self.ruthless = ruthless  # it spares no node: a job may lose all replicas of a task
         self._rng = rng
         if ruthless:
             faults = [*faults, dataclasses.replace(draw_one(rng, follows=False), kind="massacre")]
@@ -33,12 +33,12 @@ class Faults:
         world.moment = self._moment
 
     def add_around_checkpoints(self, faults: list[Fault]) -> None:
-        """These happen, too; what loses all that a task has waits until there is a checkpoint."""
+        """Adds faults. Those that lose all replicas of a task wait until there is a checkpoint."""
         self.bold = any(f.kind == "massacre" or (f.then is not None and f.then.kind == "massacre") for f in faults)
         self.add(faults)
 
     def add(self, faults: list[Fault]) -> None:
-        """These happen, too."""
+        """Adds faults."""
         for fault in faults:
             if fault.moment:
                 self._waiting.append(fault)
@@ -59,7 +59,7 @@ class Faults:
                 self._waiting.remove(fault)
                 outside(self._happen, fault, node, peer)
 
-    # -- whom -------------------------------------------------------------------------------------
+    # -- targets ----------------------------------------------------------------------------------
 
     def _target(self, fault: Fault, who: str) -> SimNode | None:
         world = self._world
@@ -86,10 +86,10 @@ class Faults:
         return known if known is not None and known.exists else self._rng.choice(nodes)
 
     def _other(self, node: SimNode, *, certain: bool = False) -> SimNode | None:
-        """Another node, mostly that of the moment.
+        """Another node, mostly the peer of the moment.
 
         Args:
-            certain: that one, where there is one.
+            certain: always the peer, if there is one.
         """
         peer = self._world.nodes.get(self._peer)
         if peer is not None and peer is not node and peer.exists and (certain or self._rng.random() < 0.7):
@@ -98,7 +98,7 @@ class Faults:
         return self._rng.choice(others) if others else None
 
     def _survivable(self, *victims: SimNode) -> bool:
-        """Whether every task has a member in sync elsewhere, in a process that exists."""
+        """Whether every task has a member in sync in another process that exists."""
         world = self._world
         view = world.invariants.view
         if self.ruthless or (self.bold and view.checkpoint is not None):
@@ -142,7 +142,7 @@ class Faults:
 
     def _crash(self, fault: Fault, target: SimNode, *, host: bool = False) -> None:
         if not self._survivable(target):
-            self._world.transcript.add("fault", "spared", f"{target.id}: nobody else holds what it holds")
+            self._world.transcript.add("fault", "spared", f"{target.id}: no other node holds its tasks")
             return
         self._note(fault, target.id)
         self.kill(target, host=host)
@@ -154,7 +154,7 @@ class Faults:
             self._later(0.1, self._replace, "")
 
     def kill(self, target: SimNode, *, host: bool) -> None:
-        """As kill -9, or as a host that loses its power."""
+        """As `kill -9`, or as a host that loses power."""
         target.dead = True
         target.coordinator.crash()
         self._world.network.crash(target.id, host=host)
@@ -163,7 +163,7 @@ class Faults:
         target.threads.thaw(self._world.loop)
 
     def _massacre(self, fault: Fault, target: SimNode) -> None:
-        """Everybody who holds what some task needs dies."""
+        """All holders of a task die."""
         task = self._rng.randrange(self._world.workload.tasks)
         holders = [self._world.nodes[name] for name in self._world.invariants.view.in_sync(task)]
         for holder in holders:
@@ -174,11 +174,11 @@ class Faults:
         self._crash(fault, target, host=True)
 
     def _power_loss(self, fault: Fault, target: SimNode) -> None:
-        """All of its host die at once, and etcd's next answers to some of the others get lost."""
+        """All nodes of a host die at once, and etcd's next answers to some other nodes get lost."""
         nodes = self._world.existing()
         together = [node for node in nodes if node.node.host == target.node.host]
         if not self._survivable(*together):
-            self._world.transcript.add("fault", "spared", f"{target.node.host}: nobody else holds what is there")
+            self._world.transcript.add("fault", "spared", f"{target.node.host}: no other node holds its tasks")
             return
         for node in nodes:
             if node not in together:
@@ -187,7 +187,7 @@ class Faults:
             self._crash(fault, node, host=True)
 
     def _called_gone(self, fault: Fault, target: SimNode) -> None:
-        """Its launcher says so, and is wrong; perhaps it revokes its lease, too."""
+        """A launcher declares a living node gone, and mostly revokes its lease."""
         if not self._survivable(target):
             return
         self._note(fault, target.id)
@@ -199,7 +199,7 @@ class Faults:
         self._later(self._rng.uniform(0.0, 0.5), self._replace, target.name if fault.again else "")
 
     def _shut_down(self, fault: Fault, target: SimNode) -> None:
-        """The job is ended by a command."""
+        """A command ends the job."""
         self._note(fault, "")
         self._world.shut()
 
@@ -223,7 +223,7 @@ class Faults:
         target.threads.thaw(self._world.loop)
 
     def _stuck_loop(self, fault: Fault, target: SimNode) -> None:
-        """The main loop does not tick; the lease's thread does."""
+        """The main loop stands still; the lease's thread runs."""
         self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s")
         target.process.frozen = True
         self._later(fault.lasts_s, self._thaw, target)
@@ -233,7 +233,7 @@ class Faults:
         self._crawl(target, self._world.loop.at + fault.lasts_s)
 
     def _crawl(self, target: SimNode, until: float) -> None:
-        """It runs for a moment, and stands still for many."""
+        """The node runs for a moment at a time, with long pauses."""
         self._thaw_quietly(target)
         if not self._over and target.exists and self._world.loop.at < until:
             self._later(0.0005, self._stall, target, until)
@@ -274,7 +274,7 @@ class Faults:
         target.coordinator.lose_next += count
 
     def _etcd_slow_request(self, fault: Fault, target: SimNode) -> None:
-        """What it is just sending takes long to arrive; nothing else does."""
+        """Holds back the write that the node is sending."""
         self._note(
             fault, f"{target.id}, {fault.lasts_s:.3f} s" + (f", or until just {fault.until}" if fault.until else "")
         )
@@ -294,7 +294,7 @@ class Faults:
         target.coordinator.hold_next = hold
 
     def _etcd_slow_answers(self, fault: Fault, target: SimNode) -> None:
-        """What the server sends to it takes long for a while; what it sends does not."""
+        """Delays etcd's answers to the node for a while, but not its requests."""
         self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s")
         target.coordinator.answer_s = fault.lasts_s
         self._later(fault.lasts_s, self._quick_answers, target)
@@ -321,7 +321,7 @@ class Faults:
         target.coordinator.break_streams()
 
     def _watch_stall(self, fault: Fault, target: SimNode) -> None:
-        """It is told nothing for a while; everything else works."""
+        """Its watches get no events for a while; calls work."""
         self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s")
         target.coordinator.stall(True)
         self._later(fault.lasts_s, target.coordinator.stall, False)
@@ -376,7 +376,7 @@ class Faults:
         if self._survivable(target) and len(self._world.existing()) > 1:
             self._note(fault, target.id)
             target.draining = True
-            self._world.loop.call_soon(target.node.drain, "told to", context=target.process.fresh())
+            self._world.loop.call_soon(target.node.drain, "asked to", context=target.process.fresh())
             if fault.again:
                 self._later(self._rng.uniform(0.0, 1.0), self._replace, "")
 

@@ -1,4 +1,4 @@
-"""What must hold after every write to etcd, checked where the write happens.
+"""Checks that must hold after every write to etcd, made where the write happens.
 
 The checks read etcd's state itself and the replicas of every process that still exists, frozen ones included; they
 decide nothing and change nothing.
@@ -30,18 +30,18 @@ __all__ = ["Invariants", "kind_of"]
 Key = tuple[int, int, int]
 
 _ENDED_BEFORE = (State.FAILED, State.CANCELLED)
-"""How a job ends that is not through."""
+"""States of jobs that ended early."""
 
 
 class Invariants:
-    """Etcd as it is, and the history it must have had.
+    """The state of etcd, and the history that it must have had.
 
     Args:
         living: node id -> node, of every process that exists, frozen or not.
-        files: what a checkpoint has of each task; None where that cannot be known.
-        epochs: how many the job has; None where a task says when it ends.
-        min_in_sync: how many replicas have to hold a boundary before its epoch may commit.
-        expected: boundary -> task -> state of a failure-free run; None where the tasks are not deterministic.
+        files: returns the values of a checkpoint by task; None if they cannot be known.
+        epochs: how many the job has; None if a task decides.
+        min_in_sync: how many replicas must hold a boundary before its epoch may commit.
+        expected: boundary -> task -> state of a run without failures; None for tasks that are not deterministic.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class Invariants:
         self._epochs = epochs
         self._min_in_sync = min_in_sync
         self._members: dict[int, list[tuple[int, int]]] = {}  # task -> (revision, members from there on), if it counts
-        self._last = False  # the last epoch that committed is the job's last one: it has so many, or a task said so
+        self._last = False  # the job's last epoch committed: it has no more, or a task ended it
         self._made: dict[int, int] = {}  # boundary -> the attempt in which it was made
         self._checkpoints: dict[str, int] = {}  # those that may be gone back to -> boundary
         self._undone: dict[int, list[dict[int, int]]] = {}  # boundary -> states it had before a roll-back
         self._unlogged = 0  # task 0 keeps the reports; those of epochs before this one went with all who held it
         self._filed: set[int] = set()  # tasks whose committed boundary is in a file, and perhaps nowhere else
-        self._told: set[tuple[int, int]] = set()  # (task, epoch) of calls of `on_commit` since the last roll-back
-        self.forgotten: set[str] = set()  # nodes of which was said that they are gone, and is not any more
-        self._registered: set[str] = set()  # nodes that had a key at any time
-        self._over: set[str] = set()  # of the forgotten ones those that had had one: they may have held tasks
+        self._commit_calls: set[tuple[int, int]] = set()  # (task, epoch) since the last roll-back
+        self.forgotten: set[str] = set()  # nodes that were declared gone, and whose record was deleted
+        self._registered: set[str] = set()  # nodes that ever had a key
+        self._over: set[str] = set()  # forgotten nodes that ever had a key: they may have held tasks
         self._wishes: dict[int, Mapping[int, Wish]] = {}  # revision of a structure -> what placement wishes for there
 
     # -- another run --------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Invariants:
         self._check_wishes()
 
     def _check_forgotten(self, node: str) -> None:
-        """What was said of a node that is gone was deleted: nobody asks for it any more."""
+        """The record of a node that is gone was deleted, so no key may name the node."""
         view = self.view
         named = {p.record.node for p in view.primaries.values()}.union(view.nodes, *view.members.values())
         if node in named:
@@ -197,7 +197,7 @@ class Invariants:
                 raise Violation(f"task {task}: {member} was admitted, although it is gone")
 
     def _moved(self, at: EpochRecord, now: EpochRecord, written: set[str], held: Mapping[int, list[str]]) -> None:
-        """The epoch's key was written: a commit, a restart, or an announced roll-back, and nothing else."""
+        """The epoch's key changes by a commit, a restart or a roll-back, and by nothing else."""
         several = now.epoch - at.epoch
         if 1 <= several <= 1 + self._ahead and now == structs.replace(at, epoch=now.epoch, writer=now.writer):
             for epoch in range(at.epoch, now.epoch):
@@ -210,7 +210,7 @@ class Invariants:
             raise Violation(f"the epoch went from {at} to {now}")
 
     def _rolled_back(self, at: EpochRecord, now: EpochRecord, written: set[str], held: Mapping[int, list[str]]) -> None:
-        """To a checkpoint, with the next attempt, which begins a lineage; and only since something was lost."""
+        """A roll-back goes to a checkpoint, with the next attempt, and only if a task was lost."""
         view = self.view
         attempt = at.attempt + 1
         if now != structs.replace(
@@ -236,18 +236,18 @@ class Invariants:
             self._undone.setdefault(boundary, []).append(self.states.pop(boundary))
         self._checkpoints = {name: epoch for name, epoch in self._checkpoints.items() if epoch <= now.epoch}
         self._filed = set(range(self._tasks))
-        self._told = set()
+        self._commit_calls = set()
         self._last = False
 
     def _check_newest(self, pointer: CheckpointRecord) -> None:
-        """The job went back, and not to one before the newest that could be used."""
+        """The job must go back to the newest checkpoint that can be used."""
         assert self.view.checkpoint is not None
         name = self.view.checkpoint.record.name
         if name != pointer.name and self._files(pointer) is not None:
             raise Violation(f"a roll-back to {name}, although {pointer.name} is complete")
 
     def _check_pointer(self) -> None:
-        """A checkpoint became complete: it is one of a boundary that is committed, and not undone."""
+        """A complete checkpoint is of a boundary that is committed and not undone."""
         assert self.view.checkpoint is not None
         record = self.view.checkpoint.record
         if self._made.get(record.epoch) != record.attempt or record.epoch not in self.states:
@@ -270,7 +270,7 @@ class Invariants:
         return at is not None and at.epoch == boundary.epoch and self._made.get(at.epoch) == boundary.attempt
 
     def _check_from_nothing(self, task: int, held: list[str]) -> None:
-        """A task has a primary that held nothing of it."""
+        """A primary that held no boundary may begin only if all holders are gone."""
         view = self.view
         assert view.epoch is not None
         if present := [name for name in held if name not in view.gone or name in view.nodes]:
@@ -308,7 +308,7 @@ class Invariants:
                 counts.append((revision, count))
 
     def _check_held(self, stamp: Stamp, terms: Mapping[int, int]) -> None:
-        """There were members enough, at some time since the state after that epoch was there: all of them have it."""
+        """`min_in_sync` members existed at some time since the epoch's state was made: all of them hold it."""
         for task, since in self._runs.ended_at(stamp, terms).items() if self._min_in_sync > 1 else ():
             counts = self._members[task]
             at_first = max(at for at, _ in counts if at <= since)
@@ -329,9 +329,9 @@ class Invariants:
         epoch, living = view.stamp.epoch, self._living()
         for task in range(self._tasks):
             if task in self._without_state:
-                continue  # made anew by whoever takes over
+                continue  # the successor makes it anew
             if task in self._filed:
-                continue  # whoever needs it reads the checkpoint
+                continue  # the successor reads the checkpoint
             key, state = self._keys[task], self.states[epoch][task]
             for name in view.in_sync(task):
                 node = living.get(name)
@@ -357,7 +357,7 @@ class Invariants:
     # -- placement --------------------------------------------------------------------------------
 
     def _check_wishes(self) -> None:
-        """Nodes that read the same structure of the job wish for the same: they ask nobody who does what."""
+        """Nodes that read the same structure of the job compute the same placement, without asking each other."""
         for name, node in self._living().items():
             if node.wishes.by_task:
                 wishes = self._wishes.setdefault(node.wishes.revision, node.wishes.by_task)
@@ -368,34 +368,34 @@ class Invariants:
 
     # -- on_commit, and the end -------------------------------------------------------------------
 
-    def check_told(self) -> None:
-        """Everything that `on_commit` was told had committed, with that state."""
-        for task, number, state in self._runs.told():
-            self._told.add((task, number))
-            # It may also come late, and tell of an epoch that was undone meanwhile.
+    def check_commit_calls(self) -> None:
+        """`on_commit` was only called with epochs that had committed, and with their state."""
+        for task, number, state in self._runs.commit_calls():
+            self._commit_calls.add((task, number))
+            # The call may come late, with an epoch that was undone meanwhile.
             known = [
                 *self._undone.get(number + 1, ()),
                 *([self.states[number + 1]] if number + 1 in self.states else ()),
             ]
             if not known:
-                raise Violation(f"on_commit of task {task} was told of epoch {number}, which is not committed")
+                raise Violation(f"on_commit of task {task} was called with epoch {number}, which is not committed")
             if state is not None and all(after[task] != state for after in known):
-                raise Violation(f"on_commit of task {task} was told a state of epoch {number} that is not committed")
+                raise Violation(f"on_commit of task {task} got a state of epoch {number} that is not committed")
 
     def check_result(self, result: JobResult) -> None:
-        """The job's result is the last committed state, and what was reported in each epoch that counts."""
+        """The result is the last committed state, with the reports of each committed epoch."""
         epochs, values = result.epochs, result.values
         last = max(self.states)
         for task in sorted(self._listening):
-            if (task, last - 1) not in self._told:
-                raise Violation(f"on_commit of task {task} was never told of epoch {last - 1}, the last one")
+            if (task, last - 1) not in self._commit_calls:
+                raise Violation(f"on_commit of task {task} was never called with epoch {last - 1}, the last one")
         if epochs != last:
             raise Violation(f"the result says {epochs} epochs, committed are {last}")
         if dict(values) != self.states[last]:
             raise Violation(f"the result {values} is not what was committed: {self.states[last]}")
-        told = {report.epoch: report.by_task for report in result.reports}
+        reports = {report.epoch: report.by_task for report in result.reports}
         for epoch in range(last):
-            known = told.get(epoch, {})
+            known = reports.get(epoch, {})
             expected = {task: {f"t{task}": reported(state)} for task, state in self.states[epoch + 1].items()}
             # Who keeps nothing may lose them, with the leader and everybody who had its boundary.
             lost = expected.keys() - known.keys() - self._without_state if epoch >= self._unlogged else ()
@@ -404,7 +404,7 @@ class Invariants:
 
 
 def _held(boundaries: Boundaries, epoch: int) -> Boundary | None:
-    """What a replica would take for the committed boundary of that epoch, once it reads that it is committed."""
+    """The boundary that a replica will take for the committed one of an epoch, once it reads the commit."""
     committed = boundaries.committed
     if committed is not None and committed.stamp.epoch >= epoch:
         return committed if committed.stamp.epoch == epoch else None
@@ -413,7 +413,7 @@ def _held(boundaries: Boundaries, epoch: int) -> Boundary | None:
 
 
 def kind_of(view: JobView, puts: list[tuple[str, bytes]]) -> str:
-    """What a transaction that puts these is about, in one word."""
+    """Names the kind of a transaction by what it puts."""
     keys = view.keys
     by_key = dict(puts)
     if keys.spec in by_key:

@@ -1,14 +1,19 @@
 """Virtual time, and processes that can be frozen.
 
-One event loop runs everything. Each simulated process is a name in a context variable: what a process starts inherits
-it, so the loop knows of every callback whose it is. A frozen process is one whose callbacks are held back; on thaw
-they run in the order they would have, late: its timers have passed, its messages are old, its mind is unchanged. That
-is what SIGSTOP and SIGCONT do to a process, and it makes a real zombie.
+One event loop runs everything. A context variable names the simulated process of each callback, and callbacks inherit
+it. A process is in one of three states:
 
-Likewise a process may be busy for a while with what it has run at one time.
+| State  | Callbacks | Ends |
+|---|---|---|
+| running | run when they are due | |
+| busy | are held back: the process still executes its last step | when that step's time is over |
+| frozen | are held back, as by SIGSTOP | when the caller calls `thaw`, as by SIGCONT |
 
-Each process reads a clock of its own: it is ahead of others', and runs at its own rate. Whatever is outside of every
-process goes by the loop's own time, `at`.
+Callbacks that were held back run late, in their order. So a process that thaws is a real zombie: its timers have passed
+and its messages are old, but its state is unchanged.
+
+Each process reads the clock of its host, which has its own offset and rate. Code outside of all processes uses the
+loop's own time, `at`.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ Ts = TypeVarTuple("Ts")
 __all__ = ["Clock", "Nothing", "Process", "SimLoop", "later", "outside", "own_time", "plan"]
 
 _MAX_AT_ONCE = 200_000
-"""Callbacks at one moment of virtual time; more is a loop that does not end."""
+"""Callbacks at one moment of virtual time; more of them mean an endless loop."""
 
 _OWNER: contextvars.ContextVar[Process | None] = contextvars.ContextVar("taskgraph_simulated_process", default=None)
 
@@ -43,11 +48,11 @@ class Clock:
     ahead_s: float = 0.0
 
     def reads(self, at: float) -> float:
-        """What it shows at a time of the loop."""
+        """Converts a time of the loop to what this clock shows then."""
         return at * self.rate + self.ahead_s
 
     def when(self, reads: float) -> float:
-        """The time of the loop at which it shows that, or has just shown it: there are roundings."""
+        """Converts what this clock shows to a time of the loop, rounded up: the clock shows no less then."""
         return reads - self.ahead_s if self.rate == 1.0 else (reads - self.ahead_s) / self.rate + _ROUNDED_S
 
 
@@ -56,7 +61,7 @@ _ROUNDED_S = 1e-9
 
 
 class Process:
-    """Something that can be frozen as a whole."""
+    """A process: see the states above."""
 
     __slots__ = ("_held", "busy", "clock", "context", "frozen", "name", "stepped")
 
@@ -66,7 +71,7 @@ class Process:
         self.busy = False
         self.clock = _TRUE
         self.stepped = stepped
-        """Told that all was run that was to be run at one time; returns how long that took."""
+        """Called after each step, in which all due callbacks ran; returns how long the step took."""
         self._held: list[asyncio.Handle] = []
         self.context = contextvars.Context()
         self.context.run(_OWNER.set, self)
@@ -76,12 +81,12 @@ class Process:
         return self.context.copy()
 
     def thaw(self, loop: SimLoop) -> None:
-        """What was held back runs now."""
+        """Ends the freeze. Callbacks that were held back run now."""
         self.frozen = False
         self._go_on(loop)
 
     def steps(self, loop: SimLoop) -> None:
-        """All was run that was to be run now; what comes while that takes is held back."""
+        """Ends a step. The process is busy for the time that the step took."""
         if self.stepped is not None and (took_s := self.stepped()) > 0.0:
             self.busy = True
             loop.call_later(took_s, self._stepped, loop, context=_OUTSIDE.copy())
@@ -101,29 +106,29 @@ _OUTSIDE = contextvars.Context()
 
 
 def outside(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
-    """Calls it at once, outside of every process: by the loop's own time, and what it starts is nobody's."""
+    """Calls the function now, outside of all processes: by the loop's own time, and its callbacks belong to none."""
     return _OUTSIDE.copy().run(function, *args)
 
 
 def later(delay_s: float, function: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
-    """Calls it in so long, outside of every process."""
+    """Calls the function after `delay_s`, outside of all processes."""
     asyncio.get_running_loop().call_later(delay_s, function, *args, context=_OUTSIDE.copy())
 
 
 def own_time() -> float:
-    """That of the loop that runs. Tests of a part have a loop that is not simulated."""
+    """The running loop's own time. Tests of a part may run on a loop that is not simulated."""
     loop = asyncio.get_running_loop()
     return loop.at if isinstance(loop, SimLoop) else loop.time()
 
 
 def plan(at: float, function: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None) -> None:
-    """Calls it at that time of the loop's own."""
+    """Calls the function at a time of the loop's own."""
     loop = asyncio.get_running_loop()
     (loop.plan if isinstance(loop, SimLoop) else loop.call_at)(at, function, *args, context=context)
 
 
 class _Now(asyncio.Handle):
-    """A handle is made for each of millions of callbacks: without what the loop here never looks at."""
+    """A handle without the attributes that this loop never reads: a run makes millions of them."""
 
     __slots__ = ()
 
@@ -156,16 +161,16 @@ class _Later(asyncio.TimerHandle):
         self._repr = self._source_traceback = None
 
     def cancel(self) -> None:
-        """It is thrown away when its time comes."""
+        """Cancels the timer; the loop drops it when its time comes."""
         self._cancelled = True
         self._callback = None
         self._args = ()
 
 
 class _Task(asyncio.Task[Any]):
-    """Its hash is a number of its own instead of its address: groups keep tasks in sets, and cancel them in that order.
+    """A task whose hash is its number, not its address: task groups keep tasks in sets, and cancel them in that order.
 
-    Else the order would depend on what the process did before.
+    With addresses the order would depend on what the process did before.
     """
 
     __slots__ = ("_number",)
@@ -179,9 +184,9 @@ class _Task(asyncio.Task[Any]):
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """Time leaps to the next timer when nothing else is to be done. There are no files and no sockets.
+    """A loop whose time jumps to the next timer when no callback is due. It has no files and no sockets.
 
-    `time()` is by the clock of the process that asks, as are the delays and times of timers; `at` and `plan` are not.
+    `time()`, delays and times of timers are by the clock of the calling process; `at` and `plan` are by the loop's own.
     """
 
     def __init__(self) -> None:
@@ -273,7 +278,7 @@ class SimLoop(asyncio.BaseEventLoop):
             while timers and timers[0][2]._cancelled:
                 heappop(timers)
             if not timers:
-                raise Nothing("nothing can happen any more: everything waits for something that nobody does")
+                raise Nothing("nothing can happen: all code waits, and no timer is left")
             self.at = max(self.at, timers[0][0])
             self._at_once = 0
         now = self.at

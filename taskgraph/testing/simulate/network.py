@@ -1,8 +1,8 @@
 """A network between simulated nodes: `transport.api.Transport` on connections that are slow, stalled, cut and reset.
 
-Each ordered pair of nodes that talks has one connection, as in `transport/stream.py`: whoever calls has dialled it.
-Each of its two ends learns of its end by itself, later, or (half-open) only when keep-alives went unanswered for
-`ping_timeout_s`. What is sent into a cut waits, as TCP does, and arrives when the cut heals before that.
+Each ordered pair of nodes that talk has one connection, as in `transport/stream.py`: the caller dials it. If it breaks,
+each side learns of that by itself, later, or (half-open) only after `ping_timeout_s` without answers to keep-alives.
+Messages sent into a cut wait, as with TCP, and arrive if the cut heals before that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from taskgraph.transport.calls import OwnedTasks, answer, answer_all_now, answer
 __all__ = ["SimNetwork", "SimTransport"]
 
 _RETRANSMIT_S = 0.2
-"""After a cut heals, TCP finds out within its own pauses."""
+"""How long TCP takes to notice that a cut healed, at most."""
 
 _KNOCKS = 4
 
@@ -49,16 +49,16 @@ class _Connection:
 
 
 class SimNetwork:
-    """What connects the transports of one simulation.
+    """Connects the transports of one simulation.
 
     Args:
-        in_order: share of messages that stay behind the one before them on their connection; the others overtake.
-        on_message: (from, to, message, stage): told when a call arrives and when its reply does.
-        on_call: (from, to, message): told when a call is about to leave.
+        in_order: share of messages that keep their order on a connection; the others may overtake.
+        on_message: (from, to, message): called when a call or a reply arrives.
+        on_call: (from, to, message): called when a call is about to leave.
         slips: how long probes take, and which reports are lost.
-        starving: who comes last for a while.
-        memory: who has none for what comes.
-        links: which of them is slow.
+        starving: actors that come last for a while.
+        memory: nodes without memory for some messages.
+        links: the slow link.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SimNetwork:
         self._memory = memory
         self._links = links
         self.transports: dict[str, SimTransport] = {}
-        self._vanished: set[str] = set()  # nodes whose host is gone: nothing refuses there
+        self._vanished: set[str] = set()  # nodes whose host died: no port there refuses connections
         self._connections: dict[_Connection, None] = {}
         self._cut: dict[tuple[str, str], int] = {}  # (from, to) -> number of the cut
         self._cuts = 0
@@ -95,7 +95,7 @@ class SimNetwork:
     # -- faults -----------------------------------------------------------------------------------
 
     def cut(self, one: str, other: str) -> int:
-        """Nothing of `one` reaches `other` until it is healed with the number returned."""
+        """Cuts the link from `one` to `other`. Returns a number for `heal`."""
         self._cuts += 1
         self._cut[(one, other)] = self._cuts
         for connection in self._connections:
@@ -104,7 +104,7 @@ class SimNetwork:
         return self._cuts
 
     def heal(self, one: str, other: str, number: int | None = None) -> None:
-        """What was sent meanwhile arrives, where the connection still stands."""
+        """Ends a cut. Messages sent meanwhile arrive if their connection still stands."""
         link = (one, other)
         if link not in self._cut or (number is not None and self._cut[link] != number):
             return
@@ -117,12 +117,12 @@ class SimNetwork:
             self.heal(one, other)
 
     def reset(self, one: str, other: str) -> None:
-        """Connections between the two are reset; each end learns of it by itself."""
+        """Resets the connections between two nodes; each end learns of it by itself."""
         for connection in [c for c in self._connections if {c.dialler, c.acceptor} == {one, other}]:
             self._reset(connection, f"the connection between {one} and {other} was reset")
 
     def half_open(self, one: str, other: str) -> None:
-        """What stands between the two forgot their connections: no bytes, and no error either."""
+        """A router forgets the connections between two nodes: no bytes arrive, and no error either."""
         for connection in self._connections:
             if {connection.dialler, connection.acceptor} == {one, other} and not connection.half_open:
                 connection.half_open = True
@@ -130,7 +130,7 @@ class SimNetwork:
                     self._at(connection, node, self.settings.ping_timeout_s, "no keep-alive came back")
 
     def crash(self, node: str, *, host: bool) -> None:
-        """The process dies. With its host nothing refuses or resets any more: it is only silent."""
+        """The process dies. If its host dies too, no port refuses and no connection is reset: there is silence."""
         transport = self.transports.pop(node, None)
         if transport is None:
             return
@@ -152,12 +152,12 @@ class SimNetwork:
         return usual_s if self._links is None else self._links.delay_s(one, other, usual_s, self.settings.connect_s)
 
     async def hold_up_probe(self) -> None:
-        """What a probe takes beside its messages."""
+        """Takes the time that a probe takes beside its messages."""
         if self._slips is not None and (slow_s := self._slips.probe_s(self.settings.connect_s)):
             await asyncio.sleep(slow_s)
 
     def later(self, delay_s: float, function: Callable[[], None]) -> None:
-        """As the network itself: no process holds it back."""
+        """Calls the function later, outside of all processes."""
         later(delay_s, function)
 
     def is_cut(self, one: str, other: str) -> bool:
@@ -168,7 +168,7 @@ class SimNetwork:
         return node in self._vanished
 
     def _late_s(self, sender: str, to: str, kind: str) -> float:
-        """How much later than it would a message arrives."""
+        """The delay of a message by actors that come last."""
         if self._starving is None:
             return 0.0
         return self._starving.late_s(
@@ -176,17 +176,17 @@ class SimNetwork:
         )
 
     def loses(self, message: object) -> bool:
-        """Whether one is lost of those of which nobody is told that they arrived."""
+        """Whether a report is lost: these messages get no acknowledgement."""
         return isinstance(message, Report | Reports) and self._slips is not None and self._slips.report()
 
     def arrived(self, to: str, reply: Reply) -> Reply:
-        """What `to` takes a reply for: one that it has no memory for is refused there."""
+        """The reply as `to` receives it: a refusal if `to` has no memory for it."""
         if self._memory is None or not self._memory.lacks(to, reply):
             return reply
         return Refusal(Reason.NO_MEMORY, f"{name_of(to)} has no memory for a reply")
 
     def transmit(self, connection: _Connection, sender: str, deliver: Callable[[], None], kind: str = "") -> None:
-        """Runs `deliver` at the other end, in its process, if both ends still stand then."""
+        """Runs `deliver` in the other end's process, if both ends are still open then."""
         to = connection.other(sender)
         if connection.half_open or not connection.open[sender]:
             return
@@ -213,7 +213,7 @@ class SimNetwork:
         return connection
 
     def _keep_alive(self, connection: _Connection, one: str, other: str, number: int) -> None:
-        """A cut that lasts ends the connection at both ends."""
+        """Ends the connection at both ends if the cut lasts."""
 
         def look() -> None:
             if self._cut.get((one, other)) == number:
@@ -227,7 +227,7 @@ class SimNetwork:
             self.tell_end(connection, node, why)
 
     def tell_end(self, connection: _Connection, node: str, why: str, *, clean: bool = False) -> None:
-        """A FIN or RST on its way to that end."""
+        """Sends a FIN or RST to that end."""
         other = connection.other(node)
         if connection.half_open:
             return
@@ -258,7 +258,7 @@ class SimNetwork:
             transport.ended(connection, why, clean=clean)
 
     def close_end(self, connection: _Connection, node: str, why: str) -> None:
-        """An end says goodbye, and the other one is told."""
+        """Closes an end, which tells the other end."""
         if connection.open[node]:
             self.tell_end(connection, connection.other(node), why, clean=True)
             self._end(connection, node, why, clean=True)
@@ -303,7 +303,7 @@ class SimTransport:
         await self._tasks.close()
 
     def vanish(self, why: str) -> None:
-        """Nothing is sent or taken any more."""
+        """Stops sending and receiving."""
         self._down = why
         for connection in [c for connections in self._open.values() for c in connections]:
             self._fail(connection, why)
@@ -414,7 +414,7 @@ class SimTransport:
                 if target is None:
                     if network.dead_end(node):
                         await asyncio.Event().wait()
-                    raise PeerGone(f"node {node}: nobody listens")
+                    raise PeerGone(f"node {node}: no process listens")
                 connection = network.connect(self.node, node, probe=probe)
                 greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 network.transmit(connection, self.node, lambda: target._greet(connection, greeted))
@@ -431,7 +431,7 @@ class SimTransport:
             raise PeerLost(f"node {node}: no connection within {network.settings.connect_s:g} s") from None
 
     async def _knock(self, node: str) -> None:
-        """Waits, within the time of whoever dials, for a link on which a connection can be made: TCP tries again."""
+        """Waits, within the dialler's limit, until the link carries packets again: TCP retries."""
         network = self.network
         for _ in range(_KNOCKS):
             cut = network.is_cut(self.node, node) or network.is_cut(node, self.node)
@@ -561,4 +561,4 @@ class _OneOfSeveral(asyncio.Future[Reply]):
 
     def set_exception(self, error: type | BaseException, /) -> None:
         super().set_exception(error)
-        self.exception()  # seen, even if nobody looks
+        self.exception()  # marks it as retrieved, even if no code reads it

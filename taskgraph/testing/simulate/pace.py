@@ -1,7 +1,7 @@
-"""What takes long in a seed without being a failure: steps of the event loop, whoever comes last for a while, a slow
-link; and hosts' clocks.
+"""Delays that are no failures: slow steps of event loops, actors that come last for a while, a slow link; also the
+clocks of hosts.
 
-Each draws from a generator of its own, and only in some of the seeds, so that the others do not depend on it.
+Each kind is drawn from its own generator and in some of the seeds only, so the other seeds do not depend on it.
 """
 
 from __future__ import annotations
@@ -59,11 +59,10 @@ _FOR_S = (0.1, 6.0)
 
 
 class Steps:
-    """How long the event loop of a node takes for what is to be run at one time, before it looks what else has come.
+    """How long a step of a node's event loop takes.
 
-    Code takes no virtual time of its own. So whatever follows from something without a wait would be through before
-    anything else can happen: no message would arrive, and nobody would be killed, between two steps of a function that
-    waits for nobody.
+    Code takes no virtual time of its own. So without this no message would arrive, and no node would be killed, between
+    two steps that follow each other without a wait.
     """
 
     def __init__(self, rng: random.Random, *, share: float) -> None:
@@ -73,7 +72,7 @@ class Steps:
         self._long = rng.choice(_LONG_STEPS)
 
     def end(self) -> None:
-        """None takes any time from now on."""
+        """From now on steps take no time."""
         self.drawn = False
 
     def step_s(self) -> float:
@@ -86,39 +85,39 @@ class Steps:
 
 
 class Starving:
-    """Who comes last for a while: all that one node sends or gets, or all messages of a kind, or what etcd tells one.
+    """Actors that come last for a while: a node, a link, a kind of message, or etcd's answers to one node.
 
     After S. Burckhardt et al., "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs" (ASPLOS 2010):
-    delays that are drawn anew for each event hardly ever make one actor late for long. Many races need no more than
-    that, at one of few moments. So at few events of a run one of those whom the event is of becomes the last one. It
-    does not stand still: here time passes where all others wait for it, and then they give up.
+    delays that are drawn for each event alone hardly ever make one actor late for long, and many races need just that.
+    So at a few events of a run, one actor of the event becomes the last one. It is late, but does not stand still: if
+    all others waited for it, virtual time would pass and they would give up.
 
     Args:
         share: of the seeds that have this.
         now: the time.
 
     Attributes:
-        told: is called with who comes last, how late, and for how long.
+        on_last: called with the actor that comes last, how late it is, and for how long.
     """
 
     def __init__(self, rng: random.Random, *, share: float, now: Callable[[], float]) -> None:
         self._rng = rng
         self._now = now
-        self.told: Callable[[str, float, float], None] = lambda name, late_s, for_s: None
+        self.on_last: Callable[[str, float, float], None] = lambda name, late_s, for_s: None
         self._changes: list[int] = []
         if rng.random() < share:
             self._changes = sorted(int(_drawn(rng, _EVENTS)) for _ in range(rng.choice(_CHANGES)))
         self.drawn = bool(self._changes)
         self._events = 0
-        self._last: dict[str, tuple[float, float]] = {}  # who is late -> how late, until when
+        self._last: dict[str, tuple[float, float]] = {}  # actor -> how late it is, and until when
 
     def end(self) -> None:
-        """Nobody is late from now on."""
+        """From now on no actor is late."""
         self._changes.clear()
         self._last.clear()
 
     def late_s(self, *of: str) -> float:
-        """How much later than it would an event happens. It is one of several actors: a node's, a link's, a kind's."""
+        """Returns the delay of an event, which belongs to several actors: a node, a link, a kind of message."""
         if not self._changes and not self._last:
             return 0.0
         self._events += 1
@@ -126,7 +125,7 @@ class Starving:
             del self._changes[0]
             name, late_s, for_s = self._rng.choice(of), _drawn(self._rng, _LATE_S), _drawn(self._rng, _FOR_S)
             self._last[name] = (late_s, self._now() + for_s)
-            self.told(name, late_s, for_s)
+            self.on_last(name, late_s, for_s)
         return max(self._late_s(name) for name in of)
 
     def _late_s(self, name: str) -> float:
@@ -140,10 +139,9 @@ class Starving:
 
 
 class Memory:
-    """Which nodes have no memory for items, or for answers, that come to them.
+    """Nodes without memory for items or answers that they receive.
 
-    In half of the seeds that have this it is one node alone, which never has any for items: it has to leave what it
-    leads to others.
+    In half of these seeds one node never has memory for items, and has to leave its tasks to others.
 
     Args:
         share: of the seeds that have this.
@@ -158,11 +156,11 @@ class Memory:
         self._from = rng.choice((0, 0, 1, 3))  # an epoch
 
     def end(self) -> None:
-        """From now on no node is short of memory, but for one that never has any."""
+        """From now on no node lacks memory, except one that never has any."""
         self.drawn = self.drawn and self.lasts
 
     def lacks(self, node: str, message: object) -> bool:
-        """Whether `node` has none for a message that comes to it."""
+        """Whether `node` has no memory for a message that arrives there."""
         if not self.drawn or not isinstance(message, Item if self.lasts else Item | Answer):
             return False
         if message.stamp.epoch < self._from:
@@ -171,7 +169,7 @@ class Memory:
 
 
 class Clocks:
-    """The monotonic clocks of hosts: each began at a time of its own, and runs at its own rate.
+    """The monotonic clocks of hosts, each with its own start and rate.
 
     Args:
         share: of the seeds that have this; in the others all clocks are one.
@@ -190,7 +188,7 @@ class Clocks:
 
 
 class Links:
-    """One link that is slower than the others, both ways, whichever processes of two names it is between.
+    """One link, between two names of nodes, that is slower than the others in both directions.
 
     Args:
         share: of the seeds that have this.
@@ -202,7 +200,7 @@ class Links:
         self._slower = rng.choice(_SLOWER)
 
     def delay_s(self, one: str, other: str, usual_s: float, connect_s: float) -> float:
-        """How long a message takes there: so long at most that a connection can be made in its time."""
+        """How long a message takes on a link; never too long for a connection to be made."""
         if not self.drawn or {one.rpartition("-")[0], other.rpartition("-")[0]} != self._ends:
             return usual_s
         return max(usual_s, min(self._slower * usual_s, connect_s / 5))
@@ -210,7 +208,7 @@ class Links:
 
 @dataclass
 class Pace:
-    """All of it, of one seed."""
+    """All delays of one seed."""
 
     slips: Slips
     steps: Steps
@@ -245,7 +243,7 @@ class Pace:
 
     @property
     def has(self) -> dict[str, bool]:
-        """What there is of it, in words."""
+        """Names the kinds of delays that the seed has."""
         return {
             "slow probes or reads": self.slips.drawn,
             "lost transactions or reports": self.slips.loses,
@@ -266,6 +264,6 @@ class Pace:
 
 
 def _drawn(rng: random.Random, between: tuple[float, float]) -> float:
-    """As likely of each size."""
+    """Draws a number whose logarithm is uniform."""
     low, high = between
     return low * math.exp(rng.random() * math.log(high / low))

@@ -1,6 +1,6 @@
-"""Where a seed's checkpoints lie: a place that all its nodes see, and that is slow, full or forgetful for a while.
+"""The place of a seed's checkpoints: all nodes see it, and it may be slow, full or forgetful for a while.
 
-The files are real, as is all that is above `checkpoint.places.Place`; only the disk is simulated.
+Only the disk is simulated; the code above `checkpoint.places.Place` is real.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ R = TypeVar("R")
 
 
 class SimPlace:
-    """The files, and what is wrong with them.
+    """The files, and their faults.
 
     Args:
-        moment: told of what was done to the files, and by which node.
-        writes: told of what a node writes.
-        removes: told of what a node removes.
+        moment: called with a named moment, and the node.
+        writes: called before a node writes a file, with its path and the node.
+        removes: called before a node removes a path.
     """
 
     def __init__(
@@ -42,30 +42,28 @@ class SimPlace:
         self._files: dict[str, memoryview] = {}
         self._rng = rng
         self.usual_s = rng.choice((0.0, 0.002, 0.02, 0.1))
-        """What a file takes, at most, when nothing is wrong."""
+        """How long a file takes at most without faults."""
         self.extra_s = 0.0
         self.lose_next = 0
-        """Writes that are said to have happened, and are lost, torn or corrupt: a disk that lied."""
+        """How many of the next writes the disk acknowledges, but loses, tears or corrupts."""
         self.spoilt: set[str] = set()
-        """Files that are not what was written, for the checks."""
+        """Files that differ from what was written."""
         self.lost_in_use: set[str] = set()
-        """Checkpoints of which one was lost while the job went back to them: they had been looked at."""
+        """Checkpoints that lost a file while the job went back to them, after a node had checked them."""
         self._lags: random.Random | None = None
         self._lag_s = 0.0
         self._since: dict[str, float] = {}  # file -> when it came to be
-        self._were: list[
-            tuple[str, float, float, int]
-        ] = []  # those that were removed: from when, until when, their size
+        self._were: list[tuple[str, float, float, int]] = []  # removed files: name, from when, until when, size
 
     def mend(self) -> None:
-        """It is as fast as usual again."""
+        """Makes the place as fast as usual."""
         self.extra_s = 0.0
 
     def seen_by(self, node: str) -> NodePlace:
         return NodePlace(self, node)
 
     def lags(self, rng: random.Random | None, lag_s: float = 0.0) -> None:
-        """From now on a listing is of up to so long ago; without a generator it is of now."""
+        """From now on listings are up to `lag_s` old; without a generator they are new."""
         self._lags, self._lag_s = rng, lag_s
 
     @property
@@ -74,7 +72,7 @@ class SimPlace:
         return self._lags is not None
 
     def _listed(self, start: str) -> dict[str, int | None]:
-        """What begins with `start`: name -> size. There now, or at some time before."""
+        """Files whose names begin with `start`, as a listing shows them: name -> size."""
         found: dict[str, int | None]
         if self._lags is None:
             found = {name: data.nbytes for name, data in self._files.items() if name.startswith(start)}
@@ -105,13 +103,13 @@ class SimPlace:
         became = self._rng.randrange(3)
         if became == 0:
             self._files[path] = memoryview(data[: self._rng.randrange(len(data))])
-        if became == 1:  # as long as it should be: only who reads it knows
+        if became == 1:  # of the right length: only reading shows the damage
             at = self._rng.randrange(len(data))
             self._files[path] = memoryview(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         return became < 2
 
     def lose(self, checkpoint: str) -> str:
-        """A file of a checkpoint is not what was written any more. Returns which."""
+        """Loses or damages a file of a checkpoint. Returns its path."""
         path = self._rng.choice(sorted(path for path in self._files if f"/{checkpoint}/" in path) or [""])
         if path and not self._spoil(path, bytes(self._files[path])):
             self.remove(path)
@@ -152,7 +150,7 @@ class NodePlace:
         self.full, self.extra_s = False, 0.0
 
     def delay_s(self) -> float:
-        """How long a call takes just now, at most."""
+        """How long a call takes now, at most."""
         return self._place.usual_s + self._place.extra_s + self.extra_s
 
     def write(self, path: str, parts: Iterable[Bytes]) -> None:
@@ -183,7 +181,7 @@ class NodePlace:
 
 
 class FileThreads(InlineThreads):
-    """The threads that wait for the place. What a killed process had under way there happened, or did not."""
+    """The threads that wait for the place. Calls of a killed process may have happened or not."""
 
     def __init__(self, rng: random.Random, place: NodePlace, ends: Ends | None, late_s: Callable[[], float]) -> None:
         super().__init__(rng, 0.0, ends, late_s)

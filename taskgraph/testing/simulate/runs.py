@@ -1,4 +1,4 @@
-"""What user code saw, run by run: the ledger that the framework does not keep.
+"""What user code saw in each run: the ledger that the framework does not keep.
 
 One `Run` is one execution of a task's processors, for one stamp and one term. When an epoch commits, the runs of the
 terms that count must fit together: each processor ran once, consumed each item once, and consumed what the counted run
@@ -31,7 +31,7 @@ class Run:
     stamp: Stamp
     term: int
     steps: tuple[Step, ...]
-    told: int | None = None  # the epoch that `on_commit` was called with last, before this one was composed
+    last_commit: int | None = None  # the epoch of the last `on_commit` before this run was composed
     saw: set[int] = field(default_factory=set)  # states that it worked from
     ran: Counter[str] = field(default_factory=Counter)
     consumed: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -66,11 +66,11 @@ class Runs:
         self._revision = revision
         self._runs: dict[tuple[int, Stamp, int], Run] = {}
         self._composed: dict[tuple[int, int, int], int] = {}  # (task, attempt, term) -> the last epoch
-        self._told: list[tuple[int, int, int | None]] = []
+        self._commit_calls: list[tuple[int, int, int | None]] = []
 
-    # -- told by user code ------------------------------------------------------------------------
+    # -- called by user code ------------------------------------------------------------------------
 
-    def composed(self, epoch: Any, steps: tuple[Step, ...], told: int | None) -> None:
+    def composed(self, epoch: Any, steps: tuple[Step, ...], last_commit: int | None) -> None:
         work = epoch._work
         if not isinstance(work, Attempt):
             return
@@ -81,7 +81,7 @@ class Runs:
         if work.number < (last := self._composed.get(of, work.number)):
             raise Violation(f"task {work.task}, term {work.term}: epoch {last} began before epoch {work.number}")
         self._composed[of] = work.number
-        self._runs[key] = Run(*key, steps, told)
+        self._runs[key] = Run(*key, steps, last_commit)
 
     def began(self, epoch: Any, steps: tuple[Step, ...]) -> None:
         """`composed`, of a task whose `compose` is not called in every epoch: by each of its computes."""
@@ -141,7 +141,7 @@ class Runs:
         self._of(epoch).finishes = True
 
     def told_committed(self, task: int, number: int, state: int | None) -> None:
-        self._told.append((task, number, state))
+        self._commit_calls.append((task, number, state))
 
     def torn_down(self, task: int) -> None:
         self._torn_down()
@@ -174,10 +174,10 @@ class Runs:
 
     # -- asked by the checks ----------------------------------------------------------------------
 
-    def told(self) -> list[tuple[int, int, int | None]]:
-        """What `on_commit` told since the last time it was asked: (task, epoch, state)."""
-        told, self._told = self._told, []
-        return told
+    def commit_calls(self) -> list[tuple[int, int, int | None]]:
+        """Calls of `on_commit` since the last call of this method: (task, epoch, state)."""
+        calls, self._commit_calls = self._commit_calls, []
+        return calls
 
     def committed(self, stamp: Stamp, terms: dict[int, int], states: dict[int, int], base: int) -> dict[int, int]:
         """An epoch committed with these terms. Returns task -> state after it.
@@ -198,10 +198,10 @@ class Runs:
         for run in runs.values():
             for state in sorted(run.saw - {states[run.task]}):
                 raise Violation(f"{run} worked from state {state:x}, not from the boundary {states[run.task]:x}")
-            # Who was primary when the job went back was told of that boundary before, and of later ones since.
-            undone = run.told is not None and stamp.epoch == base <= run.told
-            if run.told not in (None, stamp.epoch - 1) and not undone:
-                raise Violation(f"{run} began when on_commit had been called last with epoch {run.told}")
+            # A primary that survived a roll-back got `on_commit` for this boundary before, and for later ones since.
+            undone = run.last_commit is not None and stamp.epoch == base <= run.last_commit
+            if run.last_commit not in (None, stamp.epoch - 1) and not undone:
+                raise Violation(f"{run} began when on_commit had been called last with epoch {run.last_commit}")
             _check_whole(run)
             for (tag, producer), value in run.consumed.items():
                 put = runs[producer].puts.get((tag, run.task))

@@ -1,4 +1,4 @@
-"""One seed: drawn, run to its end, judged."""
+"""Draws a seed, runs it to its end, and judges it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ LEAVING = 0.15
 LEAVES_S = 3.0
 """For how long there are failures then, at most."""
 LEFT_S = 90.0
-"""Virtual time after which they must have ended: nobody may have collected their results."""
+"""Virtual time after which these nodes must have ended, also if no launcher collected results."""
 
 LAGGING = 0.3
 """Share of the seeds with checkpoints whose place lists late what was written, and what was removed."""
@@ -117,12 +117,12 @@ _LOST_AFTER_S = 7.0
 """No failure lasts longer, but where nodes are forgotten; two of one node in a row may."""
 
 LIMIT_CPU_S = 10.0
-"""What a seed may cost, by far; one that takes longer has met a loop that does not end."""
+"""Processor seconds that no seed needs: one that takes longer is in an endless loop."""
 
 
 @dataclass
 class Outcome:
-    """What became of a seed.
+    """The outcome of a seed.
 
     Attributes:
         problem: "" or what was violated, or what hangs.
@@ -174,7 +174,7 @@ _COLLECT_EVERY = 32
 
 @contextlib.contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """What is dropped in a cycle is found at the end: finalizers act, and when they ran was chance. Faster, too."""
+    """Collects garbage only at the end: otherwise chance decides when finalizers run. It is faster, too."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -189,7 +189,7 @@ def _garbage_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _resting(outcome: Outcome) -> Iterator[None]:
-    """Code takes no virtual time: in most seeds nodes look again at once, as those with few tasks do."""
+    """Draws pauses between a node's looks at its tasks; in most seeds there are none, as with few tasks."""
     rests = random.Random(f"rests of {outcome.seed}")
     if rests.random() >= RESTING:
         yield
@@ -205,7 +205,7 @@ def _rests(rng: random.Random) -> Callable[[float], float]:
 
 @contextlib.contextmanager
 def _large(outcome: Outcome) -> Iterator[None]:
-    """A state is one number: what is made of it, and read from it, never takes a moment of its own in most seeds."""
+    """Treats all values as large in some seeds; states are single numbers, so they are small otherwise."""
     sizes = random.Random(f"sizes of {outcome.seed}")
     outcome.large = sizes.random() < LARGE
     with contextlib.ExitStack() as stack:
@@ -221,14 +221,14 @@ def _large(outcome: Outcome) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _soon() -> Iterator[None]:
-    """What a node has no memory for is asked for again so soon that it happens within a seed that it leaves a task."""
+    """Shortens the retries of a node without memory, so that it leaves a task within a seed."""
     with mock.patch.object(primary, "_SHORT_S", SHORT_S), mock.patch.object(shortage, "LEFT_S", 120 * SHORT_S):
         yield
 
 
 @contextlib.contextmanager
 def _forgetting(outcome: Outcome) -> Iterator[None]:
-    """There are never a thousand nodes: in most seeds nobody is forgotten."""
+    """Forgets gone nodes early in some seeds: no seed has the thousand nodes that it takes otherwise."""
     forgets = random.Random(f"nodes forgotten in {outcome.seed}")
     if forgets.random() >= FORGETTING:
         yield
@@ -243,12 +243,12 @@ def _forgetting(outcome: Outcome) -> Iterator[None]:
 
 
 class Stuck(BaseException):
-    """A callback does not return: on a real node, nothing else would run there any more."""
+    """A callback does not return: on a real node the event loop would be stuck."""
 
 
 @contextlib.contextmanager
 def _watched(loop: SimLoop) -> Iterator[None]:
-    """Interrupts what uses the processor for longer than any seed takes; in a thread there are no signals."""
+    """Interrupts a seed that uses too much processor time. Threads other than the main one get no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -329,7 +329,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         settings = dataclasses.replace(settings, lost_after_s=outcome.forgets.choice((0.5, 0.5, 0.5, 2.0, 7.0)))
     pace = Pace.draw(outcome.seed, own_time)
     if not workload.backups:
-        pace.memory.lasts = False  # there is nobody to leave anything to
+        pace.memory.lasts = False  # no other node could lead its tasks
     world = World(workload, settings, 1, rng, keeps, pace)
     outcome.transcript = world.transcript
     outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
@@ -418,11 +418,11 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
 
 
 def _unhandled(context: dict[str, object]) -> Violation:
-    return Violation(f"nobody handled: {context.get('message')} {context.get('exception')!r}")
+    return Violation(f"not handled: {context.get('message')} {context.get('exception')!r}")
 
 
 async def _submit_again(world: World, again: Again, nodes: int) -> None:
-    """Once a run is over, and its nodes may not have heard of it."""
+    """Submits the job again once its run is over; nodes of that run may not know its end."""
     if again.collected:
         world.collect()
     await asyncio.sleep(again.after_s)
@@ -445,10 +445,10 @@ async def _submit_again(world: World, again: Again, nodes: int) -> None:
 
 
 async def _until_left(world: World, faults: Faults, *, collects: bool) -> None:
-    """Nodes end by themselves, whatever fails meanwhile.
+    """Waits until all nodes have ended by themselves, with faults for a while.
 
     Args:
-        collects: somebody has their results, and says so.
+        collects: a launcher collects the results.
     """
     view, now = world.invariants.view, world.loop.time
     began, healed = now(), False
@@ -490,7 +490,7 @@ async def _until_over(world: World, faults: Faults) -> str:
             if record.state == State.CANCELLED and world.shut_down:  # it went back to a checkpoint before
                 return "shut down"
             return _judge_failure(world, record.reason, faults.ruthless or faults.bold)
-        world.invariants.check_told()
+        world.invariants.check_commit_calls()
         world.invariants.check_result(found)
         return "finished"
     finally:
@@ -500,10 +500,10 @@ async def _until_over(world: World, faults: Faults) -> str:
 
 
 async def _until(work: asyncio.Future[T], world: World, faults: Faults, otherwise: str) -> T:
-    """What comes of it: in a while, or once nothing fails any more.
+    """Waits for `work`: for a while, and then without faults.
 
     Raises:
-        Violation: it does not come even then; `otherwise` says what that is.
+        Violation: `work` is still not done; `otherwise` says what that means.
     """
     waits: list[asyncio.Future[Any]] = [work, world.failed]
     await asyncio.wait(waits, timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -518,7 +518,7 @@ async def _until(work: asyncio.Future[T], world: World, faults: Faults, otherwis
 
 
 def _heal(world: World, faults: Faults) -> None:
-    """No failure from now on, and nodes enough: those started last may have found no etcd, and have ended."""
+    """Ends all faults, and starts nodes if there are too few: the last ones may have found no etcd and ended."""
     faults.end(heal=True)
     world.transcript.add("world", "heal", "no failure from now on")
     while len(world.existing()) < world.settings.min_in_sync + 1:
@@ -549,7 +549,7 @@ def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
 
 
 def hanging(world: World) -> str:
-    """Who waits for what."""
+    """Lists what each node waits for."""
     view = world.invariants.view
     lines = [f"at {view.stamp}, {len(world.existing())} nodes"]
     for known in world.existing():

@@ -1,7 +1,6 @@
-"""Plain functions of users, run on the loop: each takes some virtual time, and none can block.
+"""Runs plain functions of users on the loop. Each takes some virtual time, and none can block.
 
-When in that time it runs makes a difference: a thread may be through with what somebody gives up before the loop hears
-of its end.
+A function may run at any moment of its time: a real thread may have finished a function that the loop gives up.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _LONG_S = 2.0
 
 
 class Ends:
-    """When functions run, and end, in the time they are given: in some of the seeds not only at its end.
+    """When functions run within their time: in some of the seeds not only at its end.
 
     Args:
         late_s: how much later than it would a function ends.
@@ -39,11 +38,11 @@ class Ends:
         self._long = 0.0
 
     def at_once(self) -> bool:
-        """Whether a brief function is over before its caller goes on."""
+        """Whether a brief function ends before its caller goes on."""
         return self.drawn and self._rng.random() < self._at_once
 
     def share(self) -> float:
-        """The share of its time that passes before a function runs; in the rest its end is not heard of."""
+        """The share of a function's time that passes before it runs; the rest, before the loop learns of its end."""
         return self._rng.random() if self.drawn else 1.0
 
     def long_s(self) -> float:

@@ -105,7 +105,7 @@ STEADY = 0.4
 FICKLE = 0.5
 """How many of the jobs whose length is decided by a task have one whose replicas disagree about it."""
 RELAYED = 0.3
-"""How many of the jobs with flags or requests have some that are sent by whoever got one."""
+"""How many of the jobs with flags or requests have tasks that send a flag on when they get one."""
 ASKED_ON = 0.3
 """How many of the jobs with flags or requests have handlers that ask others before they answer."""
 OPENED = 0.3
@@ -115,9 +115,9 @@ _STEPS = 4
 
 
 class Recorder(Protocol):
-    """Is told what user code saw; see `invariants.py`."""
+    """Records what user code saw; see `invariants.py`."""
 
-    def composed(self, epoch: Any, steps: tuple[Step, ...], told: int | None) -> None: ...
+    def composed(self, epoch: Any, steps: tuple[Step, ...], last_commit: int | None) -> None: ...
     def began(self, epoch: Any, steps: tuple[Step, ...]) -> None: ...
     def saw(self, epoch: Any, state: int) -> None: ...
     def ran(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None: ...
@@ -153,9 +153,9 @@ class Workload:
     epochs_in_flight: int = 1
     flying: frozenset[int] = frozenset()  # tasks whose `compose` is `@tg.stateless`
     whims: random.Random | None = field(default=None, repr=False)  # each replica of the task that ends it decides anew
-    relays: int | None = None  # who hears a flag, or is asked, flags the task that is so many after it
+    relays: int | None = None  # a task that gets a flag or a request flags the task this many after it
     lingers_s: float = 0.0  # for so long it holds the epoch before
-    asks_on: int | None = None  # who is asked asks the task that is so many after it, which answers at once
+    asks_on: int | None = None  # a task that gets a request asks the task this many after it, which answers at once
     opens: frozenset[int] = frozenset()  # tasks that flag the next one in `compose`
     moody: int | None = None  # a task that sends its flags in one run of an epoch, and not in another
     rerun: dict[int, Any] = field(default_factory=dict)  # epoch -> its first run of that task
@@ -248,7 +248,7 @@ class Workload:
     def draw_moods(self, rng: random.Random) -> None:
         """Of a job that talks: one task alone has something to say, in one run of an epoch, and not in another.
 
-        So whoever is replaced took no message that its successor would have to know of, and the epoch goes on.
+        So a replaced primary took no message that its successor must know, and the epoch goes on.
         """
         self.moody = rng.randrange(1, self.tasks)  # what the leader's task sends and gets is at hand, and never late
         self.relays, self.lingers_s, self.hears_s = None, 0.0, rng.choice((0.0, 0.3, 0.7, 0.7))
@@ -445,7 +445,7 @@ class _NoState(tg.Task):
     """Channels only; what it begins with is what it has."""
 
     value: Any
-    told: int | None = None
+    last_commit: int | None = None
     """The last epoch that `on_commit` was called with; -1: none yet; None: there is no `on_commit`."""
 
     def __init__(self, workload: Workload, recorder: Recorder) -> None:
@@ -462,7 +462,7 @@ class _NoState(tg.Task):
 
     def _compose(self, epoch: Any) -> None:
         steps = self._workload.steps(epoch.number, self.task_id)
-        self._recorder.composed(epoch, steps, self.told)
+        self._recorder.composed(epoch, steps, self.last_commit)
         for step in steps:
             epoch.processor(
                 functools.partial(self._compute(step), step),
@@ -620,12 +620,12 @@ class _Talking(_NoStateTalking, state=["value"]):
 
 
 class _Listening(_NoState):
-    """Is told what committed."""
+    """A task with an `on_commit`."""
 
-    told = -1
+    last_commit = -1
 
     def on_commit(self, number: int, state: Any) -> None:
-        self.told = number
+        self.last_commit = number
         self._recorder.told_committed(self.task_id, number, None if state is None else int(state["value"][0]))
 
 

@@ -51,7 +51,7 @@ _OF_ONE = {"Reports": "Report", "Offers": "Offer", "WrittenFiles": "Written"}
 
 
 class Moment(Protocol):
-    """Told of a named moment, and of the nodes it is about ("" for none)."""
+    """Called with a named moment, and with the nodes that it concerns ("" for none)."""
 
     def __call__(self, name: str, node: str, peer: str = "") -> None: ...
 
@@ -71,7 +71,7 @@ class SimNode:
     run: asyncio.Task[None]
     dead: bool = False  # killed
     draining: bool = False
-    called_gone: bool = False  # its launcher says so, and is wrong
+    called_gone: bool = False  # its launcher declared it gone, wrongly
 
     @property
     def exists(self) -> bool:
@@ -93,10 +93,10 @@ class World:
     """One simulation.
 
     Args:
-        rng: decides delays; what happens is decided by whoever calls `crash` and the like.
-        keeps: decides what concerns checkpoints alone, so that jobs without any do not depend on it.
-        pace: what holds nodes up without being a failure; nothing where it is not given.
-        moment: told of every named moment, with the node it is about ("" for none), at that very moment.
+        rng: draws delays; the caller decides what fails.
+        keeps: draws what concerns checkpoints only, so that jobs without checkpoints do not depend on it.
+        pace: delays that are no failures; by default there are none.
+        moment: called at every named moment, with the node that it concerns ("" for none).
     """
 
     def __init__(
@@ -115,16 +115,16 @@ class World:
         self.transcript = Transcript(lambda: loop.at)
         self._min_nodes = min_nodes
         self._take(self._made("run", workload))
-        self._next: _Made | None = None  # what is being submitted under the same name
+        self._next: _Made | None = None  # the run that is being submitted under the same name
         self.keys = Keys(self.spec.name)
         self._absent_since: dict[str, float] = {}  # node whose key was deleted -> when
         self._gone_before: set[str] = set()  # nodes that were gone when their job's name was submitted again
-        self.shut_down = False  # somebody ended the run by a command
+        self.shut_down = False  # a user ended the run by a command
         self.moment: Moment = lambda name, node, peer="": None
         self.nodes: dict[str, SimNode] = {}
         self._keeps = keeps
         self.pace = pace or Pace.none()
-        self.pace.starving.told = self._comes_last
+        self.pace.starving.on_last = self._comes_last
         self.place = SimPlace(
             random.Random(keeps.getrandbits(64)),
             lambda name, node: self.moment(name, node),
@@ -165,7 +165,7 @@ class World:
     # -- runs -------------------------------------------------------------------------------------
 
     def _made(self, run: str, workload: Workload) -> _Made:
-        """Another run of the job's name: its code, and what must hold of it."""
+        """Prepares a run of the job's name: its code and its invariants."""
         runs = Runs(
             lambda: self.transcript.state("epochs in flight"),
             lambda: self.transcript.state("torn down"),
@@ -194,19 +194,19 @@ class World:
         self.spec, self.invariants = made.spec, made.invariants
 
     async def submit_again(self, run: str, workload: Workload, nodes: int, *, resume: bool) -> None:
-        """The job's name is submitted again, with other states or from the newest checkpoint, and its nodes start.
+        """Submits the job's name again, with other states or from the newest checkpoint, and starts nodes.
 
-        Those of the run before may still be there, and may have something to write.
+        Nodes of the run before may still exist and write.
 
         Raises:
-            JobRunning: the run before is not over: it went back to a checkpoint.
+            JobRunning: the run before went back to a checkpoint, so it is not over.
         """
         made = self._next = self._made(run, workload)
         spec = dataclasses.replace(made.spec, expected_nodes=nodes)
         with self._planning():
             try:
                 spec, beginning = await self._planned(spec, resume=resume)
-            except CheckpointError as error:  # none of them can be used: whoever starts the job begins anew then
+            except CheckpointError as error:  # no checkpoint can be used, so the launcher begins anew
                 self.transcript.add("launcher", "refused", str(error))
                 if not (self.place.spoilt or self.place.late):
                     raise Violation(f"a job with checkpoints cannot be resumed: {error}") from error
@@ -216,7 +216,7 @@ class World:
                 try:
                     await begin(self.launcher, spec, beginning)
                     break
-                except Unavailable:  # whoever is told so tries again
+                except Unavailable:  # a launcher tries again
                     await asyncio.sleep(0.1)
         self.transcript.state("submitted again" if beginning.checkpoint is None else "went on from a checkpoint")
         self._names = 0
@@ -224,7 +224,7 @@ class World:
             self.add()
 
     async def _planned(self, spec: JobSpec, *, resume: bool) -> tuple[JobSpec, Beginning]:
-        """What `plan` says; whoever is told that etcd is away tries again."""
+        """Returns what `plan` returns, and tries again while etcd is away."""
         while True:
             try:
                 return await plan(self.launcher, spec, resume=resume, fresh=not resume)
@@ -233,7 +233,7 @@ class World:
 
     @contextlib.contextmanager
     def _planning(self) -> Iterator[None]:
-        """Whoever submits a job sees the simulated place, and waits for it as nodes do."""
+        """The launcher sees the simulated place, and waits for it as nodes do."""
         place = self.place.seen_by("launcher")
         threads = FileThreads(random.Random(self._keeps.getrandbits(64)), place, self.pace.ends, lambda: 0.0)
         with (
@@ -270,7 +270,7 @@ class World:
         )
         place = self.place.seen_by(node_id)
         events = EventLog(name)
-        events.listen(lambda event: self._told(node_id, event))
+        events.listen(lambda event: self._on_event(node_id, event))
         host = f"h{self._rng.randrange(1, 4)}"
         process.clock = threads.clock = self.pace.clocks.of(host)
         making = partial(
@@ -305,7 +305,7 @@ class World:
         return lambda: self.pace.starving.late_s(what, f"{what} of {node_id}")
 
     def _stepped(self, node_id: str) -> Callable[[], float] | None:
-        """What a node's event loop takes for what it ran at one time; None where that is nothing."""
+        """Returns the function that draws how long a step of the node's loop takes; None if steps take no time."""
         steps = self.pace.steps
         if not steps.drawn:
             return None
@@ -348,29 +348,26 @@ class World:
                 self.violated(Violation(f"{node.id} ended: {error}"))
             elif not self._over and len(self.existing()) - 1 <= self.settings.min_in_sync:
                 self.add()  # it was thawed as all failures ended, and counted as one of those that go on
-        except Exception as error:  # a bug: not even a process that is being killed may end by one
+        except Exception as error:  # a bug, also in a process that is being killed
             self.violated(Violation(f"{node.id} broke down: {error!r}"))
         finally:
             await self.nodes[node.id].coordinator.close()
 
     def _gone(self, node_id: str) -> bool:
-        """Whether its run says so, or said so.
-
-        Or it may have: a node cannot know that, which was not there while others were forgotten who ended after it was.
-        """
+        """Whether the node's run has ever declared it gone. Also true if that record may have been deleted."""
         view = self.invariants.view
         if node_id in self._gone_before or node_id in view.gone or node_id in self.invariants.forgotten:
             return True
         return view.forgotten is not None and node_id not in view.nodes
 
     def violated(self, error: Exception) -> None:
-        """The run is over: something happened that must not."""
+        """Ends the run, since an invariant broke."""
         if not self.failed.done():
             self.transcript.add("check", "VIOLATION", str(error))
             self.failed.set_exception(error)
 
     def say_gone(self, node_id: str, why: str) -> None:
-        """A launcher says to the node's run that its process is gone."""
+        """A launcher declares the node gone."""
 
         def say() -> None:
             if self.nodes[node_id].of == self.spec.run:
@@ -380,7 +377,7 @@ class World:
         self.etcd.arrive(say)
 
     def collect(self) -> None:
-        """A launcher has the results of the run, if it has finished, and lets its nodes go."""
+        """A launcher collects the results of the run, if it has finished, and its nodes may leave."""
 
         def tell() -> None:
             if self.invariants.view.finished:
@@ -389,7 +386,7 @@ class World:
         self.etcd.arrive(tell)
 
     def shut(self) -> None:
-        """Somebody ends the job, if it runs."""
+        """A user ends the job, if it runs."""
 
         def end() -> None:
             if self.invariants.view.running:
@@ -402,7 +399,7 @@ class World:
     # -- the end ----------------------------------------------------------------------------------
 
     async def status(self) -> StatusRecord:
-        """The job's status once it is not running any more."""
+        """The job's status, once it does not run."""
         while True:
             view = self.invariants.view
             if view.status is not None and view.status.record.state != State.RUNNING:
@@ -410,7 +407,7 @@ class World:
             await asyncio.sleep(0.02)
 
     async def result(self) -> tg.JobResult | None:
-        """The results, once all tasks have the same; None where the job failed after all."""
+        """The results, once all tasks agree; None if the job failed after all."""
         while True:
             status = self.invariants.view.status
             if status is None or status.record.state not in (State.FINISHED, State.RUNNING):
@@ -441,12 +438,12 @@ class World:
         return True
 
     def check_left(self) -> None:
-        """Some time after all nodes have ended. Raises Violation."""
+        """Call this some time after all nodes have ended. Raises Violation if a node's key is left."""
         if found := self.etcd.store.select(self.keys.nodes, prefix=True):
             raise Violation(f"all nodes have ended, and there is {found[0].key}")
 
     async def stop(self) -> None:
-        """Ends every node, also those that are stuck."""
+        """Ends every node, stuck ones too."""
         self._over = True
         self.etcd.store.execute(Txn(success=(Put(self.keys.collected, b"{}"),)))
         self.etcd.wake()
@@ -461,14 +458,14 @@ class World:
     # -- what happens ----------------------------------------------------------------------------
 
     def existing(self) -> list[SimNode]:
-        """Nodes of the run whose process exists, in the order they came."""
+        """Nodes of the run whose process exists, in the order in which they started."""
         return [known for known in self.nodes.values() if known.of == self.spec.run and known.exists]
 
     def _living(self) -> dict[str, Node]:
         return {known.id: known.node for known in self.existing()}
 
     def _files(self, record: CheckpointRecord) -> dict[int, Encoded] | None:
-        """task -> what a checkpoint has of it; None where the disk lied."""
+        """task -> its value in a checkpoint; None if the disk lied."""
         origin = Origin(job=self.spec.name, fingerprint=self.spec.fingerprint, tasks=self.spec.tasks)
         store = Store("file:///simulated", origin, place=self.place.seen_by("the checks"))
         try:
@@ -480,14 +477,14 @@ class World:
             raise Violation(f"a checkpoint is complete, and cannot be used: {error}") from error
         return {task: value for task, value in read.items() if value is not None}
 
-    def _told(self, node_id: str, event: Event) -> None:
+    def _on_event(self, node_id: str, event: Event) -> None:
         self.transcript.add(node_id, event.kind, event.text)
         self.transcript.state(event.kind)
         if "left_to" in event.fields:
             self.transcript.state("left for want of memory")
         if (lease := event.fields.get("lease")) is not None:
             self.transcript.state("lease ended")
-            # It had less than a second left at most a second before, by the clock of whoever asked.
+            # The lease had less than a second left at most a second before, by the clock of the asking node.
             if not outside(self.etcd.store.ended, int(lease), 2.0 * self.pace.clocks.drift):
                 self.violated(Violation(f"{node_id} says too early: {event.text}"))
 
@@ -545,7 +542,7 @@ class World:
             else:
                 self.invariants.wrote(revision, events)
             self._check_run(events)
-            self.invariants.check_told()
+            self.invariants.check_commit_calls()
             if self.invariants.view.checkpoint is not None:
                 self._pointed_to.add(self.invariants.view.checkpoint.record.name)
         except Violation as error:
@@ -556,7 +553,7 @@ class World:
             self.etcd.later(0.0, self.moment, f"after {kind}", self._whose(puts))
 
     def _check_leases(self, events: tuple[KeyEvent, ...]) -> None:
-        """Whose key just expired must not count on its lease any more, however frozen it is."""
+        """A node must not count on its lease after its key expired, however frozen it is."""
         for event in events:
             node_id = event.kv.key.removeprefix(self.keys.nodes)
             known, registered = self.nodes.get(node_id), self.invariants.view.nodes.get(node_id)
@@ -588,7 +585,7 @@ class World:
                 self.violated(Violation(f"{node_id} removes {path}, which may still become a checkpoint"))
 
     def _check_absence(self, events: tuple[KeyEvent, ...]) -> None:
-        """Who is gone without a launcher's word has had no key for long enough."""
+        """A node that was declared gone without a launcher had no key for long enough."""
         now, absent = self.loop.at, self._absent_since
         for event in events:
             key = event.kv.key
@@ -606,7 +603,7 @@ class World:
                     raise Violation(f"{node_id} is gone since {record.reason}, and it was for {for_s:.3f} s")
 
     def _check_run(self, events: tuple[KeyEvent, ...]) -> None:
-        """A node of a run before may say that it drains, and what happened to it, and nothing else."""
+        """A node of an earlier run may only write events and its own key."""
         for event in events:
             key = event.kv.key
             if event.kind == "put" and not key.startswith((self.keys.events, self.keys.nodes)):
@@ -615,7 +612,7 @@ class World:
                     raise Violation(f"{known.id} is of a run before, and wrote {key}")
 
     def _whose(self, puts: list[tuple[str, bytes]]) -> str:
-        """The node that a write is about, by its writer."""
+        """The node that wrote."""
         for _, value in puts:
             try:
                 writer = json.loads(value).get("writer", "")
@@ -628,7 +625,7 @@ class World:
 
 
 def _brief(key: str, value: bytes) -> str:
-    """A record without what differs from process to process, and without what is empty."""
+    """A record as text, without empty fields and fields that differ between processes."""
     if not value or key == "generation":
         return value.decode()
     raw = json.loads(value)
@@ -638,11 +635,11 @@ def _brief(key: str, value: bytes) -> str:
 
 
 def void(_: object) -> None:
-    """For what is called for what it does."""
+    """Ignores a result."""
 
 
 class Errors(logging.Handler):
-    """What the framework itself logs as an error is a violation: it says so of nothing that may happen."""
+    """An error in the framework's own log is a violation: nothing that may happen is logged as an error."""
 
     def __init__(self, world: World) -> None:
         super().__init__(logging.ERROR)

@@ -48,7 +48,9 @@ def test_empty_dict_is_a_link_without_neighbors() -> None:
     assert tg.testing.compute(passes_on, ins={"cfg": {0: {}}}) == {"out": {}}
     with pytest.raises(GraphError, match="'cfg' comes from no task") as caught:
         tg.testing.compute(passes_on, ins={"cfg": {}})
-    assert caught.value.__notes__ == ["nobody puts 'cfg': ins has {} there; of an empty dict as value say {0: {}}"]
+    assert caught.value.__notes__ == [
+        "no task puts 'cfg': ins has {} there; write {0: {}} if the value is an empty dict"
+    ]
 
 
 @pytest.mark.parametrize("outs", [None, ("x", "y")])
