@@ -184,16 +184,16 @@ async def test_what_cannot_be_removed_at_the_end_costs_no_result(
     """Nor does a runtime directory that is not there any more."""
 
     def on_start(follower: Collector, nodes: LocalNodes) -> None:
-        lock = runtime.root / "jobs" / ".sums.lock"
-        lock.unlink()
-        lock.mkdir()
+        (entry,) = (runtime.root / "jobs").rglob("*.json")
+        entry.unlink()
+        entry.mkdir()
         monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", "/nowhere")
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         result = await tg.arun(sums(), nodes=2, timeout_s=60, hooks=Hooks(on_start=on_start))
     assert result.value == VALUES
     told = [record.message for record in caplog.records if "cannot be removed" in record.message]
-    assert len(told) == 1 and ".sums.lock cannot be removed" in told[0]
+    assert len(told) == 1 and ".json cannot be removed" in told[0]
 
 
 @pytest.mark.smoke
