@@ -9,10 +9,10 @@ def entry() -> None:
         from taskgraph.system.signals import obey_sigterm
 
         obey_sigterm()
-        from taskgraph.cli import main, tell_of_threads
+        from taskgraph.cli import main, report_threads
 
         code = main()
-        tell_of_threads()
+        report_threads()
     except KeyboardInterrupt:
         print("taskgraph: interrupted", file=sys.stderr)
         code = 130

@@ -1,6 +1,6 @@
 """The command line: `taskgraph ...`, `python -m taskgraph ...`, and `tg.main(job_function)` in a driver.
 
-Exit codes: 0 well; 1 the job failed; 2 the command or the driver is wrong; 3 etcd or a node cannot be reached; 130
+Exit codes: 0 success; 1 the job failed; 2 the command or the driver is wrong; 3 etcd or a node cannot be reached; 130
 interrupted.
 """
 
@@ -34,16 +34,16 @@ from taskgraph.system.streams import drop_unwritten, make_good
 if TYPE_CHECKING:
     from taskgraph.jobs import JobFunction
 
-__all__ = ["driver_main", "main", "tell_of_threads"]
+__all__ = ["driver_main", "main", "report_threads"]
 
 FAILED, UNREACHABLE, INTERRUPTED = 1, 3, 130
 _OF_DRIVERS = ("run", "submit", "launch")
 _THREADS_S = 2.0
-"""Who waits longer for threads to end is told of it."""
+"""How long the process waits for threads before it says so."""
 
 
 _LEAST_FILES = 64
-"""A command needs some, and with fewer it fails wherever it happens to be."""
+"""With fewer open files a command would fail anywhere, with a traceback."""
 _MORE_FILES = "`ulimit -n 1024` allows more"
 
 _COMMANDS = {name: where for group in COMMANDS.values() for name, where in group.items()}
@@ -57,12 +57,11 @@ def _command(name: str) -> Callable[..., Any]:
 
 def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    make_good()  # first of all: nothing may take the place of a standard stream
+    make_good()  # first, so that no other file becomes a standard stream
     hear_of_children()
     # Before anything imports numpy: a `node` typed by hand computes like one that was launched.
     set_thread_env(1)
-    # Else whoever connects to a node has gRPC write a line for each frame that it does not like, and every failed
-    # handshake is one, too. What it comes to is said in our words.
+    # Otherwise gRPC prints a line for each bad frame or failed handshake. Our errors say the same.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         made = parser(driver=function)
@@ -79,7 +78,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
             import uvloop
 
             code = uvloop.run(code)
-        sys.stdout.flush()  # what cannot be written is an error here, and not after the end
+        sys.stdout.flush()  # so that a full disk is an error of this command
         return int(code)
     except JobFailed as error:
         what = "the job was ended" if isinstance(error, JobCancelled) else "job failed"
@@ -100,7 +99,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
         _print("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        drop_unwritten()  # whoever read our output has enough
+        drop_unwritten()  # the reader of our output has closed it
         return 0
     except (OSError, RuntimeError) as error:
         text = no_thread(error) if isinstance(error, RuntimeError) else _of_the_host(error)
@@ -109,12 +108,12 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
         _print(text, error)
         return FAILED
     finally:
-        if not getattr(sys.stdout, "closed", False):  # by a driver, which may have put something simpler there
-            drop_unwritten()  # what was printed before an error: Python would fail of it, too, with a code of its own
+        if not getattr(sys.stdout, "closed", False):  # a driver may have replaced standard output
+            drop_unwritten()  # else Python fails to flush it at exit, with another exit code
 
 
 def _of_the_host(error: OSError) -> str:
-    """What to say where the host, or where the command was started, is at fault; "" where that is not the error."""
+    """The message for an error of the host or the working directory; "" for any other error."""
     if error.errno == errno.ENOENT and "temporary directory" in (error.strerror or ""):  # what `tempfile` says
         return f"{error.strerror}: set TMPDIR to a directory that can be written"
     if error.errno == errno.ENOENT and error.filename is None and _is_nowhere():  # what `os.getcwd` says
@@ -128,7 +127,7 @@ def _of_the_host(error: OSError) -> str:
 
 
 def _is_nowhere() -> bool:
-    """Whether the working directory is gone, as that of a shell where a clone was made anew from another one."""
+    """Was the working directory removed?"""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -143,44 +142,43 @@ def _print(text: str, error: Exception | None = None) -> None:
         say(line)
 
 
-def tell_of_threads() -> None:
-    """Before this process ends: Python waits for threads that are no daemons, as long as that takes, and says nothing.
+def report_threads() -> None:
+    """Call it before this process ends: reports threads of the driver that Python waits for.
 
-    A driver may have started one where it is imported.
+    Python waits for threads that are no daemons, and says nothing.
     """
     if all(thread.daemon for thread in threading.enumerate() if thread is not threading.current_thread()):
         return
-    teller = threading.Timer(_THREADS_S, _tell_of_threads)  # those of a pool end as soon as Python is about to
+    teller = threading.Timer(_THREADS_S, _report_threads)  # threads of a pool end by themselves
     teller.daemon = True
-    with contextlib.suppress(RuntimeError):  # no thread is to be had: nor is one needed
+    with contextlib.suppress(RuntimeError):  # without a thread there is no report
         teller.start()
 
 
-def _tell_of_threads() -> None:
+def _report_threads() -> None:
     main_thread = threading.main_thread()
     names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main_thread]
     if names and not main_thread.is_alive():
-        text = f"it is done, and waits for threads that the driver started: {', '.join(names)}"
-        _print(f"{text} (Python ends without them if they are made with daemon=True; Ctrl-C ends it)")
+        text = f"done; waiting for threads that the driver started: {', '.join(names)}"
+        _print(f"{text} (Ctrl-C ends them; Python does not wait for threads with daemon=True)")
 
 
 def driver_main(function: JobFunction[...]) -> None:
     """`tg.main(fit)` at the end of a driver: the command line with this driver; no command means run.
 
     Raises:
-        JobError: it is given something else than a job function, or a driver calls it while it is imported, or where an
-            event loop runs.
+        JobError: the argument is no job function, the driver is being imported, or an event loop runs.
     """
     from taskgraph.driver.loading import check_no_loop, check_not_importing
-    from taskgraph.jobs import check_job_function  # as the driver has; most commands do without
+    from taskgraph.jobs import check_job_function  # only a driver needs this
 
     check_job_function(function)
-    check_not_importing(function.__name__)  # before a node's own arguments are taken for those of the command line
+    check_not_importing(function.__name__)  # else it would parse the arguments of a node process
     check_no_loop("tg.main", f"`await tg.arun({function.__name__}(...))`")
     obey_sigterm()
     arguments = sys.argv[1:]
     if not arguments or (arguments[0] not in _COMMANDS and arguments[0] not in ("-h", "--help", "--version")):
         arguments = ["run", *arguments]
     code = main(arguments, function)
-    tell_of_threads()
+    report_threads()
     sys.exit(code)

@@ -1,7 +1,7 @@
-"""The one tree of errors.
+"""The tree of errors.
 
-Every error says whose fault it was (its class), what happened and where (its fields and message), and what to
-do about it (the end of its message). `str(error)` is what a user reads.
+The class of an error says whose fault it is, its fields and message what happened and where, and the end of its
+message what to do. Users read `str(error)`.
 
     TaskGraphError
     ├── JobError            the job or the call is wrong: fix the driver, the graph, or the arguments
@@ -9,17 +9,17 @@ do about it (the end of its message). `str(error)` is what a user reads.
     │   ├── ValueNotEncodable   a value that cannot travel
     │   ├── StateError          state changed outside a sync point, or forgotten by snapshot()
     │   ├── FingerprintMismatch a node runs another driver, or another version of it
-    │   └── JobRunning          a job of that name is running already
-    ├── JobFailed           the job ended without a result; carries the user's own traceback
-    │   ├── JobCancelled        somebody ended it
+    │   └── JobRunning          a job with that name is running already
+    ├── JobFailed           the job ended without a result; has the traceback of the user's code
+    │   ├── JobCancelled        a user ended the job
     │   └── JobTimeout          the job did not end within timeout_s
-    ├── UnknownJob          no job of that name is known
+    ├── UnknownJob          no job with that name is known
     ├── CoordinationError   etcd cannot be reached, refuses, or cannot be started
     │   ├── Unavailable         nothing was done: safe to try again
     │   ├── OutcomeUnknown      a write may or may not have happened: re-read before anything else
-    │   └── LeaseGone           a put on a lease that does not exist any more: nothing was done, take a new one
+    │   └── LeaseGone           a put on a lease that no longer exists: nothing was done, take a new one
     ├── TransportError      a peer cannot be reached or a session broke: safe to try again
-    │   ├── PeerGone            its port refuses: the process does not exist any more
+    │   ├── PeerGone            its port refuses connections: the process has ended
     │   ├── PeerLost            the connection broke, or no answer came in time
     │   └── Refused             the peer answered, and said no (with a reason)
     ├── CheckpointError     a checkpoint that is torn, corrupt, foreign or missing
@@ -61,68 +61,68 @@ _name_of: Final = type.__dict__["__name__"].__get__
 
 
 def class_name(kind: type) -> str:
-    """What a class statement called it: no code of the user's is asked."""
+    """The name of a class, without running code of its metaclass."""
     name: str = _name_of(kind)
     return name
 
 
 def said(error: BaseException) -> str:
-    """What a user's exception says, also where its `__str__`, which is code of theirs, fails."""
+    """The text of a user's exception, also if its `__str__` fails."""
     try:
         return str(error)
-    except BaseException as failed:  # whatever it is, it is not what we were asked to tell of
+    except BaseException as failed:  # less important than the error itself
         return f"(its __str__ raises {kind_of(failed)})"
 
 
 def kind_of(error: BaseException) -> str:
-    """The name of its class, whatever a metaclass of the user's says of it."""
+    """The name of an exception's class."""
     return class_name(type(error))
 
 
 def worded(error: BaseException) -> str:
-    """The same behind its type: `ValueError: what it says`."""
+    """The text of a user's exception after its class: `ValueError: no such key`."""
     text = said(error)
     return f"{kind_of(error)}: {text}" if text else kind_of(error)
 
 
 def first_of(lines: Sequence[str], most: int) -> list[str]:
-    """So many of them, and a last one that counts the rest: of a thousand tasks each may have one."""
+    """The first lines, and a last line that counts the others."""
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def named(names: Sequence[str], most: int) -> str:
-    """So many of them in one text, and how many more there are: `a, b and 3 more`."""
+    """The first names, and a count of the others: `a, b and 3 more`."""
     return " ".join([", ".join(names[:most]), *first_of(names, most)[most:]])
 
 
 USED_UP: Final = (
     "a limit of this process (`ulimit -u`, `-v`, `-d`) or of its container (processes, memory) is used up; raise it"
 )
-"""Where it is not told which of them."""
+"""For errors that do not say which limit it is."""
 
 
 def no_thread(error: BaseException) -> str:
-    """What to say where the system lets a process start no thread; "" where that is not the error."""
+    """The message if the system refused a thread; "" for any other error."""
     if not isinstance(error, RuntimeError) or said(error) != "can't start new thread":
         return ""
     return f"can't start new thread: {USED_UP}"
 
 
 def no_process(error: OSError) -> str:
-    """What to say where the system lets no process be started; "" where that is not the error."""
+    """The message if the system refused a process; "" for any other error."""
     if error.errno not in (errno.EAGAIN, errno.ENOMEM) or error.filename is not None:
         return ""
     return f"no process can be started ({error.strerror}): {USED_UP}"
 
 
 class TaskGraphError(Exception):
-    """The root of everything this package raises on purpose."""
+    """The root of all errors that this package raises on purpose."""
 
 
 class JobError(TaskGraphError):
     """The job, its graph, or a call is wrong. Trying again without a change gives the same error.
 
-    Raised within a job, it fails the job: who runs that gets a JobFailed, with its text.
+    If it is raised within a job, the job fails: `run` raises JobFailed with its text.
     """
 
 
@@ -139,15 +139,15 @@ class StateError(JobError):
 
 
 class FingerprintMismatch(JobError):
-    """A node whose driver is not the one the job was submitted with."""
+    """A node's driver differs from the one that the job was submitted with."""
 
 
 class JobRunning(JobError):
-    """A job of that name is running already."""
+    """A job with that name is running already."""
 
 
 class UnknownJob(TaskGraphError):
-    """No job of that name is known at that etcd or on this host."""
+    """No job with that name is known at that etcd, or on this host."""
 
 
 class JobFailed(TaskGraphError):
@@ -155,10 +155,10 @@ class JobFailed(TaskGraphError):
 
     Attributes:
         job: the job's name.
-        task: the task whose code raised, or None where no single task is to blame.
-        epoch: the epoch it happened in, or None before the first.
+        task: the task whose code raised; None: no single task is to blame.
+        epoch: the epoch of the failure; None: before the first epoch.
         where: the processor, handler or hook, e.g. `"update"`, or "".
-        traceback_text: the user code's own traceback as text, or "".
+        traceback_text: the traceback of the user's code, or "".
     """
 
     def __init__(
@@ -184,11 +184,11 @@ class JobFailed(TaskGraphError):
 
 
 class JobCancelled(JobFailed):
-    """Somebody ended the job before it was finished: by `taskgraph shutdown`, or with Ctrl-C at its launcher."""
+    """A user ended the job before it was finished: with `taskgraph shutdown`, or with Ctrl-C at its launcher."""
 
 
 class JobTimeout(JobFailed):
-    """The job did not end within `timeout_s`; or, in a test, a call of its code did not within `stuck_s`."""
+    """The job did not end within `timeout_s`; or, in a test, a call of its code did not return within `stuck_s`."""
 
 
 class CoordinationError(TaskGraphError):
@@ -200,11 +200,11 @@ class Unavailable(CoordinationError):
 
 
 class OutcomeUnknown(CoordinationError):
-    """A write was sent and no answer came: re-read linearizably before anything else happens."""
+    """A write was sent and no answer came: read again, linearizably, before doing anything else."""
 
 
 class LeaseGone(CoordinationError):
-    """A put named a lease that does not exist (any more). Nothing was done."""
+    """A put named a lease that does not exist. Nothing was done."""
 
 
 class TransportError(TaskGraphError):
@@ -212,14 +212,14 @@ class TransportError(TaskGraphError):
 
 
 class PeerGone(TransportError):
-    """The peer's port refuses connections: its process does not exist any more."""
+    """The peer's port refuses connections: its process has ended."""
 
 
 class PeerLost(TransportError):
     """The connection to the peer broke, could not be made, or no answer came in time.
 
     Attributes:
-        connected: where a peer was dialled, whether a connection was made, so that what failed came after it.
+        connected: a connection was made, and failed later.
     """
 
     def __init__(self, message: str = "", *, connected: bool = False) -> None:
@@ -240,7 +240,7 @@ class Refused(TransportError):
 
 
 class CheckpointError(TaskGraphError):
-    """A checkpoint, or a file of one, that is torn, corrupt, foreign (another job's) or missing. Names the file."""
+    """A checkpoint, or one of its files, is torn, corrupt, another job's, or missing. The message names the file."""
 
 
 class DecodeError(TaskGraphError):

@@ -1,6 +1,6 @@
-"""What to say beside an exception of Python's or numpy's own that a wrong use of ours led to.
+"""Hints beside exceptions of Python or numpy that a wrong use of our API caused.
 
-Such an exception names what failed, and not what to write instead: `assignment destination is read-only`.
+Such an exception says what failed, but not what to write instead: `assignment destination is read-only`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["hint"]
 
 _NAMES: Final = {Epoch: "epoch", Hold: "hold", Inputs: "ins", Outputs: "outs", Reply: "reply"}
 _OURS: Final = frozenset({"close", "filled", "given"})
-"""What these have for the framework."""
+"""Methods that only the framework calls."""
 _FORMS: Final = {
     "Epoch.processor": "epoch.processor(self.add, inbound={'theta': 'parents'}, outbound={'grad': 'parents'})",
     "Epoch.flag": "epoch.flag('children', meta)",
@@ -31,23 +31,23 @@ _FORMS: Final = {
     "Reply.wait": "reply.wait(timeout_s=5)",
 }
 _READ_ONLY: Final = (
-    "what a task receives is read-only: write to a copy of it, as in x = ins['tag'].copy(), or compute a new one, "
+    "received values are read-only: copy the value, as in x = ins['tag'].copy(), or compute a new one, "
     "x = x + 1 instead of x += 1"
 )
-_REPLY: Final = "a Reply is not the answer yet: reply.wait() gives it, in an `async def` await reply"
+_REPLY: Final = "a Reply is not the answer yet: get it with reply.wait(), or with `await reply` in an `async def`"
 _OUTS: Final = "put with outs.put('tag', value)"
 _NUMPYS: Final = (
-    "what a node without a device put, or kept as state, is numpy's: self.xp.asarray(ins['tag']) is one of self.xp "
-    "on every node, see docs/gpu.md"
+    "a value that a node without a device put, or kept as state, is a numpy array: self.xp.asarray(ins['tag']) "
+    "makes an array of self.xp on every node, see docs/gpu.md"
 )
 _TERMINAL: Final = (
-    "nodes have no terminal: breakpoint() and input() need one, and everything in its process: --nodes 0, or "
+    "nodes have no terminal, which breakpoint() and input() need: run the job in one process, with --nodes 0 or "
     "tg.run(..., nodes=0)"
 )
 
 
 def hint(error: BaseException) -> str:
-    """What to do about it, or "" where the exception has nothing to do with us."""
+    """What to do about an exception; "" if our API did not cause it."""
     if _asks(error) and not _terminal():
         return _TERMINAL
     if isinstance(error, ValueError):
@@ -60,12 +60,12 @@ def hint(error: BaseException) -> str:
 
 
 def _asks(error: BaseException) -> bool:
-    """Whether it is what `breakpoint()` and `input()` raise where nobody answers."""
+    """Did `breakpoint()` or `input()` raise this, for want of a terminal?"""
     return kind_of(error) == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in said(error))
 
 
 def _terminal() -> bool:
-    """Whether somebody can type here, who may have ended a debugger, or an input, on purpose."""
+    """Is there a terminal, where a user may have ended a debugger or an input on purpose?"""
     try:
         return sys.stdin is not None and sys.stdin.isatty()
     except ValueError:  # it is closed
@@ -74,10 +74,10 @@ def _terminal() -> bool:
 
 def _of_attribute(owner: Any) -> str:
     if isinstance(owner, Scratch):
-        held = ", ".join(vars(owner)) or "nothing"
+        names = ", ".join(vars(owner)) or "nothing"
         return (
-            f"epoch.scratch is empty at the beginning of every epoch, and of every attempt at it: what is to stay is "
-            f'state; here it holds: {held}; getattr(epoch.scratch, "...", default) is what may not be there yet'
+            "epoch.scratch is empty at the beginning of every epoch, and of every attempt at it: keep lasting values "
+            f'in the state; now it has: {names}; use getattr(epoch.scratch, "...", default) if a name may be missing'
         )
     if isinstance(owner, Reply):
         return _REPLY
@@ -90,9 +90,9 @@ def _of_attribute(owner: Any) -> str:
 
 
 def _of_type(text: str) -> str:
-    """Python names the method that was called wrongly, or the type of the operand that does not fit."""
+    """A hint from the method or operand type that Python names."""
     if (called := re.match(r"(\w+\.\w+)\(\) ", text)) and (form := _FORMS.get(called[1])):
-        return f"it is called as {form}"
+        return f"call it as {form}"
     if "'Reply'" in text:
         return _REPLY
     if "'Outputs' object" in text:

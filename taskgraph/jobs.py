@@ -1,4 +1,4 @@
-"""A job, and the function that makes it, which other processes call again."""
+"""`Job`, and the job function, which every process calls to make the job."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ __all__ = ["Job", "JobFunction", "check_job", "check_job_function", "job"]
 P = ParamSpec("P")
 
 _MOST_TASKS = 1_000_000
-"""Every process has a few entries for each: a number mistyped used up its memory before anything was said."""
+"""Every process has a few entries for each task: a mistyped number would use up its memory."""
 _MOST_BACKUPS = 1_000
-"""Every node plans for each that a task lacks, and does nothing else meanwhile: of a number mistyped it never ended."""
+"""Every node plans each missing backup: with a mistyped number the planning would not end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be run. Make it in a function decorated with `@tg.job`.
+    """A job to run. Make it in a function decorated with `@tg.job`.
 
     Attributes:
         tasks: how many tasks, a million at most; ids are 0 to tasks - 1.
         builder: makes a task: `(task_id) -> Task`, or a Task subclass.
         topology: named links, see `tg.tree` and the others.
         epochs: how many epochs; None: until some processor calls `epoch.finish()`.
-        seed: of `epoch.rng`.
+        seed: the seed of `epoch.rng`.
         name: 1 to 100 of letters (of any language), digits, `.`, `_` and `-`; default: the job function's name.
         backups: replicas of each task beside its primary, a thousand at most; fewer where there are fewer nodes.
         min_nodes: the job does not begin with fewer.
         requires_gpu: whether tasks need a CUDA device; a bool, or a function of the task id.
         checkpoint: where durable checkpoints are kept: `file:///...`, or any URL that fsspec opens.
-        checkpoint_every: one every so many epochs.
+        checkpoint_every: epochs between two checkpoints.
         settings: timeouts and limits.
 
     Raises:
@@ -114,7 +114,7 @@ class Job:
         return self._needs[task_id]
 
     def _ask_needs(self) -> Iterator[bool]:
-        """Asks once, where it can be told: placement looks at it whenever a node comes or goes."""
+        """Calls `requires_gpu` once for each task: placement needs the answers whenever a node comes or goes."""
         asked = self.requires_gpu
         for task_id in range(self.tasks):
             try:

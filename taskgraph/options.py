@@ -1,4 +1,4 @@
-"""A job function's options: its keyword parameters, and how the text of `-o name=value` becomes one's value."""
+"""A job function's options: its keyword parameters, and their values from `-o name=value`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class OptionInfo:
     """An option of a job function: a keyword parameter.
 
     Attributes:
-        type: its annotation, or else the type of its default.
-        required: it has no default.
-        help: what the function's docstring says about it under `Args:`.
+        type: the annotation, or else the type of the default.
+        required: there is no default.
+        help: the parameter's text under `Args:` in the function's docstring.
     """
 
     name: str
@@ -50,7 +50,11 @@ def options_of(function: Callable[..., Any]) -> dict[str, OptionInfo]:
     """The options of a function, in the order of its signature."""
     try:
         hints = get_type_hints(function)
-    except (NameError, TypeError, AttributeError):  # it names what only a type checker imports: defaults have types too
+    except (
+        NameError,
+        TypeError,
+        AttributeError,
+    ):  # a name for type checkers only: take the types of defaults
         hints = {}
     helps = _helps(inspect.getdoc(function) or "")
     found = {}
@@ -77,15 +81,17 @@ def options_text(options: dict[str, OptionInfo]) -> str:
 
 
 def help_text(options: dict[str, OptionInfo]) -> str:
-    """A line for each, as `--help` shows it."""
-    rows = [(f"-o {o.name}={'...' if o.required else o.default}", _told(o.type), o.help) for o in options.values()]
+    """A line for each option, for `--help`."""
+    rows = [
+        (f"-o {o.name}={'...' if o.required else o.default}", _shown_type(o.type), o.help) for o in options.values()
+    ]
     wide = [max((len(row[at]) for row in rows), default=0) for at in (0, 1)]
     lines = [f"  {row[0]:{wide[0]}}  {row[1]:{wide[1]}}  {row[2]}".rstrip() for row in rows]
     return "\n".join(lines) or "  none"
 
 
-def _told(hint: Any) -> str:
-    """A type as `--help` shows it."""
+def _shown_type(hint: Any) -> str:
+    """A type, for `--help`."""
     usable = any(kind is not type(None) and _instead_of(kind) is None for kind in _members(hint))
     return _name(hint) if usable else f"{_type_name(hint)} (cannot be given)"
 
@@ -93,14 +99,14 @@ def _told(hint: Any) -> str:
 def parse(
     function: str, options: dict[str, OptionInfo], texts: Iterable[str], *, flag: str = "-o", kind: str = "option"
 ) -> dict[str, Any]:
-    """Keyword arguments from `name=value` texts; of several for one name the last one counts.
+    """Keyword arguments from `name=value` texts. If a name is given twice, the last value counts.
 
     Args:
-        flag: what these texts are given with.
-        kind: what each of them is called.
+        flag: the flag of these texts, for messages.
+        kind: "option" or "setting", for messages.
 
     Raises:
-        JobError: no such option, a value that is none of its type, or a type whose values are not what JSON holds.
+        JobError: an unknown name, a value of another type, or a type that JSON cannot carry.
     """
     given = {}
     for text in texts:
@@ -119,7 +125,7 @@ def parse(
 
 
 def check_fields(cls: type, given: Iterable[str]) -> None:
-    """Raises JobError where a dataclass has no such fields to be made with."""
+    """Raises JobError for names that are no fields of a dataclass."""
     known = [field.name for field in dataclasses.fields(cls) if not field.name.startswith("_")]
     for name in given:
         if name not in known and not name.startswith("_"):
@@ -129,10 +135,10 @@ def check_fields(cls: type, given: Iterable[str]) -> None:
 
 
 def plain(what: str, value: Any) -> Any:
-    """The value as it comes out of a way through JSON: the same, but numbers of numpy's as Python's.
+    """The value with numpy's numbers as Python's.
 
     Raises:
-        JobError: it comes out as something else, or not at all.
+        JobError: JSON cannot carry the value exactly.
     """
     if value is None or type(value) in (bool, float, str):
         return value
@@ -141,8 +147,8 @@ def plain(what: str, value: Any) -> Any:
             str(value)
         except ValueError:  # too many digits (`sys.set_int_max_str_digits`)
             raise JobError(
-                f"{what}: nodes get a job's arguments as JSON, and of an int of so many digits there is none; pass a "
-                f"text, as of hex(), instead"
+                f"{what}: nodes get a job's arguments as JSON, which cannot carry an int this large; pass a text, "
+                f"such as hex(), instead"
             ) from None
         return value
     if type(value) is list:
@@ -152,11 +158,11 @@ def plain(what: str, value: Any) -> Any:
     kind = _unwrapped(type(value))
     if kind is not type(value) and value.itemsize <= _FLOAT_BYTES:
         return kind(value)
-    way_out = {"tuple": "; make it a list", "dict": " with other keys than str"}.get(
+    way_out = {"tuple": "; pass a list", "dict": " with other keys than str"}.get(
         type(value).__name__, "; pass a number, or the name of a file that every node can read"
     )
     if isinstance(value, Enum):
-        way_out = f"; pass its value, and make it {type(value).__name__}(...) in the function"
+        way_out = f"; pass its value, and call {type(value).__name__}(...) in the function"
     raise JobError(
         f"{what}: nodes get a job's arguments as JSON: None, bool, int, float, str, lists and dicts of these, not "
         f"{type(value).__name__}{way_out}"
@@ -211,7 +217,7 @@ def _convert(name: str, text: str, hint: Any) -> Any:
 
 
 def _members(hint: Any) -> list[Any]:
-    """The types that a union is of, or the one that it is, as what travels of them."""
+    """The member types of a union, or the type itself, without NewType and Annotated."""
     hint = _unwrapped(hint)
     if get_origin(hint) not in (Union, types.UnionType):
         return [hint]
@@ -223,7 +229,7 @@ def _narrow_first(hint: Any) -> list[Any]:
 
 
 def _unwrapped(hint: Any) -> Any:
-    """What a NewType or an Annotated is made of, and Python's number in place of numpy's."""
+    """The type inside a NewType or Annotated; Python's number type for numpy's."""
     if isinstance(hint, NewType):
         return _unwrapped(hint.__supertype__)
     if get_origin(hint) is Annotated:
@@ -240,7 +246,7 @@ def _unwrapped(hint: Any) -> Any:
 
 
 def _instead(hint: Any) -> str | None:
-    """What to annotate a parameter with whose values do not travel; None: values of this type do."""
+    """An annotation to use in place of a type that JSON cannot carry; None: JSON can carry this one."""
     return next((instead for kind in _members(hint) if (instead := _instead_of(kind)) is not None), None)
 
 
@@ -258,12 +264,12 @@ def _instead_of(kind: Any) -> str | None:
         if issubclass(cls, Enum):
             values = [member.value for member in cls]
             if not all(type(value) in _SCALARS for value in values):
-                return f"Literal[{', '.join(map(repr, cls.__members__))}], and make it {name}[...] in the function"
-            return f"Literal[{', '.join(map(repr, values))}], and make it {name}(...) in the function"
+                return f"Literal[{', '.join(map(repr, cls.__members__))}], and use {name}[...] in the function"
+            return f"Literal[{', '.join(map(repr, values))}], and call {name}(...) in the function"
         if issubclass(cls, PurePath):
-            return f"str, and make it {name}(...) in the function"
+            return f"str, and call {name}(...) in the function"
         if issubclass(cls, Set):
-            return f"list[{', '.join(map(_name, parts)) or '...'}], and make it {name}(...) in the function"
+            return f"list[{', '.join(map(_name, parts)) or '...'}], and call {name}(...) in the function"
     return "bool, int, float, str, Literal[...], list[...], dict[str, ...], or a union of these and None"
 
 
@@ -272,7 +278,7 @@ def _makes_keys(kind: Any) -> bool:
 
 
 def _value(text: str, raw: str, kind: Any) -> Any:
-    """The text as a value of this type; raises ValueError where it is none."""
+    """The value of this type that a text stands for; raises ValueError."""
     if kind is str:
         return raw
     if kind is type(None):
@@ -301,12 +307,12 @@ def _value(text: str, raw: str, kind: Any) -> Any:
 
 
 def _container(origin: Any) -> type | None:
-    """What JSON must hold for a type: a list also for Sequence, Iterable and tuple, a dict also for Mapping."""
+    """The JSON container for a type: list also for Sequence, Iterable and tuple, dict also for Mapping."""
     try:
         if origin is tuple or issubclass(list, origin):
             return list
         return dict if issubclass(dict, origin) else None
-    except TypeError:  # no class, or one that is not asked for subclasses: a TypedDict, a protocol
+    except TypeError:  # no class, or one without subclass checks: a TypedDict, a protocol
         return None
 
 
@@ -314,14 +320,14 @@ def _int(text: str) -> int:
     try:
         return int(text, 0)
     except ValueError:
-        number = float(text)  # 1e6 is a number of rows, too
+        number = float(text)  # 1e6 is an int, too
         if not number.is_integer() or abs(number) > 2**53:
             raise ValueError from None
         return int(number)
 
 
 def _fitting(value: Any, hint: Any) -> Any:
-    """A value out of JSON as one of a type, or of one of several; raises ValueError where it is none."""
+    """A JSON value as a value of a type or union; raises ValueError."""
     for kind in _narrow_first(hint):
         try:
             return _of_json(value, kind)

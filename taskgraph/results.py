@@ -1,4 +1,4 @@
-"""What a job leaves: its values, what it reported, and how it went; as Python holds it and as JSON says it."""
+"""The result of a job: values, reports and counts; in Python and as JSON."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from taskgraph.graph.codecs import Codec, codec_of
 __all__ = ["EpochReport", "JobResult", "json_pieces", "plain_value"]
 
 _NAMED = 5
-"""Tasks named in a message before the rest is counted."""
+"""Tasks that a message names."""
 _REPORTS_A_PIECE = 1000
 _BITS_OF_A_DIGIT = 3
-"""At least; for a few ints below the limit hexadecimal digits do, too."""
+"""At least: some ints just below the limit are printed as hexadecimal, too."""
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 200
 
 
 @dataclass(frozen=True, slots=True)
 class EpochReport:
-    """What tasks reported in one committed epoch.
+    """The reports of one committed epoch.
 
     Attributes:
         numbers: by name; where several tasks report one name, the lowest task's.
@@ -43,7 +43,7 @@ class EpochReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class JobResult:
-    """What a job leaves. Its `repr` is short: at a prompt it is often all that is written of a run.
+    """The result of a job. Its `repr` is short, for the prompt.
 
     Attributes:
         name: the job's.
@@ -53,9 +53,8 @@ class JobResult:
         epochs: how many were committed.
         failovers: how often a backup took over from a primary that failed.
         restarts: how often an epoch started again, or the job went back to a checkpoint.
-        wall_s: seconds from submission to the end. Of a job that was submitted, and so is collected by whoever comes:
-            from when the first of the nodes that made its result began to when they had made it. Either way of one
-            process's clock.
+        wall_s: seconds from submission to the end. For a submitted job: from the start of the first node to the end
+            of the last one that computed the result.
     """
 
     name: str
@@ -79,7 +78,7 @@ class JobResult:
 
     @property
     def value(self) -> Any:
-        """The only value. Raises JobError where there is none, or more than one."""
+        """The only value. Raises JobError if there is none, or more than one."""
         if len(self.values) != 1:
             tasks = named([*map(str, self.values)], _NAMED)
             which = f"tasks {tasks} returned one each" if self.values else "no task returned one from result()"
@@ -96,10 +95,9 @@ class JobResult:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> JobResult:
-        """What `to_json` wrote. Everything but `values` is as it was; values stay as JSON says them.
+        """The result from `to_json`. All fields are as before, but `values` stay plain JSON.
 
-        What else there is, of a later version, or `left_out` of a large result, which is kept without its reports, is
-        passed over.
+        Other fields, of a later version or `left_out` of a large result, are ignored.
 
         Raises:
             DecodeError: this is no result.
@@ -122,7 +120,7 @@ class JobResult:
 
 
 def json_pieces(result: JobResult) -> Iterator[str]:
-    """Its JSON, some reports at a time: of millions, all at once would hold up every other thread for a minute."""
+    """The JSON in pieces: a million reports at once would block all threads for a minute."""
     plain = {
         "name": result.name,
         "status": result.status,
@@ -149,11 +147,11 @@ def _floats(numbers: Mapping[str, Any]) -> dict[str, float]:
 
 
 def plain_value(value: Any) -> Any:
-    """A value as JSON can say it. Not exact: a view for people and scripts, not a way back."""
+    """A value as plain JSON, for people and scripts. It cannot be decoded exactly."""
     if (known := declared(value)) is not None:
         try:
             return plain_value(known.encode(value))
-        except Exception as error:  # beside its values others are worth to be seen
+        except Exception as error:  # the other values are still worth showing
             return _unsaid(value, error)
     if value is None or isinstance(value, bool | str):
         return value
@@ -165,13 +163,13 @@ def plain_value(value: Any) -> Any:
         return [plain_value(value.real), plain_value(value.imag)]
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    if isinstance(value, np.longdouble | np.clongdouble):  # their items are of their own type again
+    if isinstance(value, np.longdouble | np.clongdouble):  # their items have the same type again
         return plain_value(complex(value) if isinstance(value, np.clongdouble) else float(value))
     if isinstance(value, Mapping):
         by_text = {_key_text(key): plain_value(item) for key, item in value.items()}
         if len(by_text) == len(value):
             return by_text
-        return [[plain_value(key), plain_value(item)] for key, item in value.items()]  # 1 and "1": no entry is lost
+        return [[plain_value(key), plain_value(item)] for key, item in value.items()]  # keys 1 and "1"
     if isinstance(value, list | tuple):
         return [plain_value(item) for item in value]
     if hasattr(value, "__dataclass_fields__"):
@@ -196,7 +194,7 @@ def _key_text(key: Any) -> str:
 
 
 def declared(value: Any) -> Codec | None:
-    """The codec that a user declared for exactly this type. Arrays of libraries have one, and say themselves more."""
+    """The user's codec for exactly this type; None for arrays, which `tolist` shows better."""
     kind = type(value)
     return None if hasattr(kind, "__dlpack__") else codec_of(kind)
 
@@ -206,6 +204,6 @@ def _unsaid(value: Any, error: Exception) -> str:
 
 
 def _has_digits(value: int) -> bool:
-    """Whether Python makes decimal digits of an int; of very large ones it refuses to (`set_int_max_str_digits`)."""
+    """Can Python print this int in decimal digits (`set_int_max_str_digits`)?"""
     limit = sys.get_int_max_str_digits()
     return not limit or value.bit_length() <= _BITS_OF_A_DIGIT * limit

@@ -42,7 +42,7 @@ class Settings:
             long where more than two nodes share a core.
         start_wait_s: how long a job waits for all the nodes its launcher started, beyond `min_nodes`.
         hand_over_s: how long a primary waits for the backup it handed over to before it goes on itself.
-        drain_s: how long a node that was told to leave tries to hand everything over.
+        drain_s: how long a leaving node tries to hand its tasks over.
         takeover_stagger_s: delay per rank of succession, so that the first in line acts alone.
         connect_s: connecting to a peer and proving the token.
         ping_s: how often the kernel asks whether the host at the other end of a quiet TCP connection is still there.
@@ -50,11 +50,11 @@ class Settings:
         call_s: a call that is answered from memory (everything but pulls, requests and offers).
         refresh_s: an unconfirmed hint (a message from the future) leads to a re-read of etcd after this time.
         stall_check_s: an epoch that did not move for this long is examined for a cycle of waits.
-        slow_compute_s: a hook or compute that runs longer is shown in `status` and told as an event.
+        slow_compute_s: a hook or compute that runs longer is shown in `status` and reported as an event.
         cancel_s: how long a restart waits for a running compute before the node's process ends itself, and how long a
             node that ends waits for a `teardown()`.
         setup_s: limit for a candidate to receive a boundary and run `setup()`, after which the offer is tried again.
-        results_kept_s: how long nodes keep results nobody collects, unless who runs the job lives.
+        results_kept_s: how long nodes keep results that are not collected, unless the launcher lives.
         fatal_deaths: nodes whose processes may end while the same code of one task runs, in one epoch: the job fails
             with the last of so many.
         device_failures: nodes that one task may end in one epoch by errors of CUDA devices, and attempts of an epoch

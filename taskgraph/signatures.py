@@ -1,7 +1,7 @@
 """What functions of users take, and nothing of what their annotations say.
 
 Since Python 3.14 annotations are evaluated when somebody asks for them, and may name what is defined later, or what
-only a type checker imports: whoever asks for their values gets a NameError.
+only a type checker imports: evaluating them raises NameError.
 """
 
 from __future__ import annotations

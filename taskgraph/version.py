@@ -6,4 +6,4 @@ PROTOCOL = 13
 """What nodes say to each other and to etcd; nodes of different protocols do not work on one job."""
 
 LOCAL_FINGERPRINT = "local"
-"""In place of a driver's: of a job in one process, where nobody else has to have the same source."""
+"""The fingerprint of a job in one process, where no other process needs the same source."""

@@ -1,4 +1,4 @@
-"""Following a job from outside: its view, its events, how it ends; and ending it."""
+"""Follows a job from outside: its view, its events, its failures, its end. Can end the job, too."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ __all__ = ["DELETED", "Follower", "client_of", "if_etcd_answers", "kept_events",
 log = logging.getLogger("taskgraph.follow")
 
 DELETED = (
-    "the job was deleted from etcd, or etcd was started without its data, or from a backup; one that left a checkpoint "
-    "goes on from there with --resume"
+    "the job was deleted from etcd, or etcd was started without its data, or from a backup; with --resume the job goes "
+    "on from its checkpoint, if there is one"
 )
-"""Of a job whose keys are there no more. An etcd that is behind what it told says itself that it lost them."""
+"""The reason if a job's keys are missing."""
 _RETRY_S = 0.1
 _CANCEL_TRIES = 5
-_TOLD = 8192
-"""Events that are remembered, to be told once: twice as many as a leader remembers to tell again."""
+_REMEMBERED = 8192
+"""Events remembered to drop duplicates: twice as many as a leader may send again."""
 _REST_S = 1.0
 _LOOK_S = 0.1
 """How often open incidents are looked at."""
 
 
 def client_of(record: NodeRecord, token: bytes, tls: Tls | None = None) -> ControlClient:
-    """A client of a node's control service; raises TaskGraphError where it cannot be reached from here."""
+    """A client of a node's control service; raises TaskGraphError if we cannot reach it."""
     return ControlClient(control_address(record.control, host_key()), token, tls)
 
 
 @contextlib.asynccontextmanager
 async def if_etcd_answers(within_s: float) -> AsyncIterator[None]:
-    """For what is only nice to have: where etcd refuses, or does not answer in time, the block ends there."""
+    """Runs an optional block, and leaves it if etcd refuses or does not answer in time."""
     with contextlib.suppress(CoordinationError, TimeoutError):
         async with asyncio.timeout(within_s):
             yield
 
 
 async def kept_events(coordinator: Coordinator, job: str) -> list[Event]:
-    """Events kept in etcd, oldest first."""
+    """The events in etcd, in the order they were written."""
     return list(readable_events(kv.value for kv in in_order(await coordinator.list(Keys(job).events))))
 
 
 async def node_statuses(
     view: JobView, run: str, token: bytes, tls: Tls | None = None
 ) -> dict[str, NodeStatus | TaskGraphError]:
-    """What every registered node says of itself, or why it does not."""
+    """The status of every registered node, or the error if it does not answer."""
 
     async def ask(record: NodeRecord) -> NodeStatus | TaskGraphError:
         try:
@@ -82,7 +82,7 @@ async def node_statuses(
 
 
 class Follower:
-    """Follows one job until it ended. Reads only, but for `cancel_job`. Who takes its results, too: `Collector`."""
+    """Follows one job until it ends, and reports its failures. `cancel_job` ends the job; `Collector` takes results."""
 
     def __init__(self, coordinator: Coordinator, spec: JobSpec, token: bytes, tls: Tls | None = None) -> None:
         self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=spec.setting("refresh_s"))
@@ -91,9 +91,9 @@ class Follower:
         self._token = token
         self._tls = tls
         self._services: list[asyncio.Task[None]] = []
-        self._run_at = 0  # the revision of the spec of the run that is followed
+        self._run_at = 0  # the revision of the followed run's spec
         self._on_event: Callable[[Event], None] | None = None
-        self._told: OrderedDict[tuple[float, str, str], None] = OrderedDict()
+        self._reported: OrderedDict[tuple[float, str, str], None] = OrderedDict()
         self._incidents = Incidents(spec.tasks, spec.backups, time.monotonic)
 
     @property
@@ -101,48 +101,49 @@ class Follower:
         return self.keeper.view
 
     def way_on(self, before: str = "") -> str:
-        """How the job is continued where it left a checkpoint, after `before`; empty where it left none."""
+        """How to go on from the job's checkpoint, after `before`; "" without one."""
         pointer = self.view.checkpoint
         return before + way_on(pointer.record) if pointer is not None else ""
 
     @property
     def _is_ours(self) -> bool:
-        """Whether the job's name still is that of the run that is followed."""
+        """Does the job's name still belong to the followed run?"""
         spec = self.view.spec
         return spec is not None and JobSpec.from_bytes(spec).run == self._spec.run
 
     @property
     def open(self) -> bool:
-        """Whether there is something to do for nodes of the run that is followed."""
+        """Do the followed run's nodes have something to do?"""
         return self.view.open and self.view.spec_revision == self._run_at
 
     @property
     def finished(self) -> bool:
-        """Whether the run that is followed has committed its last epoch."""
+        """Has the followed run committed its last epoch?"""
         return self.view.finished and self.view.spec_revision == self._run_at
 
     @property
     def status(self) -> StatusRecord | None:
-        """The status of the run that is followed; None: it is there no more."""
+        """The status of the followed run; None: its keys are gone."""
         status = self.view.status
         return status.record if status is not None and self._is_ours else None
 
     async def kept(self) -> list[Event]:
-        """Events of the run that is followed, as etcd keeps them; none where they went with it.
+        """The followed run's events in etcd; none if its keys are gone.
 
         Raises:
             CoordinationError: etcd does not answer.
         """
         found = await kept_events(self._coordinator, self._spec.name)
-        # Another run that was submitted under its name has deleted them, and what is there are that one's.
+        # A later run with the same name deletes the events of this one.
         spec = await self._coordinator.get(self.view.keys.spec)
         return found if spec is None or JobSpec.from_bytes(spec.value).run == self._spec.run else []
 
     async def start(self, on_event: Callable[[Event], None] | None = None) -> None:
-        """Begins; `on_event` gets every event, commits too (at least once: a new leader may repeat the last).
+        """Starts following. Waits for etcd if it does not answer.
 
-        Other events come twice, from etcd and, sooner, from the leader where they are the leader's, and are told once.
-        Where it raises, it is told no more (`careful`). An etcd that is away is waited for.
+        Args:
+            on_event: gets every event once, and every commit at least once: a new leader may repeat the last. If it
+                raises, it gets no more events (`careful`).
         """
         await self.keeper.load_persistently()
         if self._is_ours:
@@ -163,19 +164,19 @@ class Follower:
 
     async def stop(self) -> None:
         await ended(*self._services)
-        self._services.clear()  # their frames hold us
+        self._services.clear()  # their frames refer to this object
 
     async def _follow_kept(self) -> None:
         async for event in follow_events(self._coordinator, self._spec.name):
-            self._tell(event)
+            self._report(event)
 
-    def _tell(self, event: Event) -> None:
+    def _report(self, event: Event) -> None:
         known = (event.at, event.node, event.text)
-        if self._on_event is None or known in self._told:
+        if self._on_event is None or known in self._reported:
             return
-        self._told[known] = None
-        if len(self._told) > _TOLD:
-            self._told.popitem(last=False)
+        self._reported[known] = None
+        if len(self._reported) > _REMEMBERED:
+            self._reported.popitem(last=False)
         self._incidents.take(event)
         self._on_event(event)
 
@@ -186,7 +187,7 @@ class Follower:
             if not self._incidents.any_open:
                 continue
             for event in self._incidents.look(self.view):
-                self._tell(event)
+                self._report(event)
                 if event.kind == FAILOVER:
                     await self._keep(event)
 
@@ -198,13 +199,13 @@ class Follower:
             log.warning("the report of a failover is not kept: %s", error)
 
     def _say(self, kind: str, text: str) -> None:
-        """Tells something that whoever follows sees alone: as an event, or in the log where nobody takes events."""
+        """Reports something that only this process knows: as an event, or in the log if nothing takes events."""
         if self._on_event is None:
             log.warning("%s", text)
-        self._tell(Event(time.time(), "launcher", kind, text))
+        self._report(Event(time.time(), "launcher", kind, text))
 
     async def tell_rest(self) -> None:
-        """Tells the events that are in etcd and did not come yet: a job may end before its events are read."""
+        """Reports the last events from etcd: a job may end before they are read."""
         if self._on_event is None:
             return
         try:
@@ -214,12 +215,12 @@ class Follower:
             log.warning("the last events of job %r were not read: %s", self._spec.name, str(error) or "no answer")
             return
         for event in found:
-            self._tell(event)
+            self._report(event)
         for event in self._incidents.look(self.view, over=True):
-            self._tell(event)
+            self._report(event)
 
     async def _follow_leader(self, on_event: Callable[[Event], None]) -> None:
-        """Commits come from the leader itself: they are too many for etcd."""
+        """Takes commits from the leader itself: they are too many for etcd."""
         last = -1
         while True:
             await self.keeper.wait_until(lambda v: v.primary_node(0) in v.nodes, structure=True)
@@ -241,7 +242,7 @@ class Follower:
                 async for event, _ in client.events(follow=True):
                     if event.kind != "commit":
                         if not event.transient and event.kind not in GATHERED:  # etcd has these, gathered
-                            self._tell(event)
+                            self._report(event)
                     elif (event.epoch or 0) > last:
                         last = event.epoch or 0
                         self._incidents.committed(event.at)
@@ -256,13 +257,13 @@ class Follower:
             lambda view: not view.running or view.spec_revision != self._run_at, structure=True
         )
         status = self.view.status
-        if self.view.spec_revision != self._run_at:  # what became of it went with its keys
+        if self.view.spec_revision != self._run_at:  # its keys are gone
             reason = f"job {self._spec.name!r} has ended, and another one was submitted under its name"
             return StatusRecord(state=State.CANCELLED, reason=reason if status else DELETED)
         return status.record if status else StatusRecord(state=State.CANCELLED, reason=DELETED)
 
     async def cancel_job(self, reason: str, *, state: str = State.CANCELLED) -> bool:
-        """Ends the job, if it runs; tells it as an event.
+        """Ends the job if it runs, and keeps that as an event. Returns whether it was ended by this call.
 
         Raises:
             CoordinationError: etcd does not answer, or others write faster than we read.
@@ -281,18 +282,16 @@ class Follower:
             try:
                 if (await self._coordinator.txn(dataclasses.replace(txn, success=(*txn.success, put)))).succeeded:
                     return True
-            except OutcomeUnknown as error:  # read again: the writer tells
+            except OutcomeUnknown as error:  # read again: the record names its writer
                 why = str(error)
-        raise OutcomeUnknown(
-            f"whether job {self._spec.name!r} was ended is not known: look at `taskgraph status` ({why})"
-        )
+        raise OutcomeUnknown(f"job {self._spec.name!r} may have been ended or not: look at `taskgraph status` ({why})")
 
 
 async def follow_events(coordinator: Coordinator, job: str, *, after: int = 0) -> AsyncIterator[Event]:
-    """Events kept in etcd, those there and those to come. What history no longer has is read from what is there.
+    """Yields the events in etcd, and those to come. If the watch's history was compacted, it lists them again.
 
     Args:
-        after: those alone that were written after this revision. Their times do not tell: clocks of hosts differ.
+        after: only events written after this revision. Their times say nothing: clocks of hosts differ.
     """
     keys = Keys(job)
     listing, revision = await coordinator.list(keys.events), after
@@ -306,5 +305,5 @@ async def follow_events(coordinator: Coordinator, job: str, *, after: int = 0) -
                 for event in readable_events(change.kv.value for change in batch.events if change.kind == "put"):
                     yield event
         except WatchCompacted:
-            with contextlib.suppress(CoordinationError):  # tried again: the watch is refused as before
+            with contextlib.suppress(CoordinationError):  # the watch fails again, and the list is tried again
                 listing = await coordinator.list(keys.events)

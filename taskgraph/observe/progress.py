@@ -1,7 +1,7 @@
-"""The progress of a run: one live line on a terminal, plain lines where output is piped.
+"""The progress of a run: one live line on a terminal, plain lines in a pipe.
 
-Piped, every durable event is a line; commits are lines too: all of them in a job of up to `_FEW` epochs, or while
-they are fewer than `_FEW_PER_S` a second, else one a second, and always the last; that the job ended comes after it.
+In a pipe every durable event is a line. Commits are lines, too: all of them in a job of up to `_FEW` epochs, or below
+`_FEW_PER_S` a second, else one a second, and always the last. The end of the job comes after the last commit.
 
 When a node fails, its tasks are taken over and get new backups. All this is one line, the event `failover`, with what
 the failure cost (`observe/incidents.py`). Other events that differ only in the task are merged within a moment.
@@ -83,7 +83,7 @@ class Progress:
         self._few_since: float | None = None
         self._warned = False
         self._shown_at = float("-inf")
-        self._held: Event | None = None
+        self._delayed: Event | None = None
         self._view: JobView | None = None
         self._closed = False
         self._ended = False
@@ -96,7 +96,7 @@ class Progress:
         self._printed: deque[int] = deque(maxlen=_FEW)
 
     def _write(self, text: str) -> None:
-        """To whoever still reads it: a job does not end because nobody looks, or because the disk is full."""
+        """Writes, until that fails: a job does not end because its output has no reader, or the disk is full."""
         if self._closed:
             return
         try:
@@ -106,12 +106,12 @@ class Progress:
             self._closed = True
 
     def follow(self, view: JobView) -> None:
-        """Takes nodes and replicas from this view, and where the run begins."""
+        """Takes nodes, replicas and the first epoch from this view."""
         self._view = view
         self._first = view.epoch.record.base if view.epoch is not None else 0
 
     def event(self, event: Event) -> None:
-        """Something happened."""
+        """Takes an event."""
         if event.kind == "commit":
             self._commit(event)
             return
@@ -138,17 +138,17 @@ class Progress:
             return
         self._flush_merged(now=True)
         if event.kind not in _ENDS:
-            self._tell(event.at, f"{event.node}: {event.text}" if event.kind in _OF_A_NODE else event.text)
-        else:  # why it failed is said at the end, with the traceback
+            self._print_event(event.at, f"{event.node}: {event.text}" if event.kind in _OF_A_NODE else event.text)
+        else:  # the command prints a failure itself, with the traceback
             self._ending = event if event.kind != State.FAILED else None
             self._ending_since = self._clock()
 
     def _flush_ending(self) -> None:
         if self._ending is not None:
             ending, self._ending = self._ending, None
-            self._tell(ending.at, ending.text)
+            self._print_event(ending.at, ending.text)
 
-    def _tell(self, at: float, text: str) -> None:
+    def _print_event(self, at: float, text: str) -> None:
         when = clock_text(at).partition(".")[0]
         lines = [one_line(text)]
         if self._live:
@@ -164,7 +164,7 @@ class Progress:
         for (_, text), events in sorted(merged.items(), key=lambda item: min(event.at for event in item[1])):
             tasks = sorted({event.task for event in events if event.task is not None})
             whose = f"task {tasks[0]}: " if len(tasks) == 1 else f"tasks {ids_text(tasks)}: " if tasks else ""
-            self._tell(min(event.at for event in events), whose + text)
+            self._print_event(min(event.at for event in events), whose + text)
 
     @property
     def _is_moving(self) -> bool:
@@ -186,10 +186,10 @@ class Progress:
         self._few_since = now if self._few_since is None else self._few_since
         if not self._warned and now - self._few_since >= _WARN_S:
             self._warned = True
-            self._tell(time.time(), few_nodes_text(self._name, nodes, self._backups))
+            self._print_event(time.time(), few_nodes_text(self._name, nodes, self._backups))
 
     def line(self, text: str) -> None:
-        """Something to be read among what happens, such as a line that a task printed."""
+        """Prints a line among the events, such as one that a task printed."""
         self._flush_merged(now=True)
         self._line(printable(text) if self._out.isatty() else text)
 
@@ -198,22 +198,22 @@ class Progress:
             self._write(f"\r\x1b[2K{text}\n")
             self._refresh(force=True)
         else:
-            self._flush_held()
+            self._flush_delayed()
             self._write(f"{text}\n")
 
     def _commit(self, event: Event) -> None:
         epoch = event.epoch or 0
         if epoch <= self._epoch:
-            return  # a new leader tells the last one again
+            return  # a new leader repeats the last commit
         self._epoch, self._numbers = epoch, event.fields
         self._times.append((self._clock(), epoch))
         if self._live:
             self._refresh(force=False)
         elif self._few or self._rate() < _FEW_PER_S or self._clock() - self._shown_at >= 1.0:
-            self._held = None
+            self._delayed = None
             self._print_commit(event)
         else:
-            self._held = event
+            self._delayed = event
 
     def _print_commit(self, event: Event) -> None:
         self._shown_at = self._clock()
@@ -223,13 +223,13 @@ class Progress:
         self._printed.append(epoch)
         self._write(f"epoch {epoch}{last_text(self._epochs)}{one_line(numbers_text(numbers))}\n")
 
-    def _flush_held(self) -> None:
-        if self._held is not None:
-            self._print_commit(self._held)
-            self._held = None
+    def _flush_delayed(self) -> None:
+        if self._delayed is not None:
+            self._print_commit(self._delayed)
+            self._delayed = None
 
     def tick(self) -> None:
-        """Refreshes the live line; tells what waited for more of its kind."""
+        """Refreshes the live line; prints events that waited to be merged."""
         self._flush_merged()
         self._warn()
         if self._clock() - self._ending_since >= _ENDING_S:
@@ -238,10 +238,10 @@ class Progress:
             self._refresh(force=True)
 
     def end(self, reports: Sequence[EpochReport] = ()) -> None:
-        """The job ended: the last epoch stays to be seen.
+        """Prints the last epoch and the end of the job.
 
-        Commits are told once, by the leader, and those of a leader that was killed may have been told to nobody: the
-        result's `reports` has them all.
+        Args:
+            reports: of the result. A leader that was killed may not have sent its last commits.
         """
         if self._ended:
             return
@@ -254,7 +254,7 @@ class Progress:
             self._refresh(force=True)
             self._write("\n")
             return
-        self._flush_held()
+        self._flush_delayed()
         for report in reports if self._few else reports[-1:]:
             if report.epoch >= self._first and report.epoch not in self._printed:
                 self._print_numbers(report.epoch, dict(report.numbers))
@@ -305,5 +305,5 @@ def numbers_text(numbers: Mapping[str, str | int | float]) -> str:
 
 
 def _of_its_task(event: Event) -> str:
-    """The text without whose it is."""
+    """The text without its task."""
     return event.text.removeprefix(f"task {event.task}: ") if event.task is not None else event.text

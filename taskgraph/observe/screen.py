@@ -1,7 +1,6 @@
-"""Texts of users on a terminal: what is not to be seen is written as an escape, and characters are as wide as there.
+"""Users' texts on a terminal: invisible characters become escapes, and widths are those of the terminal.
 
-A processor's name, a report's, an exception's text and what a task prints may hold anything: the codes that wipe a
-screen, and the end of a line within a table.
+Names, exceptions and output of tasks may contain anything: codes that clear the screen, or a line end in a table.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def padded(text: str, columns: int) -> str:
 
 
 def cut(text: str, columns: int) -> str:
-    """As much of one line as so many columns show."""
+    """The beginning of a line that fits the columns."""
     if width(text) <= columns:
         return text
     left = columns
@@ -67,7 +66,7 @@ def cut(text: str, columns: int) -> str:
 
 
 def wrapped(text: str, columns: int) -> list[str]:
-    """A text as lines of so many columns; a number and its unit stay together."""
+    """The lines of a text at a width; a number and its unit stay together."""
     joined = _UNIT.sub("\\1\u00a0\\2", text)
     lines = textwrap.wrap(joined, columns, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\u00a0", " ") for line in lines] or [""]

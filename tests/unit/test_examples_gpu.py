@@ -220,7 +220,9 @@ class Forgets(tg.Task):
 
 
 def test_missing_asarray_is_named(every_second_node_has_a_device: SoftDevice) -> None:
-    with pytest.raises(tg.JobFailed, match=r"what a node without a device put.* self.xp.asarray\(ins\['tag'\]\)"):
+    with pytest.raises(
+        tg.JobFailed, match=r"a value that a node without a device put.* self.xp.asarray\(ins\['tag'\]\)"
+    ):
         tg.testing.run(tg.Job(tasks=4, epochs=1, builder=Forgets, topology=tg.ring()), strict=False)
 
 

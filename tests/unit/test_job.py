@@ -210,10 +210,10 @@ def test_other_fields_may_not_be_replaced(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
-        ((1, 2), "not tuple; make it a list"),
+        ((1, 2), "not tuple; pass a list"),
         (np.longdouble(1.0), "not longdouble; pass a number"),
         (np.timedelta64(1, "ns"), "not timedelta64; pass a number"),
-        pytest.param(10**5000, r"and of an int of so many digits there is none; pass a text, as of hex\(\)", id="huge"),
+        pytest.param(10**5000, r"which cannot carry an int this large; pass a text, such as hex\(\)", id="huge"),
         (np.zeros(3), "not ndarray; pass a number, or the name of a file"),
         ([1, {"a": {1, 2}}], "not set"),
         ({1: 2}, "not dict with other keys than str"),
@@ -451,17 +451,17 @@ def _unusable(
 @pytest.mark.parametrize(
     ("text", "annotation", "instead"),
     [
-        ("mode=fast", "Mode", "Literal['fast', 'slow'], and make it Mode(...) in the function"),
-        ("implied=zzz", "Mode", "Literal['fast', 'slow'], and make it Mode(...) in the function"),
-        ("pair=X", "Pair", "Literal['X', 'Y'], and make it Pair[...] in the function"),
-        ("level=1", "test_job.Level | None", "Literal[1], and make it Level(...) in the function"),
-        ("where=/tmp", "Path", "str, and make it Path(...) in the function"),
-        ('names=["a"]', "set[str] | None", "list[str], and make it set(...) in the function"),
-        ('modes=["fast"]', "list[test_job.Mode] | None", "Literal['fast', 'slow'], and make it Mode(...)"),
+        ("mode=fast", "Mode", "Literal['fast', 'slow'], and call Mode(...) in the function"),
+        ("implied=zzz", "Mode", "Literal['fast', 'slow'], and call Mode(...) in the function"),
+        ("pair=X", "Pair", "Literal['X', 'Y'], and use Pair[...] in the function"),
+        ("level=1", "test_job.Level | None", "Literal[1], and call Level(...) in the function"),
+        ("where=/tmp", "Path", "str, and call Path(...) in the function"),
+        ('names=["a"]', "set[str] | None", "list[str], and call set(...) in the function"),
+        ('modes=["fast"]', "list[test_job.Mode] | None", "Literal['fast', 'slow'], and call Mode(...)"),
         ('table={"1": 2}', "dict[int, float] | None", "dict[str, ...]: JSON has no other keys"),
         ("price=1.5", "Decimal", "bool, int, float, str, Literal[...], list[...], dict[str, ...]"),
         ("raw=x", "bytes", "bool, int, float, str, Literal[...], list[...], dict[str, ...]"),
-        ("some=x", f"{Path.__module__}.Path | int", "str, and make it Path(...) in the function"),
+        ("some=x", f"{Path.__module__}.Path | int", "str, and call Path(...) in the function"),
     ],
 )
 def test_option_type_beyond_json_is_refused(text: str, annotation: str, instead: str) -> None:
@@ -479,7 +479,7 @@ def test_help_names_unusable_options() -> None:
 
 
 def test_enum_argument_is_refused() -> None:
-    with pytest.raises(tg.JobError, match=r"not Mode; pass its value, and make it Mode\(\.\.\.\) in the function"):
+    with pytest.raises(tg.JobError, match=r"not Mode; pass its value, and call Mode\(\.\.\.\) in the function"):
         fit(sizes=Mode.FAST)
 
 

@@ -672,11 +672,11 @@ import sys, threading, time
 from taskgraph import cli
 cli._THREADS_S = 0.1
 threading.Thread(target=time.sleep, args=(1.5,), name="metrics", daemon={daemon}).start()
-cli.tell_of_threads()
+cli.report_threads()
 sys.exit(3)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    said = "taskgraph: it is done, and waits for threads that the driver started: metrics (Python ends without them if"
+    said = "taskgraph: done; waiting for threads that the driver started: metrics (Ctrl-C ends them"
     assert done.returncode == 3 and done.stderr.startswith(said) is not daemon
 
 
@@ -686,7 +686,7 @@ import threading, time
 from taskgraph import cli
 cli._THREADS_S = 0.1
 threading.Thread(target=time.sleep, args=(1,)).start()
-cli.tell_of_threads()
+cli.report_threads()
 time.sleep(0.7)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

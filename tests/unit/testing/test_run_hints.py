@@ -57,14 +57,14 @@ def adds(epoch: Any, ins: Any, outs: Any) -> None:
 @pytest.mark.parametrize("sync", [writes, adds])
 def test_a_write_to_what_was_received(sync: Callable[..., Any]) -> None:
     error = str(fails(sends(lambda epoch, ins, outs: outs.put("x", np.ones(3)), sync)))
-    assert "read-only; what a task receives is read-only: write to a copy of it, as in x = ins['tag'].copy()" in error
+    assert "read-only; received values are read-only: copy the value, as in x = ins['tag'].copy()" in error
     assert "x = x + 1 instead of x += 1" in error
 
 
 def test_write_to_an_item_in_compute() -> None:
     with pytest.raises(ValueError, match="read-only") as caught:
         tg.testing.compute(writes, ins={"x": np.ones(3)})
-    assert "write to a copy" in caught.value.__notes__[0]
+    assert "copy the value" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("given", [["x"], "x", ("x", "y"), {"x"}], ids=str)
@@ -82,15 +82,15 @@ def test_channels_that_are_nothing_of_the_kind() -> None:
 
 def test_channels_given_by_position() -> None:
     error = str(fails(composes({"x": "peers"})))
-    assert "takes 2 positional arguments but 3 were given; it is called as epoch.processor(self.add, inbound={" in error
+    assert "takes 2 positional arguments but 3 were given; call it as epoch.processor(self.add, inbound={" in error
 
 
 @pytest.mark.parametrize(
     ("compute", "words"),
     [
-        (lambda epoch, ins, outs: epoch.processor(writes, inbounds={}), "it is called as epoch.processor("),
-        (lambda epoch, ins, outs: epoch.report(5), "it is called as epoch.report(loss=0.5)"),
-        (lambda epoch, ins, outs: outs.put("x"), "it is called as outs.put('tag', value"),
+        (lambda epoch, ins, outs: epoch.processor(writes, inbounds={}), "call it as epoch.processor("),
+        (lambda epoch, ins, outs: epoch.report(5), "call it as epoch.report(loss=0.5)"),
+        (lambda epoch, ins, outs: outs.put("x"), "call it as outs.put('tag', value"),
         (lambda epoch, ins, outs: ins.items(), "ins has: all; also ins[tag]"),
         (lambda epoch, ins, outs: outs.send("x", 1), "outs has: empty, put\n"),
         (lambda epoch, ins, outs: epoch.nodes, "epoch has: attempt, cancelled, finish"),
@@ -143,7 +143,7 @@ def test_something_missing_in_scratch() -> None:
 
     error = str(fails(sends(lambda epoch, ins, outs: outs.put("x", 1), sync)))
     assert "no attribute 'count'; epoch.scratch is empty at the beginning of every epoch, and of every attempt" in error
-    assert "here it holds: total" in error
+    assert "now it has: total" in error
 
 
 def test_other_exceptions_get_no_hint() -> None:
@@ -164,7 +164,7 @@ def asks(epoch: Any, ins: Any, outs: Any) -> None:
 @pytest.mark.parametrize("compute", [debugs, asks])
 def test_debugger_and_input_in_a_node(compute: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    assert "; nodes have no terminal: breakpoint() and input() need one" in str(fails(sends(compute)))
+    assert "; nodes have no terminal, which breakpoint() and input() need" in str(fails(sends(compute)))
 
 
 def test_quit_debugger_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
