@@ -270,9 +270,9 @@ class Attempt:
         items = self.inbound.items if self.device is None else await recording.items_for(processor)
         inputs = Inputs(self, processor, items)
         outputs = Outputs(self, processor, inputs)
-        compute = recording.records(Step(processor, name), processor.compute)
-        close = partial(recording.closes, name, outputs)
-        after = recording.watches(processor, close)
+        compute = recording.wrap(Step(processor, name), processor.compute)
+        close = partial(recording.close_outputs, name, outputs)
+        after = recording.watch(processor, close)
         switches = recording.switches
         before = await look(replica, partial(handed_on_by, self)) if replica.shape.in_flight else {}
         replica.actor.stamp = self.stamp
@@ -280,7 +280,7 @@ class Attempt:
         if replica.shape.in_flight:
             handed_on, alone_ran = await look(replica, partial(handed_on_by, self)), recording.switches - switches == 2
             recording.handed_on[name] = HandedOn(before, handed_on, alone_ran)
-        await recording.returned(name, sync=processor.sync, looked=after is not close)
+        await recording.check_step(name, sync=processor.sync, looked=after is not close)
 
     async def turn(self, where: str) -> None:
         """Waits until all earlier epochs are snapshotted: `where` reads or changes the state."""

@@ -88,7 +88,7 @@ class Mailbox:
         attempt = self._attempt
         replied = None
         if attempt.recording is not None:
-            replied = attempt.recording.request_sent((where, to, method), value)
+            replied = attempt.recording.note_request((where, to, method), value)
         number = xxhash.xxh3_64_intdigest(f"{where}#{count}".encode()) >> 1  # the same in every attempt
         try:
             reply = await self._call(
@@ -146,10 +146,10 @@ class Mailbox:
         epoch, actor, recording = Epoch(attempt, where), attempt.replica.actor, attempt.recording
         on_flag: Callable[..., Any] = task.on_flag
         if recording is not None:
-            on_flag = recording.records(Step(None, where, "on_flag", message.sender, message.value), on_flag)
+            on_flag = recording.wrap(Step(None, where, "on_flag", message.sender, message.value), on_flag)
         await actor.call("on_flag", on_flag, epoch, message.sender, meta, attempt=attempt)
         if recording is not None:
-            await recording.returned("on_flag")
+            await recording.check_step("on_flag")
 
     async def take_request(self, message: Request) -> Answer:
         """Runs the handler once for a request; returns the same reply to each copy of it."""
@@ -198,12 +198,12 @@ class Mailbox:
         what = f"task {attempt.task}, epoch {attempt.number}, handler {message.method!r}"
         name, call = f"handler {message.method}", _call_and_encode(handler, f"{what}: its answer", attempt.allocate)
         watch = None
-        if pure and recording is not None and recording.checks_pure_call(message.method):
+        if pure and recording is not None and recording.note_pure_call(message.method):
             quiet, actor = attempt.quiet, replica.actor
             watch = PureWatch(attempt.scratch, recording, lambda: bool(quiet.held) or actor.waiting > 0)
             call = watch.around(call)
         if recording is not None:
-            call = recording.records(Step(None, where, method_name, message.sender, message.value), call)
+            call = recording.wrap(Step(None, where, method_name, message.sender, message.value), call)
         value = await replica.actor.call(
             name,
             call,
@@ -214,7 +214,7 @@ class Mailbox:
         )
         if recording is not None:
             recording.answered[where] = value.digest
-            await recording.returned(message.method)
+            await recording.check_step(message.method)
         if watch is not None:
             watch.check(what)
         if not pure:

@@ -130,7 +130,7 @@ class Recording:
         """Takes digests of the state: the epoch begins."""
         self.before = await state_of(self.replica)
 
-    def records(self, step: Step, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, step: Step, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps user code so that `step` is noted when it begins, which may be after a wait for the task's turn."""
         if is_async(function):
 
@@ -166,7 +166,7 @@ class Recording:
             self._open -= 1
             self.switches += 1
 
-    def request_sent(self, kind: RequestKind, value: Encoded) -> Callable[[Encoded], None]:
+    def note_request(self, kind: RequestKind, value: Encoded) -> Callable[[Encoded], None]:
         """Notes a request; returns what to call with the reply."""
         sent = self._loop.time()
         self.requests[(kind, value.digest)] += 1
@@ -177,16 +177,16 @@ class Recording:
 
         return replied
 
-    def checks_pure_call(self, method: str) -> bool:
-        """Counts a call of a pure handler; True for the first few, which are checked."""
+    def note_pure_call(self, method: str) -> bool:
+        """Notes a call of a pure handler; True for the first few, which are checked."""
         self._pure_calls[method] += 1
         return self._pure_calls[method] <= _PURE_CALLS
 
-    async def returned(self, where: str, *, sync: bool = False, looked: bool = False) -> None:
+    async def check_step(self, where: str, *, sync: bool = False, looked: bool = False) -> None:
         """Checks the state after a step: only a sync point may change it.
 
         Args:
-            looked: the function of `watches` was called.
+            looked: the function of `watch` was called.
 
         Raises:
             StateError: another step changed it, or wrote to memory that other tasks read.
@@ -227,18 +227,18 @@ class Recording:
                     self._shared_items.append(shared)
         return items
 
-    def closes(self, name: str, outputs: Outputs) -> None:
+    def close_outputs(self, name: str, outputs: Outputs) -> None:
         """Closes the outputs of a processor that has returned. What it filled in place must not change from now on."""
         self._filled |= dict.fromkeys(outputs.filled, name)
         outputs.close()
 
-    def watches(self, processor: Processor, close: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, processor: Processor, close: Callable[[], None]) -> Callable[[], None]:
         """Returns what to call when a processor has returned: `close`, and a check of the shared items.
 
         The first check after a write names the processor that wrote.
         """
         if not self._shared_items or is_async(processor.compute):
-            return close  # after a coroutine the check would stop the event loop; `returned` does it
+            return close  # after a coroutine the check would stop the event loop; `check_step` does it
 
         def run() -> None:
             close()

@@ -72,7 +72,7 @@ def test_a_channel_is_put_once(first: int | None, second: int | None) -> None:
         tg.testing.compute(twice)
 
 
-def test_what_was_declared_has_to_be_put() -> None:
+def test_declared_channels_must_be_put() -> None:
     with pytest.raises(GraphError, match="processor: returned without putting 'z', 'w'; every declared channel"):
         tg.testing.compute(splits, outs=("x", "y", "z", "w"))
     with pytest.raises(GraphError, match="no outbound channel 'y' is declared; outbound are: 'x'"):

@@ -77,7 +77,7 @@ def test_a_codec_that_leaves_that_out_passes(base: type[Trains]) -> None:
     assert run(job(type("Faster", (base,), {"kind": Fast}), tasks=1, epochs=3)).values == {0: 3}
 
 
-def test_what_differs_is_still_forgotten() -> None:
+def test_forgotten_state_beside_a_codec_is_named() -> None:
     class Forgets(Trains):
         kind = Fast
         seen = 0

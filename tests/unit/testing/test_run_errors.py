@@ -144,7 +144,7 @@ def test_a_channel_that_was_put_twice() -> None:
     says(fails(given(twice, x=0)), "work", "channel 'x' to task 0 was put twice", "put a list, or declare another tag")
 
 
-def test_a_put_that_is_not_declared() -> None:
+def test_undeclared_put() -> None:
     says(
         fails(given(lambda epoch, ins, outs: outs.put("z", 1), x=0)),
         "work",
@@ -162,7 +162,7 @@ def test_put_outside_the_channel() -> None:
     says(fails(given(lambda epoch, ins, outs: outs.put("x", 1, to=5), x=0)), "'x' names task 5", "tasks 0 to 0")
 
 
-def test_an_inbound_channel_that_is_not_declared() -> None:
+def test_undeclared_inbound_channel() -> None:
     says(fails(given(lambda epoch, ins, outs: ins["z"])), "no inbound channel 'z' is declared; inbound are: none")
 
 
@@ -233,7 +233,7 @@ def test_a_parallel_sync_point() -> None:
     says(fails(job(made)), "'no_op' has no outbound channel", "leave parallel=True out", "epoch.flag(self.task_id)")
 
 
-def test_a_compute_that_is_none() -> None:
+def test_compute_that_is_not_callable() -> None:
     says(fails(job(task(lambda self, epoch: epoch.processor(3)))), "must be callable, not int")
 
 
@@ -251,7 +251,7 @@ def test_processor_declared_on_a_stale_epoch() -> None:
     says(error, "this `epoch` is of a compose() that has returned: use the one that it is given each time")
 
 
-def test_a_report_of_what_is_no_number() -> None:
+def test_report_of_a_non_number() -> None:
     says(fails(given(lambda epoch, ins, outs: epoch.report(loss="low"))), "report(loss=...)", "not str", "result()")
     large = fails(given(lambda epoch, ins, outs: epoch.report(loss=10**400)))
     says(large, "report(loss=...)", "too large for a float")
@@ -308,7 +308,7 @@ def test_a_sync_point_sends_nothing(what: str) -> None:
     says(error, "epoch.flag(self.task_id)")
 
 
-def test_who_asks_without_a_channel_flags_itself() -> None:
+def test_request_without_a_channel() -> None:
     class Asking(tg.Task, state=["got"]):
         def setup(self) -> None:
             self.got: int | None = None

@@ -55,7 +55,7 @@ def adds(epoch: Any, ins: Any, outs: Any) -> None:
 
 
 @pytest.mark.parametrize("sync", [writes, adds])
-def test_a_write_to_what_was_received(sync: Callable[..., Any]) -> None:
+def test_write_to_an_item(sync: Callable[..., Any]) -> None:
     error = str(fails(sends(lambda epoch, ins, outs: outs.put("x", np.ones(3)), sync)))
     assert "read-only; received values are read-only: copy the value, as in x = ins['tag'].copy()" in error
     assert "x = x + 1 instead of x += 1" in error
@@ -103,7 +103,7 @@ def test_wrong_call_gets_a_hint(compute: Callable[..., Any], words: str) -> None
     assert traceback and words in said
 
 
-def test_an_item_that_is_assigned() -> None:
+def test_item_assignment() -> None:
     def assigns(epoch: Any, ins: Any, outs: Any) -> None:
         outs["x"] = 1
 
@@ -125,7 +125,7 @@ def test_a_reply_that_was_not_waited_for(use: Callable[[Any, Any], Any]) -> None
     assert "not the answer yet" in error and "reply.wait()" in error and "await reply" in error
 
 
-def test_what_was_awaited_travels() -> None:
+def test_awaited_reply_travels() -> None:
     got: list[int] = []
     run(
         sends(

@@ -144,7 +144,7 @@ def test_all_due_checkpoints_are_written(free: type[Free], tmp_path: Path) -> No
     assert [int(number) for text in written for number in re.findall(r"epoch (\d+)", text)] == [2, 4, 6, 8], written
 
 
-def test_what_uncommitted_epochs_hold_is_bounded(free: type[Free], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncommitted_memory_is_bounded(free: type[Free], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "AHEAD_BYTES", 1)
     free.shared.waits = {1: 3}
 

@@ -90,7 +90,7 @@ def test_intended_end(tmp_path: Path) -> None:
     one, other = LastWords(tmp_path / "one"), LastWords(tmp_path / "other")
     begin(one, (1, 1), SEND)
     begin(other, (1, 1), SEND)
-    one.mean()
+    one.intend_end()
     mark_intended(tmp_path / "other")
     assert read(tmp_path / "one") == read(tmp_path / "other") == LastCalls((SEND,), True)
     mark_intended(tmp_path / "gone")

@@ -18,7 +18,7 @@ from taskgraph.node.usercode import threads as threads_module
 from taskgraph.node.usercode.threads import PooledThreads
 
 
-async def test_what_a_function_returns_and_raises() -> None:
+async def test_result_and_error_of_a_function() -> None:
     threads = PooledThreads("t", limit=2)
 
     def fails() -> None:
