@@ -1,4 +1,4 @@
-"""Nodes of one job in this process, on a clock that leaps over waits, and what a test does to them meanwhile."""
+"""Nodes of one job in this process, on a clock that skips waits, and faults that a test can cause."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Counting(tg.Task, state=["total"]):
 
 
 class Gated(Counting, state=["total"]):
-    """Its epoch `at` waits for `gate`."""
+    """Epoch `at` waits for `gate`."""
 
     at = 1
     reached: asyncio.Event
@@ -62,7 +62,7 @@ class Gated(Counting, state=["total"]):
 
 @pytest.fixture
 def gated() -> type[Gated]:
-    """One whose events are this test's."""
+    """A class with events of its own."""
 
     class Fresh(Gated, state=["total"]):
         reached = asyncio.Event()
@@ -72,7 +72,7 @@ def gated() -> type[Gated]:
 
 
 class Joining(Gated, state=["total"]):
-    """Whoever sets it up once `joins` is set waits for `may_join`."""
+    """After `joins` is set, set-ups wait for `may_join`."""
 
     joins: bool
     joining: asyncio.Event
@@ -96,7 +96,7 @@ def joining() -> type[Joining]:
 
 @pytest.fixture
 def set_up_when_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backups are set up after their primaries, as those are that come later: the first set-up is the primary's."""
+    """Backups are set up with their first offer, so the first set-up is the primary's."""
     monkeypatch.setattr(Reconciler, "_set_up_backups", lambda self: None)
 
 
@@ -115,7 +115,7 @@ def play(
     """Starts the job's nodes, and returns what `scenario` returns.
 
     Args:
-        stages: (stage, task, epoch) -> what happens there, the first time that a primary comes to it.
+        stages: (stage, task, epoch) -> what happens when a primary first reaches it.
     """
     left = dict(stages or {})
 
@@ -143,7 +143,7 @@ def play(
 
 
 class Blindable(MemoryCoordinator):
-    """A node's handle on etcd. A test holds back its reads, so that the node's view stays behind, or one answer."""
+    """A node's handle on etcd: a test can hold back its reads, or one answer."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -158,18 +158,18 @@ class Blindable(MemoryCoordinator):
         self._answer = asyncio.Event()
 
     def answer_late(self, key: str) -> None:
-        """The next transaction that puts `key` happens, and sets `written`; its answer comes at `answer`."""
+        """Executes the next transaction that puts `key`, sets `written`, and answers at `answer`."""
         self._late_keys.add(key)
 
     def answer(self) -> None:
         self._answer.set()
 
     def refuse(self, key: str) -> None:
-        """Transactions that put `key` are refused from now on, whatever they compare; none: "" as `key`."""
+        """Refuses all transactions that put `key`; "": none."""
         self._refused = key
 
     def lose(self, key: str) -> None:
-        """Of transactions that put `key` nothing is heard from now on, nor do they happen; none: "" as `key`."""
+        """Loses all transactions that put `key`; "": none."""
         self._lost = key
 
     async def txn(self, txn: Txn) -> TxnResult:
@@ -189,13 +189,13 @@ class Blindable(MemoryCoordinator):
         return result
 
     def blind(self, at: str = "") -> None:
-        """From now on, or from the first event on of the key `at`, it reads nothing."""
+        """Reads nothing from now on, or from the first event of the key `at` on."""
         self._blind_at = at
         if not at:
             self._sees.clear()
 
     def see(self) -> None:
-        """It reads again; what the watch missed comes as one batch."""
+        """Reads again; missed events come as one batch."""
         self._blind_at = ""
         self._sees.set()
 
@@ -251,17 +251,17 @@ def job(builder: Any, **options: Any) -> tg.Job:
 
 
 def holder(cluster: InProcessCluster, task: int) -> Node:
-    """The node of a task's primary, as the node sees it that read the most."""
+    """The node of a task's primary, by the newest view."""
     found = max((node.keeper.view for node in cluster.nodes), key=lambda view: view.revision).primary_node(task)
     assert found is not None
     return cluster.node(found)
 
 
 def die(cluster: InProcessCluster, node_id: str, *, host: bool = False) -> None:
-    """As kill -9 where no launcher tells: its key stays until its lease ends.
+    """Kills a node without a launcher's report: its key stays until its lease ends.
 
     Args:
-        host: its host goes with it, so that its port does not refuse either.
+        host: also cuts its connections, so that its port does not refuse.
     """
     member = cluster._members[node_id]
     member.crashed = True
@@ -275,13 +275,13 @@ def die(cluster: InProcessCluster, node_id: str, *, host: bool = False) -> None:
 
 
 def crashes(cluster: InProcessCluster) -> int:
-    """How many nodes were killed."""
+    """The number of killed nodes."""
     return sum(member.crashed for member in cluster._members.values())
 
 
 @contextlib.asynccontextmanager
 async def paused(node: Node) -> AsyncIterator[None]:
-    """Within, it has paused, and its key is there; after that it has resumed."""
+    """Keeps a node paused, with its key in etcd, within a block."""
     unproved = Registration._unproved
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Registration, "_unproved", lambda self, lease: self is node.registration or unproved(self, lease))
@@ -296,14 +296,14 @@ def told(cluster: InProcessCluster, kind: str) -> list[str]:
 
 
 async def restart(cluster: InProcessCluster, stamp: Stamp) -> None:
-    """Somebody asks for it, and the leader has written it."""
+    """Asks for a restart, and waits until the leader has written it."""
     leader = holder(cluster, 0)
     await leader.router.to_primary(0, lambda: RequestRestart(stamp, 1, "a test asks for it"), timeout_s=1.0)
     await until_attempt(leader, stamp.attempt + 1)
 
 
 async def until_attempt(node: Node, attempt: int) -> None:
-    """The node sees that attempt of the job, or a later one."""
+    """Waits until the node sees that attempt, or a later one."""
     await node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.attempt >= attempt)
 
 

@@ -1,4 +1,4 @@
-"""Tasks of which several epochs are in flight, where a test holds what they compute, and what is seen of them."""
+"""Tasks with several epochs in flight, whose computes a test can hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from taskgraph.protocol.messages import Stamp
 
 
 class Script:
-    """What the computes of a test's tasks came to, and where the test holds them."""
+    """The computes that a test's tasks reached, and where the test holds them."""
 
     def __init__(self) -> None:
         self.came: list[tuple[str, int, int]] = []
@@ -23,11 +23,11 @@ class Script:
         self._changed = asyncio.Event()
 
     def hold(self, where: str, task: int, epoch: int) -> asyncio.Event:
-        """Who comes there waits for this event."""
+        """Makes computes that reach this point wait for the returned event."""
         return self._gates.setdefault((where, task, epoch), asyncio.Event())
 
     async def at(self, where: str, task: int, epoch: int) -> None:
-        """A compute came to it."""
+        """A compute reached this point."""
         self.came.append((where, task, epoch))
         self._changed.set()
         if (gate := self._gates.get((where, task, epoch))) is not None:
@@ -39,12 +39,12 @@ class Script:
             await self._changed.wait()
 
     def epochs(self, where: str, task: int) -> list[int]:
-        """In which epochs that was come to, in that order."""
+        """The epochs in which this point was reached, in order."""
         return [epoch for place, of, epoch in self.came if (place, of) == (where, task)]
 
 
 class Early(tg.Task, state=["seen"]):
-    """What it works out in `early` may be; what it adds to the state in `late` may not."""
+    """`early` may run ahead of the commit; `late`, which changes state, may not."""
 
     script: Script
     seen: list[int]
@@ -69,7 +69,7 @@ class Early(tg.Task, state=["seen"]):
         epoch.report(**{f"seen {self.task_id}": len(self.seen)})
 
     async def first(self, epoch: tg.Epoch) -> None:
-        """What a test adds, where it may be early."""
+        """A processor that a test may add, and that may run early."""
 
     def result(self) -> list[int]:
         return self.seen
@@ -98,7 +98,7 @@ def at_work(cluster: InProcessCluster) -> Stamp:
 
 
 def whole(found: tg.JobResult, epochs: int = 12) -> None:
-    """Each task's state has each epoch once, in order; so have the reports."""
+    """Each task's state, and the reports, have each epoch once, in order."""
     assert found.values == {task: list(range(epochs)) for task in found.values}
     assert found.epochs == epochs
     assert [(row.epoch, dict(row.numbers)) for row in found.reports] == [
@@ -107,11 +107,11 @@ def whole(found: tg.JobResult, epochs: int = 12) -> None:
 
 
 def stamps(cluster: InProcessCluster, task: int) -> list[Stamp]:
-    """Of the attempts that the task's primary keeps."""
+    """The stamps of the attempts that the task's primary keeps."""
     return [attempt.stamp for attempt in holder(cluster, task).roles.primaries[task].attempts]
 
 
 def boundaries(cluster: InProcessCluster, task: int) -> dict[int, Any]:
-    """epoch -> the state in the boundaries that the task's primary keeps."""
+    """epoch -> the state in the primary's boundaries."""
     kept = holder(cluster, task).roles.primaries[task].backups._boundaries.values()
     return {boundary.stamp.epoch: decode(boundary.value)["state"] for boundary in kept}

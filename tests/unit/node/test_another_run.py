@@ -1,4 +1,4 @@
-"""The name of a job is submitted again while nodes of the run before still end: they write nothing to the new run."""
+"""A job's name is submitted again while nodes of the earlier run still end: they write nothing to the new run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Counts(tg.Task, state=["value"]):
 
 @pytest.mark.timeout(30)
 async def test_stale_run_writes_nothing() -> None:
-    """They said in it that they were gone; a slow one took its tasks over from nothing (the simulation's seed 63)."""
     cluster = InProcessCluster(tg.Job(tasks=2, epochs=10_000, builder=lambda _: Counts()))
     await cluster.start(2)
     node = cluster.nodes[0]

@@ -1,4 +1,4 @@
-"""What nodes tell of each other: the right epoch, and no news of those that leave because the job ended."""
+"""Events about deaths and waits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_refusing_port_is_one_event(gated: type[Gated], when: str, text: str) ->
 
 def test_unusually_long_wait_is_event() -> None:
     class Long(Counting, state=["total"]):
-        """Epochs of 3 s, one of 40, after a first one of 6."""
+        """Epochs take 3 s, one takes 40 s, the first one 6 s."""
 
         async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
             await asyncio.sleep({0: 6, 6: 40}.get(epoch.number, 3))

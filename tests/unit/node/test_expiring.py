@@ -1,4 +1,4 @@
-"""Certificates that end are told of before they are missed, once each."""
+"""Certificates that are about to end: one event each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATE_DAYS = LAST_S / DAY_S + 100
 
 
 class Told:
-    """A node's events, with a clock of our own."""
+    """A node's certificates and events, with a clock of our own."""
 
     def __init__(self, tls: Tls) -> None:
         self.events = EventLog("n1")
@@ -29,7 +29,7 @@ class Told:
         self._expiring = Expiring(tls, self.events, "n1", "host1", lambda: BEGIN.timestamp() + self.at_s)
 
     def look(self, at_s: float) -> list[str]:
-        """What is told at that time, in seconds after the certificate began to be valid."""
+        """The events at that time, in seconds after the certificate became valid."""
         before, self.at_s = len(self.events.recent()), at_s
         self.next_s = self._expiring.look()
         found = self.events.recent()[before:]

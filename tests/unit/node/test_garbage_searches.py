@@ -1,4 +1,4 @@
-"""Garbage is searched for less often where nodes run: also in a user's own process, while a job runs there."""
+"""Processes that host nodes search for garbage less often."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ def mine() -> Iterator[None]:
 
 
 class Looks(tg.Task):
-    """Its result is how often garbage is searched for."""
+    """Its result is the threshold of garbage searches."""
 
     def compose(self, epoch: tg.Epoch) -> None:
         epoch.processor(self.look)

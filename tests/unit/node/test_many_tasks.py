@@ -16,7 +16,7 @@ EPOCHS = 3
 
 
 def calls_of_a_job(tasks: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often a job of so many tasks on two nodes calls what goes through all replicas, or all primaries."""
+    """Counts calls of methods that serve all replicas, or all primaries, in a job on two nodes."""
     calls: Counter[str] = Counter()
 
     def count(cls: type, name: str) -> None:

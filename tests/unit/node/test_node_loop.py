@@ -1,4 +1,4 @@
-"""The event loop of a node: what code of users sets there must not end the node."""
+"""A node's event loop is protected from user code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mine(asyncio.Task[Any]):
 
 
 def eager(loop: Any, coroutine: Any, **_: Any) -> Any:
-    """What `asyncio.eager_task_factory` does, in any Python."""
+    """As `asyncio.eager_task_factory`, in any Python."""
     with pytest.raises(StopIteration) as ended:
         coroutine.send(None)
     done = loop.create_future()
@@ -63,8 +63,6 @@ def in_a_node(scenario: Callable[[Any], None]) -> None:
     ],
 )
 def test_harmful_task_factory_is_refused(factory: Any, why: str) -> None:
-    """All nodes ended, and no task was named."""
-
     def sets(loop: Any) -> None:
         with pytest.raises((JobError, TypeError), match=why):
             loop.set_task_factory(factory)
@@ -85,7 +83,7 @@ def test_harmless_task_factory_is_accepted() -> None:
 
 @pytest.mark.parametrize("loop", [NodeLoop, uvloop.Loop, asyncio.SelectorEventLoop])
 def test_uvloop_closes_own_descriptors_only(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    """Else its number is closed once more when the socket is garbage, and is somebody else's by then."""
+    """Otherwise the number is closed once more when the socket is collected, and belongs to another file by then."""
 
     async def hands_over() -> int:
         with socket.socket() as sock:
@@ -100,8 +98,6 @@ def test_uvloop_closes_own_descriptors_only(loop: Callable[[], asyncio.AbstractE
 
 
 def test_user_code_cannot_stop_loop() -> None:
-    """The node ended, which was told as a sys.exit; and so did each that took the task over."""
-
     def scenario(loop: Any) -> None:
         with pytest.raises(JobError, match=r"loop\.stop\(\): this event loop is the node's"):
             loop.stop()

@@ -1,4 +1,4 @@
-"""What a node process leaves behind: nothing, and nothing that others need."""
+"""What a node's process leaves behind: nothing of its own, and everything that others need."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def config(folder: Path, *, parent_pid: int) -> NodeConfig:
 
 
 def test_ending_node_keeps_launchers_directory(tmp_path: Path) -> None:
-    """It was removed by a node that failed early, and those that started later failed for that."""
+    """Nodes that start later need it."""
     made = config(tmp_path / "s", parent_pid=os.getppid())
     _remove_sockets(made)
     assert list((tmp_path / "s").iterdir()) == []
@@ -123,7 +123,7 @@ def test_starting_node_leaves_at_once(tmp_path: Path) -> None:
 
 
 async def test_finished_job_accepts_nodes_until_collected() -> None:
-    """All nodes that had them were killed, and new ones waited for ever for it to be submitted again."""
+    """All nodes with results may have been killed."""
     coordinator, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
     spec, again = (JobSpec.local(tg.Job(tasks=1, builder=tg.Task, name="fit")) for _ in range(2))
     await submit(coordinator, spec)

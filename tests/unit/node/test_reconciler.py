@@ -15,7 +15,7 @@ from taskgraph.testing.clock import FastForwardLoop
 
 
 class Looking(Reconciler):
-    """Its looks take a while, and find nothing."""
+    """Its looks take time and find nothing."""
 
     def __init__(self, took_s: float) -> None:
         self.looks, self.took_s = 0, took_s
@@ -36,7 +36,7 @@ class Looking(Reconciler):
 
 
 def while_it_runs(took_s: float, scenario: Callable[[Looking], Awaitable[None]]) -> None:
-    """By a clock that stands still while something runs."""
+    """Runs a scenario on a clock that stands while code runs."""
 
     async def running() -> None:
         reconciler = Looking(took_s)

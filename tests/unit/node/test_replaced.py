@@ -1,4 +1,4 @@
-"""User code that fails because a primary was replaced: its predecessor took messages that it knows nothing of."""
+"""User code fails because a replaced primary had taken messages that the new one does not know."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ class Account(tg.Task, state=["total"]):
 
 @pytest.mark.parametrize("order", range(4))
 def test_handler_missing_predecessors_state_restarts_epoch(order: int) -> None:
-    """Whoever holds the predecessor's answer asks for a restart, too: that is held back until the handler failed."""
+    """The holder of the predecessor's answer asks for a restart, too, which the test delays until the handler
+    failed.
+    """
     cluster: InProcessCluster
     crashed = asyncio.Event()
 
@@ -92,7 +94,7 @@ def test_handler_missing_predecessors_state_restarts_epoch(order: int) -> None:
 
 @pytest.mark.parametrize("order", range(4))
 def test_users_error_after_takeover_fails_job(order: int) -> None:
-    """It comes again in the attempt after: nobody was replaced in that one."""
+    """The error comes again in the next attempt, which had no takeover."""
 
     class Wrong(Account):
         async def book(self, epoch: tg.Epoch, sender: int, payload: Any) -> int:

@@ -1,4 +1,4 @@
-"""What tasks reported, packed for those who have none of it: all of it, and the cost of what is new."""
+"""The packed log of reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def unpacked(log: ReportLog) -> ReportLog:
 
 
 def same(log: ReportLog, other: ReportLog) -> bool:
-    """Whether they are the same, and go on as the same."""
+    """True if two logs are equal, and stay equal with more rows."""
     assert list(log.rows()) == list(other.rows())
     for one in (log, other):
         for epoch in range(500, 600):
@@ -105,7 +105,7 @@ def test_damaged_log_is_refused(damage: Any) -> None:
 
 
 def test_order_of_arrival_changes_no_byte() -> None:
-    """A zombie wrote its file of a checkpoint over its successor's: other bytes, so the checkpoint was refused."""
+    """Two primaries, one of them stale, may write the same file of a checkpoint."""
     one, other = ReportLog(), ReportLog()
     one.add(3, {0: {"b": 1.0, "a": 2.0}, 1: {"x": 3.0}, 2: {"y": 4.0}})
     other.add(3, {2: {"y": 4.0}})
@@ -141,7 +141,6 @@ def test_early_reports_are_thinned(few: int) -> None:
 
 @pytest.mark.parametrize("at", [100, 299, 300, 301, 1777, 2500])
 def test_thinning_depends_on_reports_alone(few: int, at: int) -> None:
-    """Whoever joined, or went back to a checkpoint, has what everybody has."""
     log, checkpoint = log_of(2600), log_of(at).packed()
     joined = ReportLog()
     for behind in (joined, log):

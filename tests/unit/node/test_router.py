@@ -1,4 +1,4 @@
-"""Calls to peers: when they are tried again, and when they end although nobody answers."""
+"""Calls to peers: retries, and ends without an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from taskgraph.protocol.messages import Release
 
 
 class Idle(tg.Task):
-    """Never comes to an end."""
+    """Never returns."""
 
     def compose(self, epoch: tg.Epoch) -> None:
         epoch.processor(self.wait)
@@ -48,7 +48,7 @@ def test_call_ends_with_nodes_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_call_ends_at_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lease ended, and its key is still there: whoever waits for that waits for longer than needed."""
+    """The old primary's key may still be there."""
 
     async def scenario(cluster: InProcessCluster) -> None:
         await cluster.nodes[0].keeper.wait_until(lambda view: len(view.in_sync(0)) == 2)

@@ -1,4 +1,4 @@
-"""The files of a node's sockets are removed while it runs: it listens anew, and what stands goes on."""
+"""The files of a node's sockets are removed while it runs: it listens again, and open connections go on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOKEN = bytes(32)
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Short, for the paths of sockets."""
+    """A short path, as sockets need."""
     monkeypatch.setattr(sockets, "_LOOK_S", 0.01)
     root = tempfile.mkdtemp(prefix="tg-")
     made = Path(root) / "s"
@@ -44,7 +44,7 @@ async def serve(caller: str, call: Call) -> Reply:
 
 
 class Listening:
-    """A node's transport and its control service, and what keeps their sockets."""
+    """A node's transport and control service, and the keeper of their sockets."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,7 +67,7 @@ class Listening:
         return self.told[-1]
 
     async def asked(self) -> str:
-        """What who connects now gets of the control service."""
+        """The control service's answer to a new connection."""
         async with ControlClient(f"unix:{self.folder}/c", TOKEN) as client:
             return await asked(client)
 
@@ -156,7 +156,7 @@ async def test_failed_sockets_are_retried_and_reported_once(base: Path) -> None:
 
 
 async def test_own_removal_is_no_loss(base: Path) -> None:
-    """What is left of closing takes time where memory is short: "sockets were removed", it said at a run's end."""
+    """Closing may take long, and is not reported as a removal."""
     async with listening(base / "launcher" / "1") as node:
         await node.transport.close()
         assert not node.transport.unreachable, "it is looked at until the node has written its last events"

@@ -1,4 +1,4 @@
-"""A transaction is tried until its outcome is known: what was executed, and by whom."""
+"""A transaction is repeated until its outcome is known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from taskgraph.protocol.records import EpochRecord
 
 
 class Lossy(MemoryCoordinator):
-    """Loses answers: `losses` says of each transaction that comes whether it is executed first, and what is raised."""
+    """Loses answers: `losses` says for each transaction whether to execute it first, and what to raise."""
 
     def __init__(self, *losses: tuple[bool, type[CoordinationError]]) -> None:
         super().__init__(MemoryStore())
@@ -72,7 +72,6 @@ async def test_unexecuted_write_needs_no_read() -> None:
 
 
 async def test_refused_write_waits() -> None:
-    """It ended the node, and with it what it had computed."""
     coordinator = Lossy((True, OutcomeUnknown), (False, AccessRefused), (False, AccessRefused))
     writes = Writes(coordinator)
     revision = await writes.transact(put("a"), key="k", writer="a")
@@ -83,7 +82,7 @@ async def test_refused_write_waits() -> None:
 
 
 async def test_refused_first_write_fails() -> None:
-    """A user that was never let in may be the wrong one."""
+    """Its user may be the wrong one."""
     with pytest.raises(AccessRefused):
         await Writes(Lossy((False, AccessRefused))).transact(put("a"), key="k", writer="a")
 

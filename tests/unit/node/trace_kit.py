@@ -8,7 +8,7 @@ __all__ = ["spans_of"]
 
 
 def spans_of(tracing: Tracing) -> list[Span]:
-    """All spans since they were fetched last; a task that is the other side is named as in the trace's file."""
+    """All spans since the last call; tasks at the other side are named as in the trace's file."""
     return [
         (k, n, f"task {peer}" if isinstance(peer, int) else peer, *rest) for k, n, peer, *rest in tracing.fetch()[0]
     ]

@@ -1,4 +1,4 @@
-"""Who is declared gone because its key stayed absent."""
+"""Nodes that are declared gone because their key stayed absent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["blindable", "gated", "joining"]
 
 
 def lets_go(cluster: InProcessCluster, observer: Node, absent: Node) -> None:
-    """Its key vanishes, and it can neither come back nor be evicted."""
+    """Removes a node's key; the node can neither come back nor be evicted."""
     keys = observer.keeper.view.keys
     eyes(absent).refuse(keys.node(absent.id))
     eyes(observer).refuse(keys.member(0, absent.id))
@@ -26,7 +26,7 @@ def lets_go(cluster: InProcessCluster, observer: Node, absent: Node) -> None:
 
 @pytest.mark.usefixtures("blindable")
 def test_absence_before_observers_pause_counts_nothing(gated: type[Gated]) -> None:
-    """A pause of etcd pauses everybody, and may let every key vanish: it loses nobody."""
+    """A pause of etcd pauses all nodes, and may remove every key."""
     settings = tg.Settings(epochs_ahead=0)
     limit_s = settings.lost_after_s
 
@@ -49,7 +49,7 @@ def test_absence_before_observers_pause_counts_nothing(gated: type[Gated]) -> No
 
 @pytest.mark.usefixtures("blindable")
 def test_returning_node_is_not_gone(gated: type[Gated]) -> None:
-    """The answers of etcd were lost for so long."""
+    """The answers of etcd were lost until it was back."""
     settings = tg.Settings(epochs_ahead=0)
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -75,7 +75,9 @@ def test_returning_node_is_not_gone(gated: type[Gated]) -> None:
 
 
 async def without_etcd(cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once both tasks have a backup all pause, all keys vanish, and etcd is there again; nobody may put its key yet."""
+    """Once both tasks have a backup all nodes pause and all keys vanish; then etcd is back, and no node may put its key
+    yet.
+    """
     keeper = cluster.nodes[0].keeper
     await keeper.wait_until(lambda view: all(len(view.in_sync(task)) == 2 for task in (0, 1)))
     view = keeper.view
@@ -91,7 +93,7 @@ async def without_etcd(cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("blindable")
 @pytest.mark.parametrize("first", [0, 1])
 def test_common_loss_gives_time_to_return(gated: type[Gated], monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    """etcd was away, or this host: whoever came back first took over from the others, or evicted them."""
+    """Otherwise the first node to return would take over from the others."""
 
     async def scenario(cluster: InProcessCluster) -> None:
         ended = asyncio.ensure_future(cluster.result())
@@ -110,7 +112,7 @@ def test_common_loss_gives_time_to_return(gated: type[Gated], monkeypatch: pytes
 
 
 async def joins(cluster: InProcessCluster, joining: type[Joining]) -> tuple[Node, Node]:
-    """The primary of a task, and a node that sets up a replica of it for the first time, if two are there already."""
+    """A task's primary, and a third node that sets up a replica of it."""
     await joining.reached.wait()
     joining.joins = True
     joined = cluster.node(cluster.add())
@@ -120,7 +122,7 @@ async def joins(cluster: InProcessCluster, joining: type[Joining]) -> tuple[Node
 
 
 def test_lost_candidate_is_declared_gone(joining: type[Joining], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in etcd names it but its own key, and no port refuses."""
+    """Only its own key names it in etcd, and no port refuses."""
     settings = tg.Settings(epochs_ahead=0)
 
     async def scenario(cluster: InProcessCluster) -> None:

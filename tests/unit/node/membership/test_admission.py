@@ -1,4 +1,4 @@
-"""Nodes that could not speak with those that are there: refused, and the job goes on without them."""
+"""Nodes that cannot speak with the members are refused, and the job goes on without them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["blindable", "gated"]
 
 
 def marked(cluster: InProcessCluster, token_mark: str) -> Node:
-    """A node that starts now, with the token of that mark."""
+    """Starts a node with the token of that mark."""
     node = cluster.node(cluster.add())
     node._token_mark = token_mark
     return node
@@ -30,7 +30,7 @@ def run_of(cluster: InProcessCluster, node: Node) -> asyncio.Task[None]:
 
 
 async def works(cluster: InProcessCluster, gated: type[Gated]) -> Node:
-    """The first node, with a token, once the job is under way."""
+    """Returns the first node, with a token, once the job is under way."""
     first = cluster.nodes[0]
     first._token_mark = "ours"
     await gated.reached.wait()
@@ -38,8 +38,6 @@ async def works(cluster: InProcessCluster, gated: type[Gated]) -> Node:
 
 
 def test_wrong_token_never_registers(gated: type[Gated]) -> None:
-    """It did, was given tasks, and those who waited for it waited for ever."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         first = await works(cluster, gated)
         seen = set[str]()
@@ -58,7 +56,7 @@ def test_wrong_token_never_registers(gated: type[Gated]) -> None:
 
 def test_later_of_two_conflicting_nodes_leaves(gated: type[Gated], monkeypatch: pytest.MonkeyPatch) -> None:
     async def blindly(self: Registration) -> None:
-        """As one that looked before the other was there."""
+        """Registers as if the other node were not there."""
 
     monkeypatch.setattr(Registration, "_until_it_may", blindly)
 
@@ -74,7 +72,7 @@ def test_later_of_two_conflicting_nodes_leaves(gated: type[Gated], monkeypatch: 
 
 
 def unreached(cluster: InProcessCluster) -> Node:
-    """A node that starts now, and cannot reach the first one."""
+    """Starts a node that cannot reach the first one."""
     first = cluster.nodes[0]
     node = cluster.node(cluster.add())
     cluster.network.cut(node.id, first.id)
@@ -87,7 +85,7 @@ async def registered(node: Node) -> None:
 
 
 def test_unreachable_member_prevents_registration(gated: type[Gated]) -> None:
-    """A firewall, or an address that leads nowhere: it was given tasks, and the job stood until it was drained."""
+    """As behind a firewall, or with an address that leads nowhere."""
 
     async def scenario(cluster: InProcessCluster) -> None:
         first = await works(cluster, gated)
@@ -108,8 +106,6 @@ def test_unreachable_member_prevents_registration(gated: type[Gated]) -> None:
 
 
 def test_waiting_node_declared_gone_ends(gated: type[Gated]) -> None:
-    """It registered once that was forgotten: seed 545863 of the simulation."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         first = await works(cluster, gated)
         other = unreached(cluster)

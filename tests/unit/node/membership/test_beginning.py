@@ -1,4 +1,4 @@
-"""How a job begins: its replicas are set up at the same time."""
+"""How a job begins."""
 
 from __future__ import annotations
 
@@ -68,8 +68,6 @@ def test_starting_node_waits_for_etcd(
 
 
 def test_status_shows_wait_for_nodes() -> None:
-    """It was told once, as an event; `status` and the error of a time limit did not know of it."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         def status() -> list[str]:
             return [wait for node in cluster.nodes for wait in node.status().waits]

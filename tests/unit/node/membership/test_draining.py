@@ -1,4 +1,4 @@
-"""A node that is told to leave at an odd moment: nothing is lost with it."""
+"""A node that drains at an odd moment loses nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Paced(Counting, state=["total"]):
 
 
 def paced() -> tg.Job:
-    """It lasts several times `drain_s`, and without backups: who leaves with a task's state fails it."""
+    """A job without backups that lasts several times `drain_s`."""
     return job(Paced, tasks=4, epochs=300, backups=0, settings=SETTINGS)
 
 
@@ -35,8 +35,6 @@ async def works(node: Node) -> None:
 
 
 def test_drained_node_does_not_register() -> None:
-    """It joined, was given tasks, and left with their state."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         first = cluster.nodes[0]
         await works(first)
@@ -57,7 +55,7 @@ def few() -> tg.Job:
 
 
 async def leave(cluster: InProcessCluster, node: Node) -> float:
-    """Returns when it left, and after how long."""
+    """Drains a node; returns how long it took to leave."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     node.drain("SIGTERM")
@@ -66,8 +64,6 @@ async def leave(cluster: InProcessCluster, node: Node) -> float:
 
 
 def test_finished_job_is_handed_over() -> None:
-    """Its node waited out `drain_s` with nothing to wait for, and said nothing; the same where it had no backup yet."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         first, second = cluster.nodes
         await first.keeper.wait_until(lambda view: view.finished)
@@ -84,8 +80,6 @@ def test_finished_job_is_handed_over() -> None:
 
 
 def test_leaving_with_sole_results_is_event() -> None:
-    """It left without a word, and the job that had finished was failed by the next node."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         (node,) = cluster.nodes
         await node.keeper.wait_until(lambda view: view.finished)
@@ -100,8 +94,6 @@ def test_leaving_with_sole_results_is_event() -> None:
 
 @pytest.mark.parametrize("backups", [0, 1])
 def test_leaving_without_etcd_names_losses(monkeypatch: pytest.MonkeyPatch, backups: int) -> None:
-    """Where another node had all that it has, it said nothing: it could hand nothing over, and was gone."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         first = cluster.nodes[0]
         await works(first)

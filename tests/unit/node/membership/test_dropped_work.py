@@ -1,4 +1,4 @@
-"""A node that is a task's primary in etcd and dropped that work: nobody suspects it, so it must begin anew itself."""
+"""A task's primary dropped its work: it is not suspected, so its own node must begin anew."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from taskgraph.results import JobResult
 
 
 class Slow(Counting, state=["total"]):
-    """Of the task `stuck`, the first compute of epoch 1 never ends."""
+    """The first compute of epoch 1 of the task `stuck` never ends."""
 
     stuck: int
     reached: asyncio.Event

@@ -1,4 +1,4 @@
-"""A job that is to fail since its code ended several processes: not where the code went through after all."""
+"""Code that killed several nodes fails the job, unless its epoch has committed since."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["blindable", "gated"]
 
 @pytest.mark.usefixtures("blindable")
 def test_deaths_before_commit_fail_nothing(gated: type[Gated]) -> None:
-    """Whoever counts them may not have read of the commit yet."""
+    """A node that counts deaths may not have read the commit yet."""
 
     async def later(cluster: InProcessCluster, leads: str) -> None:
         behind = next(node for node in cluster.nodes if node.id != leads)

@@ -1,4 +1,4 @@
-"""Nodes that are gone for long: a job that runs for months has thousands of them."""
+"""Records of gone nodes: a job that runs for months has thousands."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ class Slow(Counting, state=["total"]):
 
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it takes a thousand nodes."""
+    """Deletes records after a few nodes, not a thousand."""
     monkeypatch.setattr(forgetting, "KEPT", 2)
     monkeypatch.setattr(forgetting, "BATCH", 2)
 
 
 @pytest.mark.usefixtures("forgetful")
 def test_records_of_gone_nodes_are_bounded() -> None:
-    """It did: with 100,000 of them each listing of the job took seconds."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         lives = cluster.nodes[0]
         view = lives.keeper.view
@@ -54,7 +52,7 @@ def test_records_of_gone_nodes_are_bounded() -> None:
 
 @pytest.mark.usefixtures("blindable", "forgetful")
 def test_node_with_deleted_record_stays_gone() -> None:
-    """It was frozen for days, say, while many others came and went."""
+    """It may have been frozen for days."""
 
     async def scenario(cluster: InProcessCluster) -> None:
         observer = holder(cluster, 0)
@@ -82,7 +80,7 @@ def test_node_with_deleted_record_stays_gone() -> None:
 
 @pytest.mark.usefixtures("blindable", "forgetful")
 def test_absent_node_survives_others_deletion() -> None:
-    """They were gone before it read of its key last."""
+    """The others were gone before it last read its key."""
 
     async def scenario(cluster: InProcessCluster) -> None:
         observer = holder(cluster, 0)

@@ -30,7 +30,7 @@ class Slow(Counting, state=["total"]):
 
 
 def test_leaving_node_sets_nothing_up() -> None:
-    """Others left first, so it was wished for, and offered a boundary: `setup` ran, and no `teardown` did."""
+    """Otherwise `setup` would run without a `teardown`."""
     tearing_down.clear()
 
     async def scenario(cluster: InProcessCluster) -> None:
@@ -55,7 +55,7 @@ def test_leaving_node_sets_nothing_up() -> None:
 
 
 class Endless(Counting, state=["total"]):
-    """The teardown of task 1 does not return."""
+    """The teardown of task 1 never returns."""
 
     gate: asyncio.Event
 
@@ -98,8 +98,6 @@ class Raising(Counting, state=["total"]):
 
 
 def test_error_in_last_teardown_is_event() -> None:
-    """Only the logs of the nodes had it."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         await cluster.result()
         runs = [member.run for member in cluster._members.values()]
@@ -116,7 +114,7 @@ def test_error_in_last_teardown_is_event() -> None:
 
 
 def test_drain_of_leaving_node_is_harmless() -> None:
-    """SIGTERM, of a launcher that has waited for it for some seconds: it must not take `drain_s` for that."""
+    """A SIGTERM of its launcher must not start `drain_s` again."""
     tearing_down.clear()
 
     async def scenario(cluster: InProcessCluster) -> float:
@@ -153,7 +151,6 @@ async def fails() -> None:
 
 @pytest.mark.parametrize("what", ["view", "work"])
 def test_own_error_blames_no_user_code(gated: type[Gated], what: str) -> None:
-    """It told that user code had cancelled it, and that counted as a death of each task there."""
     break_it = asyncio.Event()
 
     async def watch(prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:

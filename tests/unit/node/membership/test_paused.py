@@ -37,7 +37,6 @@ def test_pause_names_lease_trouble(gated: type[Gated], monkeypatch: pytest.Monke
 
 
 def test_status_shows_reason_of_pause(gated: type[Gated], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It said `paused`, and nothing more, where etcd answers whoever asks but not that node, or too late for it."""
     monkeypatch.setattr(MemoryLease, "trouble", lambda _: "etcd 10.0.0.1:2379: no answer for 1.7 s")
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
@@ -56,7 +55,7 @@ def test_status_shows_reason_of_pause(gated: type[Gated], monkeypatch: pytest.Mo
 
 
 def test_pauses_third_of_ttl_early(gated: type[Gated]) -> None:
-    """Others may take over from it once that goes: it has to know sooner than they do."""
+    """Others may take over once the key is gone: the node has to know earlier."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
         await gated.reached.wait()
@@ -90,7 +89,7 @@ def test_paused_node_refuses_calls(gated: type[Gated], call: Call) -> None:
 
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_deleted_key_is_put_back(gated: type[Gated], all_of_them: bool) -> None:
-    """`etcdctl del --prefix .../nodes/`: each looked at its lease only, and no write of theirs was taken any more."""
+    """As after `etcdctl del --prefix .../nodes/`."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
         await gated.reached.wait()
@@ -116,7 +115,7 @@ def test_deleted_key_is_put_back(gated: type[Gated], all_of_them: bool) -> None:
 
 @pytest.mark.parametrize("joins", [True, False], ids=["joins", "resumes"])
 def test_slow_listing_keeps_lease(gated: type[Gated], joins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a slow link: it was alive and did not say so, and after 30 s of pauses it was declared gone."""
+    """As behind a slow link."""
     lists = MemoryCoordinator.list
 
     async def slowly(self: MemoryCoordinator, prefix: str) -> Listing:
@@ -142,7 +141,7 @@ def test_slow_listing_keeps_lease(gated: type[Gated], joins: bool, monkeypatch: 
 
 
 class Busy(Counting, state=["total"]):
-    """Holds up the loop in every epoch."""
+    """Blocks the loop in every epoch."""
 
     async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         stand_still(60.0)
@@ -150,7 +149,6 @@ class Busy(Counting, state=["total"]):
 
 
 def test_busy_single_process_does_not_pause() -> None:
-    """It paused, and did its work again, which took as long: it never came to an end."""
     events: list[Event] = []
     with asyncio.Runner(loop_factory=FastForwardLoop) as runner:
         result = runner.run(arun_inprocess(job(Busy, backups=0), on_event=events.append, timeout_s=3600))

@@ -1,4 +1,4 @@
-"""A port that refuses for a while, of a node that lives: a firewall is loaded anew, an address is moved."""
+"""The port of a living node refuses for a while: a firewall is reloaded, an address moves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = tg.Settings(epochs_ahead=0)
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
-    """(from, to): what is refused at the moment, although it is there."""
+    """(from, to) pairs that refuse at the moment."""
     links: set[tuple[str, str]] = set()
     find = MemoryNetwork._find
 
@@ -69,7 +69,7 @@ def test_living_node_is_cleared(gated: type[Gated], refused: set[tuple[str, str]
 def test_mutual_refusals_end(
     gated: type[Gated], refused: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, nodes: int
 ) -> None:
-    """They did as fast as etcd answers, for as long as a lease lasts."""
+    """Otherwise takeovers alternate as fast as etcd answers."""
     txn = MemoryCoordinator.txn
 
     async def slow(coordinator: MemoryCoordinator, what: Txn) -> TxnResult:
@@ -100,7 +100,7 @@ def test_mutual_refusals_end(
 
 
 def test_dead_node_stays_suspected(gated: type[Gated]) -> None:
-    """Nobody but its port says that it is dead."""
+    """Only its port shows that it is dead."""
 
     async def scenario(cluster: InProcessCluster) -> None:
         ended = asyncio.ensure_future(cluster.result())

@@ -1,4 +1,4 @@
-"""Tasks that no node may hold any more: what was lost fails the job, what was not waits, and both are said."""
+"""Tasks that no node may hold: lost state fails the job, others wait, both with an event."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from taskgraph.node import roles
 
 
 class NoState(tg.Task):
-    """Its epoch 1 waits for `gate`."""
+    """Epoch 1 waits for `gate`."""
 
     reached: asyncio.Event
     gate: asyncio.Event

@@ -1,4 +1,4 @@
-"""A node that cannot set up a backup ends, where the job goes on without it; else the job fails, and says where."""
+"""A node that cannot set up a backup ends if the job can do without it; else the job fails, and says where."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from taskgraph.node.node import Node
 
 
 class Lacking(Gated, state=["total"]):
-    """Once `lacks` is set, what it reads is not there."""
+    """Once `lacks` is set, the set-up raises."""
 
     lacks: bool
     reached: asyncio.Event
@@ -39,7 +39,7 @@ def lacking() -> type[Lacking]:
 
 
 def joins(cluster: InProcessCluster) -> Node:
-    """A node that is added, as if it were alone in its process; that it ends is no failure of the cluster."""
+    """Adds a node as if it had its own process; its end does not fail the cluster."""
     node = cluster.node(cluster.add())
     node.own_process = node.set_ups.alone = True
     cluster._members[node.id].crashed = True
@@ -58,8 +58,6 @@ async def one_left(cluster: InProcessCluster, kind: type[Lacking]) -> Node:
 
 
 def test_node_that_cannot_set_up_ends(lacking: type[Lacking]) -> None:
-    """The job ended for it, and all its work was lost."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         left = await one_left(cluster, lacking)
         lacking.lacks = True

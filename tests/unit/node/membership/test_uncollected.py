@@ -1,4 +1,4 @@
-"""A job that finished, and whose results nobody collects: its nodes leave, and it stays finished."""
+"""Results of a finished job that are not collected: its nodes leave, and it stays finished."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def state_of(cluster: InProcessCluster) -> str:
 
 
 def why_none(cluster: InProcessCluster) -> str:
-    """What whoever asks for the results is told."""
+    """The error for a client that asks for the results."""
     found = [*cluster.store.select(cluster.keys.collected, prefix=False), None]
     finished = StatusRecord(state=State.FINISHED)
     with pytest.raises(tg.UnknownJob) as told:
@@ -40,7 +40,7 @@ def why_none(cluster: InProcessCluster) -> str:
 
 
 async def all_left(cluster: InProcessCluster) -> float:
-    """Returns when all nodes have left, and how long that took since the job finished."""
+    """Waits until all nodes have left; returns how long after the job's end."""
     node, loop = cluster.nodes[0], asyncio.get_running_loop()
     await node.keeper.wait_until(lambda view: view.finished)
     began, runs = loop.time(), [member.run for member in cluster._members.values()]
@@ -51,8 +51,6 @@ async def all_left(cluster: InProcessCluster) -> float:
 
 @pytest.mark.parametrize("every", [0, 2])
 def test_job_stays_finished_while_nodes_leave(every: int, tmp_path: Path) -> None:
-    """Whoever was a moment later saw tasks lost: the job failed, or went back to its checkpoint and ran again."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         late = cluster.nodes[1]
         eyes(late).blind(at=cluster.keys.status)
@@ -72,7 +70,7 @@ def test_job_stays_finished_while_nodes_leave(every: int, tmp_path: Path) -> Non
 
 
 def test_results_are_kept_for_living_launcher() -> None:
-    """A run that was stopped, or whose output nobody read, lost what its own nodes had computed."""
+    """The launcher may be stopped, or its output unread."""
 
     async def scenario(cluster: InProcessCluster) -> None:
         for node in cluster.nodes:

@@ -1,4 +1,4 @@
-"""Nodes that may compute other last bits than those that are there: told once, and not kept out."""
+"""Nodes whose results may differ from those of the others: an event, and no refusal."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_other_environment_is_unlike(variables: dict[str, str], effect: str) -> 
 
 
 def test_unused_processor_feature_counts() -> None:
-    """numpy takes other loops without it, whose sums have other last bits."""
+    """numpy's loops, and their last bits, depend on it."""
     found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
     if not found:
         pytest.skip("this processor has nothing beyond what numpy was built for")
@@ -80,7 +80,7 @@ def test_event_names_only_differences() -> None:
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_numpys_feature_names_are_not_compared(machine: str) -> None:
-    """Of two nodes of one machine it was told that they differ in some twenty words."""
+    """Versions of numpy name the features of one processor differently."""
     ours = record("n2", "Python 3.12", "numpy 1.26.0", f"{machine} (SSE SSE2 AVX2)")
     theirs = record("n1", "Python 3.12", "numpy 2.4.6", "x86_64 (X86_V2 X86_V3)")
     why, (a, b) = why_unlike(ours, {"n1": theirs}), ("", "") if machine == "x86_64" else (", aarch64", ", x86_64")

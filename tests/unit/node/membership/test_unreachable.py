@@ -1,4 +1,4 @@
-"""A node that another one cannot reach, although it lives: the wait for it is named with its cause."""
+"""A living node that another one cannot reach: the wait for it is named with its cause."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ async def work(cluster: InProcessCluster) -> tuple[Node, Node]:
 
 
 def test_unreachable_pair_is_one_event() -> None:
-    """The wait was `task 1 waits for 'word' from task 0`, and nothing said why that did not come."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         first, second = await work(cluster)
         cluster.network.cut(first.id, second.id)
@@ -58,7 +56,7 @@ def test_unreachable_pair_is_one_event() -> None:
 
 
 class Crossed(Talking):
-    """Each answers before it says."""
+    """Each task answers before it sends."""
 
     def compose(self, epoch: tg.Epoch) -> None:
         epoch.processor(self.answer, inbound={"word": "peers"}, outbound={"answer": "peers"})
@@ -70,8 +68,6 @@ class Crossed(Talking):
 
 
 def test_slow_answer_is_not_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was told of the leader, too, that it cannot reach itself; and a cycle of waits was never found."""
-
     async def late(serving: Serving, caller: str, call: Call) -> Reply:
         if isinstance(call, Waits):
             await asyncio.sleep(3.0)

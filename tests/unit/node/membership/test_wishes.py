@@ -1,4 +1,4 @@
-"""What placement wishes for is the same on every node, however it came to read what it knows."""
+"""Placement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def named(node: int) -> str:
 
 
 def test_containers_of_machine_are_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a host's name of its own: both replicas of a task were put on one machine, which takes both along."""
+    """Each container has a host name of its own, but the machine takes all along."""
     machines = {named(node): f"m{node % 2}" for node in range(1, 5)}
     add = InProcessCluster.add
 

@@ -1,4 +1,4 @@
-"""A primary that was replaced while it saw nothing: what it does with the view it gets at last."""
+"""A primary that was replaced while it saw nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def slow() -> type[Slow]:
 
 
 def lose_lease(cluster: InProcessCluster, node: Node) -> None:
-    """Its key vanishes, as when it was frozen for longer than its lease."""
+    """Removes a node's key, as after a freeze that outlasts its lease."""
     cluster.store.revoke(node.keeper.view.nodes[node.id].record.lease)
 
 
@@ -57,7 +57,7 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.usefixtures("blindable")
 def test_replaced_primary_ends_without_error(slow: type[Slow], caplog: pytest.LogCaptureFixture) -> None:
-    """The commit was its successor's work: the boundary is not here, and that is no mistake."""
+    """It reads the successor's commit without having that boundary."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
         await slow.reached.wait()
@@ -79,7 +79,7 @@ def test_replaced_primary_ends_without_error(slow: type[Slow], caplog: pytest.Lo
 
 @pytest.mark.usefixtures("blindable")
 def test_frozen_primary_delays_only_its_lease(slow: type[Slow], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leader asks it what it waits for, in vain: that must not keep it from committing with the successor."""
+    """The leader asks it in vain what it waits for."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
         loop = asyncio.get_running_loop()
@@ -102,7 +102,7 @@ def test_frozen_primary_delays_only_its_lease(slow: type[Slow], monkeypatch: pyt
 
 
 class Lingers(Counting, state=["total"]):
-    """What computes its epoch 1 first goes on once it is cancelled, until `let_go`. Its epoch 4 waits for `gate`."""
+    """The first compute of epoch 1 goes on after its cancellation, until `let_go`. Epoch 4 waits for `gate`."""
 
     seen: list[tuple[str, bool]]
     reached: asyncio.Event
@@ -141,7 +141,7 @@ def lingering() -> type[Lingers]:
 
 
 async def ends_its_term(cluster: InProcessCluster, lingering: type[Lingers]) -> tuple[Node, Node]:
-    """A node that is back, is no member any more, and whose term still ends; and the one that leads by then."""
+    """A node that is back, no member, and still ends its term; and the leader by then."""
     await lingering.reached.wait()
     zombie = holder(cluster, 0)
     other = next(node for node in cluster.nodes if node is not zombie)
@@ -158,8 +158,6 @@ async def ends_its_term(cluster: InProcessCluster, lingering: type[Lingers]) -> 
 
 @pytest.mark.usefixtures("blindable")
 def test_replica_outlives_its_term(lingering: type[Lingers]) -> None:
-    """Nobody wishes for it any more: it was brought to its end while its code was at work."""
-
     async def scenario(cluster: InProcessCluster) -> JobResult:
         zombie, _ = await ends_its_term(cluster, lingering)
         await asyncio.sleep(2.0)
@@ -176,7 +174,7 @@ def test_replica_outlives_its_term(lingering: type[Lingers]) -> None:
 
 @pytest.mark.usefixtures("blindable")
 def test_node_waits_for_ending_term(lingering: type[Lingers]) -> None:
-    """Its code is the last to know of it, and may have work to save."""
+    """Its code may have work to save."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
         zombie, leads = await ends_its_term(cluster, lingering)

@@ -1,4 +1,4 @@
-"""A primary's care for its task's replicas: whom it evicts, whom it counts, and what it waits for."""
+"""A primary's care for its task's replicas: evictions, admissions, waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["blindable", "gated", "joining", "set_up_when_offered"]
 
 
 def truth(cluster: InProcessCluster) -> JobView:
-    """What etcd holds, whatever the nodes know of it."""
+    """A view with everything that etcd holds."""
     view = JobView(cluster.keys.job)
     view.reset(cluster.store.revision, cluster.store.select(cluster.keys.root, prefix=True))
     return view
@@ -44,7 +44,7 @@ def truth(cluster: InProcessCluster) -> JobView:
 
 @pytest.mark.usefixtures("blindable")
 def test_boundary_waits_for_unanswered_admission(gated: type[Gated]) -> None:
-    """Committed without it, the boundary would be lost with the others: by its key in etcd it is an heir."""
+    """By its key in etcd the candidate is an heir already, and must have the boundary."""
     waits_for_nobody = tg.Settings(epochs_ahead=0, admit_wait_s=0.0)
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
@@ -65,7 +65,7 @@ def test_boundary_waits_for_unanswered_admission(gated: type[Gated]) -> None:
 
 
 def test_predecessors_evicted_member_is_readmitted(gated: type[Gated]) -> None:
-    """Its key says "until 1": left so it would be asked for every boundary, and no heir once epoch 1 is over."""
+    """With its old key "until 1" it would be asked for every boundary, and be no heir."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
         await gated.reached.wait()
@@ -107,7 +107,7 @@ def test_too_few_members_wait_with_reason(gated: type[Gated]) -> None:
 
 @pytest.mark.usefixtures("set_up_when_offered")
 def test_epoch_0_waits_for_backups() -> None:
-    """For `admit_wait_s`: a backup whose set-up takes for ever holds up epoch 0, and nothing after it."""
+    """Epoch 0 waits `admit_wait_s` for a slow set-up; later epochs do not."""
 
     class SlowSetup(Gated, state=["total"]):
         reached, gate = asyncio.Event(), asyncio.Event()
@@ -164,7 +164,7 @@ def test_distant_backup_gets_in_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("end", [InProcessCluster.crash, die], ids=["its launcher tells", "its port refuses"])
 def test_member_stays_if_replacement_dies(joining: type[Joining], end: Callable[[InProcessCluster, str], None]) -> None:
-    """Placement wants it instead of the only member, and the primary, killed meanwhile, took all there was with it."""
+    """Placement wants the new node instead of the only member."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
         await joining.reached.wait()
@@ -185,7 +185,7 @@ def test_member_stays_if_replacement_dies(joining: type[Joining], end: Callable[
 
 
 class Arriving(Gated, state=["total"]):
-    """Once `arrive` is set, whoever sets it up tells that it began, and waits for an event of its own."""
+    """After `arrive` is set, each set-up announces itself, and waits for an event of its own."""
 
     arrive: bool
     setups: list[asyncio.Event]
@@ -211,7 +211,7 @@ def arriving() -> type[Arriving]:
 async def wished(
     cluster: InProcessCluster, node: Node, arriving: type[Arriving], monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """One node more, which placement wishes for as the only backup as soon as it is there, and whose set-up began."""
+    """A new node that placement wishes for as the only backup, during its set-up."""
     arriving.arrive = True
     arriving.began.clear()
     joined = cluster.add()
@@ -223,7 +223,7 @@ async def wished(
 
 
 def test_first_ready_candidate_is_admitted(arriving: type[Arriving], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that join faster than a replica is set up would leave the task without a backup for as long."""
+    """Nodes that join faster than a set-up takes would otherwise leave the task without a backup."""
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
         await arriving.reached.wait()

@@ -1,4 +1,4 @@
-"""Errors of user code that come while the job moves on: they fail it, or what raised is called again; none is lost."""
+"""Errors of user code while the job moves on: they fail the job, or the code is called again; none is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["blindable"]
 
 
 class Restored(Counting, state=["total"]):
-    """Its `restore` fails as often as `failing` says, from epoch 1 on."""
+    """`restore` fails `failing` times, from epoch 1 on."""
 
     failing: float = 0
 
@@ -104,7 +104,7 @@ def test_error_in_late_on_event_fails_job() -> None:
 
 
 class Stateless(tg.Task):
-    """Whoever takes it over needs nothing but its builder, which raises once `raises` is set."""
+    """A takeover needs only its builder, which raises once `raises` is set."""
 
     raises: bool
     built: int
@@ -133,7 +133,7 @@ def stateless() -> type[Stateless]:
 
 
 async def succeeded(cluster: InProcessCluster, task: type[Stateless]) -> Node:
-    """The node that is to begin the task anew, after the last commit; its builder raises."""
+    """The node that begins the task anew after the last commit; its builder raises."""
     await cluster.nodes[0].keeper.wait_until(lambda view: view.finished)
     task.raises, task.built = True, 0
     lost = holder(cluster, 0)
@@ -145,8 +145,6 @@ async def succeeded(cluster: InProcessCluster, task: type[Stateless]) -> Node:
 
 @pytest.mark.usefixtures("blindable")
 def test_error_in_successors_builder_fails_job(stateless: type[Stateless]) -> None:
-    """It was called again and again, thousands of times a second, and nothing was said."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         heir = await succeeded(cluster, stateless)
         eyes(heir).refuse(cluster.keys.status)  # it does not count yet

@@ -1,4 +1,4 @@
-"""Boundaries of a task that works ahead: gathered, offered together, held before they are done; nobody waits."""
+"""Boundaries of a task that works ahead: gathered, offered together, acknowledged before they are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EPOCHS = 40
 
 
 class Slow(Counting, state=["total"]):
-    """An epoch takes 1 ms: some twenty are made while commits are gathered."""
+    """An epoch takes 1 ms, so some twenty are made per commit."""
 
     async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         await asyncio.sleep(0.001)
@@ -31,7 +31,7 @@ class Slow(Counting, state=["total"]):
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Offer | Offers]:
-    """What members were offered at once."""
+    """Messages with offers to members."""
     offers: list[Offer | Offers] = []
     begin_at = Router.begin_at
 
@@ -114,8 +114,6 @@ def test_report_waits_for_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_restart_drops_gathered_boundaries(sent: list[Offer | Offers]) -> None:
-    """The epochs that were undone are offered by nobody any more."""
-
     class Once(Slow, state=["total"]):
         async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
             await super().count(epoch, ins, outs)

@@ -1,7 +1,4 @@
-"""A leader removes what was written of a checkpoint that it gave up only while it knows that nobody else leads.
-
-It gives up what it hears nothing of; so what it did not hear is told again.
-"""
+"""A leader gives up a checkpoint, and removes its files, only while it is known to lead."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def reads_a_later_one(node: Node) -> None:
 def test_replaced_leader_stops_removing_files(
     then: Callable[[Node], None] | None, gated: type[Gated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had stood still, and went on removing what was its successor's newest checkpoint by then."""
+    """A leader that was frozen must not remove its successor's newest checkpoint."""
     removed: list[bool] = []
 
     def discard(self: Store, name: Name, still: Callable[[], bool]) -> None:
@@ -100,7 +97,7 @@ def test_unheard_file_is_reported_again(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Router, "to_primary", loses)
 
     async def waits(cluster: InProcessCluster, node: str) -> None:
-        """Before anything is written of a later boundary."""
+        """Holds writes of later boundaries."""
         await cluster.node(node).keeper.wait_until(lambda view: view.checkpoint is not None)
 
     async def scenario(cluster: InProcessCluster) -> None:

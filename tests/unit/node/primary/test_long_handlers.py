@@ -1,4 +1,4 @@
-"""Handlers that are at work for long, where sums of idle tasks differ for as long, and a primary was replaced."""
+"""Handlers that run for long, while the sums of idle tasks differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG_S = 5.0
 
 
 class Slow(tg.Task, state=["taken"]):
-    """The hub flags all others, and what they do with that takes long."""
+    """The hub flags all others, whose handlers take long."""
 
     def setup(self) -> None:
         self.taken = 0
@@ -68,7 +68,7 @@ def received(by: int, name: str) -> LedgerEntry:
 
 
 def found(*pages: tuple[LedgerEntry, ...], moved: int | None = None) -> Findings:
-    """Of tasks that are idle, all but `moved` with the ledger they reported."""
+    """Findings from idle tasks; all but `moved` show the ledger that they reported."""
 
     def total(page: tuple[LedgerEntry, ...], side: bool) -> int:
         return sum(identity(e.kind, e.sender, e.receiver, e.name, e.digest) for e in page if e.sent is side)

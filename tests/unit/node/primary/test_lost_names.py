@@ -1,4 +1,4 @@
-"""Who is named where every replica of a task is lost, and that a job which has ended is left alone."""
+"""Which nodes a failure names when a task lost all replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["blindable", "gated"]
 
 
 async def left_behind(cluster: InProcessCluster, gated: type[Gated]) -> tuple[Node, list[Node]]:
-    """A node that lives and was evicted a few epochs ago, and those that hold the task without it."""
+    """A living node that was evicted a few epochs ago, and the task's members."""
     await gated.reached.wait()
     primary = holder(cluster, 0)
     keeper = primary.keeper
@@ -47,8 +47,6 @@ def test_failure_omits_evicted_node(gated: type[Gated]) -> None:
 
 
 def test_failure_names_earlier_death_of_same_code(gated: type[Gated]) -> None:
-    """It was evicted before the state was lost, and nothing said that the same code had run there."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
         first = holder(cluster, 0)

@@ -1,4 +1,4 @@
-"""What a node does with the boundaries it is offered."""
+"""What a node does with the boundaries that it is offered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["blindable", "gated", "joining"]
 
 
 def wish_away_and_back(node: Node) -> None:
-    """Placement changes its mind twice while nothing else runs: the replica goes, and is wished for again."""
+    """Placement changes its mind twice: the replica is dropped and wished for again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node, "wish", lambda task: Wish(primary="n1-local", backups=()))
         node.reconciler._drop_replicas()
@@ -29,7 +29,7 @@ def wish_away_and_back(node: Node) -> None:
 
 
 def test_offer_to_dropped_replica_is_refused() -> None:
-    """Acknowledged, it would count as held, by a replica that is not there any more."""
+    """An acknowledgement would count, although the replica is gone."""
     setups: list[str] = []
     reached = asyncio.Event()
     cluster: InProcessCluster
@@ -67,9 +67,10 @@ def test_offer_to_dropped_replica_is_refused() -> None:
 
 
 def test_pending_boundary_replaces_mistaken_commit(gated: type[Gated]) -> None:
-    """A replica that was evicted while it held what did not commit is invited again by a primary whose view is behind.
+    """A replica was evicted while it held a boundary that did not commit, and a primary with a stale view invites it
+    again.
 
-    The replica has read the epoch that the primary still offers as pending: it has to keep what it acknowledges.
+    The replica has read the epoch as committed, and must keep what it acknowledges now.
     """
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
@@ -124,7 +125,7 @@ def test_stale_offers_are_refused(gated: type[Gated]) -> None:
 
 
 def test_release_waits_for_earlier_writes(gated: type[Gated]) -> None:
-    """Who was released may forget what it holds: not before it could see that it is a member."""
+    """A released node may drop boundaries, but not before it can see that it is a member."""
 
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()

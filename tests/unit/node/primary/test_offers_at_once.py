@@ -1,4 +1,4 @@
-"""Boundaries that members are offered where they are made: acknowledged where the answer arrives, or offered again."""
+"""Boundaries that members are offered where they are made."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def at_epoch_2(cluster: InProcessCluster) -> Node:
 
 
 def never(begun: list[asyncio.Future[Any]]) -> Awaitable[Reply]:
-    """An answer that does not come; it is noted that it was asked for."""
+    """An answer that never comes; notes that it was asked for."""
     begun.append(asyncio.ensure_future(asyncio.Event().wait()))
     return begun[-1]
 
@@ -65,7 +65,6 @@ def never(begun: list[asyncio.Future[Any]]) -> Awaitable[Reply]:
 def test_member_without_memory_gets_offer_each_second(
     slow: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was sent whole some twenty times a second, and nothing but the backup's log said why it was not taken."""
     monkeypatch.setattr(Serving, "_offer_now", refusing_at(epoch=4, for_s=20.0))
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
@@ -87,7 +86,7 @@ def test_member_without_memory_gets_offer_each_second(
 
 
 def refusing_at(*, epoch: int, for_s: float) -> Callable[[Serving, str, Offer], Reply | None]:
-    """How a node serves offers that has no memory for that boundary, for so long from when it was first offered."""
+    """A `Serving.now` without memory for that boundary, for a while after its first offer."""
     taken = Serving._offer_now
     first: list[float] = []
 
@@ -103,7 +102,7 @@ def refusing_at(*, epoch: int, for_s: float) -> Callable[[Serving, str, Offer], 
 
 
 def test_offer_has_no_timeout(slow: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes longer than `call_s` on the network was given up and begun anew, for ever; so at its tender's."""
+    """It may take longer than `call_s` on the network."""
     call = Router._call
     begun: list[int] = []
 

@@ -1,4 +1,4 @@
-"""An etcd whose members disagree refuses what it tells to be so: the job stands still, and says why."""
+"""An etcd whose members disagree refuses writes that fit its answers: the job stands still, and says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a primary reports reaches the leader: at once where that is possible, patiently where it is not."""
+"""Reports reach the leader, even if one is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from taskgraph.protocol.messages import Reply, Report
 
 
 class _Flagged(Counting, state=["total"]):
-    """Its tasks are idle before they are done."""
+    """Its tasks are idle before they are finished."""
 
     def compose(self, epoch: tg.Epoch) -> None:
         epoch.processor(self.flag, outbound={"x": 1 - self.task_id})
@@ -31,7 +31,7 @@ class _Flagged(Counting, state=["total"]):
 
 @pytest.mark.parametrize("done", [False, True])
 def test_lost_report_is_sent_again(done: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its session stands, so nothing told that it was: the job waited for ever, and said of nothing."""
+    """No connection breaks, so nothing announces the loss."""
     lost: list[Report] = []
     begin = Router.begin
 

@@ -1,4 +1,4 @@
-"""User code that is still at work when its term ends: its node ends, whatever came first."""
+"""User code that runs on after its term has ended ends its node."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["gated"]
 
 
 class Deaf(Counting, state=["total"]):
-    """Task 1's epoch 3, the first time it is computed: goes on for 60 s whatever cancels it, and then writes."""
+    """Task 1's first compute of epoch 3 goes on for 60 s despite cancellation, and then writes."""
 
     deaf: asyncio.Event
     heard: asyncio.Event
     takes_back = False
-    """Whether it says that it was not cancelled."""
+    """True to call `uncancel`, too."""
 
     async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         cls, loop = type(self), asyncio.get_running_loop()
@@ -41,8 +41,7 @@ class Deaf(Counting, state=["total"]):
 @pytest.mark.parametrize("taken_back", [False, True], ids=["caught", "taken back"])
 @pytest.mark.parametrize("restarts", [False, True], ids=["no restart before", "after a restart"])
 def test_code_outlasting_its_term_ends_node(restarts: bool, taken_back: bool) -> None:
-    """Where a restart came before the end of the term, the node lived on, took over again after a while, and that code
-    wrote to the state of its new term: the job's result was wrong."""
+    """Otherwise the code could write to the state of a later term on the same node."""
 
     class Fresh(Deaf, state=["total"]):
         deaf, heard = asyncio.Event(), asyncio.Event()

@@ -1,4 +1,4 @@
-"""Takeovers: one for each loss, and what the new primary begins with."""
+"""Takeovers: one for each loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["blindable", "gated"]
 
 
 def test_slower_backup_looks_again(gated: type[Gated]) -> None:
-    """What it had decided before its turn came was to take over: it did so from the one that had just begun."""
+    """Otherwise it would take over from the one that has just begun."""
 
     async def scenario(cluster: InProcessCluster) -> None:
         ended = asyncio.ensure_future(cluster.result())
@@ -35,7 +35,7 @@ def test_slower_backup_looks_again(gated: type[Gated]) -> None:
 
 
 def test_stale_handover_is_refused(gated: type[Gated]) -> None:
-    """Its sender asked long ago: by now the task has another term, or is amid an epoch."""
+    """The task has another term by now, or is amid an epoch."""
 
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         await gated.reached.wait()
@@ -65,8 +65,6 @@ def test_stale_handover_is_refused(gated: type[Gated]) -> None:
 
 
 def test_replaced_leader_steps_down(gated: type[Gated]) -> None:
-    """It would take reports that nobody commits, and try to write what etcd refuses, for as long as its node lives."""
-
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
         first = holder(cluster, 0)

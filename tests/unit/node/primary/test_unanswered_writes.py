@@ -1,4 +1,4 @@
-"""Writes that etcd does not answer: since it is full, or too slow; or since the answer got lost."""
+"""Writes that etcd does not answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_unanswered_commits_are_event(gated: type[Gated], caplog: pytest.LogCapt
 
 
 def test_takeover_replaced_before_answer_begins_nothing(gated: type[Gated]) -> None:
-    """What it reads then, for want of an answer, is the takeover of the other."""
+    """The read after a lost answer shows the other node's takeover."""
 
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()

@@ -1,4 +1,4 @@
-"""Jobs that lose every replica of a task, and jobs that are resumed: the same bits, the same reports."""
+"""Jobs that lose every replica of a task, and resumed jobs: the same bits, the same reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 class Walk(tg.Task, state=["place", "steps"]):
-    """Every task's state depends on that of all others, and on its own random numbers."""
+    """Every task's state depends on all others, and on its own random numbers."""
 
     def setup(self) -> None:
         self.place = np.zeros(700)
@@ -93,7 +93,7 @@ def kinds(cluster: InProcessCluster) -> list[str]:
 
 
 async def checkpointed(cluster: InProcessCluster, epoch: int) -> None:
-    """Until there is a checkpoint of this epoch, or of a later one."""
+    """Waits for the checkpoint of this epoch, or a later one."""
     async with asyncio.timeout(20):
         await cluster.nodes[0].keeper.wait_until(
             lambda v: v.checkpoint is not None and v.checkpoint.record.epoch >= epoch
@@ -101,7 +101,7 @@ async def checkpointed(cluster: InProcessCluster, epoch: int) -> None:
 
 
 def patient(epoch: int, at: int) -> Any:
-    """The epoch is not done before the checkpoint `at` is complete."""
+    """The epoch does not finish before the checkpoint `at` is complete."""
 
     def make(cluster: InProcessCluster, node: str) -> Point:
         async def point(stage: str, task: int, now: int) -> None:
@@ -114,7 +114,7 @@ def patient(epoch: int, at: int) -> Any:
 
 
 def cleaned(where: Path, epoch: int, *patterns: str) -> Any:
-    """The epoch is not done before what is of earlier runs was removed."""
+    """The epoch does not finish before files of earlier runs are removed."""
 
     def make(cluster: InProcessCluster, node: str) -> Point:
         async def point(stage: str, task: int, now: int) -> None:
@@ -129,7 +129,7 @@ def cleaned(where: Path, epoch: int, *patterns: str) -> Any:
 
 
 class Kill:
-    """Crashes every node that holds a task, as soon as its primary comes to a stage of an epoch."""
+    """Kills every node of a task when its primary reaches a stage of an epoch."""
 
     def __init__(self, task: int, epoch: int, stage: str = "compose", times: int = 1) -> None:
         self.task, self.epoch, self.stage, self.left = task, epoch, stage, times
@@ -147,7 +147,7 @@ class Kill:
         return point
 
     async def wait(self, cluster: InProcessCluster) -> None:
-        """Before the kill: until there is a checkpoint to go back to."""
+        """Delays the kill until there is a checkpoint."""
 
 
 class KillWithCheckpoint(Kill):
@@ -173,7 +173,7 @@ async def test_lost_task_rolls_job_back(unharmed: tg.JobResult, tmp_path: Path, 
 
 
 class Unwilling(Walk):
-    """Task 2, which keeps its primary, cannot be put into a state of later than the first boundary."""
+    """Task 2, which keeps its primary, restores only the first boundary."""
 
     calls = 0
 
@@ -339,7 +339,6 @@ async def test_refusing_place_costs_only_checkpoint(unharmed: tg.JobResult, tmp_
 async def test_unshared_place_makes_no_checkpoint(
     unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were taken for complete, until the day that one was needed."""
     monkeypatch.setattr(checkpointer_module, "_LOOK_AGAIN_S", 0.01)
     async with running(walk(tmp_path), 2) as cluster:
         for node in cluster.nodes:
@@ -361,7 +360,7 @@ async def test_unshared_place_makes_no_checkpoint(
 
 
 async def test_last_manifest_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pointer names it, and the disk is full: who is resumed without the pointer shall find it all the same."""
+    """A reader without the pointer needs it, and the disk is full."""
     real, left = Store.finish, 2
 
     def full(self: Store, name: str) -> None:
