@@ -1,7 +1,7 @@
 """CUDA devices, where there are any, by CuPy: but for `digest`'s kernel the only module that imports it, when asked.
 
 Every method of `CudaDevice` is a few calls of CuPy. What rests on their order is elsewhere, and is tested with a device
-in software (`taskgraph.testing.softdevice`).
+in software (`tests/unit/device/softdevice.py`).
 """
 
 from __future__ import annotations

@@ -110,11 +110,14 @@ def _describe(dtype: np.dtype[Any], depth: int) -> str | _SubArray | _Record:
         base, shape = dtype.subdtype
         return _SubArray(shape, _describe(base, depth + 1))
     if dtype.names is not None:
+        if dtype.hasobject:
+            raise DtypeRefused("its records hold references to Python objects: send a.tolist()")
         return _describe_record(dtype, depth)
     if dtype.num > _LARGEST_BUILTIN:
         if dtype.kind == "T":
             raise DtypeRefused("dtype StringDType keeps its text elsewhere: send a.astype('U'), or a.tolist()")
-        raise DtypeRefused(f"dtype {dtype} is not one of numpy's own: send a view of its bits, e.g. a.view(np.uint16)")
+        bits = f"a.view(np.uint{8 * dtype.itemsize})" if dtype.itemsize in (1, 2, 4, 8) else "a.view('u1')"
+        raise DtypeRefused(f"dtype {dtype} is not one of numpy's own: send a view of its bits, {bits}")
     if dtype.hasobject:
         raise DtypeRefused(
             "dtype object holds references to Python objects: give the array a dtype of its own, "

@@ -12,8 +12,9 @@ import io
 import random
 import sys
 import types
-from collections.abc import ItemsView, Iterator, KeysView, Set, ValuesView
-from typing import Any
+import warnings
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, Set, ValuesView
+from typing import Any, Final
 
 import numpy as np
 
@@ -73,6 +74,27 @@ def way_out(value: Any) -> str:
         return _ANY_WAY
 
 
+Candidates = Sequence[tuple[str, Callable[[Any], Any]]]
+
+
+def _that_travel(value: Any, candidates: Candidates) -> str | None:
+    """Tries what might be sent instead, and names the first two that travel. Some depend on what the value holds."""
+    from taskgraph.graph.values import encode  # which calls this module
+
+    found = []
+    for text, make in candidates:
+        try:
+            with warnings.catch_warnings(action="error"):
+                encode(make(value))
+        except Exception:
+            continue
+        found.append(text)
+    return f"send {' or '.join(found[:2])}" if found else None
+
+
+_TEXTS: Final = ("list(map(str, x))", lambda x: list(map(str, x)))
+
+
 def _way_out(value: Any) -> str:
     if isinstance(value, type):
         return f"it is the class {value.__name__} itself: send one of it, or its name"
@@ -86,13 +108,21 @@ def _way_out(value: Any) -> str:
 
 def _numpy(value: Any) -> str | None:
     if isinstance(value, np.ma.MaskedArray | np.ma.core.MaskedConstant):
-        return "send its data and its mask: (a.filled(0), np.ma.getmaskarray(a))"
+        return _that_travel(
+            value,
+            (
+                ("its data and its mask: (a.filled(0), np.ma.getmaskarray(a))", lambda a: a.filled(0)),
+                ("(a.data, np.ma.getmaskarray(a))", lambda a: np.asarray(a.data)),
+            ),
+        )
     if isinstance(value, np.ndarray):
         return "only plain arrays travel: send np.asarray(a)"
     if isinstance(value, np.generic):
         return "only numpy's own scalars travel: send x.item()"
     if isinstance(value, np.random.Generator | np.random.RandomState | np.random.BitGenerator):
-        state = "x.bit_generator.state" if isinstance(value, np.random.Generator) else "its state"
+        state = "x.bit_generator.state" if isinstance(value, np.random.Generator) else "x.state"
+        if isinstance(value, np.random.RandomState):
+            state = "x.get_state()"
         return f"draw from epoch.rng instead, which is the same on replay; or send {state}"
     return None
 
@@ -103,7 +133,8 @@ def _builtin(value: Any) -> str | None:
     if isinstance(value, bytearray | memoryview):
         return "send bytes(x)"
     if isinstance(value, set | frozenset):
-        return "send sorted(x): a set has no order, so that equal sets could have different bytes"
+        way = _that_travel(value, (("sorted(x)", sorted), ("sorted(x, key=repr)", lambda x: sorted(x, key=repr))))
+        return way and f"{way}: a set has no order, so equal sets could have different bytes"
     if isinstance(value, KeysView | ValuesView | ItemsView):
         return "send list(x)"
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -178,26 +209,32 @@ def _torch(name: str, names: Set[str]) -> str | None:
 
 
 def _pandas(value: Any) -> str | None:
-    for method in ("to_datetime64", "to_timedelta64"):
-        if hasattr(value, method):
-            return f"send x.{method}()"
     if type(value).__name__ == "NAType":
         return "send None, or float('nan')"
     if type(value).__name__ == "DataFrame":
-        return "send df.to_numpy() or df.to_dict('list')"
-    return "send x.to_numpy()" if hasattr(value, "to_numpy") else "send str(x)"
+        return _that_travel(
+            value,
+            (
+                ("df.to_numpy()", lambda df: df.to_numpy()),
+                ("df.to_dict('list')", lambda df: df.to_dict("list")),
+                ("df.astype(str).to_dict('list')", lambda df: df.astype(str).to_dict("list")),
+            ),
+        )
+    methods = ("to_datetime64", "to_timedelta64", "to_numpy", "tolist")
+    return _that_travel(value, (*map(_method, methods), _TEXTS)) or "send str(x)"
+
+
+def _method(name: str) -> tuple[str, Callable[[Any], Any]]:
+    return f"x.{name}()", lambda x: getattr(x, name)()
 
 
 def _columns(value: Any) -> str | None:
-    """Of a table, or a column of one, that says itself how it becomes what travels: polars, pyarrow, xarray."""
+    """Of a table, or a column of one, of polars, pyarrow or xarray."""
     if hasattr(value, "collect"):
         return "send what x.collect() gives, as its columns"
-    if _package(type(value)) == "polars" and hasattr(value, "to_dict"):
-        return "send df.to_dict(as_series=False), or df.to_numpy()"
-    for method in ("to_pydict", "to_pylist", "to_list", "to_numpy", "to_dict"):
-        if hasattr(value, method):
-            return f"send x.{method}()"
-    return None
+    as_lists = ("df.to_dict(as_series=False)", lambda df: df.to_dict(as_series=False))
+    methods = ("to_pydict", "to_pylist", "to_list", "to_numpy", "to_dict", "write_json")
+    return _that_travel(value, (as_lists, *map(_method, methods), _TEXTS))
 
 
 def _well_known(value: Any) -> str | None:
@@ -214,7 +251,15 @@ def _well_known(value: Any) -> str | None:
     if package in ("scipy", "cupyx"):
         return "send the arrays it is made of, e.g. (a.data, a.indices, a.indptr, a.shape)"
     if package == "datetime":
-        return "send np.datetime64(x) or np.timedelta64(x), or x.isoformat()"
+        return _that_travel(
+            value,
+            (
+                ("np.datetime64(x)", np.datetime64),
+                ("np.timedelta64(x)", np.timedelta64),
+                _method("isoformat"),
+                ("str(x)", str),
+            ),
+        )
     if package in ("decimal", "fractions", "uuid", "pathlib"):
         return f"send str(x), or declare tg.codec({type(value).__name__}, str, {type(value).__name__})"
     return None

@@ -21,6 +21,7 @@ import array_api_strict as strict
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from softdevice import SoftArray, SoftDevice
 
 import taskgraph as tg
 from taskgraph.device.lookup import declare
@@ -29,7 +30,6 @@ from taskgraph.launch import inprocess
 from taskgraph.node import roles
 from taskgraph.node.node import Node
 from taskgraph.results import JobResult
-from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPU = ["gpu_kmeans", "gpu_regression"]

@@ -5,14 +5,18 @@ SOFT_DEVICE_REMOTE they are to each other as on different hosts.
 """
 
 import os
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
 import taskgraph as tg
 from taskgraph.node import roles
-from taskgraph.testing.softdevice import SoftDevice
 from taskgraph.transport import endpoints
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "device"))
+from softdevice import SoftDevice
 
 SoftDevice.memory_bytes = 4 << 30  # as much as lets the memory of an epoch's items wait for the next one's
 identity = os.environ.get("SOFT_DEVICE_SHARED", "").encode()

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from softdevice import SoftArray, SoftDevice, SoftEvent, SoftStream
 
 from taskgraph.device import virtual
-from taskgraph.testing.softdevice import SoftArray, SoftDevice, SoftEvent, SoftStream
 
 
 def launch_on(soft: SoftDevice) -> Callable[..., None]:

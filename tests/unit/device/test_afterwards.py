@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from softdevice import SoftDevice, SoftStream
 
 from taskgraph.device import afterwards
-from taskgraph.testing.softdevice import SoftDevice, SoftStream
 
 
 def until(there: Callable[[], object]) -> None:

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from softdevice import SoftArray, SoftDevice, SoftStream
 
 from taskgraph.device import afterwards, shared
 from taskgraph.device import buffers as buffers_module
@@ -21,7 +22,6 @@ from taskgraph.graph import codecs
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.values import decode, encode, hosted, staying, untouched, verify
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
-from taskgraph.testing.softdevice import SoftArray, SoftDevice, SoftStream
 
 HOST = np.arange(10_000.0)
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 from cupy_kit import launch_on, stand_in, virtual_on
+from softdevice import SoftDevice
 
 from taskgraph.device import buffers, cuda, digest, pinning, virtual
 from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES, Device
@@ -27,7 +28,6 @@ from taskgraph.errors import JobError
 from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.values import decode, encode, hosted, verify
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
-from taskgraph.testing.softdevice import SoftDevice
 from taskgraph.transport.segments import Pool
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")])

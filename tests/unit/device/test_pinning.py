@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from softdevice import SoftArray, SoftDevice
 
 from taskgraph.device import pinning
 from taskgraph.graph.arrays import empty
@@ -20,7 +21,6 @@ from taskgraph.graph.blocks import Block, block_behind
 from taskgraph.graph.values import decode, digest_of, encode, hosted
 from taskgraph.protocol.messages import Encoded
 from taskgraph.system.host import memory_bytes
-from taskgraph.testing.softdevice import SoftArray, SoftDevice
 from taskgraph.transport import segments
 from taskgraph.transport.pages import huge_page_bytes
 from taskgraph.transport.segments import Pool, Use

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from softdevice import POISON, SoftDevice
 
 from taskgraph.device import shared
 from taskgraph.device.api import HANDLE_BYTES
 from taskgraph.device.memory import givers
 from taskgraph.device.shared import LEAST_BYTES, Segment, SharedMemory
-from taskgraph.testing.softdevice import POISON, SoftDevice
 
 MIB = 1 << 20
 

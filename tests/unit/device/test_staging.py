@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from softdevice import SoftDevice
 
 from taskgraph.device import pinning, staging
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.device.staging import HostCopy
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.values import begin_hosted, decode, encode, hosted, staying, verify
-from taskgraph.testing.softdevice import SoftDevice
 from taskgraph.transport.segments import Pool
 
 PIECE = 64 << 10

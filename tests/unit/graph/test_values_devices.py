@@ -6,12 +6,12 @@ import sys
 
 import numpy as np
 import pytest
+from softdevice import SoftArray, SoftDevice
 
 from taskgraph.device.api import OnDevice
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.errors import ValueNotEncodable
 from taskgraph.graph.values import decode, encode
-from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
 
 class Sparse:

@@ -8,13 +8,13 @@ from typing import Any
 import array_api_strict as strict
 import numpy as np
 import pytest
+from softdevice import SoftArray, SoftDevice
 
 import taskgraph as tg
 from taskgraph.device import lookup
 from taskgraph.errors import DecodeError, JobError, ValueNotEncodable
 from taskgraph.graph import codecs, libraries
 from taskgraph.graph.values import decode, encode
-from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
 Array = type(strict.asarray(0.0))
 

@@ -6,11 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
+from softdevice import SoftDevice
 
 from taskgraph.graph.orders import order_of, put_back
 from taskgraph.graph.outline import outline
 from taskgraph.graph.values import decode, encode, staying
-from taskgraph.testing.softdevice import SoftDevice
 
 
 def views(base: np.ndarray) -> list[np.ndarray]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from softdevice import SoftArray, SoftDevice
 
 import taskgraph as tg
 from taskgraph.device.buffers import DeviceBuffer
@@ -18,7 +19,6 @@ from taskgraph.graph.blocks import Block, block_behind
 from taskgraph.graph.outline import outline
 from taskgraph.graph.values import codec, decode, digest_of, encode, verify
 from taskgraph.protocol.messages import Encoded
-from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
 KIB = 1 << 10
 PADDED = np.dtype([("a", "i1"), ("b", "f8")], align=True)

@@ -11,12 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from softdevice import SoftArray, SoftDevice  # noqa: E402
+
 import taskgraph.torch as subject  # noqa: E402
 from taskgraph.device import cuda, lookup  # noqa: E402
 from taskgraph.device.lookup import declare  # noqa: E402
 from taskgraph.graph.values import decode, encode, staying, untouched  # noqa: E402
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice  # noqa: E402
-from taskgraph.testing.softdevice import SoftArray, SoftDevice  # noqa: E402
 
 NAMES = ["bool", "uint8", "int64", "float32", "float16", "bfloat16", "complex64", "complex128", "uint16", "float8_e5m2"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from softdevice import SoftDevice
 from transport_kit import KINDS, Cluster, cluster_of
 
 from taskgraph.device import shared
 from taskgraph.device.shared import SharedMemory
-from taskgraph.testing.softdevice import SoftDevice
 
 
 def pytest_asyncio_loop_factories(

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from softdevice import SoftArray, SoftDevice
 from transport_kit import Node, nodes_of_a_host, pull, turns_until
 
 from taskgraph.device import shared, virtual
 from taskgraph.device.shared import SharedMemory
 from taskgraph.graph.values import decode, encode, staying
 from taskgraph.protocol import messages as m
-from taskgraph.testing.softdevice import SoftArray, SoftDevice
 from taskgraph.transport.sides import AcceptedSession
 from taskgraph.transport.stream import StreamTransport
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from softdevice import SoftArray, SoftDevice
 from transport_kit import JOB, TOKEN, Node, forget, nodes_of_a_host, pull, stream_of, turns_until
 
 from taskgraph.device import shared
@@ -20,7 +21,6 @@ from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.graph.values import decode, digesting, encode, staying, verify
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
-from taskgraph.testing.softdevice import SoftArray, SoftDevice
 from taskgraph.transport import devicelending, wire
 from taskgraph.transport.api import PendingReply
 from taskgraph.transport.devicelending import TICKET_BYTES, DeviceBorrowing, DeviceLending, Ticket

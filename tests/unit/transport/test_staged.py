@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from softdevice import SoftArray, SoftDevice
 from transport_kit import Node, nodes_of_a_host, pull
 
 from taskgraph.device.buffers import DeviceBuffer
@@ -18,7 +19,6 @@ from taskgraph.errors import Refused
 from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.values import decode, encode, staying
 from taskgraph.protocol import messages as m
-from taskgraph.testing.softdevice import SoftArray, SoftDevice
 from taskgraph.transport.api import PendingReply
 
 HOST = np.arange(300_000.0)

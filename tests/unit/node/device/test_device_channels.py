@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from softdevice import SoftArray, SoftDevice
 
 import taskgraph as tg
 from taskgraph.device import buffers
@@ -17,7 +18,6 @@ from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import JobFailed
 from taskgraph.launch import inprocess
 from taskgraph.node import roles
-from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
 SIZE = 10_000
 GIVEN_BACK_S = 30.0

@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from softdevice import SoftArray, SoftDevice
 
 import taskgraph as tg
 from taskgraph.launch import inprocess
@@ -15,7 +16,6 @@ from taskgraph.node import roles
 from taskgraph.node.epochs import inbound
 from taskgraph.node.epochs.items import Items
 from taskgraph.protocol.messages import Reason, Refusal
-from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
 
 @pytest.fixture(params=[None, 1, 2], ids=["late", "seed 1", "seed 2"])

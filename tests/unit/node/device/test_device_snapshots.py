@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from softdevice import SoftDevice
 
 import taskgraph as tg
 from taskgraph.device.buffers import DeviceBuffer
@@ -16,7 +17,6 @@ from taskgraph.launch import inprocess
 from taskgraph.node import roles
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.messages import Encoded
-from taskgraph.testing.softdevice import SoftDevice
 
 SIZE = 10_000
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+from softdevice import SoftArray, SoftDevice
 
 import taskgraph as tg
 from taskgraph.launch import inprocess
 from taskgraph.node import roles
 from taskgraph.node.usercode.actor import Actor
 from taskgraph.node.usercode.threads import PooledThreads
-from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
 
 @pytest.fixture
