@@ -36,7 +36,7 @@ _PLAIN: Final = frozenset(
         *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     )
 )
-"""What numpy has too. All others travel as unsigned integers of their size."""
+"""dtypes that numpy has, too. All others travel as unsigned integers of their size."""
 _BITS: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is: its name, whose it is, and the files it consists of."""
+"""The name of a checkpoint, the job it belongs to, and its list of files."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Origin:
 
     Attributes:
         any_driver: what another version of the driver wrote is this job's, too.
-        epochs: the job is to go on, and has so many: a checkpoint of its last boundary, or of one beyond, is none to
-            go on from. None: as many as it takes, or it is not to go on.
+        epochs: the number of epochs of a job that is resumed: a checkpoint at its end or beyond is of no use. None: no
+            limit, or the job is not resumed.
     """
 
     job: str
@@ -105,7 +105,7 @@ class Manifest:
         return next((info for info in self.files if info.task == task), None)
 
     def label(self, task: int) -> Label:
-        """What the file of a task must say of itself."""
+        """The label of a task's file."""
         name = self.parsed
         return Label(
             job=self.job,
@@ -167,7 +167,7 @@ class Manifest:
 
 
 def _changed(before: str, now: str) -> str:
-    """What makes two fingerprints differ."""
+    """Says why two fingerprints differ."""
     if before == LOCAL_FINGERPRINT:
         return "it was written by a job in one process, nodes=0"
     if now == LOCAL_FINGERPRINT:

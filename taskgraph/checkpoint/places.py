@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a local directory, or whatever fsspec opens. Bytes under paths, and nothing of what they mean.
+"""Places for checkpoints: a local directory, or a file system of fsspec. They hold bytes under paths.
 
 A file appears whole or not at all: on local file systems it is written beside its place, synced and renamed. Elsewhere
 that is up to the store behind fsspec (object stores put whole objects); what is torn all the same does not match its
@@ -29,11 +29,11 @@ __all__ = ["Bytes", "Directory", "FsspecPlace", "NoFile", "Place", "check_url", 
 Bytes = bytes | memoryview
 _LOCAL: Final = ("file", "local", "")
 _BESIDE: Final = re.compile(r"\.(.+)\.([0-9a-z]*)\.[0-9a-f]{12}\.tmp")
-"""What a file of a directory is called while it is written: its name, by whom, and what makes it one of its own."""
+"""The name of a file while it is written: its later name, the writer, and a random part."""
 
 
 class NoFile(OSError):
-    """What is there is no file, or a longer one than there can be."""
+    """The path is no regular file, or the file is longer than any that was written."""
 
 
 class Place(Protocol):
@@ -49,10 +49,10 @@ class Place(Protocol):
         """
 
     def names(self, path: str) -> list[str]:
-        """What lies directly under a path, sorted; nothing where that does not exist."""
+        """The entries of a directory, sorted; none if it does not exist."""
 
     def sizes(self, path: str) -> dict[str, int | None]:
-        """What lies directly under a path, and how many bytes it has, where the place says so."""
+        """The entries of a directory, with their sizes in bytes if the place knows them."""
 
     def remove(self, path: str) -> None:
         """Removes a file, or a directory with all that is in it; nothing where there is none."""
@@ -62,7 +62,7 @@ class Place(Protocol):
 
 
 def check_url(url: str) -> None:
-    """Says at once, where the job is made, what would only fail in every node.
+    """Refuses a wrong URL when the job is made, before it fails in every node.
 
     Raises:
         JobError: not a place that every node can find.
@@ -78,7 +78,7 @@ def check_url(url: str) -> None:
             )
         if (rest := local.lstrip("/")).partition("/")[0] == "~":
             raise JobError(
-                f"Job(checkpoint={url!r}): ~ is nobody's home there, but a directory of that name; give the whole "
+                f"Job(checkpoint={url!r}): ~ is not expanded there, and means a directory of that name; give the whole "
                 f"path, e.g. '{_whole(rest)}'"
             )
         if not _is_path(local):
@@ -88,7 +88,7 @@ def check_url(url: str) -> None:
 
 
 def _is_path(text: str) -> bool:
-    """Whether the system takes it as a path."""
+    """True if the system takes the text as a path."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -175,7 +175,7 @@ class Directory:
         target = self._root / path
         # Two writers of one file (a zombie, and who came after it) must not write into one another.
         beside = target.with_name(f".{target.name}.{self._by}.{uuid.uuid4().hex[:12]}.tmp")
-        target.parent.mkdir(parents=True, exist_ok=True)  # where there cannot be one, nobody has removed it
+        target.parent.mkdir(parents=True, exist_ok=True)  # raises, if there cannot be one, another error than below
         try:
             with _create(beside) as file:
                 for part in parts:
@@ -236,7 +236,7 @@ class Directory:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """A pipe would keep us waiting for somebody who writes to it."""
+    """Opens without waiting: a pipe would wait for its writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -246,7 +246,7 @@ def _check_size(size_bytes: int, limit_bytes: int) -> None:
 
 
 def _create(path: Path) -> FileIO:
-    """Once more where somebody removes the directory, empty as it is, just before there is something in it."""
+    """Creates a file. Tries twice, as another process may remove the directory while it is empty."""
     try:
         return open(path, "xb", buffering=0)
     except FileNotFoundError:
@@ -270,7 +270,7 @@ def _sync_directory(path: Path) -> None:
 
 
 class FsspecPlace:
-    """Whatever fsspec has a file system for."""
+    """A place in one of fsspec's file systems."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -320,7 +320,7 @@ class FsspecPlace:
 
 @contextlib.contextmanager
 def _as_os_error(path: str) -> Iterator[None]:
-    """What the stores behind fsspec raise has no common root: whatever it is, nothing was written or read."""
+    """Turns errors of the stores behind fsspec, which have no common base class, into OSError."""
     try:
         yield
     except OSError:

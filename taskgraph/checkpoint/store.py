@@ -53,7 +53,7 @@ class Found:
     kinds: frozenset[type[CheckpointError]] = frozenset()
 
     def refused_as(self, kind: type[CheckpointError]) -> bool:
-        """Whether one was refused for an error of this kind."""
+        """True if a checkpoint was refused for an error of this kind."""
         return any(issubclass(each, kind) for each in self.kinds)
 
 
@@ -141,8 +141,8 @@ class Store:
     def discard(self, name: Name, still: Callable[[], bool] = lambda: True) -> None:
         """Removes what was written of one that will not become complete. What is still being written stays.
 
-        All of it stays where there is a manifest: whoever calls this may be behind, and another leader, who was told of
-        all files, makes it complete. So that is looked at before each file: by the staged manifest, which is written
+        All of it stays if there is a manifest: the caller may be behind, while another leader makes the checkpoint
+        complete. So that is looked at before each file: by the staged manifest, which is written
         before the final one. A listing each time would be as many as there are files, of all that are left.
 
         Args:
@@ -183,8 +183,8 @@ class Store:
             return
         for file in files:
             if file.startswith("."):
-                told = written_by(file)
-                if told is None or ((of := _TASK.fullmatch(told[0])) and writes(int(of[1]), told[1])):
+                writer = written_by(file)
+                if writer is None or ((of := _TASK.fullmatch(writer[0])) and writes(int(of[1]), writer[1])):
                     continue
             if not still():
                 return
@@ -261,7 +261,7 @@ class Store:
     def complete(self) -> list[Name]:
         """The complete ones, the newest first, whether they can be read or not. Raises OSError.
 
-        One of which that cannot be told counts as one: whoever reads it is told why by its name.
+        A checkpoint that cannot be listed counts as complete: reading it raises an error with its name.
         """
 
         def seems_complete(name: Name) -> bool:

@@ -1,9 +1,9 @@
-"""What finalizers leave to threads: calls that may stop, and what is to be done once a device came past some events.
+"""Threads that do the work of finalizers: calls that may block, and calls that must wait for events of a device.
 
 A finalizer runs in any thread, and in the middle of anything. On an event loop it must not call CUDA: while some thread
 of the process copies from the device to memory that is not page-locked (`float(array)` does), and so waits for all that
-is queued before, CUDA's driver holds up, for as long, whoever makes or destroys an event or a stream, or records one on
-that stream.
+is queued before, CUDA's driver blocks, for as long, every thread that makes or destroys an event or a stream, or
+records an event on that stream.
 
 As a collection of garbage may run a finalizer in the middle of this module's own code, nothing here takes a lock that
 it waits for.
@@ -35,7 +35,7 @@ log = logging.getLogger("taskgraph.devices")
 
 
 def on_a_loop() -> bool:
-    """Whether an event loop runs in this thread."""
+    """True if an event loop runs in this thread."""
     return asyncio._get_running_loop() is not None
 
 
@@ -65,11 +65,11 @@ class Worker:
         if self._busy.acquire(blocking=False):
             try:
                 _thread.start_new_thread(self._run, ())
-            except RuntimeError:  # no thread can be started any more: the next one's does it
+            except RuntimeError:  # the system starts no more threads: the next request tries again
                 self._busy.release()
 
     def next(self) -> Any:
-        """What is to be done next; None: nothing is."""
+        """The next request; None if there is none."""
         try:
             return self._asked.get_nowait()
         except Empty:
@@ -85,7 +85,7 @@ class Worker:
                     return  # who came meanwhile started another thread
             else:
                 self._work(what)
-                del what  # whoever is idle keeps nothing
+                del what  # an idle thread keeps no references
 
 
 def soon(then: Callable[[], object]) -> None:
@@ -94,7 +94,7 @@ def soon(then: Callable[[], object]) -> None:
 
 
 def later(then: Callable[[], object]) -> None:
-    """The same of what cannot be done just now: in a moment."""
+    """Calls a function in a thread after a moment, because it cannot be done yet."""
     _postponed.ask(then)
 
 
@@ -106,7 +106,7 @@ def _wait_a_moment(then: Callable[[], object] | None) -> None:
 
 
 def do_now() -> bool:
-    """Does in this thread what is left of that. Whether there was anything."""
+    """Makes the calls of `soon` that are left, in this thread. True if there were some."""
     done = False
     while (then := _calling.next()) is not None:
         done = True
@@ -115,7 +115,7 @@ def do_now() -> bool:
 
 
 def call(device: Device, events: Sequence[Event], then: Callable[[], object]) -> None:
-    """Calls a function, which waits for nobody, in some thread, once these events are past; now, where there are none.
+    """Calls a function in a thread once these events are past; at once if there are none. It must not block.
 
     To look at an event ends the capture of a graph in the same thread: so that is not done in this one.
     """
@@ -126,7 +126,7 @@ def call(device: Device, events: Sequence[Event], then: Callable[[], object]) ->
 
 
 def _look(work: _Work) -> None:
-    if not _done(work):  # to look at events stops nobody, and a thread that waits for others may take long
+    if not _done(work):  # a look at events does not block, but a thread that waits for them may
         _waiting.ask(work)
 
 
@@ -141,7 +141,7 @@ def _wait_for(work: _Work) -> None:
 
 
 def _done(work: _Work) -> bool:
-    """Whether nothing is left to do of it."""
+    """True if the work is done."""
     try:
         if not work.due():
             return False
@@ -174,11 +174,11 @@ _calling: Final = Worker(_call)
 _postponed: Final = Worker(_wait_a_moment)
 _waiting: Final = Worker(_wait_for)
 _left: Final[list[_Work]] = []
-"""What will never be due, as its device is lost: what it holds stays."""
+"""Work whose device is lost. It never becomes due, and keeps its memory."""
 
 
 _things: Final[dict[int, list[Any]]] = {}
-"""What is aside, by the number of its holder: so it is no garbage with that."""
+"""Things of each `Aside`, by its number, so that they are not garbage together with it."""
 _numbers: Final = itertools.count()
 
 

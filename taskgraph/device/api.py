@@ -1,4 +1,4 @@
-"""What the framework asks of a device.
+"""The interface to a device.
 
 Work on a device is *queued* on a stream: it is done in the order of the stream, later than the call that queued it, and
 in no order with what is queued on other streams, unless one follows an event of the other. Every thread has a current
@@ -53,24 +53,24 @@ class Device(Protocol):
         """An event of what is queued on `stream` by now."""
 
     def try_record(self, stream: Stream) -> Event | None:
-        """The same from any thread. None while somebody captures a graph on `stream`: the event would be part of it."""
+        """`record`, from any thread. None while a graph is captured on `stream`: the event would be part of it."""
 
     def recycle(self, event: Event) -> None:
-        """Nobody uses this event any more, and it may be recorded anew: to destroy it may take long."""
+        """Takes back an event without users, to record it again: to destroy it may take long."""
 
     def follow(self, stream: Stream, event: Event) -> None:
-        """What is queued on `stream` from now on is done after `event`."""
+        """Work that is queued on `stream` from now on is done after `event`."""
 
     def wait(self, event: Event) -> None:
         """Blocks this thread until `event`, without using the processor."""
 
     def done(self, event: Event) -> bool:
-        """Whether `event` is past."""
+        """True if `event` is past."""
 
     # Memory. What is queued is so on the current stream.
 
     def keeps(self, array: Array) -> bool:
-        """Whether it is in this device's memory, and can be copied within it."""
+        """True if the array is in this device's memory, and can be copied within it."""
 
     def copy(self, array: Array) -> Array:
         """Queues a copy in C order, which owns its memory."""
@@ -91,7 +91,7 @@ class Device(Protocol):
         """Queues a copy of a host's array. It may go as soon as this returns, and, unless registered, change."""
 
     def upload(self, host: NDArray[Any]) -> Array:
-        """The same of an array in C order in registered memory, which stays as it is until that is done."""
+        """`to_device` for an array in C order in registered memory, which must not change until the copy is done."""
 
     def fetch(self, array: Array, target: NDArray[np.uint8], begin: int = 0) -> None:
         """Queues a copy of as many bytes as `target` has, from `begin` on, of the elements of an array in C order.
@@ -113,8 +113,8 @@ class Device(Protocol):
         """How much memory it has, for all processes."""
 
     def allocate(self, nbytes: int) -> Array:
-        """Bytes that belong to no stream. They go with their last reference, when nothing is queued for them any more,
-        and stay as long as other processes have them open.
+        """Bytes that belong to no stream. They are freed with their last reference, which must not go
+        before all that is queued for them is done, and stay as long as other processes have them open.
 
         Raises:
             MemoryError: there is not that much.

@@ -1,14 +1,15 @@
 """The bulk of values that stays on its device: private copies, views of them, and when their memory goes back.
 
-A copy is made on the stream of who put it, and waited for before anybody hears of it: so whoever has a `DeviceBuffer`
-may read it on any stream. Its memory belongs to the stream it was made on, which would give it to the next one who
+A copy is made on the stream of the caller, and is complete before a `DeviceBuffer` exists: so it can be read on any
+stream. Its memory belongs to the stream it was made on, which would give it to the next one who
 allocates there while the reading of others is still queued on theirs. So every view holds the memory by a lease of its
 own, which ends with an event on the stream that the view was made for; and the memory is freed once all of these events
-are past. Nobody waits for that but a thread that is there for it (`afterwards`), which also ends what ends on an event
-loop, as CUDA's driver may stop who does it.
+are past. Only a thread made for this waits for them (`afterwards`). It also ends leases that end on an event loop, as
+CUDA's driver may block the thread that does so.
 
 A task's stream is in the hands of its code, which may capture a graph on it: whatever is queued there meanwhile becomes
-part of the graph, or spoils it. So from outside nothing is, but an event once nobody captures (`Device.try_record`).
+part of the graph, or spoils it. So the framework queues only
+events there, and only while no graph is captured (`Device.try_record`).
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ __all__ = ["Allocate", "DeviceBuffer", "Digested", "Private", "borrowed"]
 log = logging.getLogger("taskgraph.devices")
 
 Allocate = Callable[[int], Any]
-"""`taskgraph.graph.blocks.Allocate`: so many bytes of the host, or None."""
+"""`taskgraph.graph.blocks.Allocate`: memory of the host, or None."""
 
 _side: Final[weakref.WeakKeyDictionary[Device, Stream]] = weakref.WeakKeyDictionary()
 """Streams for copies to the host that wait for no task's work."""
 _lock: Final = threading.Lock()
 _kept: Final[set[_Memory]] = set()
-"""What somebody has a lease of. Finalizers of what is garbage together run in any order, and CuPy's streams and events
-are destroyed by theirs: what a lease's finalizer needs must be no garbage with it."""
+"""Memory that has leases. Finalizers of objects that are garbage together run in any order, and those of CuPy destroy
+its streams and events: this set keeps what a lease's finalizer needs."""
 _numbers: Final = itertools.count()
 _NOBODYS: Final = object()
 """In place of a stream: no stream is this one."""
@@ -58,9 +59,9 @@ def _side_stream(device: Device) -> Stream:
 
 
 class _Memory:
-    """An array that nobody writes to any more, and which streams read it. It goes with its last lease.
+    """An array that no longer changes, and the streams that read it. It is freed with its last lease.
 
-    One that cannot be put in order any more stays: nobody gets its memory.
+    After an error of the device it is kept, so that its memory is not reused.
     """
 
     __slots__ = ("_last", "array", "device", "leases", "read", "stream")
@@ -76,7 +77,7 @@ class _Memory:
         self._last = [None]
 
     def release(self, number: int) -> None:
-        """A lease ends: whoever reads by it has queued all that. In any thread, in the middle of anything."""
+        """Ends a lease; all its reads are queued. Called in any thread, also within other code of this module."""
         stream = self.leases[number]
         try:
             if stream != self.stream:
@@ -100,11 +101,11 @@ class _Memory:
         return True
 
     def may_release(self, number: int) -> bool:
-        """Whether a lease may end in this thread: it is the reader's, or nothing is to be queued for that."""
+        """True if a lease may end in this thread: its stream is current here, or no event is needed."""
         return self.leases[number] in (self.stream, self.device.current())
 
     def _give_back(self) -> None:
-        """Frees it behind those who read it."""
+        """Frees the memory after its readers."""
         call(self.device, self.read, self._free)
 
     def _free(self) -> None:
@@ -113,7 +114,7 @@ class _Memory:
 
 
 class _InSegment(_Memory):
-    """The same in memory that belongs to no stream: whoever gets it next follows all who read it, the owner, too.
+    """`_Memory` that belongs to no stream: its next user follows all who read it, the owner, too.
 
     Args:
         segment: how it is lent on; of this process, or of another one.
@@ -136,7 +137,7 @@ class _Lease:
     """A hold on memory for as long as anybody has this object.
 
     Args:
-        stream: on which it is read; None: on none but the memory's own, or whoever reads it waits until it has.
+        stream: the stream that reads it; None: only the memory's own, or the reader waits for its reads.
     """
 
     __slots__ = ("__weakref__", "_number", "memory")
@@ -148,7 +149,7 @@ class _Lease:
         _kept.add(memory)
 
     def waited(self) -> None:
-        """What was queued for it is done."""
+        """Notes that the work queued for this lease is done."""
         self.memory.leases[self._number] = self.memory.stream
 
     def __del__(
@@ -231,14 +232,14 @@ def borrowed(
     """A buffer in memory of another process, which stays as it is until `ended` was called.
 
     Args:
-        ended: called once, in any thread, in the middle of anything, when nobody here has the buffer any more, or a
-            view of it: with the events of who read it.
+        ended: called once, in any thread, when this process has no reference left to the buffer or a view of it, with
+            the events of its readers.
     """
     return DeviceBuffer(_Lease(_InSegment(device, segment, nbytes, ended)), block_bytes)
 
 
 class DeviceBuffer:
-    """A buffer of an encoded value, in the memory of a device. Nobody writes to it.
+    """A buffer of an encoded value, in the memory of a device. It never changes.
 
     Attributes:
         nbytes: its size.
@@ -271,7 +272,7 @@ class DeviceBuffer:
 
     @property
     def viewed(self) -> bool:
-        """Whether there are views of it."""
+        """True if there are views of it."""
         return bool(self._views)
 
     def array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
@@ -282,13 +283,13 @@ class DeviceBuffer:
         return memory.device.view(memory.array, dtype, shape, lease)
 
     def separate(self) -> DeviceBuffer:
-        """The same bytes in memory of its own. Waits."""
+        """A copy in memory of its own. Waits for the device."""
         copy = Private(self.device, self.array(np.dtype(np.uint8), (self.nbytes,)), self._block_bytes)
         copy.begin()
         return copy.sealed()
 
     def digested(self) -> Digested:
-        """What its digests are by now, behind what is queued on the current stream."""
+        """Its digests now, taken after the work that is queued on the current stream."""
         device = self._memory.device
         return Digested(device, device.digests(self._memory.array, self._block_bytes), self.nbytes, self._block_bytes)
 
@@ -309,7 +310,7 @@ class DeviceBuffer:
             self.copying(lambda _: block, sent=False)
 
     def copying(self, allocate: Allocate | None = None, *, sent: bool = True) -> HostCopy:
-        """The same, begun by whoever asks first. It may take memory and have it page-locked: call it in a thread."""
+        """The copy to the host, which the first caller begins. It may have memory page-locked: call it in a thread."""
         with self._lock:
             if self._copy is None or self._copy.error is not None:
                 memory = self._memory

@@ -36,7 +36,7 @@ log = logging.getLogger("taskgraph.devices")
 
 _CHECK_BLOCK: Final = 1 << 16
 _CHECK_BYTES: Final = 3 * _CHECK_BLOCK + 1000
-"""What is tried before arrays stay: some blocks, and a part of one."""
+"""Size of the array that a trial uses: some blocks, and a part of one."""
 _MOST_EVENTS: Final = 1024
 """That wait to be recorded anew."""
 _REGISTER: Final = 0
@@ -54,7 +54,7 @@ def device_count() -> int:
     """How many CUDA devices this process can use; 0 without cupy, without a driver, or with none visible.
 
     Raises:
-        JobError: there are some, and CuPy is told to use the default streams of threads.
+        JobError: there are some, and CuPy is set to use the default streams of threads.
     """
     if PRETEND in os.environ:
         return len(visible(os.environ.get(VISIBLE, "")))
@@ -76,7 +76,7 @@ def device_count() -> int:
 
 
 def array_module(devices: int) -> tuple[ModuleType, Device | None]:
-    """What `Task.xp` is on a node with that many devices, and where its arrays live: None is the host."""
+    """`Task.xp` on a node with that many devices, and the device of its arrays: None is the host."""
     if devices and PRETEND not in os.environ:
         import cupy
 
@@ -240,7 +240,7 @@ class CudaDevice:
         return self._works
 
     def _look(self) -> bool:
-        """Whether what arrays need that stay here works with this device, driver and CuPy: tried once, on a small one.
+        """True if arrays can stay on this device, with its driver and CuPy: tried once, on a small array.
 
         Where it does not they go by the host, which is slower. Digests that were not the host's would be worse: tasks
         would disagree about every item. An error of the device itself is raised: it is no reason to go on with it.

@@ -31,7 +31,7 @@ log = logging.getLogger("taskgraph.devices")
 _HANDLE: Final = struct.Struct("!16sQ")
 """Whose it is, and its number there; padded."""
 _NUMBER: Final = struct.Struct("!Q")
-"""What a client asks for."""
+"""The request of a client."""
 _FD: Final = struct.Struct("@i")
 _CREDENTIALS: Final = struct.Struct("@iII")
 _HERE: Final = b"\1"
@@ -45,7 +45,7 @@ _BUSY_S: Final = 0.01
 
 
 class _Server:
-    """What this process offers. It listens once something is offered.
+    """The descriptors that this process offers. It listens from the first offer on.
 
     Attributes:
         key: names it.
@@ -73,7 +73,7 @@ class _Server:
             self._withdrawn.append(fd)
 
     def take_withdrawn(self) -> list[int]:
-        """Descriptors that are not being sent, nor will be: nobody finds them any more."""
+        """Withdrawn descriptors. They are not being sent, and no client can ask for them."""
         with self._sending:
             return self._take_withdrawn()
 
@@ -82,8 +82,8 @@ class _Server:
 
     def forget(self) -> list[int]:
         """In a child of this process, where the thread does not run and locks may be held for ever; returns all
-        descriptors. If the child kept them, memory would stay that its parent freed. If it listened, nobody could tell
-        that its parent ended."""
+        descriptors. If the child kept them, memory would stay that its parent freed. If it listened, no process could
+        see that its parent ended."""
         if self._listener is not None:
             self._listener.close()
         return [*self._offered.values(), *self._take_withdrawn()]
@@ -109,7 +109,7 @@ class _Server:
         while True:
             try:
                 client, _ = listener.accept()
-            except Exception as error:  # it comes again and again: whoever asks for a descriptor says that none comes
+            except Exception as error:  # it may repeat: the client reports that no descriptor comes
                 log.debug("no client can be accepted: %s", error)
                 time.sleep(_PAUSE_S)
                 continue
@@ -162,7 +162,7 @@ def offer(fd: int) -> bytes:
 
 
 def withdraw(handle: bytes) -> None:
-    """From now on nobody gets it; `close_withdrawn` closes the descriptor. What others fetched remains theirs.
+    """Stops offering a descriptor; `close_withdrawn` closes it. Duplicates in other processes stay open.
 
     Finalizers may call it: it waits for nothing. Nothing is done where it was withdrawn before, or is not of this
     process, which may be a child of the one that offered it.
@@ -180,7 +180,7 @@ def close_withdrawn() -> None:
 
 
 def withdrawn() -> bool:
-    """Whether there is something to close."""
+    """True if there is a descriptor to close."""
     return bool(_server._withdrawn)
 
 
@@ -188,7 +188,7 @@ def fetch(handle: bytes, timeout_s: float = 5.0) -> int:
     """A new descriptor of what was offered, in this process or another. It waits: for worker threads.
 
     Raises:
-        OSError: there is none. A `ConnectionRefusedError` where nobody listens, a `TimeoutError` after that time.
+        OSError: there is none. ConnectionRefusedError: no process listens; TimeoutError: no answer in time.
     """
     _need_linux()
     if len(handle) != HANDLE_BYTES:
@@ -200,7 +200,7 @@ def fetch(handle: bytes, timeout_s: float = 5.0) -> int:
     except TimeoutError:
         raise TimeoutError(f"who offered the descriptor did not send it within {timeout_s} s") from None
     except ConnectionRefusedError:
-        text = "nobody sends the descriptor: the process that offered it ended, or is in another network namespace"
+        text = "the process that offered the descriptor ended, or is in another network namespace"
         raise ConnectionRefusedError(text) from None
     except ConnectionError as error:
         raise _unanswered() from error

@@ -25,8 +25,8 @@ __all__ = ["Bounded", "bound_pinned", "givers"]
 log = logging.getLogger("taskgraph.devices")
 
 givers: Final[list[Callable[[int], bool]]] = []
-"""Asked, in turn, for so many bytes of a device's memory: each frees what it keeps and nobody needs, and says whether
-that was anything. In any thread, in the middle of an allocation: they neither allocate nor wait for who does."""
+"""Functions that are asked, in turn, for bytes of a device's memory: each frees unused memory that it keeps, and says
+whether it freed some. In any thread, in the middle of an allocation: they neither allocate nor wait for who does."""
 
 LIMIT: Final = "CUPY_GPU_MEMORY_LIMIT"
 _UNIT: Final = 512
@@ -103,7 +103,7 @@ class Bounded:
             yield
 
     def _raised(self, size: int) -> bool | None:
-        """Whether the pool's limit was raised for that much more; None: it was high enough already."""
+        """Raises the pool's limit for this many bytes more. False: it cannot; None: the limit is high enough."""
         runtime = self._cuda.runtime
         if not self._limit or runtime.getDevice() != self._number:
             return False

@@ -36,11 +36,11 @@ class Pinnable(Protocol):
 
 
 class _Reads:
-    """What a device still reads of locked memory.
+    """The reads of locked memory that a device still has to make.
 
     Attributes:
         events: behind what was queued.
-        unknown: nobody can tell when that is done.
+        unknown: the end of the reads cannot be known.
     """
 
     __slots__ = ("events", "unknown")
@@ -78,7 +78,7 @@ class Pin:
         self._lock = threading.Lock()
 
     def upload(self, host: NDArray[Any]) -> Array:
-        """A copy on the device of an array in this memory, which nobody changes while it is not `idle`."""
+        """A copy on the device of an array in this memory. Do not change the memory until it is `idle`."""
         device = self.device
         made = device.upload(host)
         try:
@@ -92,7 +92,7 @@ class Pin:
         return made
 
     def idle(self) -> bool:
-        """Whether the device has read all that `upload` was called for."""
+        """True if the device has finished all uploads."""
         with self._lock:
             return self._look()
 
@@ -118,7 +118,7 @@ class Pin:
 
 
 class _Locked:
-    """What this process has locked.
+    """The memory that this process has locked.
 
     Args:
         limit: bytes.
@@ -167,7 +167,7 @@ class _Locked:
         size = len(memory)
         try:
             if reads.unknown:
-                raise RuntimeError("nobody knows what the device does there")
+                raise RuntimeError("the device may still use this memory")
             while reads.events:
                 device.wait(reads.events[-1])
                 device.recycle(reads.events.pop())

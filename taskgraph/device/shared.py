@@ -1,9 +1,9 @@
 """Memory of a device that other processes of the host can open, used again and again.
 
 To allocate such memory, and to open that of others, takes time: so it is kept for the next value. A *segment* is memory
-that was allocated for this alone. It takes the next value when nobody in this process reads the last one any more
-(`buffers`), and no other process does (`taskgraph.transport.devicelending`). Where nobody will tell whether one still
-reads it, it is *spoiled*: it goes instead, and with it the memory once that process has let go of it, or ended.
+that was allocated for this alone. It takes the next value when no reader is left in this process
+(`buffers`) or in another one (`taskgraph.transport.devicelending`). If a reader may be left that will not report its
+end, the segment is *spoiled*: it is freed instead, and its memory returns once that reader released it, or ended.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FITS: Final = 1.5
 _IDLE_S: Final = 10.0
 """How long a segment waits for another value."""
 IDLE_PART: Final = 32
-"""What may wait for another value: one of so many parts of the device's memory, which is that of several processes."""
+"""Idle segments may hold this part of the device's memory, which several processes share."""
 _SHORTLY_S: Final = 0.1
 _MAX_SEGMENTS: Final = 256
 """Each takes a descriptor."""
@@ -59,7 +59,7 @@ class Segment:
     Attributes:
         number: of this one and no other in this process.
         array: the bytes.
-        spoiled: somebody may read it for as long as they live, since nobody will tell when they are through.
+        spoiled: a process may read it for as long as it lives, as it will not report the end of its reads.
     """
 
     __slots__ = ("_events", "_freed_at", "_handle", "_share", "array", "number", "size", "spoiled")
@@ -76,7 +76,7 @@ class Segment:
 
     @property
     def handle(self) -> bytes:
-        """What other processes open it by. Raises, by the library, where none can."""
+        """The handle by which other processes open it. Raises the library's error if none can."""
         if not self._handle:
             self._handle = self._share(self.array)
             assert len(self._handle) == HANDLE_BYTES
@@ -120,7 +120,7 @@ class SharedMemory:
         return sum(segment.size for segment in self._idle)
 
     def take(self, nbytes: int) -> Segment | None:
-        """A segment for so many bytes, for the current stream to write to; None: they go to other memory."""
+        """A segment of this many bytes, for the current stream to write to; None: use other memory."""
         if nbytes < LEAST_BYTES or not self._works:
             return None
         if self._max_idle_bytes is None:  # not asked for before: the device may have to be made ready
@@ -167,7 +167,7 @@ class SharedMemory:
         except MemoryError:
             raise
         except Exception as error:
-            # Many systems cannot. If the device is lost, the next who uses it is told.
+            # Many systems cannot. If the device is lost, its next use raises the error.
             log.warning("no process but this one can open memory of its device, and it goes by the host: %s", error)
             self._works = False
             self._not_made()
@@ -179,11 +179,11 @@ class SharedMemory:
             self._used -= 1
 
     def give_back(self, segment: Segment, events: list[Event]) -> None:
-        """Nobody in this process has it any more, and reads and writes of it are done after these events."""
+        """Takes back a segment that has no user in this process. Its reads and writes end with these events."""
         self._garbage.append((segment, events, self._clock()))
 
     def _collect(self) -> list[Segment]:
-        """What was given back waits for another value; returns what is spoiled, or too much, to be freed."""
+        """Makes returned segments idle. Returns those to free: spoiled, or too many."""
         spoiled: list[Segment] = []
         while self._garbage:
             segment, events, freed_at = self._garbage.popleft()
@@ -212,7 +212,7 @@ class SharedMemory:
         return bool(segments)
 
     def trim(self) -> None:
-        """Frees what has been idle for long. To be called now and then, in a thread."""
+        """Frees segments that were idle for long. Call it now and then, in a thread."""
         with self._lock:
             too_much = self._collect() + self._chosen(0, self._clock() - _IDLE_S)
         self._free(too_much)
@@ -252,23 +252,23 @@ def offer(device: Device) -> SharedMemory:
 
 
 def of(device: Device) -> SharedMemory | None:
-    """What was offered of a device."""
+    """The offered memory of a device."""
     return _offered.get(device)
 
 
 def with_identity(identity: bytes) -> SharedMemory | None:
-    """The same of the device with that identity."""
+    """The offered memory of the device with this identity."""
     with _lock:
         return next((found for device, found in _offered.items() if device.identity == identity), None)
 
 
 def idle() -> bool:
-    """Whether `trim` may find something."""
+    """True if `trim` may have work."""
     return handles.withdrawn() or any(len(memory) for memory in _offered.values())
 
 
 def trim() -> None:
-    """Frees what has been idle for long, of all devices, and what was opened and is not any more; in a thread."""
+    """Frees segments that were idle for long, of all devices, and memory that is no longer open; in a thread."""
     with _lock:
         offered = list(_offered.values())
     for memory in offered:

@@ -29,15 +29,16 @@ LARGE_PIECE_BYTES: Final = 64 << 20
 """Of what is not sent meanwhile: to queue a piece takes some 60 us."""
 
 _queued: Final[set[_Queued]] = set()
-"""What devices copy, or may still copy after an error: nobody else gets the memory of it. Finalizers of what is garbage
-together run in any order: the memory would be somebody else's before the finalizer of the copy ran."""
+"""Copies that devices make, or may still make after an error: their memory is not reused. Finalizers of objects that
+are garbage together run in any order: without this set, the memory could have another user before the copy's finalizer
+ran."""
 
 
 class _Queued:
     """A copy that was queued, and not waited for yet.
 
     Attributes:
-        abandoned: nobody will wait for it.
+        abandoned: no caller will wait for it.
     """
 
     __slots__ = ("abandoned", "device", "events", "keep", "source", "target")
@@ -51,7 +52,7 @@ class _Queued:
         self.abandoned = False
 
     def over(self) -> bool:
-        """Whether nobody waits for it, nor has to."""
+        """True if the copy is done, or failed, and no caller waits for it."""
         try:
             return self.abandoned and all(map(self.device.done, self.events))
         except Exception as error:  # the device is lost, as a rule
@@ -61,7 +62,7 @@ class _Queued:
 
 
 def sweep() -> bool:
-    """Lets go of copies that are done, and that nobody waits for. Whether there were some."""
+    """Releases copies that are done and have no waiting caller. True if there were some."""
     over = [queued for queued in _queued.copy() if queued.over()]
     for queued in over:
         _queued.discard(queued)
@@ -113,7 +114,7 @@ class HostCopy:
     ) -> None:
         """
         Args:
-            source: in C order; nobody writes to it.
+            source: in C order; it does not change.
             stream: on which it is queued.
             allocate: where it goes, as far as that has memory.
             keep: stays as long as the device reads the source.
@@ -153,7 +154,7 @@ class HostCopy:
             self._fail(error)
 
     def finish(self, until: int | None = None) -> None:
-        """Waits until so many bytes are there, or all of them.
+        """Waits until this many bytes are there, or all of them.
 
         Raises:
             Exception: what ended it.
@@ -175,7 +176,7 @@ class HostCopy:
             raise self.error
 
     def _end(self, nbytes: int) -> int:
-        """How many pieces so many bytes take."""
+        """The number of pieces for this many bytes."""
         return -(-nbytes // self._piece_bytes)
 
     def _event(self, number: int) -> Event | None:

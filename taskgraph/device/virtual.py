@@ -1,6 +1,6 @@
 """Memory of a CUDA device that other processes can map, by the driver's virtual memory management.
 
-It stays as long as any process has it mapped, or a descriptor of it, whoever allocated it: so the CUDA driver API's
+It stays as long as any process has it mapped, or has a descriptor of it: so the CUDA driver API's
 reference has it, at `cuMemRelease`. With what `cudaMalloc` gives and `cudaIpcOpenMemHandle` opens it is not so: there a
 reader depends on the life of the process that allocated it, and on its good manners.
 
@@ -121,7 +121,7 @@ def _mapped_size(device: int, nbytes: int) -> int:
 class Run:
     """A run of bytes, mapped in this process for as long as anybody has this object.
 
-    Nothing of the device reads or writes it any more when the last reference goes.
+    The device must be done with it when the last reference goes.
 
     Attributes:
         address: of its first byte. nbytes: how many were asked for; there may be more.

@@ -9,7 +9,7 @@ from typing import Final
 __all__ = ["PRETEND", "VISIBLE", "device_ids", "visible"]
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-"""The variable by which CUDA is told which devices a process may use; it reads it once."""
+"""The variable that says which devices a process may use. CUDA reads it once."""
 PRETEND: Final = "TASKGRAPH_PRETEND_DEVICES"
 """For tests of who gets which device, where there is none: what `CUDA_VISIBLE_DEVICES` names counts as there."""
 
@@ -27,6 +27,6 @@ def visible(text: str) -> tuple[str, ...]:
 
 
 def device_ids(count: int) -> tuple[str, ...]:
-    """What a person calls this process's devices: as it was told of them, else by their numbers."""
-    told = visible(os.environ.get(VISIBLE, ""))
-    return told[:count] if len(told) >= count else tuple(map(str, range(count)))
+    """The names of this process's devices for people: those of the variable, else their numbers."""
+    named = visible(os.environ.get(VISIBLE, ""))
+    return named[:count] if len(named) >= count else tuple(map(str, range(count)))

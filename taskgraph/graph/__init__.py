@@ -1,10 +1,10 @@
 """One epoch's graph of one task, and the values that travel along it.
 
-`compose` checks what a task declares. `values` turns what it puts into bytes and back; most other modules are parts of
+`compose` checks the graph that a task declares. `values` encodes and decodes values; most other modules are parts of
 that.
 
-Rules: equal values give equal bytes in every process; nobody can change what was encoded; nothing is ever unpickled;
-what arrives is checked before anything is made of it.
+Rules: equal values give equal bytes in every process; encoded values never change; nothing is ever unpickled;
+bytes that arrive are checked before a value is made of them.
 
 Nothing here knows how bytes travel, nor when something runs.
 """

@@ -1,4 +1,4 @@
-"""Arrays as runs of bytes that nobody can change, and such runs as arrays.
+"""Arrays as immutable bytes, and immutable bytes as arrays.
 
 Encoding copies an array once, unless its memory is provably immutable: that of a `bytes` object, or of an encoded value
 (an array we decoded). The copy may wait until the digest is taken, so that one pass over memory does both. Decoding
@@ -50,12 +50,13 @@ _SHARED_PART: Final = 2
 
 
 _CHUNK_BYTES: Final = 512 << 10
-"""What is copied before it is digested: it is still in the cache then. Measured: in one thread 128 KiB to 1 MiB do as
-well; two threads that share a copy lose a fifth by 256 KiB, since each piece releases the interpreter's lock."""
+"""Bytes that are copied before they are digested, so that they are still in the cache. Measured: in one thread
+128 KiB to 1 MiB do as well; two threads that share a copy lose a fifth by 256 KiB, since each piece releases the
+interpreter's lock."""
 
 
 class _Decoded(Watch[Array]):
-    """Is on the base of a decoded array: its memory belongs to an encoded value, and nobody writes to it.
+    """Marks the base of a decoded array: its memory belongs to an encoded value, and never changes.
 
     Attributes:
         whole: meta and digest of the value, where that is such an array and nothing else.
@@ -96,7 +97,7 @@ def as_it_is(array: Array, *, adopt: bool = False, packed: bool = False) -> memo
     """The elements in C order, as read-only bytes that later writes to `array` cannot reach, if that needs no copy.
 
     Args:
-        adopt: nobody will write to `array` any more: take its memory, where it has its own, and make it read-only.
+        adopt: the caller promises not to write to `array` again: take the memory that it owns, and make it read-only.
         packed: its dtype is known to have no padding.
     """
     size = array.nbytes
@@ -276,7 +277,7 @@ def _copy_block(source: Array, target: Array, number: int) -> None:
 
 
 def remember(array: Array, meta: bytes, digest: bytes) -> None:
-    """A value was decoded that is `array` alone: who encodes it again need not take the digest again."""
+    """Keeps the digest of a decoded value that is `array` alone: encoding it again needs no new digest."""
     mark = _mark(array.base)
     if mark is not None:
         mark.whole = meta, digest
@@ -303,7 +304,7 @@ def _is_immutable(array: Array) -> bool:
 
 
 def base_of(data: memoryview, whole: tuple[bytes, bytes] | None = None) -> Array:
-    """What arrays are made on that are views of a buffer; it is known by them not to change."""
+    """The base of arrays that are views of a buffer. It marks their memory as immutable."""
     # By frombuffer, since ndarray() takes the object behind a memoryview, which may be writable, for its base.
     base = _frombuffer(data if data.readonly else data.toreadonly(), _uint8)
     mark = _Decoded(base, _forget)

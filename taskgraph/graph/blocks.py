@@ -40,7 +40,7 @@ class Watch(weakref.ref[A]):
 
 
 class Origin(Protocol):
-    """What an allocator knows of a block.
+    """The allocator's note on a block.
 
     Attributes:
         locked: its memory was page-locked when it was given out.
@@ -50,7 +50,7 @@ class Origin(Protocol):
     def locked(self) -> bool: ...
 
     def spoil(self) -> None:
-        """Somebody may read this memory for ever: it must never be written again, by anybody."""
+        """Some process may read this memory for ever: it must never be written again."""
 
     def pinned(self, device: Device) -> Pin | None:
         """How its memory is page-locked for a device, from now on where it was not; None where it cannot be."""
@@ -60,7 +60,7 @@ class Block(np.ndarray[Any, np.dtype[np.uint8]]):
     """A run of bytes of an allocator. Arrays on it are made by `np.ndarray(..., buffer=block)`: they are plain ones.
 
     It is made by `Block(nbytes, np.uint8, buffer)` on something that is no array: numpy would name an array below it as
-    the base of arrays on it, and nobody would hold the block.
+    the base of arrays on it, and no array would keep the block alive.
 
     Attributes:
         origin: the allocator's own note; None for views that numpy made of a block.

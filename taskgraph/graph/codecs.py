@@ -1,4 +1,4 @@
-"""What users declare so that their own types travel: `message` for dataclasses, `codec` for anything else.
+"""Declarations that make users' own types travel: `message` for dataclasses, `codec` for any other type.
 
 A declaration holds in the process that made it, so drivers declare when they are imported: every node imports them.
 Names on the wire do not hold the module, since the same file is `__main__` in one process and a module in another.
@@ -107,7 +107,7 @@ def codec(type: type[X], encode: Callable[[X], Any], decode: Callable[[Any], X],
 
 
 def named(name: str, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> Codec:
-    """A codec of a type that is not known yet; `bind` tells it."""
+    """A codec for a type that is not known yet; `bind` adds the type."""
     made = _codecs_by_name[name] = Codec(name, object, encode, decode)
     return made
 
@@ -197,7 +197,7 @@ def _check_callable(cls: type, init: frozenset[str]) -> None:
 
 
 def _same_class(one: type, other: type) -> bool:
-    """Whether these are one class of the source, perhaps made twice: a cell run again, a driver loaded as a module
+    """True if both are one class of the source, perhaps made twice: a cell run again, a driver loaded as a module
     and as `__main__`."""
     return one.__qualname__ == other.__qualname__ and _source(one) == _source(other)
 

@@ -26,7 +26,7 @@ _TEXTS_KEPT: Final = 1024
 
 
 def is_text(name: str) -> bool:
-    """Whether a name can travel as what it is. Half a surrogate pair cannot: names of files may hold some."""
+    """True if a name can be encoded. Half a surrogate pair cannot; names of files may have one."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -39,11 +39,11 @@ def is_text(name: str) -> bool:
 Channel = tuple[str, int]
 """(tag, producer) of an inbound one, (tag, consumer) of an outbound one."""
 Links = Mapping[str, Any] | None
-"""What `compose` says of a processor's inbound or outbound channels: tag -> a link's name, a task, or several."""
+"""The inbound or outbound channels of a processor, as declared: tag -> a link's name, a task, or several."""
 
 
 class Linked(Protocol):
-    """Who knows where a task's links lead in the epoch that is composed."""
+    """Says where a task's links lead in the epoch that is composed."""
 
     def neighbors(self, link: str) -> tuple[int, ...]:
         """Raises JobError where there is no such link, or it leads to no task."""
@@ -90,7 +90,7 @@ class Declaration:
 
 @frozen
 class Graph:
-    """What `compose` declared, in order. Epochs that declare the same share one.
+    """The graph that `compose` declared. Epochs that declare the same processors share one object.
 
     Attributes:
         names: of the processors.
@@ -123,7 +123,7 @@ class Graph:
 
 
 def _knows_nothing(compute: Callable[..., Any], owner: object) -> bool:
-    """Whether nothing that was made for one epoch can be bound to it."""
+    """True if the function cannot hold objects made for one epoch."""
     if type(compute) is MethodType:
         return compute.__self__ is owner or isinstance(compute.__self__, type)
     function = cast(FunctionType, compute)  # without a closure, or it could not be recognised
@@ -168,12 +168,12 @@ class Composition:
         self._lasting = lasting
         self._again = 0  # how many processors were declared again
         self.before = before
-        """What is expected to be declared again; None once something else is."""
+        """The graph that is expected again; None after the first processor that differs from it."""
         if before is None:
             self._begin()
 
     def lasts(self, link: str) -> bool:
-        """Whether that link leads to the same tasks in every epoch."""
+        """True if the link leads to the same tasks in every epoch."""
         return link in self._lasting
 
     def again(
@@ -185,7 +185,7 @@ class Composition:
         parallel: bool,
         work: Linked,
     ) -> bool:
-        """Whether this declares the processor that was declared in this place before, and it is the same: it is added.
+        """Adds a processor and returns True if the epoch before declared the same one in this place.
 
         What is compared is of the same type, too: 1 is a task, True and 1.0 are none; and members of an enum may be
         equal to texts, and be called otherwise.
@@ -220,7 +220,7 @@ class Composition:
                 try:
                     self.linked[link] = work.neighbors(link)
                 except JobError:
-                    return False  # whoever looks at the declaration finds it, too, and tells it as what it is
+                    return False  # `add` finds the same error, and raises it
             if self.linked[link] != ids:
                 return False
         return True
@@ -287,7 +287,7 @@ class Composition:
         self._enter(processor, declaration)
 
     def _begin(self) -> None:
-        """From now on it is a graph of its own, which begins with what was declared again."""
+        """Begins a new graph with the processors that were declared again."""
         before, self.before = self.before, None
         self._named: dict[str, Processor] = {}
         self._declarations: list[Declaration] = []
@@ -314,7 +314,7 @@ class Composition:
     def _declaration(
         self, compute: Callable[..., Any], inbound: Links, outbound: Links, name: str | None, parallel: bool
     ) -> Declaration | None:
-        """What to recognise a processor by; None where that takes more than to compare plain values.
+        """A declaration that can be compared with the next epoch's; None if it holds more than plain values.
 
         Nothing made for one epoch is kept for the next one, with all it refers to: no closure, no partial.
         """
@@ -362,7 +362,7 @@ class Composition:
         return f"task {self.task}, epoch {self.epoch}, compose"
 
     def graph(self) -> Graph:
-        """What was declared."""
+        """The declared graph."""
         before = self.before
         if before is not None:
             if self._again == len(before.processors):
@@ -381,7 +381,7 @@ class Composition:
 
 
 def _equal(given: dict[str, Any], tags: tuple[str, ...], tos: tuple[Any, ...]) -> bool:
-    """Whether these links are equal, and of the same types, to those that were declared; there are as many."""
+    """True if these links equal the declared ones, in type, too. Both have the same number of tags."""
     for (tag, to), known_tag, known_to in zip(given.items(), tags, tos, strict=True):
         if tag is not known_tag and (type(tag) is not type(known_tag) or tag != known_tag):
             return False
@@ -397,7 +397,7 @@ def _equal(given: dict[str, Any], tags: tuple[str, ...], tos: tuple[Any, ...]) -
 
 
 def name_of(compute: Callable[..., Any]) -> str:
-    """What a processor is called that was given no name."""
+    """The name of a processor that has none: that of its function."""
     if type(compute) is MethodType:  # plain methods and functions, which most are, are asked for nothing they lack
         compute = compute.__func__
     if type(compute) is FunctionType and compute.__name__ != "<lambda>":
@@ -410,11 +410,11 @@ def name_of(compute: Callable[..., Any]) -> str:
 
 
 _LEFT_OPEN: Final = getattr(functools, "Placeholder", object())
-"""What a partial of Python 3.14 may hold for an argument that comes later."""
+"""Python 3.14 puts this into a partial for an argument that comes later."""
 
 
 def _takes_three(compute: Callable[..., Any]) -> bool:
-    """Whether it can be called as compute(epoch, ins, outs); True where that is not to be seen.
+    """False if calling compute(epoch, ins, outs) would fail; True if that cannot be seen.
 
     What is declared anew in every epoch comes here in every epoch: to count is many times faster than
     `inspect.signature`. And it looks at the code that is called, not at what a decorator says of it.

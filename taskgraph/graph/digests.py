@@ -1,4 +1,4 @@
-"""The digest of an encoded value, and the only place that says what it is.
+"""The digest of an encoded value.
 
 Without buffers: xxh3-128 of the value (meta up to the trailer). With buffers: xxh3-128 of
 
@@ -25,7 +25,7 @@ __all__ = ["BLOCK_BYTES", "Source", "Streaming", "digest", "of_blocks", "of_lone
 
 BLOCK_BYTES: Final = 1 << 20
 """Some 0.1 ms of copying and digesting: enough that it costs little to share blocks between threads, and so little that
-nobody waits long for the last one; half and a quarter of it were no faster. To change it is to change digests: raise
+no thread waits long for the last one; half and a quarter of it were no faster. Another size changes digests: raise
 `version.PROTOCOL`, `transport.frames.PROTOCOL_VERSION` and the format of checkpoints."""
 
 without_buffers: Final = xxhash.xxh3_128_digest
@@ -68,7 +68,7 @@ def digest(value: bytes | bytearray | memoryview, buffers: Sequence[memoryview |
 
 
 def of_lone(value: bytes, buffer: memoryview) -> bytes:
-    """The same of a value with one buffer."""
+    """`digest` for a value with exactly one buffer, in one call if the buffer is one block."""
     size = buffer.nbytes
     if not 0 < size <= BLOCK_BYTES:
         return digest(value, (buffer,))

@@ -229,7 +229,7 @@ def _sized(made: np.dtype[Any], itemsize: int) -> np.dtype[Any]:
 def padding(dtype: np.dtype[Any]) -> NDArray[np.bool_] | None:
     """Which bytes of an element are no part of its value, or None if all are.
 
-    What they hold is chance: they are sent as zeros, so that equal values have equal digests and nothing leaks.
+    These bytes hold leftovers. They are sent as zeros, so that equal values have equal digests and nothing leaks.
     """
     if dtype.names is None and dtype.num not in _LONG_DOUBLES:
         return None
@@ -258,7 +258,7 @@ def _padding(dtype: np.dtype[Any]) -> NDArray[np.bool_]:
 def opaque(array: NDArray[Any]) -> NDArray[Any]:
     """A view of it for copies: numpy copies records field by field, and what memory held before stays between them.
 
-    Each element of the view is so many bytes, and all of them are copied.
+    Each element of the view is plain bytes, and all of them are copied.
     """
     dtype = array.dtype
     return array if dtype.names is None or not dtype.itemsize else array.view(f"V{dtype.itemsize}")

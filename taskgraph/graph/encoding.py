@@ -34,7 +34,7 @@ _MAX_BUFFERS: Final = 1 << 16
 _MAX_PARTS: Final = 1 << 27
 """Parts of all containers. A value with more holds the same parts over and over, or should be arrays."""
 _CONTAINER_PARTS: Final = 8
-"""What a container counts beside its parts: each costs a call of Python."""
+"""Parts that a container counts for beside its own: each container costs a call of Python."""
 
 _PLAIN: Final = frozenset((type(None), bool, int, float, str))
 _ALWAYS_PLAIN: Final = frozenset((type(None), bool, float))

@@ -128,7 +128,7 @@ def tree_decoder(extension: Callable[[int, memoryview], Any]) -> Callable[[bytes
 
 
 def lone_head(kind: bytes, dtype: bytes, shape: tuple[int, ...]) -> bytes | None:
-    """What a value begins with that is one array: kind, sixteenths of the head, bytes of padding, dtype and shape.
+    """The beginning of a value that is one array: kind, sixteenths of the head, bytes of padding, dtype and shape.
 
     None if the head would be too long: that array is a tree.
     """

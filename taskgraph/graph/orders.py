@@ -1,12 +1,12 @@
-"""In which order an array's elements lie in memory, and whether side by side: numpy, and CuPy, add up by that.
+"""The order of an array's elements in memory, with gaps: numpy and CuPy add up in that order.
 
-So a sum of a state in Fortran's order, or of a column of a matrix, may have other last bits than one of the same
-numbers in C's, and a successor whose arrays came back otherwise than its predecessor's lay would give other results. An
+So a sum of an array in Fortran's order, or of a column of a matrix, may differ in its last bits from the sum of the
+same numbers in C's order. A restored task would compute other results if its arrays had another order than before. An
 order is a byte for each axis, the outermost in memory first: the axis's number, `_BACKWARDS` where it lies the other
 way round, and `_GAPPED` where something lies between one step along it and what is within. C's without gaps is b"".
 
-What is put back has gaps where there were some, though not as wide ones: who keeps a column of a matrix as its state
-need not send, or hold, the room of the matrix. Sums depend on where there are gaps, and not on how wide they are.
+A restored array has gaps in the same places, but narrower ones: a state that is a column of a matrix does not take the
+room of the matrix. Sums depend on where the gaps are, not on how wide they are.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def in_c_order(array: Any, order: bytes) -> Any:
 
 
 def put_back(array: Any, order: bytes) -> Any:
-    """The view of which `in_c_order` gave this one; one of a copy with gaps where that had some.
+    """Undoes `in_c_order`. If the order has gaps, the result is a view of a copy with gaps.
 
     Raises:
         ValueError: it is no order of such an array.
@@ -123,6 +123,6 @@ def _spread(array: NDArray[Any], order: bytes) -> NDArray[Any]:
 
 
 def _steps(order: bytes) -> tuple[slice, ...]:
-    """By axis, the way it is gone through."""
+    """For each axis, a slice in its direction."""
     backwards = {byte & _AXIS for byte in order if byte & _BACKWARDS}
     return tuple([slice(None, None, -1 if axis in backwards else None) for axis in range(len(order))])

@@ -84,7 +84,7 @@ class _Outline(Reader):
         return array
 
     def _inner(self, payload: memoryview) -> Any:
-        """What is behind the name of a codec or a protobuf message."""
+        """The value behind the name of a codec or a protobuf message."""
         return read_tree(memoryview(layout.read_named(payload)[1]))
 
     def _fields_of(self, payload: memoryview) -> Any:

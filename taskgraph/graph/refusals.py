@@ -1,4 +1,4 @@
-"""What to say of a value that cannot travel: what it is, where it sits, and the way out."""
+"""Errors for values that cannot travel: their type, their place, and what to send instead."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CannotTravel(Exception):
         self.steps.append(step)
         return self
 
-    def told(self, what: str) -> ValueNotEncodable:
+    def error(self, what: str) -> ValueNotEncodable:
         kind = type(self.value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         steps = self.steps[::-1]
@@ -67,7 +67,7 @@ def library_of(value: Any) -> str:
 
 
 def way_out(value: Any) -> str:
-    """What to send instead. A value of which nothing may be asked is refused like any other."""
+    """Advises what to send instead. A value that raises when asked gets the general advice."""
     try:
         return _way_out(value)
     except Exception:

@@ -59,7 +59,7 @@ _KEPT: Final = 1024
 """Entries of each of the tables below; a full table begins again."""
 
 _heads: Final[dict[tuple[np.dtype[Any], int, tuple[int, ...]], bytes]] = {}
-"""What a value begins with that is one array: by dtype, its number (`dtypes.DESCRIBED`) and shape."""
+"""The beginning of values that are one array: by dtype, its number (`dtypes.DESCRIBED`) and shape."""
 
 _small: Final[dict[int, tuple[bytes, np.dtype[Any], tuple[int, ...], int]]] = {}
 """By the length of meta, the last small array of that length: its head, dtype and shape, and where its elements are.
@@ -87,8 +87,8 @@ def encode(
 
     Args:
         what: for messages, e.g. "channel 'grad' of task 3".
-        adopt: nobody will write to the value's arrays any more: large ones that own their memory are taken as they
-            are, and made read-only.
+        adopt: the caller promises not to write to the value's arrays again: large arrays that own their memory are
+            not copied, and become read-only.
         allocate: where large arrays are copied to, as far as it has memory.
         stays: large arrays of a device stay there, where that is possible: they are copied within its memory. It waits
             for the device once, also for the digests. What it returns is for this process; see `hosted`.
@@ -110,10 +110,10 @@ def encode(
     try:
         writer, meta = write(value, adopt, allocate, stays, lendable, ordered)
     except CannotTravel as refused:
-        raise refused.told(what) from refused.__cause__
+        raise refused.error(what) from refused.__cause__
     except RecursionError as error:
         too_deep = CannotTravel(value, "it is nested deeper than what is left of this thread's stack allows")
-        raise too_deep.told(what) from error
+        raise too_deep.error(what) from error
     flags = writer.on_device
     if writer.buffers:
         ready, digest = _seal(meta, writer.buffers)
@@ -173,10 +173,10 @@ def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview |
 def hosted(
     value: Encoded, *, allocate: Allocate | None = None, but: Callable[[DeviceBuffer], bool] | None = None
 ) -> Encoded:
-    """The same value with all of its bulk on the host. It waits for the device, so call it in a thread.
+    """The value with all of its buffers on the host. Waits for the device, so call it in a thread.
 
     Args:
-        allocate: where it is copied to, as far as it has memory. Each buffer is copied once, whoever asks.
+        allocate: gives the memory to copy to, if it has some. Each buffer is copied once, for all callers.
         but: which buffers stay on the device nevertheless.
     """
     if type(value) is not EncodedOnDevice:
@@ -201,13 +201,13 @@ def begin_hosted(value: Encoded, *, allocate: Allocate) -> None:
 
 
 def joined(values: Sequence[Encoded]) -> Encoded:
-    """Values without buffers, one behind the other, to travel as one: that is not to be decoded, but `parted`."""
+    """Joins values without buffers to one message; `parted` takes them apart. The result cannot be decoded."""
     whole = b"".join([value.meta for value in values])
     return Encoded(whole + _NOTHING_ON_DEVICE, (), without_buffers(whole))
 
 
 def parted(whole: Encoded, parts: Sequence[tuple[int, bytes]]) -> list[Encoded]:
-    """The values again that were joined.
+    """Takes apart values that `joined` put together.
 
     Args:
         parts: of each its size and digest. One of size 0 is the one before, which is not there twice.
@@ -231,18 +231,18 @@ def parted(whole: Encoded, parts: Sequence[tuple[int, bytes]]) -> list[Encoded]:
 
 
 def staying(value: Encoded) -> list[DeviceBuffer]:
-    """Those of a value's buffers that are on a device."""
+    """The buffers of a value that are on a device."""
     return [buffer for buffer in cast(Sequence[Any], value.buffers) if isinstance(buffer, DeviceBuffer)]
 
 
 def separate(value: EncodedOnDevice) -> EncodedOnDevice:
-    """The same value, its bulk on the device in memory of its own. It waits for the device."""
+    """A copy of a value whose buffers on the device have memory of their own. Waits for the device."""
     buffers: Any = tuple([b.separate() if isinstance(b, DeviceBuffer) else b for b in value.buffers])
     return EncodedOnDevice(value.meta, buffers, value.digest)
 
 
 def untouched(value: Encoded) -> bool:
-    """Whether nobody wrote to what is on a device, as far as the current stream shows. It waits for the device."""
+    """True if the buffers on a device still match the digest, on the current stream. Waits for the device."""
     fresh = [buffer.digested() if isinstance(buffer, DeviceBuffer) else buffer for buffer in value.buffers]
     for source in fresh:
         if isinstance(source, Digested):
@@ -316,12 +316,12 @@ def digest_of(meta: bytes, buffers: Sequence[memoryview]) -> bytes:
 
 
 def digesting(meta: bytes, sizes: Sequence[int]) -> digests.Streaming:
-    """`digest_of` a value with buffers, to be updated with what is in them as it comes."""
+    """`digest_of` a value with buffers, to be updated with the bytes of its buffers as they arrive."""
     return digests.Streaming(memoryview(meta)[: value_end(meta)], sizes)
 
 
 def verify(encoded: Encoded) -> bool:
-    """Whether the bytes are those the digest was taken of."""
+    """True if the bytes match the digest."""
     meta = encoded.meta
     if not encoded.buffers and meta.endswith(_NOTHING_ON_DEVICE):  # `digest_of`, for what most values are
         return without_buffers(memoryview(meta)[:-4]) == encoded.digest
@@ -336,7 +336,7 @@ def _on_device(meta: bytes, at: int) -> frozenset[int]:
 
 
 def value_end(meta: bytes) -> int:
-    """Where the value ends and the trailer begins; its whole length where there is none: decoding will refuse it."""
+    """Where the trailer begins; the whole length if there is none, which `decode` refuses."""
     size = len(meta)
     if size < 4 or meta.endswith(_NOTHING_ON_DEVICE):
         return max(0, size - 4)

@@ -1,6 +1,6 @@
 """Passes over large memory, shared block by block with threads on cores that are idle.
 
-Whoever has such a pass to make works on it. Where the kernel says that cores are idle, a few helper threads of the
+The caller works on the pass itself. Where the kernel says that cores are idle, a few helper threads of the
 process take blocks from the same queue. Which thread took which block makes no difference to the result.
 
 The caller waits for blocks that helpers have taken, and never for a helper: one that has not begun has taken none, and
@@ -48,7 +48,7 @@ def for_each(work: Work, blocks: int) -> None:
     """Calls `work` with each number below `blocks`, in this thread and in helpers, and returns when all have returned.
 
     Raises:
-        what `work` raised first, wherever it did; blocks that nobody had taken by then are left out.
+        what `work` raised first, wherever it did; blocks that no thread had taken by then are left out.
     """
     helpers = min(blocks - 1, cores() - 1, _MOST_HELPERS)
     if helpers > 0:
@@ -72,7 +72,7 @@ def idle() -> int:
 
 
 class _Pass:
-    """One pass: the blocks that nobody has taken yet, and those that helpers are through with.
+    """One pass: the blocks that no thread has taken yet, and those that helpers have finished.
 
     A helper refers to `work` within a block only: what it works on is free as soon as the pass is over.
     """
@@ -153,7 +153,7 @@ class _Team:
                     _thread.start_new_thread(self._start, (f"taskgraph-helper_{self._helpers}",))
                     self._helpers += 1
             except RuntimeError:
-                pass  # no thread can be started any more: the caller makes the pass alone
+                pass  # the system starts no more threads: the caller works alone
             finally:
                 self._counting.release()
         for _ in range(helpers):

@@ -667,7 +667,7 @@ def test_a_path_is_that_of_the_url_to_its_end(name: str, prefix: str, tmp_path: 
         ("file://~/ck", "it names the host '~'; give the whole path, e.g. 'file:///home/me/ck'"),
         (
             "file:///~/ck",
-            "~ is nobody's home there, but a directory of that name; give the whole path, e.g. 'file:///home",
+            "~ is not expanded there, and means a directory of that name; give the whole path, e.g. 'file:///home",
         ),
         ("/~", "e.g. 'file:///home/me'"),
         ("nosuch://x", "nosuch"),
