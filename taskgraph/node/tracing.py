@@ -15,7 +15,7 @@ from taskgraph.system.alongside import alongside
 
 __all__ = ["Traced", "traced"]
 
-_FETCH_S = 0.2
+_FETCH_S = 0.5
 """How often spans are sent. A node that is killed takes the spans of this long with it; a message takes as long as
 hundreds of spans, whatever its size."""
 

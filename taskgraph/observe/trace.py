@@ -34,7 +34,7 @@ NO_STAMP = (0, -1)
 """The stamp of a span that belongs to no epoch."""
 
 _ROOM = 1 << 16
-"""Spans between two fetches: about 20 MB, and 0.2 s of a node that does nothing but keep spans."""
+"""Spans between two fetches: about 20 MB, and more spans than a busy node makes in half a second."""
 
 
 class Tracing:
