@@ -1,4 +1,4 @@
-"""Where a node listens for others: which ports it may take, and what others are told."""
+"""Where a node listens for others: the ports it may take, and the address it advertises."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def options(*words: str) -> argparse.Namespace:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that somebody listens on, and whose neighbor nobody does."""
+    """A port that is taken, whose neighbor is free."""
     while True:
         with socket.create_server((HOST, 0)) as listener:
             port = listener.getsockname()[1]
@@ -50,7 +50,7 @@ def taken() -> Iterator[int]:
 
 
 def test_port_in_time_wait_is_free() -> None:
-    """As after a node that has just ended: whoever is started in its place has the same --ports."""
+    """A node that replaces one that just ended has the same --ports."""
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
         with socket.create_connection((HOST, port)) as there:
@@ -93,7 +93,7 @@ def test_ports_need_a_host(given: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("host", ["[::1]", "127.0.0.1:5000", "localhost:0"])
 def test_host_has_no_port(host: str) -> None:
-    """Of these it was said that nobody knows such a name."""
+    """Else the error would be that the name is unknown."""
     with pytest.raises(JobError, match="must be a name or an address of this host, no port, and no brackets"):
         Listening(host=host)
     for usable in ("::1", "::", "fe80::1%eth0", HOST, "localhost", ""):
@@ -114,10 +114,10 @@ def test_config_of_a_node_process() -> None:
     import dataclasses
     import json
 
-    told = NodeConfig(
+    config = NodeConfig(
         job="fit", name="n1", etcd="a:1", token="ab", listening=Listening(host=HOST, ports="1-9", advertise="b")
     )
-    assert NodeConfig.of(json.loads(json.dumps(dataclasses.asdict(told)))) == told
+    assert NodeConfig.of(json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
 def test_from_options_environment_and_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

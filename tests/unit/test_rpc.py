@@ -1,4 +1,4 @@
-"""gRPC's channels: nobody holds one that is closed, and no child of a fork waits for its parent's."""
+"""gRPC channels: closed ones are not referenced, and a forked child does not wait for its parent's."""
 
 from __future__ import annotations
 

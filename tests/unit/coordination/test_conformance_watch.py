@@ -37,8 +37,8 @@ def events(batches: list[WatchBatch]) -> list[KeyEvent]:
 
 async def test_watch_from_the_past(cluster, node: Coordinator) -> None:
     revisions = [(await cluster.put(node, "a", bytes([number]))).revision for number in range(10)]
-    told = events(await collect(node, cluster.prefix, revisions[3], until(revisions[-1])))
-    assert told == [
+    found = events(await collect(node, cluster.prefix, revisions[3], until(revisions[-1])))
+    assert found == [
         KeyEvent("put", KeyValue(cluster.key("a"), bytes([number]), revisions[0], revisions[number]))
         for number in range(3, 10)
     ]
@@ -49,9 +49,9 @@ async def test_watch_delivers_in_order_once(cluster, node: Coordinator) -> None:
     start = (await node.list(cluster.prefix)).revision + 1
     watching = asyncio.create_task(collect(node, cluster.prefix, start, lambda b: len(events(b)) == 30))
     revisions = [(await cluster.put(other, str(number % 3))).revision for number in range(30)]
-    told = events(await watching)
-    assert [event.kv.mod_revision for event in told] == revisions
-    assert [event.kv.key for event in told] == [cluster.key(str(number % 3)) for number in range(30)]
+    found = events(await watching)
+    assert [event.kv.mod_revision for event in found] == revisions
+    assert [event.kv.key for event in found] == [cluster.key(str(number % 3)) for number in range(30)]
 
 
 async def test_a_watch_may_start_in_the_future(cluster, node: Coordinator) -> None:
@@ -87,16 +87,16 @@ async def test_one_revision_is_one_batch(cluster, node: Coordinator) -> None:
 async def test_delete_event_has_no_value(cluster, node: Coordinator) -> None:
     start = (await cluster.put(node, "a", b"value")).revision + 1
     revision = (await node.txn(Txn(success=(Delete(cluster.key("a")),)))).revision
-    told = events(await collect(node, cluster.prefix, start, until(revision)))
-    assert told == [KeyEvent("delete", KeyValue(cluster.key("a"), b"", 0, revision))]
+    found = events(await collect(node, cluster.prefix, start, until(revision)))
+    assert found == [KeyEvent("delete", KeyValue(cluster.key("a"), b"", 0, revision))]
 
 
 async def test_watch_ignores_other_prefixes(cluster, node: Coordinator) -> None:
     start = (await cluster.put(node, "b/1")).revision
     for name in ("a", "b", "bb", "c", "b/2"):
         last = (await cluster.put(node, name)).revision
-    told = events(await collect(node, cluster.key("b/"), start, until(last)))
-    assert [event.kv.key for event in told] == [cluster.key("b/1"), cluster.key("b/2")]
+    found = events(await collect(node, cluster.key("b/"), start, until(last)))
+    assert [event.kv.key for event in found] == [cluster.key("b/1"), cluster.key("b/2")]
 
 
 async def test_two_watches_of_a_node(cluster, node: Coordinator) -> None:
@@ -119,8 +119,8 @@ async def test_watch_of_compacted_history(cluster, node: Coordinator) -> None:
     await node.compact(last)
     with pytest.raises(WatchCompacted):
         await collect(node, cluster.prefix, first, until(last))
-    told = events(await collect(node, cluster.prefix, last, until(last)))
-    assert [event.kv.mod_revision for event in told] == [last]
+    found = events(await collect(node, cluster.prefix, last, until(last)))
+    assert [event.kv.mod_revision for event in found] == [last]
     kv = await node.get(cluster.key("a"))
     assert kv is not None and kv.create_revision == first
 
@@ -131,7 +131,7 @@ async def test_compaction_behind_a_watch(cluster, node: Coordinator) -> None:
     async with asyncio.timeout(30), aclosing(node.watch(cluster.prefix, start)) as watch:
         assert [event.kv.mod_revision for event in (await anext(watch)).events] == [start]
         waiting = asyncio.ensure_future(anext(watch))
-        # Revisions that this watch is not told about, then compaction beyond the last one it was told.
+        # Revisions of other prefixes, then compaction beyond the last one that this watch delivered.
         for _ in range(3):
             last = (await other.txn(Txn(success=(Put(f"{cluster.prefix[:-1]}-beside", b""),)))).revision
         await other.compact(last)
@@ -157,16 +157,16 @@ async def test_cancelling_a_watch_leaves_the_handle_usable(cluster, node: Coordi
 
 async def test_closed_handle_ends_its_watches(cluster, node: Coordinator) -> None:
     start = (await cluster.put(node, "a")).revision
-    told = asyncio.Event()
+    delivered = asyncio.Event()
 
     async def follow() -> None:
         async with aclosing(node.watch(cluster.prefix, start)) as watch:
             async for _ in watch:
-                told.set()
+                delivered.set()
 
     following = asyncio.create_task(follow())
     async with asyncio.timeout(30):
-        await told.wait()
+        await delivered.wait()
         await node.close()
         with pytest.raises(Unavailable):
             await following

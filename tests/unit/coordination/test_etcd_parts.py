@@ -129,7 +129,7 @@ async def test_lease_waits_for_a_missing_tls_file(tmp_path: Path, caplog: pytest
         async with asyncio.timeout(30):
             while len(said(caplog)) < 2:  # noqa: ASYNC110 - a thread of its own tells it
                 await asyncio.sleep(0.01)
-        assert "trying the next endpoint" in said(caplog)[1], "it was read, and nobody listens there"
+        assert "trying the next endpoint" in said(caplog)[1], "it was read, and no etcd listens there"
     finally:
         await lease.close(revoke=False)
 
@@ -382,7 +382,7 @@ async def test_first_answer_decides_the_cluster() -> None:
     connection = Connection(EtcdOptions.make("a:1,b:1"))
     a, b = connection.options.endpoints
 
-    def told(endpoint: Endpoint, cluster: int) -> bool:
+    def accepted(endpoint: Endpoint, cluster: int) -> bool:
         try:
             connection.check_cluster(endpoint, v3.ResponseHeader(cluster_id=cluster))
         except OtherCluster as error:
@@ -390,10 +390,10 @@ async def test_first_answer_decides_the_cluster() -> None:
             return False
         return True
 
-    assert told(a, 7) and told(b, 7) and connection.cluster == 7
-    assert not told(b, 8) and told(a, 7) and not told(b, 8), "b is another one"
-    assert told(b, 7) and not told(a, 9) and connection.cluster == 7, "b is back, a is another one"
-    assert told(b, 9) and told(a, 9) and connection.cluster == 9, "etcd was set up anew"
+    assert accepted(a, 7) and accepted(b, 7) and connection.cluster == 7
+    assert not accepted(b, 8) and accepted(a, 7) and not accepted(b, 8), "b is another one"
+    assert accepted(b, 7) and not accepted(a, 9) and connection.cluster == 7, "b is back, a is another one"
+    assert accepted(b, 9) and accepted(a, 9) and connection.cluster == 9, "etcd was set up anew"
     await connection.close()
 
 

@@ -102,7 +102,7 @@ async def test_listing_and_nudge_wake_all(job: Job) -> None:
     job.keeper.notify_later()
     async with asyncio.timeout(30):
         await again
-    assert (job.changes, job.structures) == (5, 4), "each nudge is told, not the first one alone"
+    assert (job.changes, job.structures) == (5, 4), "each nudge notifies"
 
 
 async def test_run_by_prefixes_ignores_commits(cluster, node: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:

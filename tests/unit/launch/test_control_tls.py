@@ -1,4 +1,4 @@
-"""The control service over TLS: both sides verify, names are checked, and strangers are told apart in the log only."""
+"""The control service over TLS: both sides verify, names are checked, and only the log tells strangers apart."""
 
 from __future__ import annotations
 

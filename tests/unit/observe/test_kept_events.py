@@ -1,4 +1,4 @@
-"""Events that outlive who told them."""
+"""Events that outlive the node that emitted them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def kept(events: EventLog, store: MemoryStore, *, kept: int = 100) -> Asyn
 
 
 def at_its_own_pace(scenario: Coroutine[Any, Any, None]) -> None:
-    """By a clock that runs while nobody has work to do, and stands while somebody has: however busy the machine is."""
+    """A clock that runs only while all asyncio tasks wait, however busy the machine is."""
     with asyncio.Runner(loop_factory=FastForwardLoop) as runner:
         runner.run(scenario)
 
@@ -97,7 +97,7 @@ def test_waiting_for_kept_events_writes_them() -> None:
 
     async def scenario() -> None:
         events, store = EventLog("n1"), submitted()
-        await events.kept()  # nobody keeps them: nothing to wait for
+        await events.kept()  # no keeper: nothing to wait for
         async with kept(events, store):
             await asyncio.sleep(0.01)
             for text in ("began", "finished"):
@@ -212,8 +212,8 @@ async def test_oldest_events_are_pruned(
             while len(in_etcd(store)) > 12:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     listing = await MemoryCoordinator(store).list(Keys(JOB).events)
-    told = [Event.from_bytes(kv.value).text for kv in in_order(listing)]
-    assert told == [str(number) for number in range(28, 40)]
+    texts = [Event.from_bytes(kv.value).text for kv in in_order(listing)]
+    assert texts == [str(number) for number in range(28, 40)]
 
 
 async def test_takeovers_of_one_failure_are_one_event() -> None:
@@ -298,9 +298,9 @@ def test_packed_fields_travel() -> None:
     fields, events = {f"loss of part {part}": part / 8 for part in range(50)}, EventLog("n1")
     for beside in (fields, held(fields)):
         events.emit("commit", "an epoch", epoch=1, transient=True, fields=beside)
-    told = events.recent()
-    assert [type(event.fields) for event in told] == [dict, Numbers]
-    assert [Event.from_bytes(event.to_bytes()).fields for event in told] == [fields, fields]
+    found = events.recent()
+    assert [type(event.fields) for event in found] == [dict, Numbers]
+    assert [Event.from_bytes(event.to_bytes()).fields for event in found] == [fields, fields]
 
 
 async def test_events_of_a_burst_that_lasts_are_gathered() -> None:
