@@ -178,16 +178,16 @@ class Borrowing:
             raise DecodeError(f"{count} references in a header of {len(header)} bytes")
         if count == 1:  # the common case
             return [self._reference(_read_reference(header), lengths[0])], header[rest:]
-        told = zip(_REFERENCE.iter_unpack(header[:rest]), lengths, strict=True)
-        return [self._reference(one, length) for one, length in told], header[rest:]
+        pairs = zip(_REFERENCE.iter_unpack(header[:rest]), lengths, strict=True)
+        return [self._reference(fields, length) for fields, length in pairs], header[rest:]
 
-    def _reference(self, told: tuple[int, ...], length: int) -> Reference:
-        lease, _, _, size, offset, _ = told
+    def _reference(self, fields: tuple[int, ...], length: int) -> Reference:
+        lease, _, _, size, offset, _ = fields
         if not 0 < lease < _SPOILED:  # in any order, since small messages overtake large ones
             raise DecodeError(f"lease {lease}")
         if not 0 < length <= size <= _MAX_SIZE or offset > size - length:
             raise DecodeError(f"a reference to {length} bytes at {offset} of {size}")
-        return _new(Reference, (*told, length))
+        return _new(Reference, (*fields, length))
 
     def take(self, references: Sequence[Reference]) -> tuple[memoryview, ...]:
         """Maps the memory of references, read-only. Raises CannotBorrow, and returns all leases then."""
