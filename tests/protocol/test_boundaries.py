@@ -132,7 +132,7 @@ def test_pending_boundaries_end_with_their_attempt() -> None:
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_roll_back_drops_older_and_late_boundaries(committed: bool) -> None:
-    """It is of epochs that were undone, and must not be acknowledged; what the new lineage makes is taken."""
+    """Boundaries of undone epochs must not be acknowledged; those of the new lineage are stored."""
     held = holding((4, 1, 1), (4, 3, 2), committed=3)
     held.roll_back(3)
     assert held.committed is None and keys(held) == [(4, 3, 2)]

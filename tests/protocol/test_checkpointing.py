@@ -96,7 +96,7 @@ def test_complete_with_all_files_of_a_boundary(world: World) -> None:
 
 
 def test_newest_complete_boundary_is_taken(world: World) -> None:
-    """They come faster than one is made: with checkpoint_every=1 and fast epochs 768 of 2,500 became checkpoints."""
+    """Boundaries come faster than checkpoints: once 768 of 2,500 epochs became one."""
     collected = Collected(2)
     for epoch in (3, 4, 5):
         for task in (0, 1):
@@ -131,7 +131,7 @@ def test_late_reports_are_bounded(world: World) -> None:
 
 
 def test_reports_without_complete_are_bounded(world: World) -> None:
-    """The place does not answer the leader, which makes a checkpoint complete there."""
+    """The leader waits for the place, and does not call `complete`."""
     collected = Collected(2)
     for _ in range(1000):
         world.commit()
@@ -144,7 +144,7 @@ def test_reports_without_complete_are_bounded(world: World) -> None:
 
 
 def test_nodes_leave_out_the_same_boundaries() -> None:
-    """One had told of the newest ones, and another, who tells later, of those before them."""
+    """One task reported the newest boundaries, the other one earlier ones."""
     assert sparse((Stamp(1, epoch) for epoch in (7, 1, 6, 5, 3, 2)), 4) == [(1, 2), (1, 5), (1, 6), (1, 7)]
     for every in (1, 10, 12):
         for first, lag in ((1, 5), (77, 40), (1000, 1000), (3, 5000)):
@@ -204,7 +204,7 @@ def test_file_of_a_successor_counts(world: World) -> None:
 
 
 def test_skipped_boundary_is_given_up(world: World) -> None:
-    """Its primary then was another one."""
+    """The task had another primary then."""
     collected, view = Collected(2), world.view()
     collected.take(written(3, 0))
     collected.take(written(6, 0))
@@ -224,7 +224,7 @@ def test_incomplete_boundary_is_given_up(world: World) -> None:
 
 
 def test_boundary_of_a_later_leader_is_not_given_up(world: World) -> None:
-    """One that was behind removed them while its successor, at work on the same epoch, made the checkpoint complete."""
+    """An old leader removed the files of a checkpoint that its successor completed."""
     collected, after, view = Collected(2), Collected(2), world.view()
     collected.take(written(6, 0))
     collected.take(unwritten(6, 1))
@@ -243,7 +243,7 @@ def test_boundary_of_a_later_leader_is_not_given_up(world: World) -> None:
 
 
 def test_complete_boundary_is_not_given_up(world: World) -> None:
-    """Its manifest may still be to be written."""
+    """The manifest may not be written yet."""
     collected, view = Collected(2), world.view()
     for task in (0, 1):
         collected.take(written(3, task))
@@ -254,7 +254,7 @@ def test_complete_boundary_is_not_given_up(world: World) -> None:
 
 
 def test_new_primary_writes_no_earlier_boundary(world: World) -> None:
-    """So it becomes nothing, under this leader and those after it: whatever there is of it may go."""
+    """Its files may be removed."""
     collected, view = Collected(2), world.view()
     collected.take(written(3, 1))
     assert collected.never(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
@@ -279,7 +279,7 @@ def test_report_before_a_new_primary_counts(world: World) -> None:
 
 
 def test_complete_boundary_survives_many_reports(world: World) -> None:
-    """It was: its files were removed while its manifest was being written."""
+    """Its files were once removed while its manifest was written."""
     collected, view = Collected(2), world.view()
     for task in (0, 1):
         collected.take(written(3, task))
@@ -350,7 +350,7 @@ def test_pointer_is_fenced(world: World, change: Callable[[World], object]) -> N
 
 
 def test_pointer_never_points_to_an_undone_boundary(world: World) -> None:
-    """Nor does it where an epoch of that number is committed again."""
+    """Also after an epoch with the same number commits again."""
     advance(world, record(3))
     lose_everybody(world)
     assert world.run(back(world, record(3))).succeeded
@@ -506,7 +506,7 @@ def test_undone_eviction_makes_no_heir(world: World) -> None:
 
 
 def test_eviction_after_a_roll_back_counts(world: World) -> None:
-    """It is of the lineage it is written in: of an earlier one, the last replica would pass for lost at once."""
+    """Otherwise the last replica would count as lost at once."""
     advance(world, record(3))
     world.die("e")
     assert world.run(back(world, record(3), task=3)).succeeded

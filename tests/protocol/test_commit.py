@@ -85,7 +85,7 @@ def test_report_of_an_old_term_is_void(world: World) -> None:
 
 
 def test_commit_waits_for_an_evicted_heir(world: World) -> None:
-    """After the commit it could not any more, and the task's state would be lost."""
+    """After the commit it cannot take over, and the state would be lost."""
     leader = led(world)
     leader.report(report(0, S))
     leader.report(report(1, S))
@@ -151,7 +151,7 @@ def test_done_is_final(world: World) -> None:
 
 
 def test_late_idle_report_is_ignored(world: World) -> None:
-    """Told in vain, it was told again; both arrived, and the first one last: the leader waited for ever (seed 4874)."""
+    """A report and its repetition arrived in the wrong order: the leader waited for ever."""
     leader = led(world)
     leader.report(report(0, S))
     leader.report(report(1, S, done=False, version=2, sent=2))
@@ -225,7 +225,7 @@ def test_unequal_sums_without_a_replaced_primary_are_a_bug_of_the_job(world: Wor
 
 
 def names_both_causes(restart: Restart) -> None:
-    """Of what comes out differently on another primary, and how one finds out which it is."""
+    """The message names both likely causes, and how to find out."""
     assert all(text in restart.why for text in ("that no snapshot holds", "not deterministic", "tg.testing.run"))
 
 
@@ -349,7 +349,7 @@ def test_ready_needs_reports_of_the_attempt(world: World) -> None:
 
 
 def test_returned_numbers_do_not_change(world: World) -> None:
-    """They go into a boundary, and a later term may report others."""
+    """They are stored in a boundary, and a later term may report others."""
     leader = led(world)
     leader.report(report(0, S), report(1, S, numbers={"a": 1.0}))
     told = leader.numbers(0)
@@ -359,7 +359,7 @@ def test_returned_numbers_do_not_change(world: World) -> None:
 
 
 def test_numbers_of_a_boundary_must_commit(world: World) -> None:
-    """A successor that computes something else may still send and receive as much, so that all sums agree."""
+    """A successor may compute other numbers although all sums agree."""
     leader = led(world, ahead=1)
     leader.report(report(0, S), report(1, S, numbers={"a": 1.0}))
     assert leader.keep_numbers(0, {}) == {1: {"a": 1.0}}
@@ -424,7 +424,7 @@ def test_numbers_without_a_boundary_may_change(world: World) -> None:
 
 
 def test_numbers_do_not_wait_for_task_0(world: World) -> None:
-    """Its boundary is held later; what it will report is known to whoever asks."""
+    """Its numbers are known before its boundary is acknowledged."""
     leader = led(world, ahead=4)
     assert leader.numbers(1, {"a": 1.0}) is None, "nobody has reported anything"
     later = Stamp(S.attempt, S.epoch + 1)

@@ -112,7 +112,7 @@ def test_report_of_an_old_term_stops_later_epochs(world: World) -> None:
 
 
 def test_unequal_sums_after_a_replacement_restart(world: World) -> None:
-    """Somebody may have taken, in epoch 1, what the primary of the gone term put there before epoch 0 was committed."""
+    """A task may have received an item of the old term in epoch 1."""
     view = world.view()
 
     def follow() -> None:
@@ -152,7 +152,7 @@ def test_restart_request_ends_with_its_commit(world: World) -> None:
 
 
 def test_restart_requests_survive_other_commits(world: World) -> None:
-    """Each was acknowledged. The commit of epoch 0 was on its way when somebody said that it cannot be completed."""
+    """A request arrives while the commit of epoch 0 is on its way."""
     for asked in ((0, 1), (1, 0)):
         leader = led()
         for epoch in asked:

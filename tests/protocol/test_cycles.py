@@ -228,7 +228,7 @@ def test_wait_of_the_primary_has_no_edge() -> None:
 
 
 def test_wait_for_a_turn_has_no_edge() -> None:
-    """Who holds the task may return at any time, or wait for what it asked for."""
+    """The code with the turn may return at any time."""
     waits = {
         0: [reply("ask", "pull", 0), Wait("handler pull", "turn of asking", 0, "ask", 2.0)],
         1: [running("fit", 1), Wait("handler pull", "turn", 1, "fit", 3.0)],
@@ -244,7 +244,7 @@ def test_wait_for_a_turn_has_no_edge() -> None:
 
 
 def test_equal_waits_share_a_line() -> None:
-    """Of a task whose handlers had asked another one 1,400 times, `status` showed 200 lines that were the same."""
+    """1,400 equal waits once were 200 equal lines of `status`."""
     alike = [Wait("handler q", "reply", 1, "q", since_s) for since_s in (2.0, 3.0, 1.0)]
     waits = {0: [*alike, reply("handler q", "p", 1)]}
     assert describe_waits(waits) == [

@@ -23,7 +23,7 @@ def world() -> World:
 
 
 def die(world: World, node: str, *ran: tuple[str, int, int], meant: bool = False) -> None:
-    """The node's process ends while this ran, and its launcher says so."""
+    """A process dies while this code runs, and its launcher reports it."""
     record = GoneRecord(reason="exited with code 11", ran=tuple(Ran(*each) for each in ran), meant=meant)
     world.delete(world.keys.node(node))
     assert world.run(transactions.declare_gone(world.view(), node, record)).succeeded

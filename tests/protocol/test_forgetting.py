@@ -46,7 +46,7 @@ def test_oldest_records_are_forgotten(world: World) -> None:
 
 
 def test_named_node_is_not_forgotten(world: World) -> None:
-    """A task whose members are gone is begun from nothing, or lost; a key of one that is gone is tidied away."""
+    """A named node may still be waited for."""
     end(world, "a")
     end(world, "b")
     end(world, "x")
@@ -54,7 +54,7 @@ def test_named_node_is_not_forgotten(world: World) -> None:
 
 
 def test_registered_node_is_not_forgotten(world: World) -> None:
-    """Its launcher said so, and then revokes its lease: until then its key passes for that of one that lives."""
+    """Its key stays until its launcher revokes the lease."""
     assert world.run(transactions.declare_gone(world.view(), "b", GoneRecord(reason="killed"))).succeeded
     world.delete(world.keys.member(0, "b"))
     assert forgettable(world.view(), 0) == []

@@ -13,7 +13,7 @@ K0, K1, K2 = (0, 1, 1), (1, 1, 1), (2, 1, 1)
 
 
 def candidate(*keys: tuple[int, int, int]) -> InSync:
-    """A primary alone, with `keys` to hold and node "b" invited."""
+    """A primary with boundaries `keys` and the invited node "b"."""
     insync = InSync([])
     for key in keys:
         insync.add(key)
@@ -22,7 +22,7 @@ def candidate(*keys: tuple[int, int, int]) -> InSync:
 
 
 def member(node: str, *, marked: Iterable[str] = ()) -> InSync:
-    """A primary with one member, which holds what there is to hold, K0."""
+    """A primary with one member, which has boundary K0."""
     insync = InSync([node], marked=marked)
     insync.add(K0)
     insync.acknowledge(node, K0)
@@ -241,7 +241,7 @@ def test_missing_boundaries_are_in_order() -> None:
 
 
 def test_eviction_clears_the_mark() -> None:
-    """Invited again it is nobody's heir: were it waited for when its admission fails, an epoch would wait in vain."""
+    """An epoch must not wait for a candidate whose admission failed."""
     insync = InSync([], marked=["c"])
     insync.add(K0)
     insync.evicting("c")
@@ -255,7 +255,7 @@ def test_eviction_clears_the_mark() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_steady_while_all_nodes_are_members(seed: int) -> None:
-    """Whatever became of each of them, and in whatever order."""
+    """With all outcomes, in all orders."""
     rng = random.Random(seed)
     insync = member("a", marked=["m"] if seed % 2 else [])
     nodes = ["a", "b", "c", "m"]

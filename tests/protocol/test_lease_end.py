@@ -40,7 +40,7 @@ def test_lease_end_is_found_soon(ttl_s: float, phase_s: float) -> None:
 
 @pytest.mark.parametrize("ttl_s", [2.0, 5.0])
 def test_renewed_lease_never_counts_as_ended(ttl_s: float) -> None:
-    """Answers that take long, an asker that stands still, renewals that come as late as they may."""
+    """Slow answers, a stopped asking node, late renewals."""
     found = 0
     for seed in range(2000):
         rng = random.Random(seed)
@@ -61,7 +61,7 @@ def test_renewed_lease_never_counts_as_ended(ttl_s: float) -> None:
 
 
 def test_extended_lease_is_alive_again() -> None:
-    """Its leader changed just when it had ended."""
+    """The leader of etcd changed just after the end."""
     end = LeaseEnd(5.0)
     for at in (10.0, 10.5, 11.1):
         end.heard(0, sent_at=at, received_at=at)

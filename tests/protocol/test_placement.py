@@ -251,7 +251,7 @@ def test_backups_stand_in_the_order_of_their_admission() -> None:
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[Seat], int, int, Holdings, Callable[[int], bool], frozenset[str]]:
-    """Anything: seats, holders that may be seats, absent, or gone, and surplus members."""
+    """Random seats and holdings, with absent and gone nodes and surplus members."""
     names = [f"n{i}" for i in range(draw(st.integers(1, 7)))]
     hosts = draw(st.integers(1, 4))
     seats = [Seat(n, f"h{draw(st.integers(1, hosts))}", draw(st.integers(0, 1))) for n in names]
@@ -357,7 +357,7 @@ def test_short_node_gets_no_new_primaries(situation: tuple, data: st.DataObject)
 
 
 def test_short_node_gets_nothing_in_return() -> None:
-    """Its code may have no memory there either, and what that raises fails the job."""
+    """User code may lack memory there, too."""
     seats = [Seat("a", "h"), Seat("b", "h", left=(1,))]
     before = {0: Holding("a", ("a", "b")), 1: Holding("b", ("b", "a"))}
     wishes = place(seats, 2, 1, before)

@@ -17,7 +17,7 @@ from taskgraph.transport.api import PendingReply
 
 
 class Gate:
-    """A handler that says when it was entered, waits, and says how it ended."""
+    """A handler that waits, with events for its begin and its end."""
 
     def __init__(self) -> None:
         self.entered = asyncio.Event()
@@ -212,7 +212,7 @@ async def test_pending_reply_needs_no_handler(cluster: Cluster) -> None:
 
 
 class Awaited(PendingReply):
-    """Tells when nobody wants it any more."""
+    """A pending reply that records its cancellation."""
 
     def __init__(self, left: Callable[[], None]) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Awaited(PendingReply):
 
 
 class Shelf:
-    """Gives items when told to; says which epochs were asked for, and which are not wanted any more."""
+    """Gives items on command, and records pulled and cancelled epochs."""
 
     def __init__(self) -> None:
         self.asked: dict[int, PendingReply] = {}
@@ -304,7 +304,7 @@ async def test_pull_of_several_epochs_ends_with_its_nodes(cluster: Cluster) -> N
 
 
 async def test_calls_of_a_pull_may_be_answered_together(cluster: Cluster) -> None:
-    """An item, one that is coming, one that came meanwhile, a refusal, one to be asked for, and one that raises."""
+    """An item, two pending replies, a refusal, a handler's reply, and an error."""
     a, b = await cluster.node(), await cluster.node()
     await a.call(b, SEAL)
     wanted = several(5)
@@ -400,7 +400,7 @@ SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
 
 
 class Heard:
-    """What is answered at once, and that it was."""
+    """A handler with immediate replies, and a record of its calls."""
 
     def __init__(self, reply: m.Reply) -> None:
         self.event = asyncio.Event()
@@ -414,7 +414,7 @@ class Heard:
 
 
 async def begun(a: Node, b: Node, call: m.Call) -> asyncio.Future[m.Reply]:
-    """A quiet call, that was sent."""
+    """Sends a quiet call."""
     await a.call(b, SEAL)  # a session is open now
     reply = a.transport.call_now(b.peer, call, quiet=True)
     assert reply is not None
@@ -422,7 +422,7 @@ async def begun(a: Node, b: Node, call: m.Call) -> asyncio.Future[m.Reply]:
 
 
 async def time_passes(a: Node, b: Node) -> None:
-    """Long enough for whatever is under way to arrive."""
+    """Waits until all messages have arrived."""
     for _ in range(10):
         await a.call(b, SEAL)
 

@@ -62,7 +62,7 @@ def test_values_work_without_shared_device_memory(
     caplog: pytest.LogCaptureFixture,
     error: Any,
 ) -> None:
-    """A driver that is older, or a device of another kind: no reason for a put to fail, or its process to end."""
+    """As with an older driver: neither a put nor the process fails."""
     tries = []
 
     def cannot(nbytes: int) -> None:

@@ -41,7 +41,7 @@ async def nodes(folder: Path) -> AsyncIterator[list[Node]]:
 
 
 async def on_device(soft: SoftDevice, host: np.ndarray = HOST, **more: Any) -> m.Encoded:
-    """An item, put by a task of the producer."""
+    """Makes an item of the producer."""
     return await asyncio.to_thread(lambda: encode({"x": soft.xp.asarray(host), **more}, stays=True, lendable=True))
 
 
@@ -196,7 +196,7 @@ async def test_lender_keeps_device_memory_while_read(
 
 
 async def test_lent_memory_outlives_the_lender(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
-    """As where it was killed."""
+    """As if the process was killed."""
     producer, consumer, other = nodes
     serves(producer, await on_device(soft))
     got = await pulled(consumer, producer)
@@ -259,7 +259,7 @@ async def test_device_memory_of_a_lost_chain_is_spoiled(
 
 
 class Pair:
-    """Both sides of a session; what one tells the other waits until the test has it read."""
+    """Both sides of a session. The test delivers their messages."""
 
     def __init__(self) -> None:
         self.lending = DeviceLending()
@@ -364,7 +364,7 @@ async def test_call_with_tickets_ends_the_session(nodes: list[Node], soft: SoftD
 async def test_reply_without_its_tickets_ends_the_session(
     nodes: list[Node], soft: SoftDevice, memory: SharedMemory, cut: bool, valued: bool
 ) -> None:
-    """And whoever made the call hears of it."""
+    """The caller gets the error."""
     producer, consumer, _ = nodes
     asked: list[m.Call] = []
     producer.at_once = lambda caller, call: asked.append(call) or PendingReply()  # type: ignore[func-returns-value]

@@ -35,7 +35,7 @@ _START = b"TG" + bytes((PROTOCOL_VERSION,))
 
 
 class Reading:
-    """A reader, and what it read."""
+    """A reader that records its messages."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.messages: list[tuple[int, m.Message]] = []
@@ -196,7 +196,7 @@ def test_invalid_frames_are_refused(what: str, data: bytes) -> None:
 @settings(deadline=None, max_examples=500)
 @given(st.lists(st.tuples(st.integers(0, len(SMALL) - 1), st.integers(0, 255)), max_size=3), st.data())
 def test_fast_path_equals_slow_path(damage: list[tuple[int, int]], data: st.DataObject) -> None:
-    """The short way takes nothing that the long way would refuse, and the other way round."""
+    """The fast path accepts and refuses the same frames as the slow path."""
     stream = bytearray(WITH_META + SMALL * 2)
     for place, byte in damage:
         stream[place] = byte
@@ -227,7 +227,7 @@ def test_received_message_does_not_change() -> None:
 
 
 def sealed(kind: Kind, message: m.Message) -> bytes:
-    """A message as it is sent on TCP."""
+    """The frame of a message on TCP."""
     out: list[bytes] = []
     outbox = outbox_to(out, lambda callback: callback())
     outbox.sealed = True
@@ -254,7 +254,7 @@ SEALED = {
 @pytest.mark.parametrize("cut", [1_000_000, 60])
 @pytest.mark.parametrize("name", SEALED)
 def test_every_damaged_bit_of_a_header_is_noticed(name: str, cut: int) -> None:
-    """One of a report's ended a job early, with wrong values; one of a size had a session wait for ever."""
+    """A damaged report ended a job early; a damaged size made a session wait for ever."""
     frame = SEALED[name]
     head = unpack_head(memoryview(frame), Limits())
     before = HEAD_BYTES + 8 * head.buffers + head.header
@@ -366,7 +366,7 @@ def test_drop_tells_if_the_peer_saw_the_message() -> None:
 
 @given(st.lists(st.integers(1, 400_000), max_size=12), st.integers(0, 3))
 def test_digest_on_the_way_equals_the_whole_one(cuts: list[int], small: int) -> None:
-    """Whatever the pieces, and whether they came in place or through the small receive buffer."""
+    """In any pieces, in place or through the receive buffer."""
     value = values.encode([np.arange(20_000.0), *[np.arange(600.0)] * small, b"x" * 200_000])
     sizes = [buffer.nbytes for buffer in value.buffers]
     payload = b"".join((value.meta, *value.buffers))

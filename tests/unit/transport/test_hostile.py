@@ -27,7 +27,7 @@ HELLO_KINDS = [kind for kind in Kind if kind.name.startswith("HELLO")]
 
 @contextlib.contextmanager
 def at_most(limit_bytes: int) -> Iterator[None]:
-    """Fails if more memory than that was taken within, however briefly."""
+    """Fails if the block allocates more memory than the limit at any moment."""
     tracemalloc.start()
     try:
         yield
@@ -68,7 +68,7 @@ def test_memory_for_a_stranger_is_bounded(data: bytes, cuts: list[int]) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in Kind if not kind.name.startswith("HELLO")])
 @pytest.mark.parametrize("body", [1, 1 << 20, 16 << 20])
 def test_no_payload_before_the_hello(kind: Kind, body: int) -> None:
-    """Chunks were skipped, as what comes of a message that is not wanted: a stranger could send as many as it liked."""
+    """Chunks of unknown messages were skipped, so a stranger could send any number."""
     for payload in (0, body):
         with pytest.raises(DecodeError):
             Reading(HELLO_LIMITS).feed(Head(kind, 1, body=body, payload=payload).pack())
@@ -151,7 +151,7 @@ def test_hello_steps_come_in_order_and_once() -> None:
 
 
 def test_refusal_of_a_listener_is_one_short_line() -> None:
-    """It may be a stranger, on the port of a node that is gone: nodes log why they do not reach it."""
+    """A stranger may listen on the port of a dead node, and nodes log its refusal."""
     why = "no\n2026-01-01 root INFO all is well \x1b[31m\N{SNOWMAN}" + "z" * 3000
     refused = refusal(why)
     with pytest.raises(HelloRefused) as caught:
@@ -162,7 +162,7 @@ def test_refusal_of_a_listener_is_one_short_line() -> None:
 
 
 def test_proofs_contain_the_channel_binding() -> None:
-    """Those of one connection are worth nothing in another; without TLS there is none."""
+    """Proofs of one connection are not valid on another."""
     for mine, theirs, meet in ((b"", b"", True), (b"x" * 48, b"x" * 48, True), (b"x" * 48, b"", False)):
         one, other = Dialling(TOKEN, "job", "a", probe=False), Answering(TOKEN, "job", "b")
         one.binding, other.binding = mine, theirs

@@ -60,7 +60,7 @@ def pool(node: Node) -> Pool:
 
 
 def pooled(node: Node, *sizes: int, fill: int = 1, meta: bytes = b"meta") -> m.Encoded:
-    """A value in the node's pool."""
+    """Makes a value in the pool of a node."""
     views = []
     for size in sizes:
         block = node.transport.allocate(size)
@@ -72,7 +72,7 @@ def pooled(node: Node, *sizes: int, fill: int = 1, meta: bytes = b"meta") -> m.E
 
 
 class Holder:
-    """Serves one value, as long as it has it."""
+    """Serves one value."""
 
     def __init__(self, node: Node, value: m.Encoded) -> None:
         self.values = [value]
@@ -119,7 +119,7 @@ async def test_lent_value_is_not_copied(host: Cluster) -> None:
 
 
 async def test_lent_message_may_overtake_a_large_one(host: Cluster) -> None:
-    """Its leases have larger numbers: that broke the session, as often as it came to that."""
+    """Its leases have larger numbers, which once ended the session."""
     a, b = await host.node(), await host.node()
     some = pooled(a, MIB).buffers + encoded(b"", bytes(MIB)).buffers
     values = {
@@ -345,7 +345,7 @@ def reference_to(fd: int, /, **changed: int) -> Reference:
 
 
 def opened() -> set[tuple[str, str]]:
-    """Number and file. What other tests left here, as threads of gRPC, may open and close some meanwhile."""
+    """Descriptors and their files. Threads of other tests may open and close some."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -438,7 +438,7 @@ async def test_invalid_references_are_refused(data: bytes, lengths: list[int], w
 
 
 async def test_invisible_process_lends_nothing() -> None:
-    """In another PID namespace it may see us, and we not it; and between hosts there is nothing to see."""
+    """A process in another PID namespace may see this one, but not the other way round."""
     back: list[bytes] = []
     ours = Borrowing(asyncio.get_running_loop(), back.append, lambda: None)
     with pytest.raises(CannotBorrow, match="not visible") as caught:
@@ -449,7 +449,7 @@ async def test_invisible_process_lends_nothing() -> None:
 
 
 def given(lease: int, length: int = 4096, spoiled: bool = False) -> mappings.Loan:
-    """A loan that is over."""
+    """Makes an ended loan."""
     found = mappings.Loan(np.zeros(1, np.uint8).view(Block))
     found.lease, found.length, found.spoiled, found.loans = lease, length, spoiled, set()
     return found
@@ -481,7 +481,7 @@ async def test_leases_are_returned_together_and_soon() -> None:
 
 
 async def test_goodbye_returns_leases(host: Cluster) -> None:
-    """Else what the one who leaves does not read any more would never be written again."""
+    """Otherwise the memory that the leaving node has read would be spoiled."""
     a, b = await host.node(), await host.node()
     holder = Holder(a, pooled(a, MIB))
     first = place(holder.values[0].buffers[0])

@@ -78,7 +78,7 @@ def place(value: m.Encoded) -> int:
 
 
 async def test_processes_reuse_segments(folder: Path) -> None:
-    """What is given back is used again, and what is kept is not: 60 epochs, of which every tenth is kept."""
+    """Returned memory is reused and kept memory is not, in 60 epochs."""
     async with child(folder) as (_, peer), node(folder) as me:
         places: list[int] = []
         kept: dict[int, np.ndarray] = {}
@@ -124,7 +124,7 @@ async def test_memory_of_a_killed_borrower_is_not_reused(folder: Path) -> None:
 
 
 async def test_frozen_reader_keeps_its_memory(folder: Path) -> None:
-    """A process that is stopped gives nothing back; when it goes on it sees what it saw before."""
+    """A stopped process returns nothing, and sees unchanged bytes when it continues."""
     async with node(folder) as me, child(folder) as (process, peer):
         value = encode(np.full(MIB, 9, np.uint8), allocate=me.allocate)
         first = place(value)
@@ -141,7 +141,7 @@ async def test_frozen_reader_keeps_its_memory(folder: Path) -> None:
 
 @pytest.mark.parametrize("pid", [0, 1 << 29])
 async def test_invisible_process_gets_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
-    """The real refusal, from the kernel: another process's descriptors are asked for, and cannot be opened."""
+    """The kernel refuses to open the descriptors of the other process."""
     from taskgraph.transport import endpoints
 
     async with child(folder) as (_, peer):

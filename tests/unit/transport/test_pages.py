@@ -31,7 +31,7 @@ def not_paused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_huge_pages(address: int) -> int:
-    """Bytes of the mapping at an address that this process finds by huge pages."""
+    """Bytes of a mapping that are in huge pages."""
     text = Path("/proc/self/smaps").read_text()
     part = re.search(rf"^{address:x}-.*?^ShmemPmdMapped: +(\d+) kB", text, re.DOTALL | re.MULTILINE)
     assert part is not None

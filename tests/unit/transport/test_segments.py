@@ -41,7 +41,7 @@ def given(pool: Pool, nbytes: int) -> Block:
 
 
 def used_bytes(pool: Pool) -> int:
-    """What is given out. Of what became garbage a moment ago some may be counted still."""
+    """Bytes of used segments."""
     return sum(use.segment.size for use in list(pool._used))
 
 
@@ -51,7 +51,7 @@ def place(block: Block) -> int:
 
 
 def open_files() -> int:
-    """Of shared memory, without what only waits to be collected, of tests before."""
+    """Number of open descriptors of shared memory."""
     gc.collect()
     found = 0
     for name in os.listdir("/proc/self/fd"):
@@ -76,7 +76,7 @@ def test_segment_is_used_again_after_the_last_view() -> None:
 
 
 def test_garbage_may_be_collected_inside_allocate() -> None:
-    """In the middle of its own lines, with its lock held: whoever finds it there must not wait for that lock."""
+    """The collector may run inside `allocate`, with its lock held, and must not deadlock."""
     held: list[Block] = []
 
     def now() -> float:
@@ -158,7 +158,7 @@ def arena(block: Block) -> Any:
 
 
 def pages_of(block: Block) -> int:
-    """Bytes that the kernel holds for the memory that a block lies in, whoever looks at it."""
+    """Bytes of kernel memory behind the arena of a block."""
     return os.fstat(arena(block).region.fd).st_blocks * 512
 
 
@@ -313,7 +313,7 @@ def test_private_memory_is_reused_without_shared_memory(monkeypatch: pytest.Monk
 
 
 def test_too_large_value_leaves_the_pool_usable(caplog: pytest.LogCaptureFixture) -> None:
-    """Where it was a node's first, all that the node ever sent went as bytes."""
+    """Such a first value once made the node send all values as bytes."""
     mine, _ = pool()
     for _ in range(3):
         assert mine.allocate(1 << 48) is None and mine._shared

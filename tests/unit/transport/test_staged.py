@@ -36,7 +36,7 @@ async def nodes(folder: Path) -> AsyncIterator[list[Node]]:
 
 
 async def on_device(soft: SoftDevice) -> m.Encoded:
-    """An item, put by a task of the producer."""
+    """Makes an item of the producer."""
     return await asyncio.to_thread(lambda: encode({"x": soft.xp.asarray(HOST), "n": 3}, stays=True))
 
 
@@ -96,7 +96,7 @@ async def test_call_to_oneself_keeps_device_values(nodes: list[Node], soft: Soft
 
 
 class Gate:
-    """Holds copies to the host until it opens."""
+    """Stops copies to the host until it opens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
@@ -142,7 +142,7 @@ async def test_failed_copy_is_a_refusal(
     error: Exception,
     reason: str,
 ) -> None:
-    """One that no device is to blame for is not to be asked for again: the epoch restarted for it without end."""
+    """A failed copy without a device error must not be retried: the epoch restarted for ever."""
     producer, consumer, _ = nodes
     at_once(producer, await on_device(soft))
     monkeypatch.setattr(soft, "fetch", MagicMock(side_effect=error))

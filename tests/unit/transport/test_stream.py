@@ -102,7 +102,7 @@ async def test_descriptor_of_a_dead_peer_is_closed_once(streams: Cluster, monkey
 
 @pytest.mark.parametrize("number", [errno.ECONNRESET, errno.ENOTCONN])
 async def test_dial_is_repeated_after_a_cut_off(streams: Cluster, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is killed, and was just about to take the connection: lost was all that it said."""
+    """A process that is killed while it accepts is gone, not only lost."""
     a, gone = await streams.node(), await streams.node()
     await gone.transport.close()
     resets = 0
@@ -125,7 +125,7 @@ async def test_dial_is_repeated_after_a_cut_off(streams: Cluster, number: int, m
 
 
 async def test_session_may_end_while_dialled(streams: Cluster) -> None:
-    """Given up by either side, or broken, in each of the first turns of the event loop."""
+    """Cancelled by either side, or broken, in each of the first turns of the event loop."""
     a, b = await streams.node(), await streams.node()
     assert isinstance(a.transport, StreamTransport) and isinstance(b.transport, StreamTransport)
     for turns in range(14):
@@ -281,7 +281,7 @@ async def test_silent_strangers_do_not_keep_others_out(streams: Cluster, monkeyp
 
 
 async def test_strangers_leave_no_receive_buffers(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each kept 192 KiB until a full garbage collection, since a session is garbage in a cycle."""
+    """Each kept 192 KiB until a full garbage collection."""
     caplog.set_level(logging.CRITICAL, "taskgraph.transport")
     hostile = (
         b"TG",
@@ -311,7 +311,7 @@ async def test_strangers_leave_no_receive_buffers(folder: Path, caplog: pytest.L
 
 @pytest.mark.parametrize("kind", ["unix", "tcp", "tls"])
 async def test_backpressure_stops_reading_calls(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They grew in number for as long as it made calls."""
+    """The waiting replies grew without a bound."""
     monkeypatch.setattr(outbox, "_FULL", 100)
     async with cluster_of(kind, folder) as cluster:
         a, b = await cluster.node(), await cluster.node()
@@ -344,7 +344,7 @@ async def test_backpressure_stops_reading_calls(folder: Path, kind: str, monkeyp
 async def test_damaged_header_on_tcp_ends_the_session(
     folder: Path, kind: str, where: int, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The flag of a report that ends a job, and a header of 16 MiB more than there is, were taken as they came."""
+    """A damaged flag of a report, or size of a header, was believed."""
     async with cluster_of(kind, folder) as cluster:
         a, b = await cluster.node(), await cluster.node()
         await a.call(b, SEAL)
@@ -437,7 +437,7 @@ async def test_malformed_frame_ends_the_session(streams: Cluster, data: bytes) -
 async def test_duplicate_call_ends_the_session(
     streams: Cluster, caplog: pytest.LogCaptureFixture, first: int, count: int
 ) -> None:
-    """Also as one of several."""
+    """Also in a frame with several calls."""
     a, b = await streams.node(), await streams.node()
     await a.call(b, SEAL)
     (session,) = sessions_of(a.transport)
@@ -450,7 +450,7 @@ async def test_duplicate_call_ends_the_session(
 
 
 async def test_too_large_call_number_ends_the_session(streams: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """Each of them was an error of its own in the log, and had no reply."""
+    """Each call once logged an error, and got no reply."""
     a, b = await streams.node(), await streams.node()
     await a.call(b, SEAL)
     (session,) = sessions_of(a.transport)
@@ -502,7 +502,7 @@ async def test_calls_of_a_session_are_bounded(streams: Cluster, monkeypatch: pyt
 
 
 class Forgetful:
-    """Of a session, what a call tells it."""
+    """A session that records its calls."""
 
     def __init__(self) -> None:
         self.cancelled_calls: list[object] = []
@@ -512,7 +512,7 @@ class Forgetful:
 
 
 async def test_reply_calls_its_listener_at_once() -> None:
-    """Once, whatever else is said of the call."""
+    """Once per call."""
     heard: list[asyncio.Future[m.Reply]] = []
 
     def begun() -> sides._Pending:
@@ -679,7 +679,7 @@ async def test_ipv6() -> None:
 
 @contextlib.asynccontextmanager
 async def two_at(*addresses: tuple[int, str], settings: Settings) -> AsyncIterator[tuple[StreamTransport, Peer, int]]:
-    """One that calls, and a peer whose host has these addresses: (family, address). The last is where it listens."""
+    """A caller, and a peer with these addresses of its host. It listens at the last one."""
     a, b = (StreamTransport(settings, TOKEN, job=JOB, verify=verify) for _ in "ab")
 
     async def serve(caller: str, call: m.Call) -> m.Reply:
@@ -767,7 +767,7 @@ asyncio.run(main())
 
 
 async def _noticed_s(a: Node, streams: Cluster, name: str) -> float:
-    """Kills a process that serves a call of `a`. How long it takes until `a` knows that it is lost, and gone."""
+    """Kills a process that serves a call. Returns the seconds until the caller knows that it is lost, and gone."""
     script = PEER.format(here=str(Path(__file__).parent))
     command = [sys.executable, "-c", script, name, streams.kind, str(streams.folder)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -794,7 +794,7 @@ async def _noticed_s(a: Node, streams: Cluster, name: str) -> float:
 
 @pytest.mark.slow
 async def test_killed_process_is_gone_within_100_ms(streams: Cluster) -> None:
-    """Of several the quickest: a busy machine may hold up some of them, but a pause of ours would be in all."""
+    """The fastest of several tries, since the machine may be busy."""
     a = await streams.node()
     took = []
     while len(took) < 10 and min(took, default=1.0) >= 0.1:

@@ -46,7 +46,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def test_tls_hides_values(cluster: Cluster) -> None:
-    """A tap on the wire sees neither the job's name nor a value."""
+    """A proxy sees neither the name of the job nor a value."""
     a, b = await cluster.node(), await cluster.node()
     tapped = bytearray()
 
@@ -79,7 +79,7 @@ async def test_tls_hides_values(cluster: Cluster) -> None:
 async def test_certificate_of_another_authority_is_refused(
     cluster: Cluster, folder: Path, side: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Although the token is the right one. The impostor itself trusts everybody."""
+    """Also with the right token."""
     impostor = certified(folder / "tls" / "impostor", by="theirs", trusting="ours")
     good, bad = await cluster.node(), await cluster.node(tls=impostor)
     one, other = (bad, good) if side == "dialler" else (good, bad)
@@ -114,7 +114,7 @@ async def test_certificate_refusal_says_what_to_do(
 
 
 def deaf(stack: contextlib.ExitStack) -> int:
-    """A port whose listener takes no connections, and has as many waiting as the kernel keeps for it."""
+    """A port whose listener accepts no connections, with a full backlog."""
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
     while True:
         waiting = stack.enter_context(socket.socket())
