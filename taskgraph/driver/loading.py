@@ -1,4 +1,4 @@
-"""Loading drivers: the user's files with a job function in them, and how another process finds the same one."""
+"""Loads drivers: the user's files with a job function; and says how another process finds the same one."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def reference_of(function: JobFunction[...]) -> DriverRef:
         )
     names = [name for name, value in module.items() if value is function]
     if not names:
-        raise JobError(f"{path} has no {function.__name__} any more that is this job function: was it replaced there?")
+        raise JobError(f"{path} has no {function.__name__} that is this job function: was it replaced there?")
     attribute = function.__name__ if function.__name__ in names else names[0]
     spec = module.get("__spec__")  # of `python -m proj.fit` it tells the name; of `python fit.py` there is none
     name = spec.name if spec is not None else ""

@@ -103,7 +103,7 @@ def _imported_files(path: Path, bases: list[Path]) -> list[Path]:
     try:
         tree = parse(path)
     except (SyntaxError, ValueError):
-        return []  # importing it failed, too, or will: the error is told there
+        return []  # its import fails, too, and reports the error
     found: set[Path] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

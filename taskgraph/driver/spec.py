@@ -31,13 +31,13 @@ class JobSpec:
 
     Attributes:
         name: the job's.
-        run: a uuid of this submission, so that an earlier job of the same name is told from it.
+        run: a uuid of this submission; an earlier job of the same name has another.
         kwargs: the job function's arguments.
         expected_nodes: how many the launcher started: the job begins when they are there.
         checkpoint, checkpoint_every: as in the job.
-        checkpoint_series: one more for every start from the beginning, so that older checkpoints are told from newer.
+        checkpoint_series: counts the starts from epoch 0, to tell older checkpoints from newer ones.
         checkpoint_changed: checkpoints that another version of the driver wrote are used, too.
-        token_mark: by which whoever has a token sees whether it is this job's, without being told it; "": nobody said.
+        token_mark: shows whether a token is this job's, without revealing it; "": unknown.
         version, protocol: of the taskgraph that submitted it.
     """
 

@@ -108,7 +108,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _wrong(key: str, value: object) -> str:
-    """What is wrong with a line of the file; "": nothing. A word that nobody reads would be taken for granted."""
+    """Says what is wrong with a line of the file; "": nothing. An unknown word is an error, since it has no effect."""
     if key not in (*_TEXTS, *_FLAGS):
         table = ", outside of any table" if isinstance(value, dict) else ""
         return f"nothing here is called {key!r}; it may say {', '.join((*_TEXTS, *_FLAGS))}{table}"

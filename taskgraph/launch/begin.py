@@ -1,4 +1,4 @@
-"""Begins a module in a new Python process that runs this taskgraph, and nothing that lies in the working directory.
+"""Starts a module of this taskgraph in a new Python process, whatever lies in the working directory.
 
     python -P begin.py MODULE ARGUMENT...
 
@@ -28,15 +28,14 @@ _FLAGS = {
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The words of a command that begins a module in another process."""
+    """Returns the command that starts a module in another process."""
     return [sys.executable, "-P", *options(), __file__, module, *arguments]
 
 
 def options() -> list[str]:
-    """The options of the interpreter that runs here, for another one: code of users computes there what it does here.
+    """Returns the options of this interpreter, so that user code does the same in another one.
 
-    `-O` and `-W error` say what an `assert` and a warning do, `-X` how text is read. What the environment says instead
-    is inherited with it; that it is said twice changes nothing.
+    `-O` and `-W error` decide about an `assert` and a warning, `-X` about reading text. The environment is inherited.
     """
     flags = sys.flags
     found = [f"-{letter * getattr(flags, name)}" for name, letter in _FLAGS.items() if getattr(flags, name)]
@@ -44,7 +43,7 @@ def options() -> list[str]:
         found.append("-I")
     else:
         found += [option for option, given in (("-E", flags.ignore_environment), ("-s", flags.no_user_site)) if given]
-    found += [f"-W{told}" for told in sys.warnoptions]
+    found += [f"-W{option}" for option in sys.warnoptions]
     return [*found, *(f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items())]
 
 

@@ -1,4 +1,4 @@
-"""Making a job's result out of what its tasks keep, and the copies of it that are kept."""
+"""Makes a job's result out of the results of its tasks, and the JSON copies of it that are kept."""
 
 from __future__ import annotations
 
@@ -30,40 +30,40 @@ __all__ = [
 T = TypeVar("T")
 
 _SUMMARY_BYTES = 1 << 20
-"""A larger result is not kept in etcd, whose requests are limited to 1.5 MiB; its values are, if they are smaller."""
+"""etcd limits requests to 1.5 MiB. Of a larger result etcd keeps the values alone, if they are smaller."""
 _KEPT_BYTES = 64 << 20
-"""Values of more are not written as JSON, nor are reports that make more of it."""
+"""Larger values are not written as JSON; nor are reports that make the JSON larger."""
 _KEPT_ELEMENTS = 1 << 20
-"""Nor are those of more numbers: json holds up every other thread, for half a second with as many, and takes 60 times
-the memory of an array of bytes."""
+"""Nor are values of more numbers: json blocks all threads, for half a second with so many numbers, and takes 60 times
+the memory of an array."""
 
 
 def complete(found: Sequence[TaskResult], tasks: int) -> bool:
-    """Whether these are the results of all tasks, of one (epoch, attempt)."""
+    """Says whether these are the results of all tasks, of one (epoch, attempt)."""
     return sorted(r.task for r in found) == list(range(tasks)) and len({(r.epoch, r.attempt) for r in found}) == 1
 
 
 def damaged(found: Sequence[TaskResult]) -> list[int]:
-    """Tasks whose values are not those that their digests were taken of, where the tasks made them."""
+    """Returns the tasks whose values do not match their digests."""
     return [r.task for r in found if r.value is not None and not verify(r.value)]
 
 
 def size_bytes(found: Sequence[TaskResult]) -> int:
-    """The encoded size of all values."""
+    """Returns the encoded size of all values."""
     return sum(r.value.size_bytes for r in found if r.value is not None)
 
 
 def assemble(
     name: str, found: Sequence[TaskResult], primaries: Iterable[Versioned[PrimaryRecord]], wall_s: float
 ) -> JobResult:
-    """The job's result from the complete results of its tasks."""
+    """Makes the job's result from the complete results of its tasks."""
     log, last = ReportLog(), dict[int, PlainRows]()
     for part in found:
         if part.log:
             log.fold(ReportLog.unpacked(part.log))
         for row in part.reports:
             last.setdefault(row.epoch, {})[row.task] = row.numbers
-    log.fold(dict(sorted(last.items())))  # the leader may not have added them: which are left out must not rest on that
+    log.fold(dict(sorted(last.items())))  # the leader may not have added them
     reports = []
     for epoch, rows in log.rows():
         if len(rows) == 1:  # of millions of epochs, one dict less in each
@@ -85,17 +85,17 @@ def assemble(
 
 
 def mib(size: int) -> str:
-    """A size in bytes, for people."""
+    """Writes a size in bytes for people."""
     return f"{size / (1 << 20):.1f} MiB"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptCopy:
-    """A result as JSON, for whoever asks later.
+    """A result as JSON.
 
     Attributes:
-        here: what is kept on this host, or None, and then `not_here` says why.
-        in_etcd: the same, of what etcd keeps; without its reports where it is too large with them.
+        here: for this host; None: `not_here` says why not.
+        in_etcd: for etcd, without reports if it is too large with them; None: `not_in_etcd` says why not.
     """
 
     here: str | None
@@ -105,11 +105,11 @@ class KeptCopy:
 
 
 def kept_copy(result: JobResult, size: int, *, whole: bool = False) -> KeptCopy:
-    """The copy that is kept of a result, or why there is none; never raises.
+    """Makes the copy that is kept of a result, or says why there is none; never raises.
 
     Args:
-        size: the encoded size of its values.
-        whole: nobody else has it: however many reports there are, they are in `here`.
+        size: the encoded size of the values, in bytes.
+        whole: no other process has the result: `here` has all reports, however many.
     """
     if size >= _KEPT_BYTES:
         return _no_copy(f"they take {mib(size)}, and less than {mib(_KEPT_BYTES)} is kept")
@@ -123,7 +123,7 @@ def kept_copy(result: JobResult, size: int, *, whole: bool = False) -> KeptCopy:
         left_out = f"reports left out: they are more than {mib(_KEPT_BYTES)}, and no more is kept"
         text = _without_reports(result, left_out)
         return KeptCopy(text, "", *_small(text))
-    except Exception as error:  # a type of the user's may raise anything; the values themselves are there
+    except Exception as error:  # a user's type may raise anything
         return _no_copy(f"they cannot be written as JSON ({worded(error)})")
 
 
@@ -132,9 +132,9 @@ def _no_copy(why: str) -> KeptCopy:
 
 
 def _elements(value: Any, limit: int) -> int:
-    """How many numbers and texts a value is made of; some number above `limit` where there are more."""
+    """Counts the numbers and texts in a value; returns some number above `limit` if there are more."""
     if (known := declared(value)) is not None:
-        with contextlib.suppress(Exception):  # a codec raises what it likes: then its error is written, one text
+        with contextlib.suppress(Exception):  # a codec may raise anything: its error is one text
             return _elements(known.encode(value), limit)
         return 1
     if isinstance(value, Mapping):
@@ -154,7 +154,7 @@ def _elements(value: Any, limit: int) -> int:
 
 
 def _written(result: JobResult, limit: int | None) -> str | None:
-    """A result as JSON, or None where its reports make more of it than that; then most of them were not written."""
+    """Writes a result as JSON, or returns None as soon as its reports take more than `limit` characters."""
     reports = json_pieces(result)
     pieces, written = [next(reports)], 0  # the values come first
     for piece in reports:
@@ -171,7 +171,7 @@ def _without_reports(result: JobResult, why: str) -> str:
 
 
 def _shortened(result: JobResult, text: str) -> tuple[str | None, str]:
-    """A result as JSON for etcd, and an empty text; where its values alone are too large None, and why."""
+    """Returns a result as JSON for etcd and "", or None and why its values alone are too large."""
     if len(text) < _SUMMARY_BYTES:  # it is ASCII
         return text, ""
     left_out = (

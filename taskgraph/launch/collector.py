@@ -1,4 +1,9 @@
-"""Collecting the result of a job that has finished: from its nodes, which may leave once it is kept."""
+"""Collects the result of a finished job from its nodes. Once the result is kept, the nodes may leave.
+
+Whoever runs the job (`tg.run`, `taskgraph run`) goes first: `results`, then `let_go`. Others who look at the job call
+`collect`, which waits a while for the run, keeps the result on this host, and then lets the nodes go. In etcd this is
+the key `collected`: nodes leave when they see it, and its text says where the values are.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +20,20 @@ from typing import Any, TypeVar
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import CoordinationError, DecodeError, JobFailed, OutcomeUnknown, TaskGraphError
+from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
 from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, size_bytes
 from taskgraph.launch.follow import Follower, client_of, if_etcd_answers
 from taskgraph.launch.kept import kept_record, lost_text, why_given_up
 from taskgraph.launch.runtime import Runtime
 from taskgraph.network.tls import Tls
-from taskgraph.observe.control_client import StillAtWork, control_address
+from taskgraph.observe.control_client import StillAtWork
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import Compare, Put, Txn
-from taskgraph.protocol.records import NodeRecord, State, StatusRecord, name_of
+from taskgraph.protocol.records import State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done
-from taskgraph.transport.endpoints import host_key
 
 __all__ = ["Collector"]
 
@@ -39,67 +43,51 @@ T = TypeVar("T")
 
 _RETRY_S = 0.1
 _REST_S = 1.0
-"""How long etcd is asked for what is kept beside a result."""
+"""How long etcd is asked for the events that are kept beside a result."""
 _UNCOLLECTED_S = 5.0
-"""Results that cannot be collected for longer, with nobody to take over from who keeps them, are told of."""
-_GONE_S = 30.0
-"""A node of this host that nobody can connect to for so long after its lease would have ended will not be reached any
-more: it looks every two seconds whether its socket is there."""
+"""After this time an event says why the results cannot be collected."""
 _SILENT_S = 60.0
-"""A node that told nothing for so long is asked again. One that computes its results tells nothing meanwhile."""
+"""A node that was silent for so long is asked again. It is silent while it computes its results."""
 _COLLECTED_S = 10.0
-"""Whoever has the result does not wait for etcd any longer."""
+"""A caller that has the result waits for etcd no longer than this."""
 _OTHERS_FIRST_S = 15.0
-"""How long whoever ran the job has for its results before others collect them and let the nodes go."""
-_RAN_GOT = "who ran the job got them"
-"""True of `tg.run` and `taskgraph run` only: others who collect keep what they got."""
+"""How long the run has to collect its results before others do it."""
+_RAN_GOT = "the run has returned them"
+"""Said by `tg.run` and `taskgraph run` only: others keep what they collect."""
 _DAMAGED_TRIES = 3
-"""What a network damaged arrives whole the next time; what a memory damaged never does."""
-
-
-def _gone_socket(record: NodeRecord) -> str:
-    """The file of this host by which a node is reached, where it is not there; "" otherwise."""
-    try:
-        kind, _, path = control_address(record.control, host_key()).partition(":")
-    except TaskGraphError:
-        return ""
-    return path if kind == "unix" and not os.path.exists(path) else ""
+"""A value that a network damaged arrives whole the next time; one that a memory damaged never does."""
 
 
 class Collector(Follower):
-    """Follows one job, and collects its result. Reads only, but for `collected`, with which its nodes may leave."""
+    """Follows one job, and collects its result. It writes nothing but `collected` and `result`.
+
+    Attributes:
+        kept_json: the collected result as JSON; None: it is not collected, or too large.
+        not_kept: why a collected result has no `kept_json`, or why it will never be collected.
+        only_there: why the job's nodes alone keep a result that was collected; they were not let go.
+        unreachable: why the last node that was asked did not answer; None: it computes its results.
+    """
 
     def __init__(self, coordinator: Coordinator, spec: JobSpec, token: bytes, tls: Tls | None = None) -> None:
         super().__init__(coordinator, spec, token, tls)
         self.kept_json: str | None = None
-        """The result as JSON, once it was collected and unless it is too large for that."""
         self.not_kept = ""
-        """Why there is none, if it was collected, or nobody will."""
         self.only_there = ""
-        """Why a result that we got is kept by the job's nodes alone, which were not let go."""
         self.unreachable: TaskGraphError | None = None
-        """Why a node did not tell its results, last; None where it computes them still."""
-        self._gone: dict[str, float] = {}  # nodes whose sockets are gone, since when
 
-    async def results(self, *, else_lost: bool = False) -> list[TaskResult]:
-        """The results of all tasks, of one (epoch, attempt); through takeovers, for as long as it takes.
-
-        Args:
-            else_lost: their nodes keep them for us alone.
+    async def results(self) -> list[TaskResult]:
+        """Returns the results of all tasks, of one (epoch, attempt). Waits for takeovers, without a limit.
 
         Raises:
             DecodeError: values arrive damaged, again and again.
             FingerprintMismatch: the nodes' digests are not those of this version.
-            JobFailed: with `else_lost`, the socket of a node that lives is gone for good.
         """
         self._spec.check_protocol()
         damaged_tries = 0
         tell_at = time.monotonic() + _UNCOLLECTED_S
-        kept: dict[int, TaskResult] = {}  # of nodes that told all of theirs: what may be large is not asked for twice
+        kept: dict[int, TaskResult] = {}  # they may be large, and are not asked for twice
         while True:
             failed = await self._ask_for_others(kept)
-            if else_lost:
-                await self._see_gone()
             if failed is not None and time.monotonic() > tell_at:
                 tell_at = math.inf
                 self._say("waits", f"the job has finished, and its results cannot be collected: {failed}")
@@ -112,50 +100,29 @@ class Collector(Follower):
                     await self.tell_rest()
                     return found
                 damaged_tries += 1
-                self._tell_damaged(broken[0], damaged_tries)
+                self._report_damaged(broken[0], damaged_tries)
                 for task in broken:
                     del kept[task]
             await asyncio.sleep(_RETRY_S)
 
     async def _ask_for_others(self, kept: dict[int, TaskResult]) -> TaskGraphError | None:
-        """Asks the nodes of tasks that are not `kept`, and adds what they tell. Why the last one that failed did."""
-        failed, was_gone, self._gone = None, self._gone, {}
+        """Asks the nodes of tasks that are not `kept`, and adds their results. Returns the last error."""
+        failed = None
         holders = {primary.record.node for task, primary in self.view.primaries.items() if task not in kept}
         for node, record in [(n, v.record) for n, v in sorted(self.view.nodes.items()) if n in holders]:
             try:
                 async with client_of(record, self._token, self._tls) as client:
-                    told = await client.results(silent_s=_SILENT_S)
-                if sorted(each.task for each in told) == self._tasks_of(node):
-                    kept |= {each.task: each for each in told}
+                    found = await client.results(silent_s=_SILENT_S)
+                if sorted(each.task for each in found) == self._tasks_of(node):
+                    kept |= {each.task: each for each in found}
             except StillAtWork:
                 self.unreachable = None
-            except TaskGraphError as error:  # lost: its tasks are taken over, and asked for again
+            except TaskGraphError as error:  # others take its tasks over, and are asked
                 self.unreachable = failed = error
-                if _gone_socket(record):
-                    self._gone[node] = was_gone.get(node, time.monotonic())
         return failed
 
-    async def _see_gone(self) -> None:
-        """Raises JobFailed where a node lives whose socket was not there for too long. Where etcd does not answer, it
-        cannot tell that the node has ended."""
-        limit_s = _GONE_S + self._spec.setting("lease_ttl_s")
-        for node, since in self._gone.items():
-            if time.monotonic() - since <= limit_s:
-                continue
-            async with if_etcd_answers(_REST_S):
-                await self.keeper.load()
-                if node in self.view.nodes:
-                    path = _gone_socket(self.view.nodes[node].record)
-                    raise JobFailed(
-                        f"job {self._spec.name!r} has finished, and its values cannot be collected: node "
-                        f"{name_of(node)} lives, and keeps them, but its socket {path} is gone, and could not be made "
-                        f"anew. Something removes what is in the runtime directory, such as a cleaner of temporary "
-                        f"files, or a logout: set TASKGRAPH_RUNTIME_DIR to a directory that stays",
-                        job=self._spec.name,
-                    )
-
-    def _tell_damaged(self, task: int, tries: int) -> None:
-        """Raises DecodeError after the last try."""
+    def _report_damaged(self, task: int, tries: int) -> None:
+        """Logs a damaged result; raises DecodeError after the last try."""
         holder = name_of(self.view.primaries[task].record.node)
         text = (
             f"the result of task {task} arrived damaged from node {holder}, {tries} times: its bytes are not those its "
@@ -166,18 +133,18 @@ class Collector(Follower):
             raise DecodeError(text)
 
     def _tasks_of(self, node: str) -> list[int]:
-        """Whose primary it is."""
+        """Returns the tasks whose primary a node is."""
         return sorted(task for task, primary in self.view.primaries.items() if primary.record.node == node)
 
     async def collect(self, here: asyncio.Future[Any] | None = None, *, let_go: bool = True) -> JobResult | None:
-        """The result of a job that finished. Once all of it is kept for whoever asks later its nodes are let go.
+        """Returns the result of a finished job. Once the result is kept, its nodes are let go.
 
-        None where somebody else has collected it; where its nodes are gone, and `not_kept` says so; and where the job
-        is not finished any more: it failed, or computes again what was lost with its nodes.
+        Returns None if another process collected it; if its nodes are gone, as `not_kept` says; or if the job is no
+        longer finished, because it failed, or because it computes lost results again.
 
         Args:
-            here: done once all nodes of this process have ended; before that some may be about to register.
-            let_go: False: it is somebody else's to collect, and nothing is kept.
+            here: done once all nodes of this launcher have ended; before that some may be about to register.
+            let_go: False: only look; nothing is kept, and the nodes stay.
         """
         run = self._spec.run
 
@@ -185,22 +152,22 @@ class Collector(Follower):
             there = view.live_nodes(run) or (here is not None and not here.done())
             return view.collected or not self.finished or not there
 
-        if self._spec.expected_nodes:  # whoever ran it wants its values: it goes first, unless it is gone
+        if self._spec.expected_nodes:  # the run goes first, unless it has ended
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_OTHERS_FIRST_S):
                     await self.keeper.wait_until(over, structure=True)
         found = None if over(self.view) else await self._results_unless(over)
         if found is None:
             await self.tell_rest()
-            await self._see_lost()
+            await self._note_lost()
             return None
-        result = self.assemble(found, max(each.lasted_s for each in found))  # who collects may have come just now
+        result = self.assemble(found, max(each.lasted_s for each in found))  # this process may have come just now
         if let_go:
             await self._keep_and_let_go(found, result)
         return result
 
     async def _results_unless(self, over: Callable[[JobView], bool]) -> list[TaskResult] | None:
-        """`results`, or None as soon as it is `over`."""
+        """Returns `results`, or None as soon as the job is `over`."""
         async with alongside(self.results(), self.keeper.wait_until(over, structure=True)) as (collecting, ending):
             await any_done(collecting, ending)
             return collecting.result() if collecting.done() else None
@@ -209,19 +176,18 @@ class Collector(Follower):
         return assemble(self._spec.name, found, self.view.primaries.values(), wall_s)
 
     async def let_go(self, found: list[TaskResult], result: JobResult) -> None:
-        """Keeps a copy of a result that is here, for whoever asks later, and lets the nodes go.
+        """Keeps a copy of the run's result, if possible, and lets the nodes go.
 
-        Whoever has the result loses nothing by it: what cannot be kept is not, and where etcd does not take it the
-        nodes leave after `results_kept_s`.
+        If etcd does not take it, the nodes leave after `results_kept_s`.
         """
         copy = await _in_thread(lambda: kept_copy(result, size_bytes(found)))
         self.kept_json, self.not_kept = copy.here, copy.not_here and f"{copy.not_here}: {_RAN_GOT}"
         await self._tell_collected(copy.in_etcd, copy.not_in_etcd and f"{copy.not_in_etcd}: {_RAN_GOT}")
 
     async def _keep_and_let_go(self, found: list[TaskResult], result: JobResult) -> None:
-        """Keeps all of a result, which nobody may have but us, on this host, and then lets the nodes go.
+        """Keeps a result that no other process may have, on this host, and then lets the nodes go.
 
-        Where it cannot be kept they are not: `only_there`.
+        If it cannot be kept, the nodes stay, and `only_there` says why.
         """
         copy = await _in_thread(lambda: kept_copy(result, size_bytes(found), whole=True))
         self.kept_json, self.only_there = copy.here, copy.not_here
@@ -237,9 +203,9 @@ class Collector(Follower):
             await self._tell_collected(copy.in_etcd, copy.not_in_etcd and f"{copy.not_in_etcd}; {where}")
 
     async def keep_end(self, status: StatusRecord, not_kept: str) -> None:
-        """Keeps on this host how the job ended, where nothing of this run is kept here.
+        """Keeps on this host how the job ended, unless something of this run is kept here.
 
-        What is kept of an earlier run of its name would be taken for this one's: its end, and its values.
+        Otherwise the end and the values of an earlier run of this name would be taken for this one's.
 
         Args:
             not_kept: where the values are, if the job finished.
@@ -252,7 +218,7 @@ class Collector(Follower):
             log.warning("how job %s ended is not kept on this host: %s", self._spec.name, error)
 
     async def _keep_here(self, text: str | None, status: StatusRecord | None, not_kept: str = "") -> None:
-        """Raises OSError or TaskGraphError where it cannot be kept."""
+        """Writes the record; raises OSError or TaskGraphError if that fails."""
         events: list[Event] = []
         async with if_etcd_answers(_REST_S):
             events = await self.kept()
@@ -263,7 +229,7 @@ class Collector(Follower):
         await _in_thread(keep)
 
     def only_there_text(self) -> str:
-        """Who has a result that was kept nowhere, and how one gets it."""
+        """Says which nodes have a result that is kept nowhere else, and how to get it."""
         kept_s = self._spec.setting("results_kept_s")
         return (
             f"the nodes of job {self._spec.name} alone keep its values ({self.only_there}), for {kept_s:g} s "
@@ -271,21 +237,21 @@ class Collector(Follower):
         )
 
     async def tell_uncollected(self, why: str) -> None:
-        """Tells others why the values of a job that finished are not kept; once no node is left that has them."""
+        """Writes why the values of a finished job are not kept, once no node is left that has them."""
         await self._tell_collected(None, why)
 
     async def taken(self, here: asyncio.Future[Any]) -> None:
-        """Says who keeps a result that was kept nowhere, and waits until that was taken or given up.
+        """Reports `only_there_text`, and waits until the result is collected or given up.
 
         Args:
             here: done once all nodes of this process have ended.
         """
         self._say("waits", self.only_there_text())
         await self.keeper.wait_until(lambda v: v.collected or not self.finished or here.done(), structure=True)
-        await self._see_lost()
+        await self._note_lost()
 
-    async def _see_lost(self) -> None:
-        """Where nobody has the values of a job that finished, and nobody will: `not_kept`."""
+    async def _note_lost(self) -> None:
+        """Sets `not_kept` if the values of a finished job are lost."""
         view = self.view
         if self.finished and not view.collected and not view.live_nodes(self._spec.run):
             self.not_kept = lost_text(self._spec.name, view.checkpoint)
@@ -294,15 +260,15 @@ class Collector(Follower):
                 self.not_kept = why_given_up(await self._coordinator.get(view.keys.collected))
 
     async def tell_taken(self, why: str) -> None:
-        """Lets the nodes go whose values were written where a user wanted them; `why` they are kept nowhere else."""
+        """Lets the nodes go once a user's file has the values; `why`: nothing else keeps them."""
         await self._tell_collected(None, f"{why}; `taskgraph result --json` wrote them on host {os.uname().nodename}")
 
     async def _tell_collected(self, kept: str | None, not_kept: str) -> None:
-        """Tells nodes that they may leave, and others what became of the values."""
+        """Writes `collected`: the nodes may leave, and others read where the values are."""
         keys = self.view.keys
         puts = [Put(keys.result, kept.encode())] if kept is not None else []
         puts.append(Put(keys.collected, json.dumps({"by": "launcher", "not_kept": not_kept}).encode()))
-        # Nothing of a run that was submitted under this name meanwhile.
+        # Not if another run was submitted under this name meanwhile.
         txn = Txn((Compare(keys.spec, self._run_at),), tuple(puts))
         try:
             async with asyncio.timeout(_COLLECTED_S):
@@ -318,9 +284,9 @@ class Collector(Follower):
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """What `work` makes, in a thread; here, where none can be started: the main thread may be through already.
+    """Runs `work` in a thread, or here if no thread can start, as at the interpreter's end.
 
-    The loop's own executor is left alone. asyncio starts a thread to end it, too.
+    It does not use the loop's own executor: asyncio starts another thread to end that.
     """
     pool = ThreadPoolExecutor(1)
     try:

@@ -1,7 +1,7 @@
-"""Which CUDA devices the nodes of this host get: each its own, as far as there are enough.
+"""Deals CUDA devices to the nodes of this host: each gets its own, if there are enough.
 
-A launcher loads neither CuPy nor CUDA: what there is, it knows from `CUDA_VISIBLE_DEVICES`, which batch systems and
-people set, or else from the device files of the driver, of which a container has those that it was given.
+A launcher loads neither CuPy nor CUDA. It reads `CUDA_VISIBLE_DEVICES`, which batch systems and users set, or else the
+driver's device files; a container has those that it was given.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _FILE = re.compile(r"nvidia\d+")
 
 
 def host_devices(environ: Mapping[str, str] = os.environ, folder: Path = Path("/dev")) -> tuple[str, ...]:
-    """The devices this process may hand to nodes, as `CUDA_VISIBLE_DEVICES` calls them.
+    """Returns the devices for nodes, as `CUDA_VISIBLE_DEVICES` calls them.
 
-    () also where there may be some that have no device files (WSL): nodes then find out by themselves.
+    Devices without device files (WSL) are not seen: nodes find them by themselves.
     """
     if VISIBLE in environ:
         return visible(environ[VISIBLE])
@@ -35,13 +35,13 @@ def host_devices(environ: Mapping[str, str] = os.environ, folder: Path = Path("/
 
 
 def deal(devices: Sequence[str], first: int, nodes: int) -> list[str | None]:
-    """`CUDA_VISIBLE_DEVICES` for each of `nodes` nodes that are started together; None: as it is.
+    """Returns `CUDA_VISIBLE_DEVICES` for each of `nodes` nodes that are started together; None: leave it unchanged.
 
-    Round robin: no device goes to a second node before every other went to one. A node that gets several begins with
-    one that no other of them begins with, as long as there are enough: arrays are made on a process's first.
+    Devices are dealt round robin. If there are enough, the first devices of all nodes differ: a process makes its
+    arrays on its first.
 
     Args:
-        first: how many nodes the job had before, so that those that are added begin where the last ones ended.
+        first: the number of earlier nodes of the job: dealing goes on after them.
     """
     if not devices:
         return [None] * nodes
@@ -51,7 +51,7 @@ def deal(devices: Sequence[str], first: int, nodes: int) -> list[str | None]:
 
 
 def sharing(dealt: Sequence[str | None]) -> list[int]:
-    """For each of the nodes that got that, how many of them compute on its device: on the first of those it has."""
+    """Counts for each node the nodes that compute on its device, which is the first that it has."""
     firsts = [own if own is None else own.partition(",")[0] for own in dealt]
     count = Counter(firsts)
     return [count[first] for first in firsts]

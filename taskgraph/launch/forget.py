@@ -1,7 +1,7 @@
-"""Deleting what is kept in etcd of a job that has ended.
+"""Deletes what etcd keeps of a job that has ended.
 
-A job that ends leaves its keys, so that `status`, `events` and `result` know of it. They go when another one is
-submitted under its name; those of a name that does not come again would stay for ever.
+A job that ends leaves its keys for `status`, `events` and `result`. The next job of its name deletes them; without
+one they would stay forever.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["forget"]
 
 
 async def forget(coordinator: Coordinator, name: str) -> int:
-    """Deletes all keys of a job that has ended, in one transaction; returns how many there were.
+    """Deletes all keys of a job that has ended, in one transaction; returns their number.
 
-    Nothing of a run that is submitted meanwhile: it compares what another one would have written.
+    The transaction fails if another run of this name was submitted meanwhile.
 
     Raises:
-        UnknownJob: there are none.
-        JobError: it has not ended, or nodes of it are there, which may keep its results.
+        UnknownJob: there are no keys.
+        JobError: the job has not ended, or has nodes, which may keep its results.
         Unavailable: etcd cannot be reached.
         OutcomeUnknown: etcd does not say what becomes of its writes.
     """
@@ -34,7 +34,7 @@ async def forget(coordinator: Coordinator, name: str) -> int:
     while True:
         items = {kv.key: kv for kv in (await coordinator.list(keys.root)).items}
         if not items and unknown:
-            return found  # by a try whose answer was lost
+            return found  # an earlier try, whose answer was lost, deleted them
         if not items:
             raise UnknownJob(f"nothing is kept in etcd of a job {name!r}")
         found, status = len(items), items.get(keys.status)
@@ -44,7 +44,7 @@ async def forget(coordinator: Coordinator, name: str) -> int:
         if any(key.startswith(keys.nodes) for key in items):
             if state == State.FINISHED and keys.collected not in items:
                 raise JobError(
-                    f"job {name!r} has finished, and its nodes keep its results, which nobody has collected: take them "
+                    f"job {name!r} has finished, and its nodes keep its results, which were not collected: take them "
                     f"first, with `taskgraph result {name}`"
                 )
             raise JobError(f"job {name!r} has ended, and its nodes are about to leave: try again in a moment")
@@ -54,7 +54,7 @@ async def forget(coordinator: Coordinator, name: str) -> int:
         try:
             if (await coordinator.txn(Txn(as_read, (Delete(keys.root, prefix=True),)))).succeeded:
                 return found
-        except OutcomeUnknown:  # looked at again
+        except OutcomeUnknown:  # the next round shows it
             if (unknown := unknown + 1) == UNKNOWN_TRIES:
                 raise
             await asyncio.sleep(UNKNOWN_PAUSE_S)

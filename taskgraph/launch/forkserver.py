@@ -1,9 +1,9 @@
-"""Node processes, started: forked from one process that has loaded what they need (`taskgraph.node.forkserver`).
+"""Starts node processes: forks them from one process that has loaded what they need (`taskgraph.node.forkserver`).
 
-Most of a node's start is loading Python modules. This is done once for all nodes that are started together, and where
-their launcher also starts an etcd, which mostly waits for itself, at the same time.
+Most of a node's start is loading Python modules. The fork server does this once for all nodes that are started
+together, and while the launcher's own etcd starts.
 
-Where a system cannot do that (elsewhere than on Linux) every node is a process that loads its modules by itself.
+On systems other than Linux every node is a process that loads its modules by itself.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from taskgraph.system.processes import Adopted, Child, adopting, can_adopt, end_
 __all__ = ["ForkServer", "NodeProcess", "NotStarted"]
 
 _END_S = 1.0
-"""One that is asked nothing more ends by itself within this time, or is killed."""
+"""A fork server ends within this time after its socket was closed, or is killed."""
 _MAX_ANSWER_BYTES = 1 << 16
 _SAID_BYTES = 4000
 
 
 class NotStarted(TaskGraphError):
-    """A node cannot be started. It is nobody's mistake, and may go well another time."""
+    """The system cannot start a node now; a later try may succeed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeProcess:
-    """A node's process. It ends when `pipe` is closed.
+    """A node's process; it ends when `pipe` is closed.
 
     Attributes:
-        pipe: the write end, which tells it for all its life that its launcher is there.
-        log_path: where its output goes.
+        pipe: the write end of the pipe by which the node sees that its launcher lives.
+        log_path: the file of its output.
     """
 
     process: Child
@@ -53,12 +53,12 @@ class NodeProcess:
 
 
 class ForkServer:
-    """An async context; it can start nodes before it ends. What it started goes on.
+    """An async context that starts nodes. They go on when it ends.
 
     Args:
-        folder: for what it says itself, until it ends. That is an error, or nothing.
-        blas_threads: the numbers of threads are read when numpy is loaded.
-        fork: None: if the system can.
+        folder: for its own output, until it ends.
+        blas_threads: for the environment, which numpy reads when it is loaded.
+        fork: None: if the system can do it.
     """
 
     def __init__(self, folder: Path, blas_threads: int, *, fork: bool | None = None) -> None:
@@ -79,7 +79,7 @@ class ForkServer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Ends it; twice is no error."""
+        """Ends the fork server; twice is no error."""
         process, self._process = self._process, None
         if self._socket is not None:
             self._socket.close()
@@ -89,10 +89,10 @@ class ForkServer:
         remove_file(self._log)
 
     async def _started(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
-        """A process that loads what a node needs and then does what it is asked.
+        """Starts a process that loads what a node needs, and then serves requests.
 
         Raises:
-            OSError: it cannot be run; names the interpreter.
+            OSError: the interpreter cannot be run; the error names it.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -105,21 +105,21 @@ class ForkServer:
                     stderr=output,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,  # a Ctrl-C on the terminal is for the launcher alone
-                    # gRPC tells of every stranger otherwise, as often as one sends what it does not like.
+                    # Otherwise gRPC logs every stranger that sends something wrong.
                     env={"GRPC_VERBOSITY": "NONE", **os.environ, **node_env(self._blas_threads)},
                 )
         except BaseException as error:
-            ours.close()  # a process that was started nevertheless sees that, and ends
+            ours.close()  # a process that was started all the same sees this, and ends
             if isinstance(error, FileNotFoundError | PermissionError) and error.filename is None:  # uvloop names none
                 error.filename = sys.executable
             raise
         return process, ours
 
     async def start(self, config: NodeConfig, log_path: Path) -> NodeProcess:
-        """Starts a node. Cancelled meanwhile, none is left.
+        """Starts a node. If this is cancelled, no process is left.
 
         Raises:
-            NotStarted: it cannot be started; with what was said.
+            NotStarted: with the output of the fork server.
             OSError: the log cannot be opened, or there are too many open files.
         """
         read_end, write_end = os.pipe()
@@ -137,7 +137,7 @@ class ForkServer:
         return NodeProcess(process, write_end, log_path)
 
     async def _new(self, config: NodeConfig, fds: tuple[int, int]) -> Child:
-        """A process of its own, which becomes the node."""
+        """Starts a process that becomes the node."""
         process, asked = await self._started()
         with asked:
             _ask(asked, config, fds, fork=False)
@@ -145,7 +145,7 @@ class ForkServer:
 
     async def _forked(self, config: NodeConfig, fds: tuple[int, int]) -> Child:
         if self._socket is None or self._process is None:
-            raise NotStarted("no node can be started any more: what they are forked from has ended")
+            raise NotStarted("no node can be started: the fork server has ended")
         with adopting():
             _ask(self._socket, config, fds, fork=True)
             process, answering = self._process, asyncio.ensure_future(self._answer(self._socket))
@@ -158,7 +158,7 @@ class ForkServer:
                 ending = asyncio.ensure_future(_none_left(process, answering))
                 try:
                     await asyncio.shield(ending)
-                finally:  # to be cancelled once more changes nothing
+                finally:  # a second cancellation changes nothing
                     await asyncio.wait([ending])
                 raise
 
@@ -167,10 +167,10 @@ class ForkServer:
         while not said.endswith(b"\n"):
             try:
                 got = await loop.sock_recv(asked, _MAX_ANSWER_BYTES)
-            except ConnectionResetError:  # it has ended with our request unread
+            except ConnectionResetError:  # it ended with our request unread
                 got = b""
             if not got:
-                return {"error": f"what it is forked from has ended{self._said()}"}
+                return {"error": f"the fork server has ended{self._said()}"}
             said += got
         answer: dict[str, object] = json.loads(said)
         return answer
@@ -183,37 +183,37 @@ class ForkServer:
 
 
 async def _none_left(process: asyncio.subprocess.Process, answering: asyncio.Future[dict[str, object]]) -> None:
-    """Ends what nodes are forked from, and the one that was asked for, however far it is."""
+    """Ends the fork server and the node it was forking, at any stage of that."""
     with adopting():
         tell_child(process, signal.SIGKILL)
         await process.wait()
         await end_session(process.pid)
-        # Nobody is left who would keep it waiting, but for a process of another session that holds the socket.
+        # Only a process of another session that holds the socket could delay the answer now.
         done, _ = await asyncio.wait([answering], timeout=_END_S)
         answering.cancel()
         for each in done:
-            if isinstance(pid := each.result().get("pid"), int):  # told of, it leads a session of its own
+            if isinstance(pid := each.result().get("pid"), int):  # the node leads a session of its own
                 await end_session(pid)
 
 
 def _ask(asked: socket.socket, config: NodeConfig, fds: tuple[int, int], *, fork: bool) -> None:
     request = json.dumps({"config": dataclasses.asdict(config), "fork": fork}).encode() + b"\n"
-    with contextlib.suppress(BrokenPipeError):  # it has ended, which whoever waits for it or its answer sees
+    with contextlib.suppress(BrokenPipeError):  # it has ended: reading the answer shows that
         socket.send_fds(asked, [request], fds)
 
 
 def _log_file(path: Path) -> int:
-    """What tasks print is their user's, whatever the umask."""
+    """Opens a log that only the owner can read, whatever the umask."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Waits for the end of one that was told to end, or kills it."""
+    """Waits for a process that is about to end, or kills it."""
     try:
         async with asyncio.timeout(_END_S):
             await process.wait()
     except TimeoutError:
         pass
-    finally:  # slow, or whoever waits is cancelled: it must not be left behind
+    finally:  # it is slow, or this is cancelled: the process must not be left
         tell_child(process, signal.SIGKILL)
         await process.wait()

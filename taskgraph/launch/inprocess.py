@@ -38,7 +38,7 @@ __all__ = ["InProcessCluster", "arun_inprocess", "ended_by_users"]
 
 
 def ended_by_users(error: BaseException, job: str) -> JobFailed | None:
-    """What to tell of an event loop of ours that ended with this error since code of the job, in it, ended that."""
+    """Makes the error for an event loop that the job's own code ended; None: it did not."""
     if isinstance(error, asyncio.CancelledError):
         text = str(cancelled_by_users(""))
     elif isinstance(error, RuntimeError) and "Event loop stopped" in str(error):
@@ -64,8 +64,8 @@ class InProcessCluster:
     """Nodes of one job in one event loop.
 
     Args:
-        endless_leases: no lease ends while its node lives. What holds up one of them holds up all: that a lease has
-            ended tells of nothing but a busy loop, which the pause, and the work done again, would keep busy.
+        endless_leases: no lease ends while its node lives. All nodes share the event loop, so a lease that ends would
+            only show that the loop is busy.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class InProcessCluster:
             self.add()
 
     def add(self) -> str:
-        """Starts one node more; returns its id."""
+        """Starts another node; returns its id."""
         name = f"n{next(self._count)}"
         node_id = f"{name}-local"
         coordinator = MemoryCoordinator(self.store, rng=self._rng, endless=self._endless_leases)
@@ -148,7 +148,7 @@ class InProcessCluster:
 
     @property
     def nodes(self) -> list[Node]:
-        """Nodes that live."""
+        """The nodes that live."""
         return [m.node for m in self._members.values() if not m.crashed and not m.run.done()]
 
     @property
@@ -156,7 +156,7 @@ class InProcessCluster:
         return self._events
 
     def crash(self, node_id: str) -> None:
-        """Ends a node as kill -9 would: nothing it does from now on has any effect. Its launcher notices."""
+        """Ends a node as kill -9 would: nothing that it does from now on has an effect. Its launcher notices."""
         member = self._members[node_id]
         if member.crashed:
             return
@@ -187,7 +187,7 @@ class InProcessCluster:
         return assemble(self.spec.name, found, view.primaries.values(), time.monotonic() - began)
 
     async def _ended(self, going_on: tuple[str, ...] = (State.RUNNING,)) -> StatusRecord:
-        """The status, as soon as it is none of `going_on`."""
+        """Waits until the state is none of `going_on`, and returns the status."""
 
         async def watch() -> StatusRecord:
             while True:
@@ -206,7 +206,7 @@ class InProcessCluster:
             raise JobFailed(f"a node could not go on: {self._node_failed.result()}", job=self.spec.name)
 
     async def _collect_or_fail(self) -> list[TaskResult]:
-        """The results; a `result()` that raises fails a job that had finished."""
+        """Returns the results, or raises JobFailed: a `result()` that raises fails a finished job."""
         async with alongside(self._collect(), self._ended((State.RUNNING, State.FINISHED))) as (collecting, failing):
             await any_done(collecting, failing)
             if collecting.done():
@@ -218,29 +218,28 @@ class InProcessCluster:
             found = [result for node in self.nodes for result in await self._results_of(self._members[node.id])]
             if complete(found, self.job.tasks):
                 return found
-            await asyncio.sleep(0.01)  # a task changes hands just now
+            await asyncio.sleep(0.01)  # a takeover is under way
 
     @staticmethod
     async def _results_of(member: _Member) -> list[TaskResult]:
-        """What that node has; nothing where it ends meanwhile: it would never say so."""
+        """Returns the results of a node; none if it ends meanwhile."""
         async with alongside(member.node.results()) as (asking,):
             await any_done(asking, member.run)
             return asking.result() if asking.done() else []
 
     def checkpoint(self) -> CheckpointRecord | None:
-        """The newest complete one."""
+        """Returns the newest complete checkpoint."""
         kv = next(iter(self.store.select(self.keys.checkpoint, prefix=False)), None)
         return CheckpointRecord.from_bytes(kv.value) if kv is not None else None
 
     def waits(self) -> str:
-        """What the job waits for, as far as its leader and its primaries know."""
+        """Says what the job waits for, as its leader and primaries know it."""
         return waits_text(node.status() for node in self.nodes)
 
     async def stop(self) -> None:
-        """Ends every node. Nothing is left behind but code that does not return: each in its daemon thread.
+        """Ends every node. Code that does not return stays in daemon threads, also if a checkpoint directory hangs.
 
-        So it is with a place of checkpoints that hangs. What is just being written there is waited for: else it would
-        come back into a directory that the caller removes.
+        It waits for files that are being written: they would reappear in a directory that the caller removes.
         """
         self._end_job()
         self.store.execute(Txn(success=(Put(self.keys.collected, b"{}"),)))
@@ -256,7 +255,7 @@ class InProcessCluster:
                 await member.node.file_threads.settled(until - time.monotonic())
 
     def _end_job(self) -> None:
-        """A job that is left while it runs (a timeout, Ctrl-C) is cancelled, so that its nodes end."""
+        """Cancels a job that still runs (after a timeout or Ctrl-C), so that its nodes end."""
         kv = next(iter(self.store.select(self.keys.status, prefix=False)), None)
         if kv is not None and StatusRecord.from_bytes(kv.value).state == State.RUNNING:
             cancelled = StatusRecord(state=State.CANCELLED, reason="it was ended while it ran", writer="launcher")
@@ -271,10 +270,9 @@ async def arun_inprocess(
     resume: Resume = False,
     fresh: bool = False,
 ) -> JobResult:
-    """Runs a job on nodes in this process: as few as it can do with.
+    """Runs a job on as few nodes in this process as it allows.
 
-    One node has no backups, and needs none: the process that it would fail with is theirs, too. So every task is set up
-    once.
+    One node has no backups, and needs none: they would fail with the same process. So every task is set up once.
     """
     cluster = InProcessCluster(job, on_event=on_event, endless_leases=True)
     try:

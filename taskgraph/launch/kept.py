@@ -1,4 +1,4 @@
-"""What is left of a job that has ended: as this host keeps it, and as etcd does."""
+"""What is kept of a job that has ended: by this host, and by etcd."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class KeptJob:
 
     Attributes:
         run: the id of its run; "": not known.
-        status: how it ended; None: nobody knows, as of one that was deleted from etcd.
-        result: as JSON says it; None: it is not kept.
-        not_kept: why it is not, where that is known.
-        events: as far as they were kept, the first first.
+        status: how it ended; None: unknown, because its keys were deleted from etcd.
+        result: parsed from JSON; None: not kept.
+        not_kept: why the result is not kept; "": unknown.
+        events: the oldest first.
     """
 
     run: str = ""
@@ -48,10 +48,10 @@ class KeptJob:
 
     @classmethod
     def from_json(cls, text: str) -> KeptJob:
-        """What a host keeps: `kept_record`, with a result. Fields that another version knows are passed over.
+        """Reads what a host keeps: a `kept_record` with a result. Unknown fields are ignored.
 
         Raises:
-            DecodeError: it is something else.
+            DecodeError: the text is no such record.
         """
         try:
             raw = json.loads(text)
@@ -68,29 +68,32 @@ class KeptJob:
 
     @property
     def state(self) -> str:
-        """How it ended; "": nobody knows."""
+        """Says how it ended; "": unknown."""
         return self.status.state if self.status is not None else ""
 
     def result_of(self, name: str) -> dict[str, Any]:
-        """The result of the job, which is called so.
+        """Returns the result.
+
+        Args:
+            name: of the job, for errors.
 
         Raises:
-            UnknownJob: it finished, and its values are not kept.
-            JobFailed: it ended otherwise, or has not finished.
+            UnknownJob: the job finished, and its values are not kept.
+            JobFailed: the job ended otherwise, or has not finished.
         """
         if self.result is not None:
             return self.result
-        if self.state == State.FINISHED:  # another host's launcher may have collected them, or nobody
-            why = self.not_kept or "whoever collected them, if anybody did, has them"
+        if self.state == State.FINISHED:  # the launcher of another host may have collected them
+            why = self.not_kept or "the process that collected them has them, if one did"
             raise UnknownJob(f"the job finished, but its values are not kept: {why}")
         raise job_failed(name, self.status or StatusRecord(state=State.CANCELLED))
 
 
 def kept_record(run: str, status: StatusRecord | None, not_kept: str, events: Iterable[Event]) -> dict[str, Any]:
-    """What a host keeps of a job that has ended, beside its result.
+    """Makes the record that a host keeps of a job beside its result.
 
     Args:
-        not_kept: why that is not kept, if it is not.
+        not_kept: why the result is not kept; "": it is.
     """
     return {
         "run": run,
@@ -101,7 +104,7 @@ def kept_record(run: str, status: StatusRecord | None, not_kept: str, events: It
 
 
 async def kept_in_etcd(coordinator: Coordinator, name: str) -> KeptJob | None:
-    """What etcd has of a job, but for its events, also while it runs; None: there is no such job."""
+    """Returns what etcd has of a job, without its events, also while it runs; None: there is no such job."""
     keys = Keys(name)
     status, result = await coordinator.get(keys.status), await coordinator.get(keys.result)
     collected = await coordinator.get(keys.collected)
@@ -115,21 +118,21 @@ async def kept_in_etcd(coordinator: Coordinator, name: str) -> KeptJob | None:
 
 
 def why_not_kept(collected: KeyValue | None) -> str:
-    """Why etcd has no values of a job, as whoever collected them wrote; empty where that is not known."""
+    """Says why etcd has no values of a job; "": unknown."""
     if collected is None:
-        return "nobody has collected them (`taskgraph result` does, while its nodes are there)"
+        return "they have not been collected (`taskgraph result` does that, while the job's nodes are there)"
     return str(json.loads(collected.value).get("not_kept", ""))
 
 
 def why_given_up(collected: KeyValue | None) -> str:
-    """Why nobody has collected the values of a job whose nodes did not keep them any longer; empty where they do."""
-    if collected is None or "writer" not in (said := json.loads(collected.value)):  # as nodes say it, and nobody else
+    """Says why nodes gave up values that were not collected; "": they did not."""
+    if collected is None or "writer" not in (said := json.loads(collected.value)):  # only nodes write that
         return ""
     return str(said["not_kept"])
 
 
 def job_failed(name: str, status: StatusRecord) -> JobFailed:
-    """What the driver's process raises for a job that ended otherwise than finished."""
+    """Makes the error for a job that did not finish."""
     kind = JobCancelled if status.state == State.CANCELLED else JobFailed
     return kind(
         status.reason or f"job {name!r} was {status.state}",
@@ -142,7 +145,7 @@ def job_failed(name: str, status: StatusRecord) -> JobFailed:
 
 
 def status_of(error: JobFailed) -> StatusRecord:
-    """The same the other way round."""
+    """Makes the status of a job from its error: the reverse of `job_failed`."""
     return StatusRecord(
         state=State.CANCELLED if isinstance(error, JobCancelled) else State.FAILED,
         reason=str(error.args[0]),

@@ -1,8 +1,8 @@
 """Node processes on this host: started, watched, ended.
 
-When a node's process ends, its launcher is the first to know: it says so in etcd (`gone/{node}`) and revokes the
-node's lease, within milliseconds. Where it is asked to, it starts another one in place of one that died. Everything it
-started ends when it does, however it ends: each node holds the read end of a pipe whose write end is ours.
+When a node's process ends, its launcher knows first: within milliseconds it writes `gone/{node}` to etcd and revokes
+the node's lease. If asked to (`--replace`), it starts another node in place of one that died. Each node holds the read
+end of a pipe of its launcher, and so ends with it, however the launcher ends.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ _CRASH_BYTES = 64 << 10
 """More than the stack that `faulthandler` writes: 100 frames at most, and the names of extension modules."""
 _RETRY_S = 0.25
 _TELL_S = 30.0
-"""etcd is told of a node's end for as long: by then, others have seen for themselves that its key is absent."""
+"""How long the launcher tries to write a node's end. By then others have seen that its key is absent."""
 _LAST_TELL_S = 1.0
-"""The same, once we are told to stop."""
+"""The same limit while the launcher stops."""
 _REGISTERS_S = 5.0
-"""A node that is not registered for so long is looked at, and again each time. Most are there in a second or two."""
+"""A node that is not registered after this time is reported, and again each time. Most need a second or two."""
 _KEY_LOOK_S = 1.0
-"""How often its key is looked for: one that was there may vanish, with its lease, in a pause of etcd."""
+"""How often the node's key is looked for: a key may vanish with its lease in a pause of etcd."""
 _WARNED = re.compile(r"^\S+ \S+ taskgraph\.\S+ WARNING (.*)$", re.MULTILINE)
-"""What a node says that it waits for, in its log."""
+"""What a node waits for, as its log says."""
 _LOOK_S = 1.0
-"""How often it is looked whether the event loop of a node stands still."""
+"""How often the launcher looks whether the event loop of a node stands still."""
 _LIVED_S = 10.0
-"""A node that was registered for as long was not ended by how it was started: another one takes its place at once."""
+"""A node that was registered for this time did not die of its start: it is replaced at once."""
 _REPLACE_S = 1.0
-"""Else that waits for so long, and twice as long each time."""
+"""Otherwise its replacement waits for this time, and twice as long after each early death."""
 _REPLACEMENTS = 5
-"""So many that died early, one in place of the other: there is no sixth."""
+"""After so many early deaths in one place there is no replacement."""
 
 
 @dataclasses.dataclass
@@ -81,8 +81,8 @@ class _Process:
     folder: Path  # of its sockets, and of its last words
     devices: str | None = None  # as they were dealt to it
     sharing: int = 1
-    early: int = 0  # nodes that died early, one after the other, in whose place it is
-    came: float = math.inf  # when its key was found: to load a driver may take long, and not go well
+    early: int = 0  # early deaths in its place, one after the other
+    registered_at: float = math.inf
     code: int | None = None
     death: GoneRecord | None = None
     stands: str = ""  # where its event loop stands still
@@ -92,9 +92,9 @@ class LocalNodes:
     """The nodes one launcher started for one job.
 
     Args:
-        collects: we run the job: its results are ours to collect, and nodes keep them for us.
-        ahead: what the first of them are forked from, where that was started ahead; it is ended then.
-        replace: asked of each node that died, and not of one that left: True has another one started in its place.
+        collects: this process runs the job, and collects its results: nodes keep them for it.
+        ahead: a fork server for the first nodes; it is ended after their start.
+        replace: called for each node that died; True: start another one in its place.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class LocalNodes:
         self._replacing: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Task[None]] = set()
         self._sockets: HeldFolder | None = None
-        self._told_waits: set[str] = set()
+        self._reported_waits: set[str] = set()
         self._stopping = False
         self._ended_well = False
         self._oom_kills = host.oom_kills()
         self._by_oom = 0  # nodes that ended so
 
     async def start(self, count: int) -> None:
-        """Starts that many nodes, named n1, n2, ...: names that no other of this job has or had.
+        """Starts `count` nodes. Their names n1, n2, ... are new to this job.
 
         Raises:
             CoordinationError: etcd refuses, or does not say what becomes of its writes.
@@ -153,11 +153,11 @@ class LocalNodes:
         return ForkServer(self._runtime.folder(self._entry.name), self._blas_threads)
 
     async def _take_numbers(self, count: int) -> int:
-        """The first of so many numbers that this launcher alone gets, though others start nodes at this moment.
+        """Reserves `count` numbers for names, and returns the first. Other launchers reserve others.
 
-        An etcd that is away is waited for: it has just taken the job.
+        It waits for an etcd that is away, since the job was just written there.
         """
-        key, unknown, told = self._keys.names, 0, False
+        key, unknown, reported = self._keys.names, 0, False
         while True:
             try:
                 found = await self._coordinator.get(key)
@@ -166,11 +166,11 @@ class LocalNodes:
                 if (await self._coordinator.txn(txn)).succeeded:
                     return given + 1
             except Unavailable as error:
-                if not told:
+                if not reported:
                     log.warning("nodes are started once etcd answers: %s", error)
-                    told = True
+                    reported = True
                 await asyncio.sleep(_RETRY_S)
-            except OutcomeUnknown:  # then these numbers may be nobody's
+            except OutcomeUnknown:  # these numbers may stay unused
                 if (unknown := unknown + 1) == UNKNOWN_TRIES:
                     raise
                 await asyncio.sleep(UNKNOWN_PAUSE_S)
@@ -222,19 +222,19 @@ class LocalNodes:
         return {p.name: p.process.pid for p in self._processes.values() if p.code is None}
 
     def logs(self) -> dict[str, Path]:
-        """Where each node's output goes."""
+        """The log of each node."""
         return {p.name: p.log_path for p in self._processes.values()}
 
     def codes(self) -> dict[str, int]:
-        """Exit codes of the nodes that ended; negative: the signal that ended it."""
+        """Returns exit codes of nodes that ended; negative: the signal."""
         return {p.name: p.code for p in self._processes.values() if p.code is not None}
 
     def deaths(self) -> dict[str, GoneRecord]:
-        """How nodes ended that did not leave by themselves, in the order they were started."""
+        """Returns how nodes ended that did not leave by themselves, in the order of their start."""
         return {p.name: p.death for p in self._processes.values() if p.death is not None}
 
     def log_tail(self, name: str) -> str:
-        """The end of what a node printed."""
+        """Returns the end of a node's log."""
         path = self._processes[name].log_path
         try:
             return "\n".join(_end_of(path, _TAIL_BYTES).splitlines()[-_TAIL_LINES:])
@@ -243,11 +243,11 @@ class LocalNodes:
 
     @property
     def stands(self) -> tuple[str, ...]:
-        """Where the event loops of nodes stand still, or did when they ended: one line each."""
+        """Says which event loops stand still, or did when their node ended: one line each."""
         return tuple(entry.stands for entry in self._processes.values() if entry.stands)
 
     async def _look(self, entry: _Process) -> None:
-        """Tells, until cancelled, where the event loop of a node stands still."""
+        """Reports where the event loop of a node stands still, until cancelled."""
         standing = Standing(entry.folder, entry.process.pid)
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -261,47 +261,47 @@ class LocalNodes:
             log.info("%s", text)
             key = self._keys.event(f"{event.at:017.6f}-launcher{os.getpid()}-{entry.name}")
             with contextlib.suppress(CoordinationError):
-                if revision := await self._run_to_tell():
+                if revision := await self._spec_revision():
                     await self._coordinator.txn(put_events(self._keys, revision, [(key, event)]))
 
     async def _look_for_key(self, entry: _Process) -> None:
-        """Tells, until cancelled, why a node is not registered: nobody else can, where etcd takes no writes."""
+        """Reports why a node is not registered, until it is. No other process can while etcd takes no writes."""
         began = absent_since = time.monotonic()
         while True:
             await asyncio.sleep(_KEY_LOOK_S)
             asked = time.monotonic()
             try:
                 if await self._coordinator.get(self._keys.node(entry.node_id)) is not None:
-                    entry.came = time.monotonic()
+                    entry.registered_at = time.monotonic()
                     return
-            except CoordinationError:  # whoever follows the job waits for etcd, too, and says so
+            except CoordinationError:  # the follower waits for etcd, too, and says so
                 absent_since = time.monotonic()
                 continue
             now = time.monotonic()
-            if now - asked > _KEY_LOOK_S:  # etcd was away: the node may have been there, and has to come back
+            if now - asked > _KEY_LOOK_S:  # etcd was away, and the node may have to register again
                 absent_since = now
             if now - absent_since < _REGISTERS_S:
                 continue
             absent_since = now
             said = _WARNED.findall(self.log_tail(entry.name))
-            if said and said[-1] not in self._told_waits:  # of several nodes mostly the same
-                self._told_waits.add(said[-1])
+            if said and said[-1] not in self._reported_waits:  # several nodes mostly wait for the same
+                self._reported_waits.add(said[-1])
                 log.warning("%s is not registered after %.0f s: %s", entry.name, now - began, said[-1])
 
     async def _watch(self, entry: _Process) -> None:
-        """Waits for the end of one process, and sees to it that everybody hears of it."""
+        """Waits for the end of one process, and reports it."""
         watching = [asyncio.ensure_future(self._look_for_key(entry)), asyncio.ensure_future(self._look(entry))]
         try:
             entry.code = code = await entry.process.wait()
-            end_group(entry.process.pid)  # what user code started there, workers of a pool say
+            end_group(entry.process.pid)  # what user code started there, such as workers of a pool
         finally:
             os.close(entry.pipe)
             await ended(*watching)
             for each in watching:
                 if not each.cancelled() and (error := each.exception()) is not None:
-                    log.error("node %s was not looked after to its end", entry.name, exc_info=error)
+                    log.error("watching node %s failed", entry.name, exc_info=error)
         left = lastwords.read(entry.folder)
-        if code != 0 or (left is not None and not left.meant):  # else it left by itself, and said so
+        if code != 0 or (left is not None and not left.meant):  # else it left, and wrote that itself
             record = GoneRecord(
                 reason=f"killed by {self._killer(-code)}" if code < 0 else f"exited with code {code}",
                 ran=left.ran if left is not None else (),
@@ -311,7 +311,7 @@ class LocalNodes:
             )
             entry.death = record
             log.info("node %s (process %d) %s", entry.name, entry.process.pid, record.how_it_ended)
-            _keep(self._telling, self._tell_gone(entry.node_id, record), f"tell of {entry.name}")
+            _keep(self._telling, self._write_gone(entry.node_id, record), f"write the end of {entry.name}")
             if not self._stopping and self._replace():
                 _keep(self._replacing, self._take_its_place(entry), f"replace {entry.name}")
         shutil.rmtree(entry.folder, ignore_errors=True)
@@ -319,12 +319,12 @@ class LocalNodes:
 
     async def _take_its_place(self, dead: _Process) -> None:
         await self._start_another(dead)
-        # Where it died while another one was started, what it left became ours: zombies, for as long as we live.
+        # While a node is started, this process adopts orphans: those of the dead node would stay zombies.
         await reap_session(dead.process.pid)
 
     async def _start_another(self, dead: _Process) -> None:
-        """In place of one that died, with its devices; but not where nodes there die again and again."""
-        early = dead.early + 1 if time.monotonic() - dead.came < _LIVED_S else 0
+        """Starts a node in place of one that died, with its devices, unless too many died early in that place."""
+        early = dead.early + 1 if time.monotonic() - dead.registered_at < _LIVED_S else 0
         while (pause_s := pause_before_another(early)) is not None:
             if early > 1:
                 log.warning("another node is started in place of %s in %g s: %d died early", dead.name, pause_s, early)
@@ -335,7 +335,7 @@ class LocalNodes:
                 name = f"n{await self._take_numbers(1)}"
                 async with self._forkserver() as server:
                     await self._start(server, name, dead.devices, dead.sharing, early)
-            except (TaskGraphError, OSError) as error:  # etcd refuses, or this host does, for now
+            except (TaskGraphError, OSError) as error:  # etcd or this host refuses for now
                 early += 1
                 log.warning("no node is started in place of %s yet: %s", dead.name, error)
             else:
@@ -352,21 +352,21 @@ class LocalNodes:
         )
 
     def _killer(self, number: int) -> str:
-        """The signal that ended a node, and whether it was the kernel's since memory was used up, as it seems."""
+        """Names the signal that ended a node, and says if the kernel sent it because memory was used up."""
         before, now = self._oom_kills, host.oom_kills() if number == signal.SIGKILL else None
         if before is None or now is None or now - before <= self._by_oom:
             return signal_name(number)
         self._by_oom += 1
         return f"{signal_name(number)}, {OUT_OF_MEMORY} (the kernel killed {now - before} of its control group so far)"
 
-    async def _tell_gone(self, node: str, record: GoneRecord) -> None:
-        """Puts `gone/{node}` and revokes the node's lease: nobody has to wait until it expires."""
+    async def _write_gone(self, node: str, record: GoneRecord) -> None:
+        """Writes `gone/{node}` and revokes the node's lease, so that others need not wait until it expires."""
         gone, spec = self._keys.gone(node), self._keys.spec
         read = Get(self._keys.node(node))
-        until, told = time.monotonic() + _TELL_S, set[str]()
+        until, reported = time.monotonic() + _TELL_S, set[str]()
         while True:
             try:
-                if revision := await self._run_to_tell():
+                if revision := await self._spec_revision():
                     # A node that died before it registered has no key. Where its registration is still on its way to
                     # etcd it counts for nothing, since it is gone already.
                     as_read = (Compare(gone, 0), Compare(spec, revision))
@@ -379,34 +379,33 @@ class LocalNodes:
                     await self._coordinator.revoke(NodeRecord.from_bytes(kv.value).lease)
                 return
             except CoordinationError as error:
-                if (why := str(error)) not in told:
-                    told.add(why)
-                    log.warning("cannot tell that node %s %s: %s", node, record.how_it_ended, why)
+                if (why := str(error)) not in reported:
+                    reported.add(why)
+                    log.warning("etcd does not take that node %s %s: %s", node, record.how_it_ended, why)
                 if time.monotonic() > until:
                     return
                 await asyncio.sleep(_RETRY_S)
 
-    async def _run_to_tell(self) -> int:
-        """The revision of the `spec` of the run that is to be told of a node's end; 0: there is none.
+    async def _spec_revision(self) -> int:
+        """Returns the revision of the run's `spec`; 0: a node's end is not to be written.
 
-        Nodes that end because their job did leave no trace in somebody's etcd, nor do those of a job that it lost. And
-        a run that was submitted under this name meanwhile must not count what the code of the one before has ended.
+        The job may have ended, with its nodes; etcd may have lost it; or another run may have this name now.
         """
         spec, status = await self._coordinator.get(self._keys.spec), await self._coordinator.get(self._keys.status)
         if spec is None or status is None:
             return 0
         try:
             run, state = JobSpec.from_bytes(spec.value).run, StatusRecord.from_bytes(status.value).state
-        except DecodeError:  # somebody wrote something else there, which ends the job
+        except DecodeError:  # no spec or status of ours: the job is lost
             return 0
         over = self._stopping and state != State.RUNNING
         return 0 if over or self._entry.run not in ("", run) else spec.mod_revision
 
     async def wait(self, timeout_s: float | None) -> None:
-        """Waits until all nodes ended by themselves, and no other ones are to take their place.
+        """Waits until all nodes have ended and none is to be replaced.
 
         Args:
-            timeout_s: at most so long; None: for as long as it takes.
+            timeout_s: None: without a limit.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -414,9 +413,12 @@ class LocalNodes:
                     await asyncio.wait(going)
 
     async def wait_to_end(self, timeout_s: float, code_s: float) -> None:
-        """Waits until all nodes ended by themselves: `timeout_s` after they last ran code of the user's, the last of
-        which (`teardown()`) may take `code_s`. Tells whose process that code ended: the job has its result all the
-        same. From then on it is told whom `stop` kills."""
+        """Waits for nodes to end by themselves after the job's end, and logs which ones `teardown()` killed.
+
+        Args:
+            timeout_s: limit without user code running.
+            code_s: limit for the last user code, `teardown()`.
+        """
         self._ended_well = True
         until = time.monotonic() + timeout_s
         most = until + code_s
@@ -430,7 +432,7 @@ class LocalNodes:
                 log.warning("node %s %s: what that was to save may not be there", entry.name, death.how_it_ended)
 
     def _running(self) -> dict[str, tuple[Ran, ...]]:
-        """The code of the user's that nodes run which nothing halts, by their names."""
+        """Returns the user code that nodes run, by their names; not of nodes that a signal halted."""
         found = {}
         for entry in self._processes.values():
             if entry.code is None and not stopped(entry.process.pid):
@@ -440,26 +442,26 @@ class LocalNodes:
         return found
 
     async def leave(self, within_s: float) -> None:
-        """Has every node hand over and leave; one that has not after `within_s` gets SIGKILL."""
+        """Lets every node hand over and leave; after `within_s` it gets SIGKILL."""
         self._stopping = True
         await ended(*self._replacing)
-        self._tell_to_leave()
+        self._ask_to_leave()
         await self.wait(within_s)
         self.kill_now()
 
     async def stop(self, grace_s: float, *, tell: bool = True) -> None:
-        """Ends every node: it is told to hand over and leave; after `grace_s` SIGKILL.
+        """Ends every node: lets it hand over and leave; after `grace_s` it gets SIGKILL.
 
         Args:
-            tell: nodes that do not leave by themselves are declared gone; False: there is no etcd any more.
+            tell: declare killed nodes gone; False: there is no etcd left.
         """
         self._stopping = True
         try:
             await ended(*self._replacing)
             if grace_s > 0:
-                self._tell_to_leave()
+                self._ask_to_leave()
                 await self.wait(grace_s)
-        finally:  # whoever waits here may be cancelled, and a node that is stopped (SIGSTOP) obeys nothing else
+        finally:  # also if this is cancelled; a node that is stopped (SIGSTOP) obeys nothing but SIGKILL
             if self._ended_well:
                 running = self._running()
                 for name in self.pids():
@@ -471,7 +473,7 @@ class LocalNodes:
                 if self._telling:
                     await asyncio.wait(self._telling, timeout=_LAST_TELL_S if tell else 0.0)
                 await ended(*self._telling)
-            finally:  # also where somebody is in so much of a hurry that this is cancelled, too
+            finally:  # also if this is cancelled again
                 for telling in self._telling:
                     telling.cancel()
                 if self._sockets is not None:
@@ -479,13 +481,13 @@ class LocalNodes:
                     self._sockets = None
 
     def kill_now(self) -> None:
-        """SIGKILL for all, at once; also for a second Ctrl-C."""
+        """Sends SIGKILL to all nodes."""
         for entry in self._processes.values():
             if entry.code is None:
                 tell_child(entry.process, signal.SIGKILL)
 
-    def _tell_to_leave(self) -> None:
-        """By the pipe: a node that got a signal already, as all of our group may have, would take ours for a second."""
+    def _ask_to_leave(self) -> None:
+        """Asks by the pipe: a node would take a signal for the second one if its whole group had got one already."""
         for entry in self._processes.values():
             if entry.code is None:
                 with contextlib.suppress(OSError):  # it has ended
@@ -493,10 +495,10 @@ class LocalNodes:
 
 
 def pause_before_another(early: int) -> float | None:
-    """How long the place of a node that died is left empty, in seconds; None: for good.
+    """Returns the pause before a dead node is replaced, in seconds; None: it is not replaced.
 
     Args:
-        early: so many in that place died early, or could not be started, one after the other.
+        early: early deaths and failed starts in its place, one after the other.
     """
     if early > _REPLACEMENTS:
         return None
@@ -504,7 +506,7 @@ def pause_before_another(early: int) -> float | None:
 
 
 def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> None:
-    """Begins it, and keeps it there until it is done."""
+    """Starts a task, and keeps it in a set until it is done."""
     task = asyncio.get_running_loop().create_task(work, name=name)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

@@ -1,7 +1,7 @@
-"""What the nodes of this host print: passed on line by line, and found in their logs afterwards.
+"""Passes on what the nodes of this host print, line by line, and reads their logs afterwards.
 
 A node's standard output and error go to one file, which outlives it. What the framework tells there below a warning is
-told elsewhere, too (the progress, `taskgraph events`), and is left out here.
+shown elsewhere, too (the progress, `taskgraph events`), and is left out here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import BinaryIO
 __all__ = ["LogTails", "passing_on", "printed"]
 
 _LINE = rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} taskgraph(?!\.task\.)[.\w]* "
-"""See `node.process.log_to_stderr`. What a task tells its own logger, `self.log`, is the user's."""
+"""See `node.process.log_to_stderr`. Lines of a task's own logger, `self.log`, are the user's."""
 _OURS = re.compile(_LINE + rb"(DEBUG|INFO) ")
 _OURS_OF_ANY_LEVEL = re.compile(_LINE + rb"[A-Z]+ ")
 _CHUNK = 64 * 1024
@@ -28,8 +28,7 @@ _LONGEST = 64 * 1024
 
 @contextlib.contextmanager
 def passing_on(show: Callable[[str], None]) -> Iterator[None]:
-    """Shows what tasks of this process tell `self.log`, on the loop that runs; but where the program that they are in
-    has its logging set up, that does."""
+    """Shows what tasks of this process log with `self.log`, unless the user's program has set up logging."""
     logger, loop = logging.getLogger("taskgraph.task"), asyncio.get_running_loop()
     handler = _Handler(lambda line: loop.call_soon_threadsafe(show, line))
     handler.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s"))
@@ -54,16 +53,16 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._show(self.format(record))
-        except Exception:  # as every handler does: a mistake in a call of a logger ends no program
+        except Exception:  # as every handler does: a wrong call of a logger ends no program
             self.handleError(record)
 
 
 class LogTails:
-    """Follows logs. Files are opened once, so that where they are moved to does not matter.
+    """Follows logs. Files are opened once, so they may be moved.
 
     Args:
-        logs: of all nodes so far, by name; asked each time. A node may begin and end from one time to the next.
-        ended: the names of those that ended: their logs are read to the end, and closed.
+        logs: returns the logs of all nodes so far, by name. A node may start and end between two calls.
+        ended: returns the names of nodes that ended: their logs are read to the end, and closed.
         show: takes `node | line`.
     """
 
@@ -91,8 +90,8 @@ class LogTails:
                     self._files[name], self._rest[name] = path.open("rb"), b""
 
     def poll(self) -> bool:
-        """Passes on what is new; returns whether there may be more."""
-        more, over = False, self._ended()  # before it is read: nothing comes after that
+        """Passes on new lines; returns True if there may be more."""
+        more, over = False, self._ended()  # before reading: an ended node writes no more
         self._open()
         for name, file in list(self._files.items()):
             data = file.read(_CHUNK)
@@ -113,13 +112,13 @@ class LogTails:
             self._pass_on(name, rest)
 
     def _pass_on(self, name: str, line: bytes) -> None:
-        ours = _OURS.search(line)  # not at its beginning: after something printed without an end of line
+        ours = _OURS.search(line)  # perhaps after output without a line end
         line = line[: ours.start()] if ours else line
         if line or not ours:
             self._show(f"{name.ljust(self._width)} | {line.decode(errors='replace').rstrip()}")
 
     def close(self) -> None:
-        """Passes on what is left."""
+        """Passes on the rest, and closes the files."""
         try:
             while self.poll():
                 pass
@@ -131,7 +130,7 @@ class LogTails:
 
 
 def printed(folder: Path) -> bool:
-    """Whether anything but the framework's own lines is at the end of the logs there."""
+    """Says whether the ends of these logs have lines that are not the framework's own."""
     return any(
         line and not _OURS_OF_ANY_LEVEL.match(line)
         for path in sorted(folder.glob("n*.log"))
@@ -146,6 +145,6 @@ def _last_lines(path: Path) -> Iterator[bytes]:
             part = file.readline() if file.tell() else b""
             yield from file.read().split(b"\n")
             if len(part) == _CHUNK:
-                yield part  # all there is, of a line longer than any of ours
+                yield part  # part of a line longer than any of ours
     except FileNotFoundError:  # another run of the job makes room
         return

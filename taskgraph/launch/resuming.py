@@ -1,10 +1,10 @@
-"""Where a job begins: at its beginning, or at its newest checkpoint that can be used.
+"""Decides where a job begins: at epoch 0, or at its newest usable checkpoint.
 
-A job that left checkpoints is not begun anew by mistake: whoever starts it says which it is to be. Continuing needs
-neither the etcd nor the nodes of the run before, and any number of nodes.
+If there are checkpoints, the user must say which (`--resume`, `--fresh`). To continue needs neither the etcd nor the
+nodes of the earlier run, and any number of nodes will do.
 
-What is continued is the run that was begun last, also where it left no checkpoint and those before it did: it was
-begun anew to be rid of these, and starts from its beginning again.
+A resumed run continues the run that was begun last. If that run left no checkpoint, the job starts at epoch 0, even if
+earlier runs left some: the last run was begun to replace them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Resume = bool | Literal["changed"]
 """Whether a job goes on from its newest checkpoint; "changed": also where its driver was changed since."""
 
 _SLOW_S = 5.0
-"""After which it is told that a place is slow: all files of a checkpoint are read before a job goes on from it."""
+"""After this time a slow directory is reported: all files of a checkpoint are read before a job goes on from it."""
 _CHANGED = "(--resume-changed, resume='changed')"
 
 
@@ -184,7 +184,7 @@ async def begin(coordinator: Coordinator, spec: JobSpec, beginning: Beginning) -
     """Submits the job as `plan` says; raises what `submit` does.
 
     Then it notes in the place that the run was begun over earlier ones: it may be killed before it writes anything
-    there, and one that was refused did not begin. A place that does not take it keeps nobody from running the job.
+    there, and one that was refused did not begin. If that fails, the job runs all the same.
     """
     await submit(coordinator, spec, beginning)
     if beginning.over is None:
@@ -224,7 +224,7 @@ async def _known(coordinator: Coordinator, spec: JobSpec, before: KeyValue | Non
 
 
 async def _outside(store: Store, look: Callable[[], _Looked], job: str, timeout_s: float | None) -> _Looked:
-    """Looks in a thread that keeps nobody: whoever gives up on a place that hangs can leave. Tells of a slow one."""
+    """Looks at a directory in a thread that can be left behind if the directory hangs. Reports a slow one."""
     threads = PooledThreads("checkpoints", limit=1)
     looking = threads.run(look)
     try:

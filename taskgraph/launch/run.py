@@ -134,24 +134,24 @@ def run(
             raise
         from taskgraph.launch.inprocess import ended_by_users
 
-        if told := ended_by_users(error, name or job.name):
-            raise told from None
+        if failed := ended_by_users(error, name or job.name):
+            raise failed from None
         raise
 
 
 def _refuse_at_the_end(job: str) -> None:
-    """Raises JobError where the interpreter ends and starts no thread any more: gRPC ends the process then.
+    """Raises JobError if the interpreter ends, and can start no thread: gRPC would end the process.
 
-    From when on that is so differs from version to version: it is tried.
+    The moment differs between versions of Python, so this starts a thread.
     """
     probe = threading.Thread(target=int, name="taskgraph-probe", daemon=True)
     try:
         probe.start()
     except RuntimeError as error:
-        if no_thread(error):  # by a limit: whoever needs one says so
+        if no_thread(error):  # a limit on threads: other code reports that
             return
         raise JobError(
-            f"job {job!r} cannot be run, as no thread can be started any more ({error}): run it before the main thread "
+            f"job {job!r} cannot be run, as no thread can be started ({error}): run it before the main thread "
             f"ends, not in atexit, and let that join a thread which runs it"
         ) from None
     probe.join()
@@ -211,7 +211,7 @@ async def arun(
                     timeout_s=timeout_s,
                 )
             except BaseException as error:
-                rpc.forget_frames(error, before)  # whoever keeps it keeps no connection
+                rpc.forget_frames(error, before)  # the error must not keep connections open
                 raise
         if shown is not None:
             shown.end(result.reports)
@@ -233,7 +233,7 @@ async def _on_nodes(
     """Runs it on node processes of this host."""
     access.listening.check(nodes)
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-        log.warning("this program ignores SIGCHLD: how a node or etcd ended is not known, and told as exit code 255")
+        log.warning("this program ignores SIGCHLD: how a node or etcd ended is unknown, and reported as exit code 255")
     token = access.token or secrets.token_hex(32)
     spec = JobSpec.of(job, expected_nodes=nodes, token_mark=mark(bytes.fromhex(token)))
     async with AsyncExitStack() as stack:
@@ -363,6 +363,6 @@ async def _kept(name: str, etcd: str) -> KeptJob | None:
     async with await connect(etcd, etcd_access()) as coordinator:
         kept, spec = await kept_in_etcd(coordinator, name), await coordinator.get(Keys(name).spec)
     if kept is not None and kept.result is None and spec is not None:
-        # Where etcd has no room for it, whoever collected it may have done so here.
+        # etcd may have had no room for the result; it may be kept here.
         return Runtime().finished(name, JobSpec.from_bytes(spec.value).run) or kept
     return kept

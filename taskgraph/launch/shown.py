@@ -1,4 +1,4 @@
-"""What is shown of a job while it runs: by the command line, and by `tg.run(..., progress=True)`."""
+"""Shows a job while it runs: for the command line, and for `tg.run(..., progress=True)`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _TICK_S = 0.25
 
 
 class Shown(Progress):
-    """The progress of a job, and what its tasks print, where that is followed. An async context, while which it moves;
-    it ends with it, if it was not ended before."""
+    """Shows the progress of a job, and what its tasks print, while its async context lasts, or until `end`."""
 
     _tails: LogTails | None = None
 
     def follow_logs(self, nodes: LocalNodes) -> None:
-        """Shows what is in their logs, and what comes."""
+        """Shows the nodes' logs, also lines to come."""
         self._tails = LogTails(nodes.logs, nodes.codes, self.line)
 
     async def __aenter__(self) -> Shown:

@@ -1,4 +1,4 @@
-"""Submitting a job: one transaction that begins it, unless one of that name is running."""
+"""Submits a job: one transaction begins it, unless a job of that name is running."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from taskgraph.protocol.view import readable
 __all__ = ["UNKNOWN_PAUSE_S", "UNKNOWN_TRIES", "Beginning", "check_not_running", "submit"]
 
 UNKNOWN_TRIES = 8
-"""Whoever waits for a command is told why after so many writes of unknown outcome: an etcd whose space is used up
-answers nothing else, for as long as it is left like that."""
+"""After so many writes of unknown outcome the command fails with the reason: an etcd whose space is used up answers
+nothing else."""
 UNKNOWN_PAUSE_S = 0.25
 
 
@@ -29,9 +29,9 @@ class Beginning:
 
     Attributes:
         refused: why newer checkpoints cannot be used, each by name.
-        after: the revision of the run before, as etcd knew it when this was decided; 0: it knew of none. Where there
-            was another run since, this is no beginning any more. None: it does not depend on that.
-        over: the newest checkpoint of earlier series, over which it begins at epoch 0; see `resuming.begin`.
+        after: the revision of the run before when this was decided; 0: there was none. If another run came since, this
+            beginning is stale. None: this does not matter.
+        over: the newest checkpoint of earlier series, if the run begins at epoch 0 all the same; see `begin`.
     """
 
     epoch: EpochRecord
@@ -42,10 +42,10 @@ class Beginning:
 
 
 async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning | None = None) -> None:
-    """Puts the job's first keys, and deletes those of an earlier job of that name.
+    """Writes the job's first keys, and deletes those of an earlier job of that name.
 
     Args:
-        beginning: where it begins; None: at the beginning.
+        beginning: None: at epoch 0.
 
     Raises:
         JobRunning: a job of that name is running.
@@ -92,7 +92,7 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
         try:
             if (await coordinator.txn(txn)).succeeded:
                 return
-        except OutcomeUnknown:  # looked at again: the run id tells
+        except OutcomeUnknown:  # the run id tells whether it was written
             if (unknown := unknown + 1) == UNKNOWN_TRIES:
                 raise
             await asyncio.sleep(UNKNOWN_PAUSE_S)
@@ -104,14 +104,14 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
 
 
 async def check_not_running(coordinator: Coordinator, keys: Keys) -> None:
-    """Raises JobRunning where the job is running."""
+    """Raises JobRunning if the job is running."""
     status = await coordinator.get(keys.status)
     if status is not None and readable(StatusRecord.from_bytes, status, keys).state == State.RUNNING:
         raise JobRunning(await _running_text(coordinator, keys))
 
 
 async def _running_text(coordinator: Coordinator, keys: Keys) -> str:
-    """What whoever would submit a job of that name can do."""
+    """Says that the job is running, and what the user can do."""
     name, pointer = keys.job, await coordinator.get(keys.checkpoint)
     if (await coordinator.list(keys.nodes)).items:
         return (

@@ -1,4 +1,4 @@
-"""One job's nodes on this host, from their start to the job's end: whatever happens, none is left behind."""
+"""One job's nodes on this host, from their start to the job's end. Whatever happens, no node is left behind."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ log = logging.getLogger("taskgraph.launch")
 E = TypeVar("E", bound=Exception)
 
 _NODE_END_S = 5.0
-"""Nodes that were told to leave, or whose job ended, get this long."""
+"""Nodes that are to leave, or whose job ended, get this long."""
 _CANCELLED_END_S = 1.0
-"""Somebody waits for an interrupted job to end: nothing of it is needed any more."""
+"""Nodes of an interrupted job get less: a user waits, and needs nothing of theirs."""
 _LAST_WORDS_S = 2.0
-"""etcd gets this long for what is only nice to have: the status of a job that ends, its events."""
+"""etcd gets this long for the last status of a job, and for its events."""
 _TAILS = 8
-"""Nodes whose logs a failure shows: the reason is kept in etcd, too."""
+"""A failure shows the logs of so many nodes: etcd keeps the text, too."""
 _ALL_ENDED_S = 1.0
-"""When all nodes ended, they may have done so because the job did: its end is read within this time."""
+"""All nodes may have ended because the job did: its end is read within this time."""
 _SAME_SIGNAL_S = 0.1
-"""Processes that get the same signal act upon it within this time."""
+"""All processes of a group have acted upon a signal within this time."""
 
 _INTERRUPTED = "interrupted"
 
 
 @dataclass
 class Hooks:
-    """What a front end wants to hear of a run, and can do about it.
+    """What a front end does during a run.
 
     Attributes:
-        on_event: every event of the job. Where it raises, that is logged, and it is told no more.
+        on_event: gets every event of the job, until it raises, which is logged.
         on_start: (follower, nodes) once the nodes are started.
     """
 
@@ -67,12 +67,12 @@ class Hooks:
 
 
 class Supervisor:
-    """Starts nodes for a submitted job, follows it to its end, collects its result. Who made the follower stops it.
+    """Starts nodes for a submitted job, follows it to its end, collects its result. The caller stops the follower.
 
     Args:
-        etcd_ended: returns when the job's own etcd ended, and how; None where it is somebody else's.
-        ahead: what nodes are forked from, where that was started ahead.
-        replace: start another node in place of one that died, while the job is open.
+        etcd_ended: returns when the job's own etcd ended, and how; None: the etcd is not the job's own.
+        ahead: a fork server that was started before.
+        replace: start another node in place of one that died, while the job runs.
     """
 
     def __init__(
@@ -108,21 +108,21 @@ class Supervisor:
             replace=lambda: replace and follower.open,
         )
         self._without_etcd = ""
-        """How the job's own etcd ended: there is nobody left to tell or to ask."""
+        """How the job's own etcd ended; "": it runs, or there is none."""
         self._uncollected = ""
-        """Why nobody has the values, if the job has finished."""
+        """Why the values of a finished job were not collected."""
 
     async def run(self, count: int, timeout_s: float | None) -> JobResult:
-        """The job's result.
+        """Runs the job on `count` nodes of this host, and returns its result.
 
         Raises:
-            JobFailed: the job's own failure, or nobody is left to go on.
+            JobFailed: the job failed, or no node is left.
             JobTimeout: it did not end in time.
         """
         grace_s = others_s = _NODE_END_S
         try:
             try:
-                async with asyncio.timeout(timeout_s):  # an etcd that is away is waited for, from the first read on
+                async with asyncio.timeout(timeout_s):  # from the first read on an etcd that is away is waited for
                     await self._follower.start(self._hooks.on_event)
                     await self._start(count)
                     if self._hooks.on_start is not None:
@@ -144,9 +144,9 @@ class Supervisor:
             if self._without_etcd:
                 grace_s = 0.0  # its nodes cannot hand anything over
             else:
-                await self._nodes.wait(_CANCELLED_END_S)  # they read that it failed, and leave
+                await self._nodes.wait(_CANCELLED_END_S)  # they read the failure, and leave
             raise
-        except Exception as error:  # no failure of the job's: who looks at it later finds why it ended
+        except Exception as error:  # not the job's failure, but its status must say why it ended
             self._uncollected = _why_uncollected(error)
             await self._try_to_end(end_reason(error), State.FAILED)
             raise
@@ -161,8 +161,8 @@ class Supervisor:
             raise JobFailed(str(error), job=self._spec.name) from error
 
     async def _result(self) -> tuple[list[TaskResult], JobResult]:
-        """Whichever comes first: the job's end, that of all nodes, of etcd, or of our own following."""
-        stops = [self._nobody_left(), self._follower.broken()]
+        """Waits for the first end: of the job, of all nodes, of etcd, or of the follower."""
+        stops = [self._no_node_left(), self._follower.broken()]
         if self._etcd_ended is not None:
             stops.append(self._no_etcd(self._etcd_ended))
         async with alongside(self._to_the_end()) as (ending,), alongside(*stops) as stopped:
@@ -171,7 +171,7 @@ class Supervisor:
                 await asyncio.wait([ending], timeout=_ALL_ENDED_S)
             if ending.done():
                 result = ending.result()
-                _tell_deaths(self._nodes)
+                _report_deaths(self._nodes)
                 return result
             for other in stopped:
                 if other.done():
@@ -179,12 +179,12 @@ class Supervisor:
             raise AssertionError("each of them raises")
 
     async def _to_the_end(self) -> tuple[list[TaskResult], JobResult]:
-        """What its tasks keep of a job that finished, and the result that this makes."""
+        """Waits for the job's end; returns the results of its tasks, and the job's."""
         status = await self._follower.ended()
         if status.state != State.FINISHED:
             await self._follower.tell_rest()
             raise self._noted(job_failed(self._spec.name, with_stands(status, self._nodes.stands)))
-        async with alongside(self._failed_after_all(), self._follower.results(else_lost=True)) as (failed, collecting):
+        async with alongside(self._failed_after_all(), self._follower.results()) as (failed, collecting):
             await any_done(failed, collecting)
             if failed.done():
                 await self._follower.tell_rest()
@@ -193,21 +193,21 @@ class Supervisor:
         return found, self._follower.assemble(found, time.monotonic() - self._began)
 
     async def _failed_after_all(self) -> StatusRecord:
-        """A `result()` that raises fails a job that had finished; one that was rolled back runs again."""
+        """Waits for a finished job to fail: a `result()` may raise. A job that was rolled back runs again."""
         keeper, going_on = self._follower.keeper, (State.FINISHED, State.RUNNING)
         await keeper.wait_until(lambda v: v.status is None or v.status.record.state not in going_on, structure=True)
         status = keeper.view.status
         return status.record if status else StatusRecord(state=State.CANCELLED, reason=DELETED)
 
-    async def _nobody_left(self) -> None:
-        """Raises JobFailed when every node started here ended and none started elsewhere is there, or may come back."""
+    async def _no_node_left(self) -> None:
+        """Raises JobFailed when every node started here has ended, and no other node is there or may come back."""
         await self._nodes.wait(None)
         keeper, run = self._follower.keeper, self._spec.run
-        await keeper.refresh()  # what a watch tells, a re-read also finds
+        await keeper.refresh()  # the watch may be late
         while True:
             await keeper.wait_until(lambda view: not view.live_nodes(run), structure=True)
             await self._absent_ones()
-            await asyncio.sleep(_ALL_ENDED_S)  # they may have ended because the job did: its end is read meanwhile
+            await asyncio.sleep(_ALL_ENDED_S)  # the job may have ended: that is read meanwhile
             if not keeper.view.live_nodes(run):
                 break
         what = "no node is left to go on"
@@ -217,14 +217,14 @@ class Supervisor:
             what = (
                 f"its results, of a job that had finished, with them ({self._follower.unreachable or 'not asked for'})"
             )
-        silent = f" or was not heard of for {self._lost_after_s:g} s" if self._absent(keeper.view) else ""
+        silent = f" or was silent for {self._lost_after_s:g} s" if self._absent(keeper.view) else ""
         ended = f"every node has ended{silent}, {what}{self._follower.way_on('; ')}"
         reason = f"{_cause(self._nodes)}{ended}\n{_tails(self._nodes)}"
         await self._try_to_end(reason, State.FAILED)
         raise JobFailed(reason, job=self._spec.name)
 
     async def _absent_ones(self) -> None:
-        """Waits for nodes of other launchers whose keys are gone: what paused, a host or etcd, comes back with them."""
+        """Waits for nodes of other launchers whose keys are gone: their host or etcd may have paused."""
         keeper, run = self._follower.keeper, self._spec.run
         absent = self._absent(keeper.view)
         if not absent:
@@ -240,7 +240,7 @@ class Supervisor:
                 await back
 
     def _absent(self, view: JobView) -> list[str]:
-        """Nodes started elsewhere that hold a task and are not registered, and that nobody declared gone."""
+        """Returns nodes started elsewhere that hold a task, are not registered, and are not declared gone."""
         holders = {known.record.node for known in view.primaries.values()}
         holders |= {node for task in view.primaries for node in view.in_sync(task)}
         return sorted(holders - view.nodes.keys() - view.gone.keys() - self._nodes.ids())
@@ -250,15 +250,15 @@ class Supervisor:
         return float(self._spec.setting("lost_after_s"))
 
     async def _others_text(self) -> str:
-        """That the job has finished, and its results are not ours: what became of them."""
+        """Says where the results of a finished job are that another process collected."""
         await self._take_others()
-        told = f"job {self._spec.name!r} has finished, but its results are not with who ran it: "
+        text = f"job {self._spec.name!r} has finished, but this run did not collect its results: "
         if self._follower.kept_json is None:
-            return f"{told}{self._follower.not_kept}"
-        return f"{told}another one collected them first, and `taskgraph result {self._spec.name}` has its values"
+            return f"{text}{self._follower.not_kept}"
+        return f"{text}another process collected them first, and `taskgraph result {self._spec.name}` has its values"
 
     async def _take_others(self) -> None:
-        """Keeps here what another one who collected the results has kept in etcd, or on this host, or says why not."""
+        """Keeps here the results that another process collected, or notes why not."""
         kept = self._runtime.finished(self._spec.name, self._spec.run)
         if kept is None or kept.result is None:
             async with if_etcd_answers(_LAST_WORDS_S):
@@ -266,12 +266,12 @@ class Supervisor:
         if kept is not None and kept.result is not None:
             self._follower.kept_json = json.dumps(kept.result)
         else:
-            self._follower.not_kept = (kept.not_kept if kept is not None else "") or "another one collected them"
+            self._follower.not_kept = (kept.not_kept if kept is not None else "") or "another process collected them"
 
     def _noted(self, error: E) -> E:
-        """The error, with a note that says how the job can be continued."""
+        """Adds a note to the error that says how the job can be continued."""
         pointer = self._follower.view.checkpoint
-        # An error that names that checkpoint says that it cannot be used.
+        # An error that names the checkpoint says that it cannot be used.
         if pointer is not None and pointer.record.name not in str(error):
             error.add_note(self._follower.way_on())
         return error
@@ -279,7 +279,7 @@ class Supervisor:
     async def _no_etcd(self, ended: Callable[[], Awaitable[str]]) -> None:
         self._without_etcd = how = await ended()
         kept = self._runtime.kept_logs(self._spec.name)
-        lost = "no epoch can commit any more"
+        lost = "no epoch can commit"
         if self._follower.view.finished:
             lost = "the results, of a job that had finished, cannot be collected"
         raise JobFailed(
@@ -306,12 +306,12 @@ class Supervisor:
         return waits_text(said)
 
     async def _try_to_end(self, reason: str, state: str) -> None:
-        """Says in etcd that the job ended; its nodes and, where it is embedded, its etcd end with us in any case."""
+        """Writes the job's end to etcd, if etcd answers."""
         async with if_etcd_answers(_LAST_WORDS_S):
             await self._follower.cancel_job(reason, state=state)
 
-    async def _tell_uncollected(self) -> None:
-        """So that whoever asks for the values reads why there are none; while nodes elsewhere keep them, there are."""
+    async def _note_uncollected(self) -> None:
+        """Notes why the values were not collected, unless nodes elsewhere still keep them."""
         self._follower.not_kept = self._uncollected
         if self._without_etcd or self._follower.view.live_nodes(self._spec.run):
             return
@@ -332,7 +332,7 @@ class Supervisor:
         follower = self._follower
         await self._nodes.stop(grace_s, tell=not self._without_etcd)
         events: list[Event] = []
-        if not self._without_etcd:  # else what we knew last is kept
+        if not self._without_etcd:  # else the last known view is kept
             async with if_etcd_answers(_LAST_WORDS_S):
                 await follower.keeper.load()
             await self._others_left(others_s)
@@ -342,7 +342,7 @@ class Supervisor:
         view, status = follower.view, follower.status
         collected = follower.kept_json is not None or follower.not_kept
         if follower.finished and self._uncollected and not collected:
-            await (self._take_others() if view.collected else self._tell_uncollected())
+            await (self._take_others() if view.collected else self._note_uncollected())
         if status is None and follower.kept_json is not None:
             status = StatusRecord(state=State.FINISHED)
         if self._without_etcd and view.running:
@@ -351,12 +351,12 @@ class Supervisor:
         kept = kept_record(self._spec.run, status, follower.not_kept, events)
         try:
             self._runtime.keep_finished(self._spec.name, kept, follower.kept_json)
-        except (OSError, TaskGraphError) as error:  # a full disk: what became of the job counts for more
+        except (OSError, TaskGraphError) as error:  # a full disk; the result counts for more
             log.warning("what is left of job %s is not kept on this host: %s", self._spec.name, error)
 
 
 def _why_uncollected(error: BaseException) -> str:
-    """Why a run ended without the values of a job that had finished."""
+    """Says why a run ended without the values of a finished job."""
     if isinstance(error, asyncio.CancelledError):
         return "the run was interrupted before they were collected"
     if isinstance(error, JobTimeout):
@@ -365,14 +365,14 @@ def _why_uncollected(error: BaseException) -> str:
 
 
 def end_reason(error: BaseException) -> str:
-    """Why a job ended that its launcher did not follow to its end."""
+    """Says why a launcher ended a job."""
     if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
         return _INTERRUPTED
     return f"its launcher could not go on: {worded(error)}"
 
 
-def _tell_deaths(nodes: LocalNodes) -> None:
-    """Why all nodes here died, of a job that did not fail: nothing else that is told of it says so."""
+def _report_deaths(nodes: LocalNodes) -> None:
+    """Logs why all nodes here died before a job that did not fail was over: no event says so."""
     if (codes := nodes.codes()) and not nodes.alive and codes.keys() == nodes.deaths().keys():
         log.warning("every node started here had ended before the job was over\n%s", _tails(nodes))
 
@@ -391,7 +391,7 @@ def _cause(nodes: LocalNodes) -> str:
 
 
 def _tails(nodes: LocalNodes) -> str:
-    """The last that nodes printed before they ended; where others took the place of some, those count."""
+    """Returns the ends of the logs of the last nodes that ended, and what they have in common."""
     codes, deaths = list(nodes.codes().items()), nodes.deaths()
     shown = [
         f"--- {name} {_how(code, deaths.get(name))}; the end of its log:\n{nodes.log_tail(name)}"
@@ -424,19 +424,18 @@ async def launch_nodes(
     etcd_ends: bool = False,
     replace: bool = False,
 ) -> tuple[StatusRecord, JobResult | None]:
-    """Nodes on this host for a job that was submitted elsewhere, until the job ended or all of them did.
+    """Runs nodes on this host for a job that was submitted elsewhere, until the job or all of them ended.
 
     Args:
         on_start: gets the nodes once they are started.
-        leave: once it is set, the nodes hand over and leave, for which they get as long as they try it themselves.
-            Whoever cancels this after that ends them at once.
-        etcd_ends: whoever runs the job ends its etcd once it has ended and no node is registered any more.
-        replace: start another node in place of one that died, while the job is open.
+        leave: once it is set, the nodes hand over and leave, within `drain_s`. A cancellation after that ends them at
+            once.
+        etcd_ends: the run ends the etcd once the job has ended and no node is registered.
+        replace: start another node in place of one that died, while the job runs.
 
     Returns:
-        What became of the job, and its result, unless somebody else collected it, or nobody will: `not_kept` of the
-        follower says why. Of one that goes on the reason is why its nodes here do not; "": they left as they were asked
-        to.
+        The job's status, and its result, if this process collected it; else `not_kept` of the follower says why. If
+        the job goes on, the status's reason is why the nodes here do not; "": they were asked to leave.
     """
     listening.check(count)
     nodes = LocalNodes(
@@ -466,12 +465,12 @@ async def launch_nodes(
             if not ending.done() and not follower.finished:
                 reason = f"every node started here has ended\n{_tails(nodes)}\n" if nodes.deaths() else ""
                 return StatusRecord(state=State.RUNNING, reason=reason), None
-            # Nodes keep results until somebody collects them, and leave then. Those elsewhere may still have them.
+            # Nodes keep results until they are collected, and leave then. Nodes elsewhere may still have them.
             await any_done(ending, broken)
             if not ending.done():
                 await broken
             if ending.result()[0].state != State.FAILED:
-                _tell_deaths(nodes)
+                _report_deaths(nodes)
             until_left = [_follow_until_left(follower, nodes, spec.run)] if etcd_ends else []
             async with alongside(*until_left):
                 await nodes.wait_to_end(_NODE_END_S, spec.setting("cancel_s"))
@@ -481,25 +480,25 @@ async def launch_nodes(
 
 
 async def _follow_until_left(follower: Collector, nodes: LocalNodes, run: str) -> None:
-    """An etcd that ends as soon as no node is registered would be found gone, while their processes end."""
+    """Follows the job until its nodes here are not registered, and stops then: its etcd ends at that moment."""
     ours = nodes.ids()
     await follower.keeper.wait_until(lambda view: ours.isdisjoint(view.live_nodes(run)), structure=True)
     await follower.stop()
 
 
 async def _start_unless(leave: asyncio.Event, nodes: LocalNodes, count: int) -> None:
-    """Starts them. Once we are told to leave, no more: those that are there will."""
-    async with alongside(nodes.start(count), leave.wait()) as (starting, told):
-        await any_done(starting, told)
+    """Starts nodes; once `leave` is set, no more."""
+    async with alongside(nodes.start(count), leave.wait()) as (starting, leaving):
+        await any_done(starting, leaving)
         if starting.done() and starting.exception() is not None:
-            # Where a whole group is told to end, what nodes are forked from is, too, and may be sooner.
-            await asyncio.wait([told], timeout=_SAME_SIGNAL_S)
-        if not told.done():
+            # A signal to the whole group ends the fork server, too, and perhaps first.
+            await asyncio.wait([leaving], timeout=_SAME_SIGNAL_S)
+        if not leaving.done():
             await starting
 
 
 async def _to_the_end(follower: Collector, gone: asyncio.Future[None]) -> tuple[StatusRecord, JobResult | None]:
-    """What becomes of the job, and its result; also of one that has finished, and runs again without its last nodes.
+    """Returns the job's end and its result. A finished job may run again if it lost its results.
 
     Args:
         gone: done once all nodes that were started here have ended.
@@ -515,6 +514,6 @@ async def _to_the_end(follower: Collector, gone: asyncio.Future[None]) -> tuple[
         return status, result
 
 
-async def _leave_when(told: asyncio.Event, nodes: LocalNodes, within_s: float) -> None:
-    await told.wait()
+async def _leave_when(leave: asyncio.Event, nodes: LocalNodes, within_s: float) -> None:
+    await leave.wait()
     await nodes.leave(within_s + _NODE_END_S)

@@ -248,7 +248,7 @@ async def _run(
         _obey(config, node)
         loop = asyncio.get_running_loop()
         if untaken is not None:
-            untaken.tell(partial(_emit_soon, loop, events, "log"))
+            untaken.report_to(partial(_emit_soon, loop, events, "log"))
         tell_unnoticed(partial(_emit_soon, loop, events, "raised"))
         stack.callback(tell_unnoticed, None)
         if folder is not None:

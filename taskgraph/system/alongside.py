@@ -1,4 +1,4 @@
-"""Work that goes on alongside a block, and ends with it."""
+"""asyncio tasks that run alongside a block, and end with it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ def alongside(*work: Awaitable[Any]) -> AbstractAsyncContextManager[tuple[Future
 
 @contextlib.asynccontextmanager
 async def alongside(*work: Awaitable[Any]) -> AsyncIterator[Any]:
-    """Begins all of it; what is not done at the end of the block is cancelled, and awaited: nothing outlives the block.
+    """Starts all awaitables as tasks. At the end of the block, tasks that are not done are cancelled and awaited.
 
-    The block asks those for what came of them that it waited for (`any_done`). What others raise is dropped, also where
-    they failed in the same moment. A future that is not the block's to cancel, such as a task that goes on, is waited
-    for there, and not given here.
+    The block takes the results of the tasks that it waited for (`any_done`). Errors of other tasks are dropped. Do not
+    pass a future that must go on after the block: wait for it inside.
     """
     tasks = tuple(asyncio.ensure_future(each) for each in work)
     try:
@@ -44,11 +43,11 @@ async def alongside(*work: Awaitable[Any]) -> AsyncIterator[Any]:
 
 
 async def ended(*work: Future[Any]) -> None:
-    """Cancels what is not done, and waits for all of it; what comes of it is dropped.
+    """Cancels and awaits futures; their results and errors are dropped.
 
-    A cancelled task keeps what cancelled it, with the frames that this went through. Since Python 3.14 the frame of
-    `asyncio.wait` has the task that waits: in a cycle all that those frames hold would stay, connections, too, until a
-    garbage collection finds it. So the task is asked for it, after which it keeps it no more.
+    A cancelled task keeps its CancelledError with all frames. Since Python 3.14 the frame of `asyncio.wait` refers to
+    the waiting task, so these frames, and connections in them, would stay until a garbage collection. `result()` makes
+    the task forget the error.
     """
     for each in work:
         each.cancel()
@@ -60,5 +59,5 @@ async def ended(*work: Future[Any]) -> None:
 
 
 async def any_done(*work: Future[Any]) -> None:
-    """Returns when one of them is done, or several are. Where whoever waits is cancelled, they go on."""
+    """Returns when at least one future is done. If the caller is cancelled, the futures go on."""
     await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and folders that go with the process that made them, or after it."""
+"""Files that appear whole or not at all, and folders that are removed with or after the process that made them."""
 
 from __future__ import annotations
 
@@ -32,18 +32,15 @@ log = logging.getLogger("taskgraph.system.files")
 
 _NO_ROOM, _NO_RIGHT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS), (errno.EACCES, errno.EPERM)
 OF_THE_HOST = (*_NO_ROOM, *_NO_RIGHT, errno.EMFILE, errno.ENFILE, errno.EIO)
-"""No fault of ours, and nothing that a traceback would tell more of: no room, no right, no more files, no terminal."""
+"""Errors of the host, for which a traceback says nothing more: no room, no right, too many files, no terminal."""
 ROOT = 0
-"""The user to whom directories belong that are everybody's."""
+"""The owner of directories that all users share."""
 _NOT_IN_ADDRESS = frozenset("#?%,|")
-"""gRPC takes a socket's address for a URI, or several; and endpoints are written one after another."""
+"""gRPC reads a socket's address as a URI, or several; and lists of endpoints have commas."""
 
 
 def may_hold_sockets(folder: Path, most_bytes: int) -> bool:
-    """Whether sockets in a folder can be addressed: its path has at most so many bytes, and means nothing else.
-
-    An address is text in UTF-8, which a path need not be, nor is by every locale.
-    """
+    """Says whether sockets in a folder can be addressed: its path is short, UTF-8, and has no characters of a URI."""
     path = os.fsencode(folder)
     if str(folder).encode(errors="replace") != path:
         return False
@@ -52,12 +49,12 @@ def may_hold_sockets(folder: Path, most_bytes: int) -> bool:
 
 @contextlib.contextmanager
 def whole_file(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
-    """A file to write, piece by piece, that appears when the block ends, and not at all where it raises.
+    """Opens a file that appears when the block ends, and not at all if it raises.
 
-    With the default mode it is readable by its owner only, and never by others between.
+    With the default mode only the owner can read it, at every moment.
 
     Raises:
-        OSError: it could not be written; what was there before still is.
+        OSError: the file could not be written; an earlier one is unchanged.
     """
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -69,24 +66,24 @@ def whole_file(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
         with contextlib.suppress(FileNotFoundError):
             scratch.unlink()
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # a write that fails, as on a full disk, does not say where
+            error.filename = str(path)  # a failed write, as on a full disk, does not name the file
         raise
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Writes a file atomically, as `whole_file` does."""
+    """Writes a file at once, as `whole_file` does."""
     with whole_file(path, mode) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
 def chosen_file(path: Path) -> Iterator[BinaryIO]:
-    """The same at a path that a user chose, with the mode of what is there, or what the umask gives.
+    """Opens a whole file at a path that a user chose, with the mode of the file that is there, or by the umask.
 
-    A link is followed. What is no regular file (a pipe, a device) stays, and gets all of it when the block ends.
+    Links are followed. A pipe or a device stays, and gets all of the text when the block ends.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     found = _mode(path)
     if found is not None and not stat.S_ISREG(found):
@@ -107,17 +104,16 @@ def chosen_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_file(path: Path) -> None:
-    """Removes a file that nobody needs any more. Where it cannot be, as once a file system is read-only, that is told,
-    and costs nothing else: what is under way is worth more."""
+    """Removes a file, or logs why it cannot be removed."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        if os.path.lexists(path):  # a file system that is read-only refuses before it looks
+        if os.path.lexists(path):  # a read-only file system refuses even absent files
             log.warning("%s cannot be removed: %s", path, error.strerror)
 
 
 def why_unwritable(path: Path) -> str:
-    """Why `chosen_file` will not be able to write there, as far as that can be seen before; "" otherwise."""
+    """Says why `chosen_file` will fail at this path; "" if no reason is visible."""
     found = _mode(path)
     if found is not None and stat.S_ISDIR(found):
         return "it is a directory"
@@ -130,7 +126,7 @@ def why_unwritable(path: Path) -> str:
 
 
 def _mode(path: Path) -> int | None:
-    """Of what is there, behind links; None where nothing is."""
+    """Returns the mode of the file behind links; None: there is no file."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:
@@ -142,14 +138,14 @@ def _target(path: Path) -> Path:
 
 
 class HeldFolder:
-    """A new folder of mode 0700. Who made it removes it.
+    """A new folder of mode 0700, to be removed by its maker.
 
-    Its process holds a lock on it. A folder that nobody holds is of a process that was killed: the next one that makes
-    one there removes it.
+    The process keeps the folder locked. A folder that is not locked belongs to a process that was killed, and is
+    removed when the next one is made.
 
     Args:
-        base: where it is made.
-        prefix: of its name. What begins so is made in this way alone, and by no version in another one.
+        base: the folder above.
+        prefix: of the name. All folders there whose names begin so must be made by this class.
     """
 
     def __init__(self, base: Path, prefix: str) -> None:
@@ -162,9 +158,9 @@ class HeldFolder:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
             try:
                 self._held = _held(self.path)
-            except FileNotFoundError:  # another one took it for one that was left, before we held it
+            except FileNotFoundError:  # another process removed it before it was locked
                 continue
-            except OSError as error:  # nobody can hold a folder on this file system, and so nobody removes it
+            except OSError as error:  # a file system without locks: the folder is never removed by others
                 log.debug("%s cannot be locked: %s", self.path, error)
                 self._held = None
                 return
@@ -181,12 +177,13 @@ class HeldFolder:
 
 
 def put_back(folder: Path) -> int | None:
-    """Makes a private folder in a `HeldFolder` anew, with those above it that are gone, too.
+    """Makes a private folder in a `HeldFolder` again after both were removed.
 
-    Nobody holds the new one above it: it is held from now on, by the descriptor that is returned; None: it was there.
+    Returns:
+        A descriptor that keeps the new folder above locked; None: that folder was there.
 
     Raises:
-        OSError: a folder cannot be made, or is another user's, who may have taken its name meanwhile.
+        OSError: a folder cannot be made, or another user has taken its name.
     """
     gone = [part for part in (folder, *folder.parents) if not part.exists()]
     if gone:
@@ -198,7 +195,7 @@ def put_back(folder: Path) -> int | None:
     if folder.parent not in gone:
         return None
     file = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    with contextlib.suppress(OSError):  # nobody can hold a folder on this file system, and so nobody removes it
+    with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return file
 
@@ -210,7 +207,7 @@ def _check_owner(folder: Path, *users: int) -> None:
 
 
 def _held(folder: Path) -> int | None:
-    """A folder that is locked by us now, until we close it or end; None: another process has it."""
+    """Locks a folder, and returns its descriptor; None: another process has locked it."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

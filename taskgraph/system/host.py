@@ -1,4 +1,4 @@
-"""What the host says of itself and of its processes, as far as it does."""
+"""What the operating system says about the host and its processes, if it does."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ _GROUPS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def memory_bytes(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
-    """How much memory there is for this process: the host's, or less, where its control group, or one that holds that,
-    is allowed less, as a container is. 0 where the host does not say.
+    """Returns the memory that this process may use: the host's, or the limit of its control groups; 0: unknown.
 
     Args:
-        own: in which groups this process is.
-        mounted: where their files are.
+        own: the file that lists the groups of this process.
+        mounted: the folder of their files.
     """
     try:
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -50,8 +49,10 @@ def memory_bytes(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
 
 
 def oom_kills(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int | None:
-    """How many processes of this one's control group the kernel has killed since memory was used up; None where it
-    does not say. The arguments are those of `memory_bytes`."""
+    """Counts the processes of this control group that the kernel killed for want of memory; None: unknown.
+
+    The arguments are those of `memory_bytes`.
+    """
     for file in _files_of_groups(own, mounted, "memory", "memory.events", "memory.oom_control"):
         with contextlib.suppress(OSError, ValueError):
             counts = dict(line.split() for line in file.read_text().splitlines())
@@ -61,8 +62,13 @@ def oom_kills(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int | None:
 
 
 def _files_of_groups(own: Path, mounted: Path, controller: str, new: str, old: str) -> Iterator[Path]:
-    """Where a file would be of the control group, of memory, say, that this process is in, and then of those that hold
-    that: in a container the last one may be its own. It is called `new` by the new control groups, `old` by the old."""
+    """Yields the paths of a file of this process's control group, then of the groups above it.
+
+    Args:
+        controller: for example "memory".
+        new: the file's name in control groups version 2.
+        old: the name in version 1.
+    """
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except (OSError, ValueError):
@@ -79,20 +85,19 @@ def _files_of_groups(own: Path, mounted: Path, controller: str, new: str, old: s
 
 
 def all_cores() -> int:
-    """How many cores the machine has, whether this process may use them or not."""
+    """Counts the cores of the machine."""
     with contextlib.suppress(ValueError, OSError):
         return os.sysconf("SC_NPROCESSORS_ONLN")  # `os.cpu_count` says what a user sets, as of Python 3.13
     return os.cpu_count() or 1
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Counts the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def allowed_cores(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
-    """How many cores' time there is for this process: that of those it may use, or less, where its control group, or
-    one that holds that, has a quota, as a container's limit is one: it runs on all of them, but not all the time.
+    """Returns how many cores' time this process may use: `cores`, or the quota of its control groups.
 
     The arguments are those of `memory_bytes`.
     """
@@ -109,7 +114,7 @@ def allowed_cores(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
 
 
 def running() -> str:
-    """Eight digits for the host since it was started, or its name where it does not tell since when."""
+    """Returns eight hex digits that identify this boot of the host, or its name if the boot is unknown."""
     since = platform.node()
     with contextlib.suppress(OSError):
         since = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -117,8 +122,10 @@ def running() -> str:
 
 
 def first() -> bool:
-    """Whether this process is the first one of its container: what it does not handle of the signals that are sent from
-    within, SIGKILL and SIGSTOP always, the kernel drops, and tells nobody."""
+    """Says whether this is the first process of its container.
+
+    The kernel drops signals that such a process does not handle if they come from inside, SIGKILL and SIGSTOP always.
+    """
     return os.getpid() == 1
 
 
@@ -134,17 +141,17 @@ def alive(pid: int) -> bool:
 
 
 def state(pid: int) -> str:
-    """What a process does, in Linux's letter for it, e.g. "Z"; "" elsewhere, or without such a process."""
+    """Returns a process's state as Linux's letter, e.g. "Z"; "": no such process, or another system."""
     return "".join(_stat(pid)[:1])
 
 
 def tells() -> bool:
-    """Whether it says anything of processes: not elsewhere than on Linux, nor where /proc is not there."""
+    """Says whether /proc is there, and tells of processes."""
     return bool(_stat(os.getpid()))
 
 
 def group(number: int) -> dict[int, int]:
-    """The processes of a group that have not ended, and each one's parent; none elsewhere than on Linux."""
+    """Returns the processes of a group that run, with their parents; empty on systems other than Linux."""
     found = {}
     for pid in _pids():
         does, parent, its_group = (_stat(pid) or ["Z", "0", "0"])[:3]
@@ -154,14 +161,13 @@ def group(number: int) -> dict[int, int]:
 
 
 def children(session: int) -> set[int]:
-    """The children of this process that are of a session, also those that have ended and were not waited for; none
-    elsewhere than on Linux."""
+    """Returns the children of this process in a session, also zombies; empty on systems other than Linux."""
     ours = [str(os.getpid()), str(session)]
     return {pid for pid in _pids() if _stat(pid)[1:4:2] == ours}
 
 
 def _pids() -> list[int]:
-    """Of all processes; none elsewhere than on Linux."""
+    """Returns the ids of all processes; empty on systems other than Linux."""
     try:
         names = os.listdir("/proc") if sys.platform == "linux" else []
     except OSError:
@@ -170,7 +176,7 @@ def _pids() -> list[int]:
 
 
 def command(pid: int) -> str:
-    """The command line of a process; "" elsewhere, or without such a process."""
+    """Returns the command line of a process; "": no such process, or another system."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -178,7 +184,7 @@ def command(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """From the state on: what comes before may have blanks in it, and bytes that are no text."""
+    """Returns the fields from the state on: the name before it may have blanks, and bytes that are no text."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:

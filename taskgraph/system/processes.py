@@ -1,4 +1,4 @@
-"""Processes of ours: signals to them, those that another process forked for us, and what they leave behind."""
+"""Child processes: signals to them, children that another process forked for us, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ __all__ = [
 _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37
 """Of Linux's prctl."""
 _UNKNOWN = 255
-"""The exit code of a child that somebody else has waited for; asyncio says the same."""
+"""The exit code of a child that other code has waited for; asyncio has the same."""
 _ROUNDS = 10
-"""As often it is looked whether members of a group that were ended have started others meanwhile."""
+"""Members of a group may start others while they are killed: so many rounds."""
 _AGAIN_S = 0.002
-"""Who was killed ends within about as long."""
+"""A killed process ends within about this time."""
 _REAP_S, _REAP_AGAIN_S = 1.0, 0.02
-"""What was killed with a node, and what tracks its shared memory, ends within this time; how often it is looked."""
+"""Processes that were killed with a node, and trackers of its shared memory, end within this time; the poll."""
 _TRACKER = "resource_tracker"
-"""In the command line of the helper of `multiprocessing`, and of joblib's."""
+"""In the command lines of the trackers of `multiprocessing` and joblib."""
 
 
 class Child(Protocol):
@@ -53,7 +53,7 @@ class Child(Protocol):
 
 
 def signal_name(number: int) -> str:
-    """What a signal is called that ended a process; real-time signals have numbers only."""
+    """Names a signal; real-time signals have numbers only."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -61,13 +61,11 @@ def signal_name(number: int) -> str:
 
 
 def tell_child(process: Child, number: signal.Signals) -> None:
-    """Sends a signal to a child; nothing, where it has ended.
+    """Sends a signal to a child, unless it has ended.
 
-    `process.send_signal` and `process.kill` look first whether the child has ended, and so may take its exit code from
-    asyncio, which is waiting for it, prints a warning, and tells 255 instead.
-
-    A thread of asyncio's may have waited for it already, and the event loop not have heard of that: then its number may
-    be another process's, which is no child of ours.
+    `process.send_signal` and `process.kill` poll the child first. This may take its exit code away from asyncio, which
+    then prints a warning and returns 255. If asyncio has waited for the child already, its number may be that of
+    another process, which is no child of ours.
     """
     if process.returncode is None and _is_child(process.pid):
         with contextlib.suppress(ProcessLookupError):
@@ -75,7 +73,7 @@ def tell_child(process: Child, number: signal.Signals) -> None:
 
 
 def _is_child(pid: int) -> bool:
-    """Whether it is a child that was not waited for. Elsewhere than on Linux some Pythons cannot say."""
+    """Says whether this is a child that was not waited for; True on systems that cannot say."""
     if not hasattr(os, "waitid"):
         return True
     try:
@@ -86,12 +84,11 @@ def _is_child(pid: int) -> bool:
 
 
 def end_group(leader: int) -> None:
-    """Ends at once what is left of a process group, as soon as its leader has ended.
+    """Kills what is left of a process group. Call it as soon as the leader has ended.
 
-    The number of a group that has members is no other's, and one that has just become free is the last to be given
-    again.
+    The system gives the number of a group to another one only when the group has no members, and not soon.
     """
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # no group, which is the rule; or not ours
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # mostly there is no group left; or it is not ours
         os.killpg(leader, 0)
         if sys.platform == "linux":
             _end_members(leader)
@@ -100,9 +97,9 @@ def end_group(leader: int) -> None:
 
 
 def end_mine() -> None:
-    """Ends at once the children of this process that are in its process group; all of it, where it leads its session.
+    """Kills the children of this process in its process group, or the whole group if this process leads its session.
 
-    Of a shell's pipeline the first process leads a group, too, and the others are no children of it.
+    The first process of a shell's pipeline leads a group, too, but the others are not its children.
     """
     if sys.platform == "linux" and _has_children():
         me = os.getpid()
@@ -118,31 +115,31 @@ def _has_children() -> bool:
 
 
 def _end_members(group: int, among: int | None = None) -> None:
-    """SIGKILL for the members of a group but ourselves.
+    """Sends SIGKILL to the members of a group, except this process.
 
-    What tracks their shared memory and semaphores is left: it ends when they have, and removes what they forgot.
+    Trackers of shared memory and semaphores are left: they end after the others, and clean up.
 
     Args:
-        among: the children of this process only.
+        among: only children of this process.
     """
-    told = {os.getpid()}
+    seen = {os.getpid()}
     for _ in range(_ROUNDS):
         members = host.group(group)
-        new = {pid for pid in members if among in (None, members[pid])} - told
+        new = {pid for pid in members if among in (None, members[pid])} - seen
         if not new:
             return
         for pid in new:
             if _TRACKER not in host.command(pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-        told |= new
+        seen |= new
 
 
 async def end_session(number: int) -> None:
-    """Ends at once the children of this process that are in a session of ours, and waits for them.
+    """Kills the children of this process that are in a session, and waits for them.
 
-    Who started them must have ended. One that is killed leaves us its own children (`adopting`) before it can be waited
-    for: once there are none, none comes.
+    The session's leader must have ended. A killed process leaves its own children to this process (`adopting`) before
+    it can be waited for, so the loop ends when no child is left.
     """
     while members := host.children(session=number):
         for pid in members:
@@ -151,10 +148,7 @@ async def end_session(number: int) -> None:
 
 
 async def reap_session(number: int) -> None:
-    """Waits for children of this process that are in a session of ours, and that end by themselves within a moment.
-
-    Who started them has ended, while we adopted what our descendants leave.
-    """
+    """Waits for adopted children that are in a session, and end by themselves within a moment."""
     until = time.monotonic() + _REAP_S
     while (members := host.children(session=number)) and time.monotonic() < until:
         for pid in members:
@@ -163,19 +157,19 @@ async def reap_session(number: int) -> None:
 
 
 def _kill_and_reap(pid: int) -> None:
-    """To be called again, as it does not wait for the end."""
-    with contextlib.suppress(ProcessLookupError):  # somebody else has waited for it
+    """Kills a child, and reaps it if it has ended. Call it until there is no such child."""
+    with contextlib.suppress(ProcessLookupError):  # other code has waited for it
         os.kill(pid, signal.SIGKILL)
     _reap(pid)
 
 
 def _reap(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):  # somebody else has
+    with contextlib.suppress(ChildProcessError):  # other code has
         os.waitpid(pid, os.WNOHANG)
 
 
 class Adopted:
-    """A child of ours that asyncio did not start. Made in a running event loop, as soon as its id is known."""
+    """A child that asyncio did not start. Make it in a running event loop, as soon as the id is known."""
 
     def __init__(self, pid: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -190,11 +184,11 @@ class Adopted:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, negative: the signal that ended it; None: it has not ended yet."""
+        """The exit code; negative: a signal; None: the process runs."""
         return self._ended.result() if self._ended.done() else None
 
     async def wait(self) -> int:
-        """Returns its exit code when it has ended."""
+        """Waits for the end; returns the exit code."""
         return await asyncio.shield(self._ended)
 
     def _look(self) -> None:
@@ -214,11 +208,11 @@ class Adopted:
 _adopting_lock = threading.Lock()
 _adopting = 0
 _adopted_before = 0
-"""What held when the first began."""
+"""The subreaper flag before the first `adopting`."""
 
 
 def can_adopt() -> bool:
-    """Whether this system lets a process adopt the orphans of its children, and wait for any process."""
+    """Says whether a process can adopt the orphans of its children here, and wait for any process."""
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return False
     try:
@@ -231,13 +225,13 @@ def can_adopt() -> bool:
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Within, what our descendants leave behind when they end becomes ours, instead of the system's.
+    """During the block, orphans of this process's descendants become its children, not those of the system.
 
-    A child whose own child is an orphan at once thereby starts a process that is ours. Only for as long as that takes:
-    who is nobody's at other times is none of our business, and we would have to wait for it.
+    So a child that forks and ends at once starts a child of this process. The block is short: this process would have
+    to wait for all other orphans, too.
 
     Raises:
-        OSError: the system does not do that. See `can_adopt`.
+        OSError: the system cannot do that; see `can_adopt`.
     """
     global _adopting, _adopted_before
     with _adopting_lock:

@@ -8,21 +8,20 @@ import time
 __all__ = ["Orders", "hear_of_children", "obey_sigterm"]
 
 _SAME_ORDER_S = 1.0
-"""Who ends a whole group, and what passes that on besides, are done within milliseconds; a person takes longer."""
+"""A signal that reaches a process several times does so within milliseconds; a person takes longer."""
 
 
 class Orders:
-    """Tells whether a signal is an order of its own, or the last one again.
+    """Tells a new order to end from a repetition of the last one.
 
-    Who ends a group of processes (a batch system, systemd, `timeout`) may reach one of them several times at once: by
-    itself, and by what passes its signal on. A Ctrl-C is always one more.
+    A batch system, systemd or `timeout` may signal a process directly and through its parent. Each Ctrl-C is an order.
     """
 
     def __init__(self) -> None:
         self._first_at: float | None = None
 
     def is_new(self, number: int) -> bool:
-        """Whether `number`, which came just now, is the first order, or a later one."""
+        """Says whether signal `number`, which just came, is a new order."""
         now = time.monotonic()
         if self._first_at is None:
             self._first_at = now
@@ -31,16 +30,15 @@ class Orders:
 
 
 def hear_of_children() -> None:
-    """Has this process know how its children end, where who started it does not want to know (SIGCHLD is ignored): that
-    is inherited, and they cannot be waited for then."""
+    """Stops ignoring SIGCHLD, which may be inherited: children could not be waited for."""
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def obey_sigterm() -> None:
-    """Has SIGTERM end this process like Ctrl-C, until it takes signals itself.
+    """Makes SIGTERM end this process like Ctrl-C, until it handles signals itself.
 
-    Else the first process of a container would not hear of it: signals that it has no handler for do not reach it.
+    The first process of a container gets only signals that it handles.
     """
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, signal.default_int_handler)

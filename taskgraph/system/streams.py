@@ -1,4 +1,4 @@
-"""The standard streams of a process: all three are there, and what is written to them ends no job."""
+"""The standard streams of a process: all three exist, and writing to them neither ends a job nor blocks it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 __all__ = ["Untaken", "drop_unwritten", "make_good", "never_wait", "open_missing", "settle"]
 
 _NAMES = ("stdin", "stdout", "stderr")
-_WAITING_BYTES = 256 * 1024
-"""As much waits for a reader of standard error that is slow: more than a screen, less than anybody reads."""
+_QUEUE_BYTES = 256 * 1024
+"""Text that waits for a slow reader of standard error: more than a screen, less than anybody reads."""
 _PIECE_BYTES = 64 * 1024
 _SLOW_S = 1.0
-"""A reader that takes nothing for so long, while as much waits, is given up until it takes something again."""
+"""A reader that takes nothing for this time while the queue is full loses text until it reads again."""
 _SETTLE_S = 2.0
 
 
@@ -26,35 +26,35 @@ def make_good() -> None:
     """Makes the streams of a command such that a job does not end because of them.
 
     What standard error cannot take (a full disk, a terminal that is gone) is dropped. Characters that a stream's
-    encoding has not are written as `\\xe4` or `\\ud800`.
+    encoding lacks are written as `\\xe4` or `\\ud800`.
     """
     open_missing()
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="backslashreplace")
         if isinstance(out.buffer, io.FileIO):
-            # With PYTHONUNBUFFERED nobody writes the rest of what a pipe took in part: a long `--json` was cut off.
+            # With PYTHONUNBUFFERED Python does not write the rest of what a pipe took in part: a long `--json` was cut.
             sys.stdout = _text(out, io.FileIO(out.fileno(), "w", closefd=False))
     if isinstance(err := sys.stderr, io.TextIOWrapper) and err is sys.__stderr__:
         sys.stderr = _text(err, _Dropping(err.fileno()))
 
 
 def never_wait() -> None:
-    """From now on nobody who writes to standard error, as `make_good` made it, waits for its reader.
+    """Makes writing to standard error, after `make_good`, never wait for its reader.
 
-    A terminal that is halted, or a pipe that nobody reads, would hold up an event loop, and what it looks after.
+    A halted terminal or a pipe that is not read would block the event loop: no signal and no timeout ended the job.
     """
     raw = _raw_stderr()
-    if raw is not None and raw.aside is None:
-        raw.aside = _Aside(raw.fileno())
+    if raw is not None and raw.writer is None:
+        raw.writer = _Writer(raw.fileno())
         atexit.register(settle)
 
 
 def settle() -> None:
-    """Waits for a moment until what was written to standard error is there: before more is written elsewhere."""
+    """Waits a moment until standard error has taken what was written to it."""
     raw = _raw_stderr()
-    if raw is not None and raw.aside is not None:
-        raw.aside.settle()
+    if raw is not None and raw.writer is not None:
+        raw.writer.settle()
 
 
 def _raw_stderr() -> _Dropping | None:
@@ -63,10 +63,10 @@ def _raw_stderr() -> _Dropping | None:
 
 
 def drop_unwritten() -> bool:
-    """Drops what standard output does not take: at the end of the process it would fail once more.
+    """Drops what standard output does not take, since Python would fail of it again at its exit.
 
     Returns:
-        Whether there was something.
+        True if something was dropped.
     """
     try:
         sys.stdout.flush()
@@ -79,11 +79,10 @@ def drop_unwritten() -> bool:
 
 
 def open_missing() -> None:
-    """Opens /dev/null in place of standard streams that are closed, as `<&-` and some batch systems leave them, or a
-    driver.
+    """Opens /dev/null in place of standard streams that are closed, as `<&-`, a batch system or a driver leaves them.
 
-    Else what is opened next gets their numbers: libuv aborts when it closes such a one, and a child process that takes
-    it over finds its own standard stream there.
+    Otherwise the next file that is opened gets the number of such a stream: libuv aborts when it closes that, and a
+    child process finds the file in place of its own stream.
     """
     while (opened := os.open(os.devnull, os.O_RDWR)) < len(_NAMES):
         os.set_inheritable(opened, True)
@@ -91,7 +90,7 @@ def open_missing() -> None:
     for number, name in enumerate(_NAMES):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 (for the process)
-        elif number and getattr(getattr(sys, name), "closed", False):  # what has its number now may be another file
+        elif number and getattr(getattr(sys, name), "closed", False):  # its number may be another file's now
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
@@ -100,23 +99,25 @@ def _text(like: io.TextIOWrapper, raw: io.FileIO) -> io.TextIOWrapper:
 
 
 class _Dropping(io.FileIO):
-    """What cannot be written to it is dropped, without an error: whom should it be told?
+    """A file that drops what it cannot write, without an error.
 
     Args:
-        fd: what it writes to; stays open.
-        failed: told of each write that failed.
+        fd: stays open when this is closed.
+        failed: called with the error of each failed write.
+
+    Attributes:
+        writer: a thread that writes in the caller's place.
     """
 
-    aside: _Aside | None = None
-    """Who writes in place of whoever has something to say."""
+    writer: _Writer | None = None
 
     def __init__(self, fd: int, failed: Callable[[OSError], object] | None = None) -> None:
         super().__init__(fd, "w", closefd=False)
         self._failed = failed
 
     def write(self, data: Any) -> int:
-        if self.aside is not None and self.aside.process == os.getpid():  # a fork has no thread but its own
-            return self.aside.put(data)
+        if self.writer is not None and self.writer.process == os.getpid():  # a forked child has no such thread
+            return self.writer.put(data)
         try:
             return super().write(data) or len(data)
         except OSError as error:
@@ -126,15 +127,15 @@ class _Dropping(io.FileIO):
 
 
 class Untaken:
-    """Makes both output streams of a node drop what they cannot take, as on a full disk, and knows the first failure.
+    """Makes both output streams of a node drop what they cannot write, as on a full disk; keeps the first error.
 
-    What a task prints must not fail its job. It is written line by line: it is read while the task runs, and must not
-    be lost with a process that is killed.
+    What a task prints must not fail its job. Each line is written at once: users read it while the task runs, and a
+    process that is killed must not lose it.
     """
 
     def __init__(self) -> None:
-        self._told = ""
-        self._tell: Callable[[str], object] | None = None
+        self._text = ""
+        self._report: Callable[[str], object] | None = None
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if isinstance(stream, io.TextIOWrapper):
@@ -142,25 +143,25 @@ class Untaken:
                     stream.flush()
                 setattr(sys, name, _text(stream, _Dropping(stream.fileno(), self._failed)))
 
-    def tell(self, tell: Callable[[str], object]) -> None:
-        """Has the first failure told, in whatever thread it is met."""
-        self._tell = tell
-        if self._told:
-            tell(self._told)
+    def report_to(self, report: Callable[[str], object]) -> None:
+        """Has the first error reported, past or to come, in whatever thread it happens."""
+        self._report = report
+        if self._text:
+            report(self._text)
 
     def _failed(self, error: OSError) -> None:
-        if self._told:
+        if self._text:
             return
-        self._told = (
-            f"{_file(1) or 'its output'} takes nothing that this node and its tasks print: {error.strerror}; it is "
+        self._text = (
+            f"{_file(1) or 'its output'} cannot be written: {error.strerror}; what this node and its tasks print is "
             f"dropped as long as that is so"
         )
-        if self._tell is not None:
-            self._tell(self._told)
+        if self._report is not None:
+            self._report(self._text)
 
 
 def _file(fd: int) -> str:
-    """The path of an open file, where it has one and the system tells."""
+    """Returns the path of an open file; "": it has none, or the system does not say."""
     try:
         path = os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
@@ -168,40 +169,40 @@ def _file(fd: int) -> str:
     return path if path.startswith("/") else ""
 
 
-class _Aside:
-    """Writes to a descriptor in a thread of its own. What it has no room for, since nobody reads, is dropped."""
+class _Writer:
+    """Writes to a descriptor in a thread of its own, and drops what does not fit into its queue."""
 
     def __init__(self, descriptor: int) -> None:
         self.process = os.getpid()
         self._descriptor = descriptor
-        self._waiting = bytearray()
+        self._queue = bytearray()
         self._changed = threading.Condition()
         self._stands = False
         threading.Thread(target=self._write, name="stderr", daemon=True).start()
 
     def put(self, data: Any) -> int:
         with self._changed:
-            if not self._stands:  # one that is only slow misses nothing
-                self._stands = not self._changed.wait_for(lambda: len(self._waiting) < _WAITING_BYTES, _SLOW_S)
+            if not self._stands:  # a reader that is only slow loses nothing
+                self._stands = not self._changed.wait_for(lambda: len(self._queue) < _QUEUE_BYTES, _SLOW_S)
             if not self._stands:
-                self._waiting += data
+                self._queue += data
                 self._changed.notify_all()
         return len(data)
 
     def settle(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting or self._stands, _SETTLE_S)
+            self._changed.wait_for(lambda: not self._queue or self._stands, _SETTLE_S)
 
     def _write(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
-                piece = bytes(self._waiting[:_PIECE_BYTES])
+                self._changed.wait_for(lambda: self._queue)
+                piece = bytes(self._queue[:_PIECE_BYTES])
             try:
                 written = os.write(self._descriptor, piece)
             except OSError:
                 written = len(piece)
             with self._changed:
-                del self._waiting[:written]
+                del self._queue[:written]
                 self._stands = False
                 self._changed.notify_all()

@@ -35,31 +35,31 @@ def run(redirect: str, *, text: str = "'said'", stream: str = "stdout", **env: s
 
 
 @pytest.mark.parametrize("redirect", ["<&-", "2>&-", "<&- 2>&-"])
-def test_a_command_runs_with_standard_streams_closed(redirect: str) -> None:
+def test_command_runs_with_closed_streams(redirect: str) -> None:
     """libuv aborts the process where a descriptor of its own has the number of a standard stream."""
     done = run(redirect)
     assert (done.returncode, done.stdout, done.stderr) == (0, "said\n", "")
 
 
-def test_a_command_runs_with_nowhere_to_say_anything() -> None:
+def test_command_runs_without_output() -> None:
     assert run(">&-").returncode == 0
     assert run("2>&-", stream="stderr").returncode == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_what_standard_error_cannot_take_ends_no_command(unbuffered: str) -> None:
+def test_full_standard_error_ends_no_command(unbuffered: str) -> None:
     assert run("2>/dev/full", stream="stderr", PYTHONUNBUFFERED=unbuffered).returncode == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_value_that_cannot_be_written_is_an_error_that_is_told_once() -> None:
+def test_full_standard_output_is_one_error() -> None:
     done = run(">/dev/full")
     assert (done.returncode, done.stderr) == (1, "taskgraph: standard output: No space left on device\n")
 
 
 @pytest.mark.parametrize("asked", ["--help", "--version", "run --help"])
-def test_a_help_that_nobody_reads_is_no_error_and_one_that_cannot_be_written_is_told(asked: str) -> None:
+def test_unread_help_is_no_error(asked: str) -> None:
     """ "Exception ignored in: <_io.TextIOWrapper name='<stdout>' ...", it said, and ended with 120."""
     command = [sys.executable, "-m", "taskgraph", *asked.split()]
     read_end, write_end = os.pipe()
@@ -86,7 +86,7 @@ sys.exit(cli.main(["status"]))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_what_was_printed_before_an_error_and_cannot_be_written_gives_no_exit_code_of_pythons() -> None:
+def test_full_standard_output_keeps_our_exit_code() -> None:
     alone = {"PYTHONPATH": str(Path(__file__).parents[2])}  # with PYTHONUNBUFFERED it fails where it is printed
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-c", FAILING]
@@ -111,7 +111,7 @@ sys.exit(cli.main(["status"]))
 """
 
 
-def test_an_output_that_a_driver_has_put_in_its_place_need_do_no_more_than_print_needs() -> None:
+def test_driver_may_replace_standard_output() -> None:
     """One that writes to a file, too, say. Commands looked whether it was closed, and ended in a traceback."""
     done = subprocess.run([sys.executable, "-c", TEE], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "said by a driver\n", "")
@@ -134,7 +134,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("command", [["-m", "taskgraph", "run", "fit.py"], ["fit.py"]])
-def test_a_job_of_a_driver_that_closes_the_standard_streams_finishes(tmp_path: Path, command: list[str]) -> None:
+def test_driver_may_close_the_streams(tmp_path: Path, command: list[str]) -> None:
     """It ended in a traceback, before the job or after it."""
     (tmp_path / "fit.py").write_text(CLOSING)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -145,7 +145,7 @@ def test_a_job_of_a_driver_that_closes_the_standard_streams_finishes(tmp_path: P
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_characters_that_cannot_be_written_are_said_otherwise(stream: str, unbuffered: str) -> None:
+def test_unencodable_characters_are_escaped(stream: str, unbuffered: str) -> None:
     """A value of a job that finished must not be lost for a surrogate in it."""
     text = r"'ab \xe4 \ud800'"
     done = run("", text=text, stream=stream, PYTHONIOENCODING="ascii", PYTHONUNBUFFERED=unbuffered)
@@ -157,20 +157,20 @@ def test_characters_that_cannot_be_written_are_said_otherwise(stream: str, unbuf
 NODE = """
 import logging, resource, sys
 from taskgraph.system.streams import Untaken
-untaken, told = Untaken(), []
+untaken, reported = Untaken(), []
 print("kept"), print("ä", file=sys.stderr)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 for _ in range(3):
     print("x" * 300)
     print("y" * 300, file=sys.stderr)
-untaken.tell(told.append)
-assert len(told) == 1 and sys.argv[1] in told[0] and "File too large" in told[0], told
+untaken.report_to(reported.append)
+assert len(reported) == 1 and sys.argv[1] in reported[0] and "File too large" in reported[0], reported
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 print("z")
 """
 
 
-def test_what_the_log_of_a_node_cannot_take_fails_no_task_and_is_told_once(tmp_path: Path) -> None:
+def test_full_log_of_a_node_is_reported_once(tmp_path: Path) -> None:
     """A `print` in a task raised on a full disk, and failed the job."""
     log = tmp_path / "n1.log"
     with log.open("ab") as file:
@@ -204,7 +204,7 @@ def telling(lines: int, width: int, reader: int) -> subprocess.Popen[bytes]:
     )
 
 
-def test_who_has_something_to_say_does_not_wait_for_a_reader_that_reads_nothing() -> None:
+def test_unread_standard_error_blocks_no_launcher() -> None:
     """It held up the event loop of a launcher: no signal and no time limit ended it."""
     read, write = os.pipe()
     with telling(20_000, 99, write) as process:  # 2 MB
@@ -215,7 +215,7 @@ def test_who_has_something_to_say_does_not_wait_for_a_reader_that_reads_nothing(
         assert pipe.read().startswith(b" " * 98 + b"0\n" + b" " * 98 + b"1\n")
 
 
-def test_a_reader_that_is_only_slow_misses_nothing() -> None:
+def test_slow_reader_loses_nothing() -> None:
     read, write = os.pipe()
     with telling(20_000, 99, write) as process, os.fdopen(read, "rb") as pipe:
         os.close(write)

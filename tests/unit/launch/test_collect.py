@@ -208,7 +208,7 @@ def test_result_without_reports_says_so(
     with pytest.raises(tg.UnknownJob, match=r"are not kept: they take 90\.0 MiB"):
         tg.result("fit")
     Runtime().keep_finished("fit", {**kept, "result": None})
-    with pytest.raises(tg.UnknownJob, match="are not kept: whoever collected them, if anybody did, has them"):
+    with pytest.raises(tg.UnknownJob, match="are not kept: the process that collected them has them, if one did"):
         tg.result("fit")
 
 

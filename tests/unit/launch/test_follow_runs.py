@@ -275,12 +275,14 @@ async def test_values_that_are_too_large_are_not_kept_and_the_message_says_how_l
 ) -> None:
     coordinator, follower = await kept(reported("x" * (3 << 19), 10))
     assert follower.kept_json is not None and follower.not_kept == "" and await coordinator.get(KEYS.result) is None
-    with pytest.raises(tg.UnknownJob, match=r"as JSON they take 1\.5 MiB, and less than 1\.0 MiB is kept in etcd: who"):
+    with pytest.raises(
+        tg.UnknownJob, match=r"as JSON they take 1\.5 MiB, and less than 1\.0 MiB is kept in etcd: the run"
+    ):
         await shown(coordinator, monkeypatch)
     monkeypatch.setattr("taskgraph.launch.collect._KEPT_BYTES", 1 << 20)
     coordinator, follower = await kept(reported("x" * (3 << 19), 0))
     assert follower.kept_json is None
-    assert follower.not_kept == "they take 1.5 MiB, and less than 1.0 MiB is kept: who ran the job got them"
+    assert follower.not_kept == "they take 1.5 MiB, and less than 1.0 MiB is kept: the run has returned them"
     with pytest.raises(tg.UnknownJob, match=follower.not_kept):
         await shown(coordinator, monkeypatch)
 

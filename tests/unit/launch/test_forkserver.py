@@ -343,7 +343,7 @@ def test_fork_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, which: int
 
 async def test_ended_forkserver_starts_no_node(tmp_path: Path) -> None:
     server = ForkServer(tmp_path, 1, fork=True)
-    with pytest.raises(NotStarted, match="no node can be started any more"):
+    with pytest.raises(NotStarted, match="no node can be started: the fork server"):
         await server.start(config("127.0.0.1:1"), tmp_path / "n1.log")
 
 

@@ -77,7 +77,7 @@ async def test_signal_to_the_group_is_no_failed_start(told: bool) -> None:
     async def start(count: int) -> None:
         if told:
             asyncio.get_running_loop().call_later(0.01, leave.set)
-        raise NotStarted("what they are forked from has ended")
+        raise NotStarted("the fork server has ended")
 
     nodes: Any = SimpleNamespace(start=start)
     if told:

@@ -105,7 +105,7 @@ async def test_replacement_has_the_devices_and_a_new_name(
     monkeypatch.setattr(local, "host_devices", lambda: ("0", "1", "2"))
     async with launched(tmp_path, 3) as nodes:
         for name, another in (("n2", "n4"), ("n4", "n5"), ("n1", "n6")):
-            await until(lambda name=name: nodes._processes[name].came < math.inf)  # type: ignore[misc]
+            await until(lambda name=name: nodes._processes[name].registered_at < math.inf)  # type: ignore[misc]
             os.kill(nodes.pids()[name], signal.SIGKILL)
             await until(lambda another=another: another in nodes.pids())  # type: ignore[misc]
         assert sorted(nodes.pids()) == ["n3", "n5", "n6"]

@@ -75,7 +75,7 @@ async def test_nodes_that_cannot_start_fail_the_job(
     job, told = supervisor(finished=False), []
 
     async def start(count: int) -> None:
-        raise NotStarted("node n1 cannot be started: what it is forked from has ended")
+        raise NotStarted("node n1 cannot be started: the fork server has ended")
 
     async def cancel_job(reason: str, *, state: str) -> None:
         told.append((reason, state))
@@ -285,8 +285,10 @@ async def test_run_says_who_collected_its_results(kept: bool, monkeypatch: pytes
         await job._finish(0.0, 0.0)
     finally:
         await follower.stop()
-    says = "another one collected them first, and `taskgraph result fit` has its values" if kept else "within 300 s"
-    assert "job 'fit' has finished, but its results are not with" in str(failed.value) and says in str(failed.value)
+    says = "another process collected them first, and `taskgraph result fit` has its values" if kept else "within 300 s"
+    assert "job 'fit' has finished, but this run did not collect its results" in str(failed.value) and says in str(
+        failed.value
+    )
     left = Runtime().finished("fit")
     assert left is not None and left.result == (json.loads(RESULT.to_json()) if kept else None)
     found = await etcd.get(keys.collected)
@@ -328,7 +330,7 @@ async def own_nodes_ended(etcd: MemoryCoordinator, spec: JobSpec) -> tuple[Colle
     follower = Collector(etcd, spec, b"")
     await follower.start()
     job = Supervisor(spec, ENTRY, etcd, follower, Hooks())
-    return follower, asyncio.ensure_future(job._nobody_left())
+    return follower, asyncio.ensure_future(job._no_node_left())
 
 
 @pytest.mark.parametrize("becomes", ["back", "gone", "nothing"])
@@ -356,7 +358,7 @@ async def test_absent_node_of_another_launcher_may_return(becomes: str, monkeypa
             await asyncio.sleep(0.1)
             assert not ends.done() and follower.view.running
             return
-        silent = " or was not heard of for 2 s" if becomes == "nothing" else ""
+        silent = " or was silent for 2 s" if becomes == "nothing" else ""
         with pytest.raises(JobFailed, match=f"every node has ended{silent}, no node is left to go on"):
             await asyncio.wait_for(ends, 30)
     finally:
@@ -414,7 +416,7 @@ async def test_death_in_teardown_is_reported(
 
 @pytest.mark.parametrize(
     ("finished", "says"),
-    [(False, "no epoch can commit any more"), (True, "the results, of a job that had finished, cannot be collected")],
+    [(False, "no epoch can commit"), (True, "the results, of a job that had finished, cannot be collected")],
 )
 async def test_end_of_etcd_says_what_is_lost(finished: bool, says: str) -> None:
     """Of a job whose results were being collected it was said that no epoch could commit any more."""

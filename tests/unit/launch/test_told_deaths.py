@@ -65,10 +65,10 @@ async def test_refusal_of_etcd_is_logged_once(
     monkeypatch.setattr("taskgraph.launch.local._RETRY_S", 0.0)
     coordinator = Refusing(*["permission denied", "no space"] * 5)
     nodes = await with_node(coordinator)
-    await nodes._tell_gone("n1-1", RECORD)
+    await nodes._write_gone("n1-1", RECORD)
     assert [record.message for record in caplog.records] == [
-        "cannot tell that node n1-1 was killed by SIGKILL: permission denied",
-        "cannot tell that node n1-1 was killed by SIGKILL: no space",
+        "etcd does not take that node n1-1 was killed by SIGKILL: permission denied",
+        "etcd does not take that node n1-1 was killed by SIGKILL: no space",
     ]
     there = await left(coordinator)
     assert KEYS.gone("n1-1") in there and KEYS.node("n1-1") not in there
@@ -116,7 +116,7 @@ async def test_death_is_not_written_for_a_lost_job() -> None:
     for key in await left(coordinator):
         if key != KEYS.node("n1-1"):
             await coordinator.txn(Txn(success=(Delete(key),)))
-    await nodes._tell_gone("n1-1", RECORD)
+    await nodes._write_gone("n1-1", RECORD)
     assert await left(coordinator) == [], "its lease ended all the same"
     await coordinator.close()
 
@@ -132,7 +132,7 @@ async def test_death_is_not_written_for_the_next_run() -> None:
     await coordinator.txn(Txn(success=(Put(KEYS.status, ended.to_bytes()),)))
     await submit(coordinator, JobSpec.local(tg.Job(tasks=1, epochs=1, builder=lambda task: tg.Task(), name="dead")))
     for number in range(1, 4):
-        await nodes._tell_gone(f"n{number}-1", msgspec.structs.replace(RECORD, ran=(Ran("fit", 0, 0),)))
+        await nodes._write_gone(f"n{number}-1", msgspec.structs.replace(RECORD, ran=(Ran("fit", 0, 0),)))
     listing, view = await coordinator.list(KEYS.root), JobView("dead")
     view.reset(listing.revision, listing.items)
     assert fatal(view, 3) is None
