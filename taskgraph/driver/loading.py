@@ -35,7 +35,7 @@ _importing: ContextVar[str] = ContextVar("_importing", default="")
 
 @dataclass(frozen=True, slots=True)
 class DriverRef:
-    """Where a job function is.
+    """The place of a job function.
 
     Attributes:
         kind: "file" or "module".
@@ -50,10 +50,10 @@ class DriverRef:
     root: str = ""
 
     def load(self) -> JobFunction[...]:
-        """Imports the driver; raises JobError where that fails.
+        """Imports the driver; raises JobError if that fails.
 
-        On a host that has not the file where the submitter had it, one of that name in the current directory will do:
-        the fingerprint tells whether it is the same.
+        If this host has no file at that path, a file of that name in the working directory will do: the fingerprint
+        shows whether it is the same.
         """
         if self.kind != "file":
             if self.root and Path(self.root).is_dir():
@@ -158,7 +158,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _source(name: str, path: Path) -> tuple[ModuleSpec, Loader]:
-    """How a file is imported; raises JobError where it cannot be."""
+    """Returns how to import a file; raises JobError if it is no Python source."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise JobError(f"{path} is no Python source: a driver is a file whose name ends in .py, or a module")
@@ -166,7 +166,7 @@ def _source(name: str, path: Path) -> tuple[ModuleSpec, Loader]:
 
 
 def _package_hint(path: Path, error: BaseException | None) -> str:
-    """What to write where a file could not be imported by itself since it is in a package; "" where it was not that."""
+    """Says how to name a driver that failed to import because it is in a package; "": another reason."""
     if not isinstance(error, ImportError):
         return ""
     relative = "attempted relative import" in str(error)
@@ -179,8 +179,10 @@ def _package_hint(path: Path, error: BaseException | None) -> str:
 
 
 def _name_for(path: Path) -> str:
-    """What the driver's module is called: its stem, so that its neighbors import the same one, as long as that neither
-    hides a module of the standard library nor is another driver's. A dot in it would make a module in a package."""
+    """Returns a name for the driver's module: its stem, so that files beside it import the same module.
+
+    A stem of the standard library or of another driver is changed, and a dot, which would mean a package.
+    """
     stem = path.stem.replace(".", "_")
     tries = [] if stem in sys.stdlib_module_names else [stem]
     tries += [f"{stem}__driver{number or ''}" for number in range(len(sys.modules))]
@@ -193,7 +195,7 @@ def _is_of(module: ModuleType | None, path: Path) -> bool:
 
 
 def _here() -> Path | None:
-    """The working directory; None where it was removed, as a batch system does with its scratch."""
+    """Returns the working directory; None: it was removed, as batch systems do with scratch directories."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -207,7 +209,7 @@ def _add_to_path(folder: str) -> None:
 
 @contextlib.contextmanager
 def _import_of(what: str) -> Iterator[None]:
-    """Errors of a driver's own code come out as JobError with the place; jobs cannot be started from there."""
+    """Turns errors of a driver's own code into JobError with the place, and forbids to start jobs from there."""
     token = _importing.set(what)
     try:
         yield
@@ -217,13 +219,13 @@ def _import_of(what: str) -> Iterator[None]:
             f"tg.main(...) and the like under `if __name__ == '__main__':`"
         ) from error
     except Exception as error:
-        raise _told(f"importing {what}", error, _loop_hint(error)) from error
+        raise _job_error(f"importing {what}", error, _loop_hint(error)) from error
     finally:
         _importing.reset(token)
 
 
 def _loop_hint(error: Exception) -> str:
-    """What to say where a driver runs an event loop while it is imported: a node imports it in one that runs."""
+    """Says what to do about a driver that runs an event loop while it is imported; "": it does not."""
     if not isinstance(error, RuntimeError) or "event loop" not in str(error):
         return ""
     return (
@@ -233,10 +235,10 @@ def _loop_hint(error: Exception) -> str:
 
 
 def made_by(function: JobFunction[...], arguments: Mapping[str, Any]) -> Job:
-    """The job that a driver's job function makes for the command line or a node.
+    """Calls a driver's job function for the command line or a node, and returns the job.
 
     Raises:
-        JobError: the function raised, or called sys.exit; the message tells where.
+        JobError: the function raised, or called sys.exit; the message has the place.
     """
     file = file_of(function)
     what = f"{function.__name__}(...) of {file.name if file is not None else function.__module__}"
@@ -248,11 +250,11 @@ def made_by(function: JobFunction[...], arguments: Mapping[str, Any]) -> Job:
             f"tg.Job, or raise an error"
         ) from error
     except Exception as error:
-        raise _told(what, error) from error
+        raise _job_error(what, error) from error
 
 
-def _told(what: str, error: Exception, hint: str = "") -> JobError:
-    """An error of a driver's own code, with its place."""
+def _job_error(what: str, error: Exception, hint: str = "") -> JobError:
+    """Makes a JobError from an error of a driver's own code, with the place."""
     if isinstance(error, TaskGraphError):
         return JobError(f"{error}{place_of(error)}")
     kind = traceback.format_exception_only(error)[-1].strip()
@@ -260,7 +262,7 @@ def _told(what: str, error: Exception, hint: str = "") -> JobError:
 
 
 def check_not_importing(job: str) -> None:
-    """Raises JobError where a driver starts a job while it is imported: every node would start it again."""
+    """Raises JobError if a driver starts a job while it is imported: every node would start it again."""
     if _importing.get():
         raise JobError(
             f"{_importing.get()} starts job {job!r} while it is imported, and every node imports it: put that under "
@@ -269,7 +271,7 @@ def check_not_importing(job: str) -> None:
 
 
 def check_no_loop(what: str, instead: str) -> None:
-    """Raises JobError where an event loop runs, in which another one cannot."""
+    """Raises JobError if an event loop runs: another cannot run in its thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -278,7 +280,7 @@ def check_no_loop(what: str, instead: str) -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """The last line of the user's own code that an error passed through."""
+    """Returns the last line of the user's own code in an error's traceback."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" (at {error.filename}, line {error.lineno})"
     place = ""
@@ -292,7 +294,7 @@ def place_of(error: BaseException) -> str:
 
 
 def reference_of(function: JobFunction[...]) -> DriverRef:
-    """How other processes find a job function.
+    """Returns a reference by which other processes find a job function.
 
     Raises:
         JobError: it was defined interactively, in a zip archive, or in a file that can be run and not imported; or its

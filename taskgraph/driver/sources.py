@@ -25,7 +25,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def installed(path: Path) -> bool:
-    """Whether a source came with a package, and so is where it is on every host by the same package."""
+    """Says whether a source belongs to an installed package, so that every host has it by that package."""
     return any(part in _INSTALLED for part in path.parts)
 
 
@@ -42,17 +42,17 @@ def fingerprint(function: JobFunction[...]) -> str:
 
 
 def module_of(function: JobFunction[...]) -> dict[str, Any]:
-    """The names of the module that a job function is in.
+    """Returns the names of a job function's module.
 
-    The function itself holds them: with `python -m cProfile fit.py` the driver is called `__main__`, and what
-    `sys.modules` has by that name is the profiler.
+    They are taken from the function: with `python -m cProfile fit.py` the driver's name is `__main__`, and
+    `sys.modules["__main__"]` is the profiler.
     """
     names: dict[str, Any] = inspect.unwrap(function.__wrapped__).__globals__
     return names
 
 
 def file_of(function: JobFunction[...]) -> Path | None:
-    """The file that a job function is in; None where it was defined at a prompt."""
+    """Returns the file of a job function; None: it was defined at a prompt."""
     file = module_of(function).get("__file__")
     if not file and function.__module__ == "__main__":  # `python -i` takes it away once the script is through
         file = inspect.unwrap(function.__wrapped__).__code__.co_filename

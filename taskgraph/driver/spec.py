@@ -27,7 +27,7 @@ _DEFAULTS = Settings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """What etcd holds of a submitted job: all that a node needs to take part.
+    """A submitted job in etcd: all that a node needs to take part.
 
     Attributes:
         name: the job's.
@@ -63,7 +63,7 @@ class JobSpec:
 
     @classmethod
     def of(cls, job: Job, *, expected_nodes: int = 0, token_mark: str = "") -> JobSpec:
-        """The spec of a job made by a job function; raises JobError where other processes cannot make it."""
+        """Makes the spec of a job; raises JobError if other processes could not make the job."""
         check_not_importing(job.name)
         function, kwargs = job.origin()
         made = cls._make(job, reference_of(function), kwargs, fingerprint(function))
@@ -71,7 +71,7 @@ class JobSpec:
 
     @classmethod
     def local(cls, job: Job) -> JobSpec:
-        """The spec of a job that stays in this process."""
+        """Makes the spec of a job that stays in this process."""
         check_not_importing(job.name)
         return cls._make(job, None, {}, LOCAL_FINGERPRINT)
 
@@ -108,11 +108,11 @@ class JobSpec:
             raise DecodeError(f"not a job's spec: {data[:200]!r} ({error})") from error
 
     def setting(self, name: str) -> Any:
-        """One of its settings; where the taskgraph that submitted it has none of that name, what it is by itself."""
+        """Returns a setting, or its default if the taskgraph that submitted the job does not know it."""
         return self.settings.get(name, getattr(_DEFAULTS, name))
 
     def check_protocol(self) -> None:
-        """Raises FingerprintMismatch where this process cannot take part in the job, or read what its nodes say."""
+        """Raises FingerprintMismatch if the job's nodes speak another protocol than this process."""
         if self.protocol != PROTOCOL:
             raise FingerprintMismatch(
                 f"job {self.name!r} was submitted by taskgraph {self.version}, whose nodes speak protocol "
@@ -125,7 +125,7 @@ class JobSpec:
 
         Raises:
             JobError: the driver cannot be imported here, or its job function raised.
-            FingerprintMismatch: it is another one, or another version.
+            FingerprintMismatch: the driver is another one, or another version.
         """
         self.check_protocol()
         if self.driver is None:

@@ -1,8 +1,8 @@
-"""How to get in, to somebody's etcd and to nodes: certificates, user and password.
+"""Finds the certificates, user and password for an etcd and for nodes.
 
 From options, the environment or taskgraph.toml.
 
-A password is in a file or in the environment, never on a command line, which everybody on the host can read.
+A password is in a file or in the environment, never on a command line, which all users of the host can read.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _TEXTS = (
     *(name for name, _ in _NODE_FILES.values()),
 )
 _FLAGS = ("insecure_listen",)
-"""What the file may say; `etcd` may be a list of texts, too."""
+"""The words of `taskgraph.toml`; `etcd` may also be a list of texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a job's etcd and its nodes are reached, where the command line says so.
+    """How to reach a job's etcd and its nodes, as the command line says it.
 
     Attributes:
         etcd: what `EtcdCoordinator.connect` takes beside endpoints; None: as `etcd_access` finds it.
@@ -63,7 +63,7 @@ class Access:
 
 
 def configured(name: str) -> str | None:
-    """From the environment (`TASKGRAPH_ETCD`), else from `taskgraph.toml` in the working directory."""
+    """Returns a value from the environment (`TASKGRAPH_ETCD`), else from `taskgraph.toml` in the working directory."""
     given = os.environ.get(f"TASKGRAPH_{name.upper()}")
     if given:
         return given
@@ -84,14 +84,14 @@ def configured(name: str) -> str | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether it is, and is to be believed: who says where etcd is decides what code our nodes run.
+    """Says whether the file is there. It names the etcd, which decides what code nodes run, so it must be the user's.
 
     Raises:
-        JobError: that cannot be known; or anybody may have put it there, as into /tmp.
+        JobError: the file cannot be looked at; or any user may have put it there, as into /tmp.
     """
     try:
         folder = os.stat(".")
-        for look in (os.lstat, os.stat):  # whose link it is counts, too: they say which of our files is meant
+        for look in (os.lstat, os.stat):  # the owner of a link counts, too: the link may point to another file of ours
             found = look(path)
             if found.st_uid not in (os.getuid(), folder.st_uid, ROOT) and folder.st_mode & stat.S_IWOTH:
                 raise JobError(
@@ -102,7 +102,7 @@ def _is_there(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        if not os.access(".", os.X_OK):  # as after `su`, in another user's home: what lies there is not for us
+        if not os.access(".", os.X_OK):  # after `su` this may be another user's home: its files are not for us
             return False
         raise JobError(f"{path.absolute()} cannot be read: {error.strerror}") from error
 
@@ -125,7 +125,7 @@ def _is_text(value: object) -> bool:
 
 
 def etcd_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """What `EtcdCoordinator.connect` takes beside endpoints, as far as it is known.
+    """Returns the arguments of `EtcdCoordinator.connect` beside endpoints.
 
     Args:
         given: options by their names: etcd_ca, etcd_cert, etcd_key, etcd_user, etcd_password_file. What is not given is
@@ -194,10 +194,10 @@ async def connect(etcd: str, access: Mapping[str, str]) -> EtcdCoordinator:
 
 
 def insecure_listen(given: bool | None = None) -> bool:
-    """Whether nodes may listen beyond loopback without TLS.
+    """Says whether nodes may listen beyond loopback without TLS.
 
     Raises:
-        JobError: what is configured is neither yes nor no.
+        JobError: the configured word is neither yes nor no.
     """
     if given:
         return True
@@ -208,9 +208,9 @@ def insecure_listen(given: bool | None = None) -> bool:
 
 
 def _password(path: str | None) -> tuple[str | None, Path | None]:
-    """From the file named, else from the environment, else from the file that environment or taskgraph.toml name.
+    """Returns the password: of the file at `path`, the environment, or the file that environment or toml file name.
 
-    With the file, if it is one that can be read again.
+    Also returns the file, if it can be read again.
     """
     if not path and (given := os.environ.get("TASKGRAPH_ETCD_PASSWORD")):
         return given, None
@@ -228,7 +228,7 @@ def _password(path: str | None) -> tuple[str | None, Path | None]:
 
 
 def advice(error: CoordinationError) -> str:
-    """What to do about an etcd that does not let us in; "" where that is not what is wrong."""
+    """Says what to do about an etcd that refuses access; "": another error."""
     from taskgraph.coordination.etcd.failures import PermissionRefused
 
     said = str(error)

@@ -3,8 +3,8 @@
     python -P begin.py MODULE ARGUMENT...
 
 `python -m MODULE` would look for every module in the working directory first: a `queue.py` there takes the place of
-Python's own, and a clone there that of the taskgraph whose launcher this is. Without it (`-P`) a taskgraph is not found
-that was found there, or by a change of `sys.path`; one that is run by its file knows where it is.
+Python's own, and a clone there that of the launcher's taskgraph. With `-P` a taskgraph in the working directory, or one
+found by a changed `sys.path`, is not found; so this file adds its own directory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLAGS = {
     "debug": "d",
     "verbose": "v",
 }
-"""Not those that have a person type (`-i`), nor those that say what to run."""
+"""Without those for interactive use (`-i`), and those that say what to run."""
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -50,7 +50,7 @@ def options() -> list[str]:
 def _main() -> None:
     ours = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     found = importlib.util.find_spec("taskgraph")
-    # Only where it has to be: in front of all others a directory of installed packages would hide modules of Python.
+    # Only if needed: a directory of installed packages in front of all others would hide modules of Python.
     if found is None or os.path.dirname(os.path.realpath(found.origin or "")) != ours:
         sys.path.insert(0, os.path.dirname(ours))
     # The main module of the process is still this one: who is started by `multiprocessing` loads that of its parent, in

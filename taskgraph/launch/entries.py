@@ -1,4 +1,4 @@
-"""How a job of this host is reached: the entries of its launchers, and the locks by which a launcher is seen to live.
+"""Entries of launchers say how to reach a job of this host, and their locks show which launchers live.
 
 A launcher locks its entry for as long as it lives. The kernel unlocks a file when the process ends, so an entry that
 is not locked belongs to a launcher that was killed. This also holds between containers that share the directory.
@@ -26,7 +26,7 @@ _AGAIN_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEntry:
-    """How to reach a job.
+    """An entry: how to reach a job.
 
     Attributes:
         etcd: endpoints, separated by commas.

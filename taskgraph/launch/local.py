@@ -215,7 +215,7 @@ class LocalNodes:
         return sum(1 for p in self._processes.values() if p.code is None)
 
     def ids(self) -> frozenset[str]:
-        """As they are registered, those that ended, too."""
+        """Returns the ids of all nodes, also of those that ended."""
         return frozenset(p.node_id for p in self._processes.values())
 
     def pids(self) -> dict[str, int]:

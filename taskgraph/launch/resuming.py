@@ -34,7 +34,7 @@ __all__ = ["Resume", "begin", "plan"]
 log = logging.getLogger("taskgraph")
 
 Resume = bool | Literal["changed"]
-"""Whether a job goes on from its newest checkpoint; "changed": also where its driver was changed since."""
+"""True: go on from the newest checkpoint; "changed": also from one of an earlier version of the driver."""
 
 _SLOW_S = 5.0
 """After this time a slow directory is reported: all files of a checkpoint are read before a job goes on from it."""
@@ -49,14 +49,14 @@ async def plan(
     fresh: bool = False,
     timeout_s: float | None = None,
 ) -> tuple[JobSpec, Beginning]:
-    """Where the job begins; the spec with the series of its checkpoints, and with which of them may be used.
+    """Decides where the job begins. Returns the spec with the series of its checkpoints, too.
 
     Args:
-        timeout_s: how long it may take to look at what the place holds; None: for as long as it takes.
+        timeout_s: limit for looking at the checkpoint directory; None: none.
 
     Raises:
-        JobError: it has checkpoints, and neither `resume` nor `fresh` was said; or it keeps none; or `resume` is
-            something else than it can be.
+        JobError: there are checkpoints, and neither `resume` nor `fresh` was given; or the job keeps none; or `resume`
+            has a wrong value.
         JobRunning: a job of that name is running.
         CheckpointError: it is to be resumed, and none of its checkpoints can be used; or etcd knows of one, and its
             place is empty.
@@ -68,7 +68,7 @@ async def plan(
         return spec, beginning
     keys = Keys(spec.name)
     before = await coordinator.get(keys.spec)
-    await check_not_running(coordinator, keys)  # what is said of its checkpoints now may be moot when it has ended
+    await check_not_running(coordinator, keys)  # its checkpoints change while it runs
     beginning = dataclasses.replace(beginning, after=before.mod_revision if before is not None else 0)
     changed = resume == "changed"
     origin = Origin(
@@ -109,7 +109,7 @@ def _check_asked(spec: JobSpec, resume: Resume, fresh: bool) -> None:
 
 
 def _which_text(spec: JobSpec, store: Store, looked: _Looked) -> str:
-    """What to say to who has not said whether the job goes on from what is there, or begins anew."""
+    """Asks the user whether the job goes on from its checkpoints or starts at epoch 0."""
     ways = "continue from there (--resume, resume=True), or start from the beginning (--fresh, fresh=True"
     if not looked.current:
         ways = "they are of an earlier run than the last; start from the beginning (--resume or --fresh"
@@ -120,7 +120,7 @@ def _which_text(spec: JobSpec, store: Store, looked: _Looked) -> str:
 
 
 def _warn_of_beginning(store: Store, newest: Name | None) -> None:
-    """Of a job that was to be resumed, and begins at its beginning all the same."""
+    """Warns that a resumed job starts at epoch 0."""
     if newest is None:
         log.warning("%s holds no checkpoint yet: the job starts from its beginning", store)
     else:
@@ -137,7 +137,7 @@ def _warn_of_beginning(store: Store, newest: Name | None) -> None:
 def _go_on(
     spec: JobSpec, beginning: Beginning, store: Store, looked: _Looked, attempt: int
 ) -> tuple[JobSpec, Beginning]:
-    """From the newest checkpoint that can be used; `attempt`: the last one that etcd knows of."""
+    """Begins at the newest usable checkpoint; `attempt`: the last one that etcd knows."""
     found = looked.usable
     if found.manifest is None:
         raise CheckpointError(_unusable_text(store, looked))
@@ -162,7 +162,7 @@ def _go_on(
 
 
 def _unusable_text(store: Store, looked: _Looked) -> str:
-    """Why none of the checkpoints can be used, and what to do then."""
+    """Says why no checkpoint can be used, and what to do."""
     found = looked.usable
     back = ""
     if found.refused_as(ChangedJob):
@@ -208,9 +208,9 @@ async def begin(coordinator: Coordinator, spec: JobSpec, beginning: Beginning) -
 
 
 async def _known(coordinator: Coordinator, spec: JobSpec, before: KeyValue | None) -> tuple[str | None, int]:
-    """What etcd still knows of the run `before`: the checkpoint its pointer named, and its last attempt.
+    """Returns the checkpoint that the pointer of the run `before` names in etcd, and its last attempt.
 
-    Where that run kept its checkpoints in another place, its pointer says nothing of this one.
+    If that run kept its checkpoints in another directory, its pointer does not count.
     """
     keys = Keys(spec.name)
     pointer, epoch = await coordinator.get(keys.checkpoint), await coordinator.get(keys.epoch)
@@ -244,7 +244,7 @@ async def _outside(store: Store, look: Callable[[], _Looked], job: str, timeout_
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
-    """What is there.
+    """The checkpoints in a directory.
 
     Attributes:
         names: of all complete checkpoints, the newest first.
@@ -259,12 +259,12 @@ class _Looked:
 
     @property
     def current(self) -> list[Name]:
-        """Of the run that was begun last, and of those that resumed it."""
+        """Those of the run that was begun last, and of runs that resumed it."""
         return [name for name in self.names if name.series == self.series]
 
 
 def _look(store: Store, pointer: str | None, resume: bool) -> _Looked:
-    """What is there; for a job that is resumed also what of it can be used."""
+    """Lists the checkpoints; for a resumed job it also finds the usable one."""
     try:
         if pointer is not None:
             # Complete, if the leader died between the pointer and the last manifest.

@@ -283,7 +283,7 @@ async def _on_nodes(
 
 
 def _as_count(nodes: Any) -> int:
-    """How many nodes; numpy's ints, too."""
+    """Checks and returns the number of nodes; takes numpy's ints, too."""
     try:
         number = operator.index(nodes)
     except TypeError:
@@ -299,10 +299,9 @@ _CANCEL_S = 2.0
 async def _cancel_unbegun(
     follower: Follower, entry: JobEntry, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """A start that was cut short must not leave the job's name taken; where it may, since etcd is away or refuses, this
-    is said.
+    """Cancels the job after a start that failed, so that its name is free; adds a note if etcd does not take that.
 
-    One that ran has ended the job itself, unless etcd did not answer then.
+    A run that went further has written its end itself, unless etcd did not answer.
     """
     if error is None:
         return

@@ -378,7 +378,7 @@ def _report_deaths(nodes: LocalNodes) -> None:
 
 
 def _cause(nodes: LocalNodes) -> str:
-    """Why the last node ended, before what follows from that; "" if no node of this launcher ended."""
+    """Says why the last node ended; "": no node of this launcher ended."""
     codes = list(nodes.codes().items())
     if not codes:
         return ""

@@ -18,8 +18,8 @@ THREADS = (
     "NUMEXPR_NUM_THREADS",
 )
 _HASH_SEED = "0"
-"""Of every node of every job. `hash("text")` then is the same on all hosts, and in a run that is resumed, so a key that
-is dealt by its hash keeps its task. The launcher's own seed, which is random unless the user sets it, would not do."""
+"""The seed of every node of every job. `hash("text")` is the same on all hosts and in a resumed run, so a key that is
+dealt by its hash keeps its task. The launcher's own seed is random unless the user sets it."""
 _set_by_us: set[str] = set()
 
 
