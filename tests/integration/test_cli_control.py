@@ -32,7 +32,7 @@ async def interrupted_twice(launch: Command) -> Done:
 
 
 @pytest.mark.smoke
-async def test_status_says_who_does_what_and_since_when(cli: Cli) -> None:
+async def test_status_shows_roles(cli: Cli) -> None:
     run = await cli.paused("--nodes", "2")
     text = (await cli("status")).out  # the only job: it needs no name
     assert text.startswith("sums  running 0:") and " epoch 2/5 " in text
@@ -59,7 +59,7 @@ async def test_status_says_who_does_what_and_since_when(cli: Cli) -> None:
     assert done.code == 0 and json.loads(done.out.splitlines()[-1])["kind"] == "finished"
 
 
-async def test_who_watches_a_job_is_told_that_its_launcher_was_killed(cli: Cli) -> None:
+async def test_events_name_a_killed_launcher(cli: Cli) -> None:
     """`events --follow` ended well without a word, and `status --watch` with an error of etcd's, after ten seconds."""
     run = await cli.paused("--nodes", "2")
     watching = await cli.start("status", "sums", "--watch", "--json")
@@ -73,7 +73,7 @@ async def test_who_watches_a_job_is_told_that_its_launcher_was_killed(cli: Cli) 
 
 
 @pytest.mark.smoke
-async def test_kill_of_the_roots_primary_changes_no_number(cli: Cli) -> None:
+async def test_kill_changes_no_number(cli: Cli) -> None:
     run = await cli.paused("--nodes", "3", "--json")
     before = (await status(cli))["tasks"][0]
     done = await cli("kill", "sums", "--task", "0")
@@ -108,7 +108,7 @@ async def test_a_stopped_node_can_be_killed_though_it_does_not_answer(cli: Cli) 
     assert json.loads(done.out.splitlines()[-1])["values"]["0"] == sums()
 
 
-async def test_the_only_replica_of_a_task_is_not_killed_unless_that_is_meant(cli: Cli) -> None:
+async def test_kill_spares_the_only_replica(cli: Cli) -> None:
     """The job failed at once, and the command had said nothing of that."""
     run = await cli.paused("--nodes", "1", "--json")
     done = await cli("kill", "sums", "--task", "0")
@@ -224,7 +224,7 @@ async def test_a_submitted_job_is_run_by_launch(embedded_etcd: EmbeddedEtcd, cli
 
 
 @pytest.mark.smoke
-async def test_nodes_started_by_hand_and_a_result_nobody_waited_for(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+async def test_nodes_by_hand_and_uncollected_result(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
     etcd, token = ("--etcd", embedded_etcd.endpoint), ("--token-file", "t")
     (cli.cwd / "t").write_text("ab" * 32)
     early = await cli.start("node", "--job", "sub2", "--name", "a", *etcd, *token)
@@ -291,14 +291,6 @@ async def test_a_node_with_another_version_of_the_driver_is_refused(embedded_etc
 async def test_submit_needs_an_etcd(cli: Cli) -> None:
     done = await cli("submit", str(DRIVER))
     assert done.code == 2 and "--etcd" in done.err and "taskgraph run" in done.err
-
-
-async def test_launch_of_a_driver_is_a_run(cli: Cli) -> None:
-    done = await cli("launch", str(DRIVER), "--nodes", "2", "-o", "epochs=3", "--json")
-    assert done.code == 0, done.err
-    assert json.loads(done.out)["values"]["0"] == sums(epochs=3)
-    done = await cli("launch", "--nodes", "1", python=(str(DRIVER),))
-    assert done.code == 0 and done.out == printed()
 
 
 async def test_ctrl_c_of_launch_ends_its_nodes_but_not_the_job(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:

@@ -21,7 +21,7 @@ from taskgraph.coordination.embedded import EmbeddedEtcd
 
 
 @pytest.mark.smoke
-async def test_a_run_ends_with_its_result_as_json_and_leaves_nothing(cli: Cli) -> None:
+async def test_run_prints_json_and_leaves_nothing(cli: Cli) -> None:
     done = await cli("run", str(DRIVER), "--nodes", "3", "--json", "-o", "epochs=4")
     assert done.code == 0, done.err
     result = json.loads(done.out.splitlines()[-1])
@@ -170,7 +170,7 @@ async def test_a_coroutine_that_holds_up_its_whole_node_is_named(cli: Cli) -> No
 
 
 @pytest.mark.smoke
-async def test_a_failed_job_shows_the_users_traceback_and_none_of_ours(cli: Cli) -> None:
+async def test_failure_shows_only_the_users_traceback(cli: Cli) -> None:
     done = await cli("run", str(DRIVER), "--nodes", "2", "-o", "fail_at=3")
     assert done.code == 1
     failure = done.err[done.err.index("taskgraph: job failed") :]
@@ -373,7 +373,7 @@ async def test_a_second_ctrl_c_forces(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_nothing_outlives_a_launcher_that_is_killed(cli: Cli, number: signal.Signals) -> None:
+async def test_killed_launcher_leaves_nothing(cli: Cli, number: signal.Signals) -> None:
     run = await cli.paused("--nodes", "2")
     run.process.send_signal(number)
     await run.process.communicate()
@@ -384,7 +384,7 @@ async def test_nothing_outlives_a_launcher_that_is_killed(cli: Cli, number: sign
 
 
 @pytest.mark.smoke
-async def test_when_its_embedded_etcd_is_gone_the_job_fails_at_once_and_says_how_and_where(cli: Cli) -> None:
+async def test_dead_embedded_etcd_fails_the_run(cli: Cli) -> None:
     run = await cli.paused("--nodes", "3")
     for pid, command in cli.processes().items():
         if "--listen-client-urls" in command and "guard.py" not in command:

@@ -180,7 +180,7 @@ async def test_of_a_fast_job_a_long_trace_has_whole_epochs_some_apart(cli: Cli) 
 
 
 @pytest.mark.smoke
-async def test_a_trace_to_the_end_of_a_job_lacks_nothing(cli: Cli) -> None:
+async def test_trace_to_the_end_is_complete(cli: Cli) -> None:
     """It waited for epochs that cannot exist, and called every node missing from the last one on."""
     run = await cli.paused("--nodes", "3", *IN_STEP)
     tracing = await cli.start("trace", "sums", "-o", "t.json")

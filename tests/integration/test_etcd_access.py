@@ -76,7 +76,7 @@ async def test_renewed_certificates_are_taken_up_when_etcd_is_connected_to_anew(
 
 
 @pytest.mark.smoke
-async def test_a_user_gets_what_is_granted_and_nothing_else() -> None:
+async def test_user_gets_only_granted_keys() -> None:
     async with etcd_with_users("/job/") as etcd:
         async with await EtcdCoordinator.connect(etcd.endpoint, username="root", password="secret") as root:
             await root.txn(put("/other/a"))
@@ -98,18 +98,3 @@ async def test_a_user_gets_what_is_granted_and_nothing_else() -> None:
                 await anext(aiter(node.watch("/other/", start)))
             await lease.close(revoke=True)
             assert await node.get("/job/a") is None
-
-
-async def test_a_token_that_etcd_forgot_is_replaced_without_anybody_noticing() -> None:
-    async with (
-        etcd_with_users("/job/", "--auth-token-ttl", "1") as etcd,
-        await EtcdCoordinator.connect(etcd.endpoint, username="worker", password="word") as node,
-    ):
-        lease = await node.lease(3.0, stall_limit_s=60.0)
-        for number in range(2):
-            await asyncio.sleep(2.5)
-            start = (await node.txn(put("/job/a", bytes([number]), lease.id))).revision
-            async with following(node, "/job/", start) as follower:
-                await follower.until(start)
-        assert not lease.lost() and lease.valid_until() > node.now() + 1.0
-        await lease.close(revoke=True)

@@ -45,7 +45,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.smoke
-async def test_it_is_private_loopback_only_and_removed_at_the_end(temporary: Path) -> None:
+async def test_embedded_etcd_is_private(temporary: Path) -> None:
     async with EmbeddedEtcd() as etcd:
         (directory,) = private_dirs(temporary)
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -281,7 +281,7 @@ async def test_sigterm_to_the_guard_ends_its_command_and_removes_the_directories
 
 @pytest.mark.smoke
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
-async def test_a_killed_guard_takes_its_command_with_it() -> None:
+async def test_killed_guard_ends_its_command() -> None:
     process = await guard("--", "sleep", "1000")
     child = await child_of(process)
     process.kill()

@@ -32,7 +32,7 @@ def put(key: str, value: bytes = b"", lease: int = 0) -> Txn:
 
 
 @pytest.mark.smoke
-async def test_a_killed_and_restarted_etcd_costs_a_watch_no_event_and_a_lease_nothing(tmp_path: Path) -> None:
+async def test_etcd_restart_loses_no_event(tmp_path: Path) -> None:
     port = free_port()
     etcd = KeptEtcd(tmp_path / "data", port=port)
     await etcd.start()

@@ -69,7 +69,7 @@ def primary_pid(now: dict[str, Any], task: int) -> int:
     return next(node["pid"] for node in now["nodes"] if node["name"] == name)
 
 
-async def test_one_after_another_the_root_another_primary_and_a_backup(cli: Cli, calm: dict[str, object]) -> None:
+async def test_three_kills_change_no_result(cli: Cli, calm: dict[str, object]) -> None:
     command = await started(cli, "--nodes", "5")
     for arguments in (["--task", "0"], ["--task", "5"], ["--task", "3", "--backup"]):
         await held(cli)
@@ -93,7 +93,7 @@ async def test_two_nodes_at_once_with_two_backups(cli: Cli, calm: dict[str, obje
 
 
 @pytest.mark.smoke
-async def test_a_frozen_primary_is_replaced_and_steps_down_when_it_wakes(cli: Cli, calm: dict[str, object]) -> None:
+async def test_frozen_primary_steps_down(cli: Cli, calm: dict[str, object]) -> None:
     command = await started(cli, "--nodes", "3", "-o", "lease_ttl_s=2")
     pid = primary_pid(await held(cli), 0)
     os.kill(pid, signal.SIGSTOP)
@@ -107,7 +107,7 @@ async def test_a_frozen_primary_is_replaced_and_steps_down_when_it_wakes(cli: Cl
 
 
 @pytest.mark.smoke
-async def test_the_job_outlasts_a_pause_of_etcd(cli: Cli, calm: dict[str, object]) -> None:
+async def test_job_survives_an_etcd_pause(cli: Cli, calm: dict[str, object]) -> None:
     command = await started(cli, "--nodes", "3", "-o", "lease_ttl_s=2")
     etcd = next(pid for pid, line in cli.processes().items() if "etcd" in line and "guard.py" not in line)
     os.kill(etcd, signal.SIGSTOP)
@@ -121,7 +121,7 @@ async def test_the_job_outlasts_a_pause_of_etcd(cli: Cli, calm: dict[str, object
 
 
 @pytest.mark.smoke
-async def test_without_a_backup_a_lost_state_fails_the_job_and_says_so(cli: Cli) -> None:
+async def test_lost_state_without_backup_fails_the_job(cli: Cli) -> None:
     command = await started(cli, "--nodes", "3", "-o", "backups=0")
     assert "the job fails" in (await cli("kill", "steady", "--task", "4", "--force")).err
     done = await command.done()
@@ -152,7 +152,7 @@ def deaths(said: str, place: str) -> int:
         ("killed", "was killed by SIGKILL"),
     ],
 )
-async def test_code_that_ends_its_process_fails_the_job_while_nodes_are_left(cli: Cli, how: str, told: str) -> None:
+async def test_code_that_always_exits_fails_the_job(cli: Cli, how: str, told: str) -> None:
     # More backups than nodes may die; and so long that it is known how one died before the next one does.
     options = ("-o", f"how={how}", "-o", "linger_s=0.5", "-o", "backups=3")
     done = await cli("run", FATAL, "--nodes", "5", *options)
@@ -239,7 +239,7 @@ async def test_a_job_does_not_go_back_to_its_checkpoint_again_and_again_for_such
 
 
 @pytest.mark.smoke
-async def test_code_that_ended_its_process_once_is_computed_elsewhere(cli: Cli) -> None:
+async def test_code_that_exits_once_is_repeated(cli: Cli) -> None:
     done = await cli("run", FATAL, "--nodes", "5", "--json", "-o", "once=true", "-o", f"folder={cli.root}")
     assert done.code == 0, done.err
     result = json.loads(done.out.splitlines()[-1])

@@ -37,7 +37,7 @@ async def only_what_was_to_go_on(cli: Cli) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("dies", [False, True])
-async def test_a_pool_that_was_never_shut_down_ends_with_its_node(cli: Cli, dies: bool, method: str) -> None:
+async def test_forgotten_pool_ends_with_its_node(cli: Cli, dies: bool, method: str) -> None:
     """Its workers lived on, with the sockets and the log of a node that had ended. So did a directory of the fork
     server, which is the default from Python 3.14 on."""
     options = ("-o", f"folder={cli.gate}", "-o", f"dies={dies}", "-o", f"method={method}")
@@ -49,7 +49,7 @@ async def test_a_pool_that_was_never_shut_down_ends_with_its_node(cli: Cli, dies
 
 
 @pytest.mark.smoke
-async def test_so_it_does_where_its_launcher_is_killed(cli: Cli) -> None:
+async def test_pool_ends_when_launcher_is_killed(cli: Cli) -> None:
     run = await cli.start("run", DRIVER, "--nodes", "2", "-o", f"folder={cli.gate}", "-o", "epochs=1000000")
     await run.until("epoch ")
     run.process.send_signal(signal.SIGKILL)

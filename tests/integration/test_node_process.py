@@ -234,7 +234,7 @@ def same(found: dict[int, np.ndarray], expected: dict[int, np.ndarray]) -> bool:
     return found.keys() == expected.keys() and all(np.array_equal(found[t], expected[t]) for t in expected)
 
 
-async def test_nodes_compute_a_job_and_leave_when_its_result_was_collected(embedded_etcd: EmbeddedEtcd) -> None:
+async def test_nodes_leave_after_collection(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 3) as rig:
         await rig.nodes.start(3)
         assert rig.nodes.alive == 3 and sorted(rig.nodes.pids()) == ["n1", "n2", "n3"]
@@ -252,7 +252,7 @@ async def test_nodes_compute_a_job_and_leave_when_its_result_was_collected(embed
 
 
 @pytest.mark.smoke
-async def test_a_killed_node_is_declared_gone_at_once_and_the_result_is_the_same(embedded_etcd: EmbeddedEtcd) -> None:
+async def test_killed_node_is_declared_gone(embedded_etcd: EmbeddedEtcd) -> None:
     lease_ttl_s = 60.0
     async with launched(embedded_etcd, 3, lease_ttl_s=lease_ttl_s) as rig:
         rig.hold(3)
@@ -283,7 +283,7 @@ async def test_a_killed_node_is_declared_gone_at_once_and_the_result_is_the_same
         assert sorted(rig.nodes.codes().values()) == [-signal.SIGKILL, 0, 0]
 
 
-async def test_a_node_tells_of_its_certificate_before_it_ends(embedded_etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+async def test_node_warns_of_expiring_certificate(embedded_etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     now, hour = datetime.datetime.now(datetime.UTC), datetime.timedelta(hours=1)
     authority = trustme.CA()
     files = {n: str(tmp_path / f) for n, f in (("ca", CA), ("cert", CERT), ("key", KEY))}
@@ -312,7 +312,7 @@ async def test_a_node_tells_of_its_certificate_before_it_ends(embedded_etcd: Emb
 
 
 @pytest.mark.smoke
-async def test_sigterm_hands_over_and_leaves_while_the_job_goes_on(embedded_etcd: EmbeddedEtcd) -> None:
+async def test_sigterm_hands_tasks_over(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 3) as rig:
         rig.hold(2)
         rig.hold(7)
@@ -328,7 +328,7 @@ async def test_sigterm_hands_over_and_leaves_while_the_job_goes_on(embedded_etcd
         assert same(await rig.results(), await calm())
 
 
-async def test_the_second_sigterm_ends_at_once_though_a_compute_runs(embedded_etcd: EmbeddedEtcd) -> None:
+async def test_second_sigterm_ends_the_node(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 1) as rig:
         rig.hold(1)
         await rig.nodes.start(1)
@@ -342,7 +342,7 @@ async def test_the_second_sigterm_ends_at_once_though_a_compute_runs(embedded_et
         assert await rig.gone("n1") == "exited with code 143"
 
 
-async def test_a_compute_that_never_returns_does_not_keep_the_process(embedded_etcd: EmbeddedEtcd) -> None:
+async def test_endless_compute_does_not_keep_the_process(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 1, stuck="thread") as rig:
         await rig.nodes.start(1)
         await becomes((rig.folder / "stuck").exists, LIMIT_S)
@@ -351,7 +351,7 @@ async def test_a_compute_that_never_returns_does_not_keep_the_process(embedded_e
         assert await rig.ended() == ("n1", 0)
 
 
-async def test_a_node_that_dies_before_it_registers_is_declared_gone(
+async def test_node_that_dies_early_is_declared_gone(
     embedded_etcd: EmbeddedEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = tmp_path / "held_and_dies.py"
@@ -368,7 +368,7 @@ async def test_a_node_that_dies_before_it_registers_is_declared_gone(
 
 
 @pytest.mark.parametrize("stuck", ["", "loop", "thread"])
-async def test_nothing_outlives_a_launcher_that_is_killed(stuck: str) -> None:
+async def test_killed_launcher_leaves_nothing(stuck: str) -> None:
     folder = Path(tempfile.mkdtemp(prefix="tg-"))
     (folder / "run").mkdir(mode=0o700)
     (folder / "hold-1").touch()
@@ -429,7 +429,7 @@ def descendants(pid: int) -> set[int]:
 
 
 @pytest.mark.smoke
-async def test_a_node_may_be_started_before_its_job_is_submitted() -> None:
+async def test_node_waits_for_its_job() -> None:
     coordinator = MemoryCoordinator(MemoryStore())
     spec = JobSpec.of(load_driver(str(DRIVER))(name="later"))
     keys = Keys("later")
@@ -446,6 +446,6 @@ async def test_a_node_may_be_started_before_its_job_is_submitted() -> None:
 
 
 @pytest.mark.smoke
-def test_a_token_is_not_shown_where_a_configuration_is() -> None:
+def test_configuration_hides_the_token() -> None:
     config = NodeConfig(job="held", name="n1", etcd="e:1", token="5ec4e7")
     assert "5ec4e7" not in repr(config) and config.folder is None

@@ -106,7 +106,7 @@ class Replacing:
 
 
 @pytest.mark.smoke
-async def test_a_job_outlives_all_nodes_that_it_was_started_with(folder: Path) -> None:
+async def test_job_survives_its_first_nodes(folder: Path) -> None:
     gate = folder / "gate"
 
     def safe(view: JobView, *names: str) -> bool:

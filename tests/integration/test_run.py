@@ -79,9 +79,7 @@ def test_a_failure_carries_the_users_own_traceback() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_where_nothing_can_be_kept_of_a_job_its_result_is_told_all_the_same(
-    fails: bool, runtime: Runtime, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_result_returns_if_it_cannot_be_kept(fails: bool, runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
     runtime.root.mkdir(mode=0o700)
     (runtime.root / "finished").touch()  # a full disk refuses what is written there, too
     if fails:
@@ -117,7 +115,7 @@ async def test_run_where_a_loop_runs_says_what_to_write() -> None:
 
 
 @pytest.mark.smoke
-async def test_to_resume_without_checkpoints_and_negative_nodes_are_refused() -> None:
+async def test_invalid_run_arguments_are_refused() -> None:
     with pytest.raises(tg.JobError, match="keeps no checkpoints"):
         await tg.arun(sums(), resume=True)
     for unknown in ("yes", 1, None):
@@ -144,7 +142,7 @@ async def test_an_etcd_that_cannot_be_reached_is_named() -> None:
         await tg.arun(sums(), nodes=1, etcd="127.0.0.1:1")
 
 
-def test_a_job_that_other_processes_cannot_make_is_refused_before_anything_starts() -> None:
+def test_job_without_driver_is_refused() -> None:
     with pytest.raises(tg.JobError, match="nodes=0"):
         tg.run(tg.Job(tasks=1, builder=lambda task_id: tg.Task(), epochs=1), nodes=1)
 
@@ -178,9 +176,7 @@ async def test_cancelling_ends_the_job_and_its_processes(runtime: Runtime) -> No
     assert "cancelled" in [event.kind for event in kept.events]
 
 
-async def test_what_cannot_be_removed_at_the_end_costs_no_result(
-    runtime: Runtime, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_failed_cleanup_costs_no_result(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
     """Nor does a runtime directory that is not there any more."""
 
     def on_start(follower: Collector, nodes: LocalNodes) -> None:
@@ -197,9 +193,7 @@ async def test_what_cannot_be_removed_at_the_end_costs_no_result(
 
 
 @pytest.mark.smoke
-async def test_a_job_whose_sockets_are_removed_while_it_runs_goes_on_and_its_values_are_collected(
-    runtime: Runtime, tmp_path: Path
-) -> None:
+async def test_job_survives_removed_sockets(runtime: Runtime, tmp_path: Path) -> None:
     """As a cleaner of temporary files does it. Then a node is killed, so that others have to find one another anew."""
     pids: list[int] = []
     told: list[str] = []
@@ -285,7 +279,7 @@ else:
 
 
 @pytest.mark.parametrize(("options", "says"), [({}, "6"), ({"fail_at": 3}, "add")])
-def test_workers_that_are_forked_after_a_run_know_nothing_of_it(options: dict[str, int], says: str) -> None:
+def test_children_forked_after_a_run_inherit_nothing(options: dict[str, int], says: str) -> None:
     """They hung in their first garbage collection, at full speed: they inherited a connection in a cycle."""
     command = [sys.executable, "-W", "ignore", "-c", _FORKS, DRIVER, repr(options)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -370,7 +370,7 @@ async def disturbances(rig: Rig) -> int:
 
 @pytest.mark.parametrize("kind", ["unix", "tls"])
 @pytest.mark.timeout(240)
-async def test_strangers_get_nothing_and_cost_nothing(kind: str, embedded_etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+async def test_strangers_are_refused(kind: str, embedded_etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     files: dict[str, str] = {}
     if kind == "tls":
         make_certs(tmp_path / "certs", force=False)
@@ -453,7 +453,7 @@ async def test_the_control_service_lets_few_strangers_wait(embedded_etcd: Embedd
 
 
 @pytest.mark.smoke
-async def test_sockets_and_folders_are_their_owners(embedded_etcd: EmbeddedEtcd) -> None:
+async def test_sockets_and_folders_are_private(embedded_etcd: EmbeddedEtcd) -> None:
     """Whatever the umask of whoever starts nodes."""
     old = os.umask(0)
     try:

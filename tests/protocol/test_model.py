@@ -48,7 +48,7 @@ TWO_TASKS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_tasks_on_three_nodes_of_which_two_die_and_one_joins() -> None:
+def test_two_tasks_with_crashes_and_a_join() -> None:
     explored = explore(Model(2, "abc", CORE), limit=LIMIT)
     assert all(explored.steps[step] for step in ("dies", "takes", "takes from nothing", "invites", "commits", "learns"))
     assert explored.epochs == CORE.epochs
@@ -96,14 +96,14 @@ def test_three_members_of_which_two_die() -> None:
         pytest.param(Model(2, "abc", Budget(epochs=1, crashes=2, joins=1)), marks=pytest.mark.slow),
     ],
 )
-def test_merging_what_nobody_can_tell_apart_loses_nothing(model: Model) -> None:
+def test_merged_states_reach_the_same(model: Model) -> None:
     whole = replace(model, reduced=False)
     few, many = explore(model, limit=LIMIT), explore(whole, limit=LIMIT)
     assert few.states < many.states
     assert model.reached() == whole.reached()
 
 
-def test_a_violation_is_told_with_the_way_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violation_shows_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
     places_that_count(Place.MEMBER)(monkeypatch)
     with pytest.raises(Violation) as broken:
         explore(Model(1, "ab", Budget(epochs=1)), limit=LIMIT)
@@ -114,7 +114,7 @@ def test_a_violation_is_told_with_the_way_there(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_without_failures_a_job_commits_its_epochs_in_one_way() -> None:
+def test_job_without_failures_has_one_history() -> None:
     explored = explore(Model(1, "abc", Budget(epochs=2)), limit=100)
     assert (explored.epochs, explored.steps["takes"]) == (2, 0)
 
@@ -308,7 +308,7 @@ RULES: dict[str, tuple[Patch, Model]] = {
 
 
 @pytest.mark.parametrize(("weaken", "model"), RULES.values(), ids=RULES.keys())
-def test_without_a_rule_an_invariant_breaks(monkeypatch: pytest.MonkeyPatch, weaken: Patch, model: Model) -> None:
+def test_missing_rule_breaks_an_invariant(monkeypatch: pytest.MonkeyPatch, weaken: Patch, model: Model) -> None:
     weaken(monkeypatch)
     with pytest.raises(Violation):
         explore(replace(model), limit=LIMIT)

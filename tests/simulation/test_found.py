@@ -22,13 +22,11 @@ from taskgraph.node.node import Node
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.node.primary.primary import Primary
-from taskgraph.node.replica import Replica
 from taskgraph.node.serving import Serving
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
-from taskgraph.protocol.commit import Leader
 from taskgraph.protocol.kv import Put, Txn, TxnResult
-from taskgraph.protocol.messages import Audit, Encoded, HandOver, Reason, Report, RequestRestart, Stamp
+from taskgraph.protocol.messages import Audit, HandOver, Reason, Report, Stamp
 from taskgraph.testing.simulate.client import SimCoordinator
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.loop import Process, SimLoop
@@ -162,50 +160,6 @@ async def test_a_link_that_is_slow_when_ledgers_are_asked_for(monkeypatch: pytes
     finally:
         await cluster.stop()
     assert result.values == {0: 2, 1: 1}
-
-
-@pytest.mark.parametrize("read", [True, False])
-async def test_a_take_over_while_ledgers_are_asked_for(monkeypatch: pytest.MonkeyPatch, read: bool) -> None:
-    """What they said before it is of nobody's concern: the job failed although a primary had been replaced. So it is
-    where the leader has not read of that when it writes that the job fails."""
-    dispatch, take, fail = Serving._dispatch, Leader.report, Node.fail_job
-    asked: list[int] = []
-    failing: list[Node] = []
-
-    def take_over(node: Node) -> None:
-        cluster.store.execute(Txn(success=(Put(node.keeper.view.keys.generation, b"other"),)))
-
-    async def fail_job(self: Node, *args: Any, **kwargs: Any) -> bool:
-        if not failing and not read:
-            take_over(self)
-        failing.append(self)
-        return await fail(self, *args, **kwargs)
-
-    def lie(self: Leader, *reports: Report) -> bool:
-        return take(
-            self, *[msgspec.structs.replace(one, sent=one.sent + 1) if one.task == 1 else one for one in reports]
-        )
-
-    async def while_asked(self: Serving, peer: str, message: Any) -> Any:
-        reply = await dispatch(self, peer, message)
-        if isinstance(message, Audit):
-            if not asked and read:
-                take_over(self._node)
-            asked.append(message.task)
-        return reply
-
-    monkeypatch.setattr(Leader, "report", lie)
-    monkeypatch.setattr(Serving, "_dispatch", while_asked)
-    monkeypatch.setattr(Node, "fail_job", fail_job)
-    cluster = _job(Counts)
-    await cluster.start(2)
-    try:
-        with pytest.raises(tg.JobFailed, match="do not agree on what was exchanged: no edge can be named"):
-            await cluster.result(timeout_s=15)
-    finally:
-        await cluster.stop()
-    assert sorted(asked) == [0, 0, 1, 1]
-    assert len(failing) == (1 if read else 2)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -488,56 +442,6 @@ async def test_a_node_that_takes_one_task_more_while_it_is_asked_for_its_results
         await cluster.stop()
 
 
-class CountsSlowly(Counts, state=["value"]):
-    async def count(self, epoch: Any, ins: Any, outs: Any) -> None:
-        await asyncio.sleep(0.002)  # so it is never as far ahead of a commit as it may be
-        self.value += 1
-
-
-@pytest.mark.timeout(60)
-async def test_commits_and_a_restart_that_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the task restored its state, its backups needed only the boundary before: who came then was admitted into
-    the set with that one (seed 84499)."""
-    found: asyncio.Future[tuple[Stamp, tuple[tuple[int, int, int], ...]]] = asyncio.get_running_loop().create_future()
-    restore = Replica.restore
-
-    async def restored(self: Replica, value: Encoded) -> None:
-        primary = next((p for node in cluster.nodes for p in node.roles.primaries.values() if p.replica is self), None)
-        if primary is not None and self.task == 1 and not found.done():
-            stamp = primary.node.keeper.view.stamp
-            if stamp is not None and stamp.attempt == 2:
-                found.set_result((stamp, primary.backups._insync.current))
-        await restore(self, value)
-
-    monkeypatch.setattr(Replica, "restore", restored)
-    cluster = InProcessCluster(tg.Job(tasks=2, backups=1, builder=lambda _: CountsSlowly()))
-    await cluster.start(3)
-    try:
-        async with asyncio.timeout(30):
-            watching = cluster.nodes[0].keeper
-            await watching.wait_until(lambda view: view.stamp is not None and view.stamp.epoch > 2)
-            leads, behind = (cluster.node(watching.view.primary_node(task) or "") for task in (0, 1))
-            assert leads is not behind and leads.roles.leader is not None
-            with monkeypatch.context() as patched:
-                patched.setattr(behind.keeper, "_notify", lambda *_: None)  # it reads what comes, and looks at it later
-                before = behind.keeper.view.stamp
-                assert before is not None
-                await leads.keeper.wait_until(lambda view: (view.stamp or before).epoch >= before.epoch + 2)
-                leader = leads.roles.leader
-                while (leads.keeper.view.stamp or before).attempt == 1:  # its commit may be on its way, and be first
-                    assert leader._leader.stamp is not None
-                    leader._leader.request_restart(leader._leader.stamp, "a test")
-                    leader._wake.set()
-                    await asyncio.sleep(0.01)
-                await behind.keeper.refresh()
-            behind.keeper.notify()
-            stamp, current = await found
-    finally:
-        await cluster.stop()
-    assert stamp.epoch >= before.epoch + 2
-    assert [epoch for epoch, _, _ in current] == [stamp.epoch]
-
-
 class HangsOnce(Counts, state=["value"]):
     hangs = True
 
@@ -578,32 +482,3 @@ async def test_a_leader_that_dies_between_the_request_for_a_restart_and_the_rest
         await cluster.stop()
     assert died == ["a test"]
     assert (result.epochs, result.failovers, result.restarts) == (4, 1, 1)
-
-
-async def test_a_request_for_a_restart_before_anybody_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who answered it is not known then: it is told again, to who leads by now, and to whoever does after that."""
-    told: list[int] = []
-    monkeypatch.setattr(HangsOnce, "hangs", True)
-    job = tg.Job(tasks=2, epochs=4, backups=1, builder=lambda _: HangsOnce(), settings=tg.Settings(epochs_ahead=0))
-    cluster = InProcessCluster(job)
-    await cluster.start(2)
-    try:
-        keeper = cluster.nodes[0].keeper
-        await keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch == 2)
-        primary = cluster.node(keeper.view.primary_node(1) or "").roles.primaries[1]
-        keeper = primary.node.keeper
-        await keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch == 2)
-        leader = keeper.view.primaries.pop(0)
-
-        async def answered(task: int, message: Any, *, timeout_s: float) -> None:
-            told.append(task)
-            keeper.view.primaries[0] = leader
-
-        monkeypatch.setattr(primary.node.router, "to_primary", answered)
-        telling = asyncio.create_task(primary._tell(RequestRestart(Stamp(1, 2), 1, "a test")))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        telling.cancel()
-    finally:
-        await cluster.stop()
-    assert told == [0, 0]

@@ -61,7 +61,7 @@ def test_a_busy_loop_holds_up_no_other_process() -> None:
 
 
 @pytest.mark.parametrize("thaws_s", [0.05, 0.3])
-def test_a_process_goes_on_when_it_is_neither_busy_nor_frozen(thaws_s: float) -> None:
+def test_process_runs_when_neither_busy_nor_frozen(thaws_s: float) -> None:
     async def scenario() -> list[tuple[str, float]]:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
@@ -132,7 +132,7 @@ def test_steps_take_no_time_where_they_are_not_drawn_or_have_ended() -> None:
     assert steps.step_s() == 0.0
 
 
-def test_who_comes_last_does_so_for_a_while_and_nobody_else_does() -> None:
+def test_one_actor_comes_last_for_a_while() -> None:
     now, told = 0.0, list[tuple[str, float, float]]()
     last = Starving(random.Random(3), share=1.0, now=lambda: now)
     last.on_last = lambda *what: told.append(what)
@@ -147,7 +147,7 @@ def test_who_comes_last_does_so_for_a_while_and_nobody_else_does() -> None:
     assert last.late_s(name) == 0.0
 
 
-def test_nobody_comes_last_where_that_is_not_drawn_or_has_ended() -> None:
+def test_no_actor_comes_last_unless_drawn() -> None:
     assert not Starving(random.Random(3), share=0.0, now=lambda: 0.0).drawn
     last = Starving(random.Random(3), share=1.0, now=lambda: 0.0)
     last._changes = [1]
@@ -156,7 +156,7 @@ def test_nobody_comes_last_where_that_is_not_drawn_or_has_ended() -> None:
     assert last.late_s("a") == 0.0
 
 
-def test_a_function_that_was_given_up_may_have_run() -> None:
+def test_abandoned_function_may_have_run() -> None:
     """A thread is through with it before the loop hears of that."""
 
     async def scenario() -> tuple[list[str], bool]:

@@ -72,7 +72,7 @@ BROKEN = ("AttributeError", "TypeError", "NameError", "not handled")
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", PLANTS)
-def test_a_planted_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTS[name](monkeypatch)
     seeds = (LATE.get(name, 0), *range(WITHIN))
     found = next((outcome for seed in seeds if (outcome := run_seed(seed)).problem), None)

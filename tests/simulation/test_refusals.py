@@ -39,6 +39,6 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("refusing")
 @pytest.mark.parametrize("seed", [651, 961, *range(20)])
-def test_nodes_that_refused_each_other_work_together_once_they_do_not(seed: int) -> None:
+def test_refusing_links_heal(seed: int) -> None:
     outcome = run_seed(seed)
     assert not outcome.problem, outcome.transcript.text(messages=False)

@@ -66,7 +66,7 @@ def test_seeds_find_no_violation() -> None:
     assert len(faults) >= 20, faults
 
 
-def test_nothing_goes_by_how_long_the_machine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_speed_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In strict mode, a machine that was busy called user code once more."""
     strict = 16
     at_ease, passed = run_seed(strict).transcript.digest(), itertools.count()
@@ -74,7 +74,7 @@ def test_nothing_goes_by_how_long_the_machine_takes(monkeypatch: pytest.MonkeyPa
     assert run_seed(strict).transcript.digest() == at_ease
 
 
-def test_whoever_submits_a_job_again_waits_for_etcd(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resubmission_retries_while_etcd_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seed failed where etcd paused for longer than a read may take."""
     plan, tries = world.plan, 0
 
@@ -114,7 +114,7 @@ def _cancelled() -> list[int]:
     return order
 
 
-def test_a_group_cancels_its_tasks_in_the_same_order_each_time() -> None:
+def test_task_group_cancels_in_fixed_order() -> None:
     """It keeps them in a set; their hash must not be their address, which depends on all that was there before."""
     first = _cancelled()
     kept = []
@@ -123,14 +123,14 @@ def test_a_group_cancels_its_tasks_in_the_same_order_each_time() -> None:
         assert _cancelled() == first
 
 
-def test_the_command_line_tells_rate_and_coverage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_shows_rate_and_coverage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seeds", "0:10"]) == 0
     out = capsys.readouterr().out
     assert "10 seeds in" in out and "per second" in out
     assert "faults: crash " in out and "reached: " in out and ", admitted " in out
 
 
-def test_one_seed_is_told_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_shows_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seed", "13", "--verbose"]) == 0
     out = capsys.readouterr().out
     assert "epoch 2 committed" in out and "seed 13: finished" in out and "Pull" in out
@@ -138,7 +138,7 @@ def test_one_seed_is_told_in_full(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_first_seeds_find_nothing_and_reach_what_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_seeds_reach_rare_states(monkeypatch: pytest.MonkeyPatch) -> None:
     standing = _Standing(monkeypatch)
     outcomes = []
     for seed in (*range(FIRST), *RARE):
@@ -232,7 +232,7 @@ class _Standing:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_runs_follow_one_another_and_their_nodes_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resubmitted_jobs_end_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each of these seeds a name is submitted again, hosts die, launchers are wrong, and all nodes must end."""
     for share in ("AGAIN", "AGAIN_KEEPING", "LEAVING", "CALLED_GONE", "POWER_LOSSES", "CHECKPOINTS"):
         monkeypatch.setattr(seeds, share, 1.0)
@@ -246,7 +246,7 @@ def test_runs_follow_one_another_and_their_nodes_end(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("seed", [532486, 533087, 540046, 3023, 447, 558913])
-def test_what_is_no_fault_is_not_told_as_one(seed: int) -> None:
+def test_seeds_without_fault_pass(seed: int) -> None:
     """A node wakes up once the job's name was submitted again, and reads that the run before said it is gone; a job
     that had finished went back to a checkpoint, and was shut down then; a launcher was wrong about a node that alone
     had the state of a task, in a seed where such nodes are killed, too; a file of a checkpoint was lost in the moment
@@ -255,7 +255,7 @@ def test_what_is_no_fault_is_not_told_as_one(seed: int) -> None:
     assert not run_seed(seed).problem
 
 
-def test_a_job_may_fail_whose_holders_are_away_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_fails_when_holders_are_absent_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """No failure is as long as `lost_after_s`; two in a row are (seed 550111)."""
 
     def draw(rng: random.Random, **_: bool) -> list[Fault]:
@@ -276,7 +276,7 @@ def test_a_job_may_fail_whose_holders_are_away_for_too_long(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_nodes_whose_looks_take_long_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_looks_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """With hundreds of tasks they rest between looks. Whoever led anew then began without what tasks had reported."""
     monkeypatch.setattr(seeds, "RESTING", 1.0)
     monkeypatch.setattr(seeds, "RESTS_S", (reconciler.rest_s(3600.0),))
@@ -287,7 +287,7 @@ def test_nodes_whose_looks_take_long_lose_nothing(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 120)
-def test_no_seed_finds_anything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_later_seeds_find_no_violation(capsys: pytest.CaptureFixture[str]) -> None:
     """From where the first seeds end, until the time is over."""
     began = time.monotonic()
     found = main(["--seeds", f"{FIRST}:1000000000", "--for-s", str(LIMIT_S)])
@@ -305,7 +305,7 @@ def test_seeds_that_found_something_once(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_mistakes_of_user_code_fail_the_job_by_name_or_change_nothing() -> None:
+def test_user_errors_fail_the_job_or_change_nothing() -> None:
     """Where it raises while something else fails: an error that does not count is followed by the right results."""
     outcomes = [run_seed(seed, mistakes=True) for seed in (768, *range(200))]
     assert not [outcome.problem for outcome in outcomes if outcome.problem]

@@ -57,7 +57,6 @@ def test_what_none_may_do_is_found(bad: fuzz.Target, monkeypatch: pytest.MonkeyP
     assert found is not None and ran < 2000
 
 
-@pytest.mark.slow
 def test_as_a_program(tmp_path: Path) -> None:
     command = [sys.executable, str(TOOL), "hello", "--inputs", "500", "--plain"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)

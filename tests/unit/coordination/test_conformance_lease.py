@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
-import pytest
-
 from taskgraph.coordination.api import Coordinator, Lease, WatchBatch
 
 
@@ -100,7 +98,6 @@ async def test_closing_with_revoke_deletes_keys(cluster, node: Coordinator) -> N
     await lease.close(revoke=True)  # again: no error
 
 
-@pytest.mark.slow
 async def test_renewal_keeps_a_lease(cluster, node: Coordinator) -> None:
     lease = await cluster.lease(node, 2.0, stall_limit_s=60.0)
     await cluster.put(node, "a", b"", lease.id)
@@ -114,7 +111,6 @@ async def test_renewal_keeps_a_lease(cluster, node: Coordinator) -> None:
     assert await node.get(cluster.key("a")) is not None and not lease.lost()
 
 
-@pytest.mark.slow
 async def test_closed_lease_expires_with_its_keys(cluster, node: Coordinator) -> None:
     observer = await cluster.node()
     lease = await cluster.lease(node)
@@ -127,7 +123,6 @@ async def test_closed_lease_expires_with_its_keys(cluster, node: Coordinator) ->
     assert at - closed_at < 2.0 + 20.0
 
 
-@pytest.mark.slow
 async def test_stuck_loop_loses_the_lease(cluster, node: Coordinator) -> None:
     observer = await cluster.node()
     lease = await cluster.lease(node, 2.0, stall_limit_s=0.5)
@@ -137,7 +132,6 @@ async def test_stuck_loop_loses_the_lease(cluster, node: Coordinator) -> None:
     await lost(lease)
 
 
-@pytest.mark.slow
 async def test_tick_resumes_the_renewal(cluster, node: Coordinator) -> None:
     lease = await cluster.lease(node, 4.0, stall_limit_s=0.3)
     await cluster.put(node, "a", b"", lease.id)
@@ -151,7 +145,6 @@ async def test_tick_resumes_the_renewal(cluster, node: Coordinator) -> None:
     assert not lease.lost() and await node.get(cluster.key("a")) is not None
 
 
-@pytest.mark.slow
 async def test_seconds_left_of_any_lease(cluster, node: Coordinator) -> None:
     observer = await cluster.node()
     renewed, lease = await cluster.lease(node, 3.0), await cluster.lease(node, 3.0)

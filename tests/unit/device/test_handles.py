@@ -336,7 +336,6 @@ def test_many_threads_fetch_while_others_withdraw() -> None:
     assert not wrong
 
 
-@pytest.mark.slow
 def test_a_client_that_says_nothing_delays_the_next_a_little(offered: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handles, "_CLIENT_S", 3.0)
     with client(offered) as silent:

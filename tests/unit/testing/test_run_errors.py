@@ -612,7 +612,6 @@ def test_handler_is_named_with_its_sender(how: str, mistake: str) -> None:
         says(fails(made), f"task 1, epoch 0, {named}: ")
 
 
-@pytest.mark.slow
 def test_unreleased_hold_is_named() -> None:
     with pytest.raises(tg.JobTimeout, match=r"task 0 'hold' is not released \(compose: whywhy") as caught:
         run(job(task(lambda self, epoch: epoch.hold("why" * 10_000)), tasks=1), timeout_s=2)
@@ -707,7 +706,6 @@ def test_min_in_sync_that_cannot_be_met() -> None:
         job(Fit, backups=1, settings=tg.Settings(min_in_sync=3))
 
 
-@pytest.mark.slow
 def test_hanging_job_says_what_it_waits_for() -> None:
     def work(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         epoch.hold("the rain")
@@ -716,7 +714,6 @@ def test_hanging_job_says_what_it_waits_for() -> None:
         run(given(work), timeout_s=2)
 
 
-@pytest.mark.slow
 def test_timeout_s_is_real_time() -> None:
 
     async def work(self: tg.Task, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:

@@ -105,7 +105,6 @@ class AllSentFirst(Asks):
         outs.put("sum", sum(reply.wait() for reply in replies))
 
 
-@pytest.mark.slow
 def test_handler_behind_waiting_def_is_named() -> None:
     assert run(job(AllSentFirst)).values[0] == 2 * 6
     with pytest.raises(tg.JobTimeout) as caught:

@@ -21,8 +21,6 @@ from taskgraph.node.node import Point
 from taskgraph.node.primary import checkpointer as checkpointer_module
 from taskgraph.node.primary.checkpoint_reader import CheckpointReader
 
-pytestmark = pytest.mark.slow
-
 
 class Walk(tg.Task, state=["place", "steps"]):
     """Every task's state depends on all others, and on its own random numbers."""
