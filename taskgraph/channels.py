@@ -1,6 +1,6 @@
-"""What a processor's channels bring and take: `Inputs` and `Outputs`.
+"""The values of a processor's channels: `Inputs` and `Outputs`.
 
-Like `Epoch` they check what user code asks for, and may be used from the event loop and from worker threads alike.
+Like `Epoch`, these classes check the calls of user code, from the event loop and from worker threads.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 __all__ = ["Inputs", "Outputs"]
 
 T = TypeVar("T")
-_ndarray: Final = np.ndarray  # numpy makes some of its names when asked: Python looks up each of them in every call
+_ndarray: Final = np.ndarray  # a module-level name is faster to look up
 
 _Given = tuple[NDArray[Any], tuple[int, ...], tuple[int, ...], np.dtype[Any], Encoded]
-"""An array as it was handed to user code, which cannot write to it, but may have set its shape or dtype since: the
-array, its shape, strides and dtype then, and what it was decoded from."""
+"""An array that user code received: the array, its shape, strides and dtype then, and its encoded value.
+
+User code cannot write to the array, but may set its shape or dtype."""
 
 
 def _as_it_came(value: Any, given: Mapping[int, _Given]) -> Encoded | None:
-    """What an array was decoded from, where it still is what was given."""
+    """The encoded value of a received array; None if the array is another one, or was changed."""
     found = given.get(id(value))
     if found is None:
         return None
@@ -48,7 +49,7 @@ def _as_it_came(value: Any, given: Mapping[int, _Given]) -> Encoded | None:
 
 
 class Inputs:
-    """What a processor's inbound channels brought. Received values are read-only."""
+    """The values of a processor's inbound channels. Received values are read-only."""
 
     __slots__ = (
         "_inbound",
@@ -64,21 +65,21 @@ class Inputs:
         self._inbound = processor.inbound
         self._items = items
         self.given: dict[int, _Given] | None = None
-        """Large arrays that were handed to user code, by `id`: whoever passes one on need not encode it again."""
+        """Large arrays that user code received, by `id`: passing one on needs no encoding."""
 
     @overload
     def __getitem__(self, tag: Tag[T]) -> T: ...
     @overload
     def __getitem__(self, tag: str) -> Any: ...
     def __getitem__(self, tag: str) -> Any:
-        """The value of the one producer of `tag`. Raises GraphError where there are none or several."""
+        """The value of the only producer of `tag`. Raises GraphError if there is none, or more than one."""
         name = tag if type(tag) is str else str(tag)
         producers = self._inbound.get(name)
         if producers is None:
             raise self._not_declared(name)
         if not producers:
             raise GraphError(
-                f"{self._at()}: {name!r} comes from no task: its link leads to nobody here; "
+                f"{self._at()}: {name!r} comes from no task: its link has no neighbor here; "
                 f"ask `if {name!r} in ins` first, or use ins.all({name!r})"
             )
         if len(producers) > 1:
@@ -98,7 +99,7 @@ class Inputs:
     @overload
     def all(self, tag: str) -> dict[int, Any]: ...
     def all(self, tag: str) -> Any:
-        """{task id: value} in the order declared, never of arrival."""
+        """{task id: value} in the declared order, not in that of arrival."""
         name = tag if type(tag) is str else str(tag)
         producers = self._inbound.get(name)
         if producers is None:
@@ -130,7 +131,7 @@ class Inputs:
 
     def _over(self) -> GraphError:
         return GraphError(
-            f"{self._at()}: it uses an `ins` whose epoch is over. What a method is given is valid until it returns; "
+            f"{self._at()}: the epoch of this `ins` is over. The arguments of a method are valid until it returns: "
             f"keep the values you need, not the ins"
         )
 
@@ -143,17 +144,17 @@ class Inputs:
 
 
 def _is_view(encoded: Encoded, value: object) -> bool:
-    """Whether a value is an array on a device, in the memory that was put."""
+    """Is this an array on a device that shares the producer's memory?"""
     return type(encoded) is EncodedOnDevice and device_of(value) is not None
 
 
 def _channel(tag: str, consumer: int) -> str:
-    """A processor that runs alone puts to nobody in particular: see `tg.testing.compute`."""
+    """A channel in words; `tg.testing.compute` has no consumers."""
     return f"{tag!r} to task {consumer}" if consumer >= 0 else repr(tag)
 
 
 class Outputs:
-    """Where a processor puts what its outbound channels carry: each channel exactly once."""
+    """Takes the values of a processor's outbound channels, each exactly once."""
 
     __slots__ = (
         "_closed",
@@ -179,11 +180,11 @@ class Outputs:
     def put(self, tag: str, value: Any, to: To | None = None) -> None:
         """Puts `value` into channel `tag`, to all of its consumers or to those in `to`. The value is copied.
 
-        An array that an input gave is passed on as it came, without a look at its bytes.
+        A received array is passed on without encoding it again.
 
         Raises:
             GraphError: the channel is not declared, or was put already.
-            ValueNotEncodable: the value cannot travel; the message names the way out.
+            ValueNotEncodable: the value cannot travel; the message says what to send instead.
         """
         consumers = self._claim(tag, to)
         if consumers:
@@ -198,10 +199,10 @@ class Outputs:
     def empty(
         self, tag: str, shape: int | tuple[int, ...], dtype: DTypeLike = float, to: To | None = None
     ) -> NDArray[Any]:
-        """An array to fill: it is sent when the processor returns. Fill it; keep neither it nor a view of it.
+        """An array to fill, which is sent when the processor returns. Do not keep the array or a view of it.
 
         Raises:
-            ValueNotEncodable: no array is like that, or none that could travel.
+            ValueNotEncodable: there is no such array, or it could not travel.
         """
         try:
             array: NDArray[Any] = empty(shape, dtype, self._work.allocate)
@@ -215,7 +216,7 @@ class Outputs:
         return array
 
     def close(self) -> None:
-        """Sends what was filled in place, and checks that every channel was put. Called by the framework."""
+        """Sends the filled arrays, and checks that every channel was put. The framework calls it."""
         if self._filling is not None:
             for tag, consumers, array in self._filling:
                 if consumers:
@@ -227,13 +228,13 @@ class Outputs:
             raise GraphError(
                 f"{self._at()}: returned without putting {', '.join(missing[:5])}"
                 f"{' ...' if len(missing) > 5 else ''}; every declared channel is put exactly once per epoch: "
-                f"outs.put(tag, value), with None for nothing; what a processor returns goes nowhere"
+                f"outs.put(tag, value), with None for nothing; the return value of a processor is ignored"
             )
         self._closed = True
 
     @property
     def filled(self) -> tuple[tuple[str, int], ...]:
-        """The channels that are filled in place, until `close` sends that. For the framework."""
+        """The channels with an array to fill, until `close` sends it. For the framework."""
         return tuple([(tag, consumer) for tag, consumers, _ in self._filling or () for consumer in consumers])
 
     def _claim(self, tag: str, to: To | None) -> tuple[int, ...]:
@@ -250,12 +251,12 @@ class Outputs:
             if consumer not in declared:
                 raise GraphError(
                     f"{self._at()}: channel {tag!r} does not lead to task {consumer}; it leads to: "
-                    f"{', '.join(map(str, declared)) or 'nobody'}"
+                    f"{', '.join(map(str, declared)) or 'no task'}"
                 )
             if (tag, consumer) in self._put and self._closed:
                 raise GraphError(
-                    f"{self._at()}: a put into channel {tag!r} after the processor returned: what a method is given is "
-                    f"valid until it returns; put with the outs that each call is given"
+                    f"{self._at()}: a put into channel {tag!r} after the processor returned: the arguments of a method "
+                    f"are valid until it returns; use the outs of the current call"
                 )
             if (tag, consumer) in self._put:
                 if (tag, consumer) in self.filled:

@@ -1,7 +1,7 @@
-"""What user code holds in its hands during an epoch: `Epoch`, `Reply`, `Hold`, `Tag`; `channels` has the rest.
+"""The objects that user code uses during an epoch: `Epoch`, `Reply`, `Hold`, `Tag`. `channels` has `Inputs`, `Outputs`.
 
-These classes check what user code asks for and hand it on to the attempt at work (`Work`); they may be used from
-the event loop (async hooks) and from worker threads (plain ones) alike.
+These classes check the calls of user code and pass them to the attempt at work (`Work`). Both the event loop (async
+hooks) and worker threads (plain hooks) may use them.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ __all__ = [
 
 T = TypeVar("T")
 To = str | int | Sequence[str | int]
-"""A link's name, a task id, or several of them; oneself is allowed."""
+"""A link's name, a task id, or several of them, the task itself included."""
 _NO_NUMBERS = (str, bytes, bytearray, np.complexfloating)
-"""float() reads some of these, and takes half of a complex number."""
+"""float() accepts some of these, and drops half of a complex number."""
 
 
 class AttemptEnded(BaseException):
-    """The attempt this code worked in is over (the epoch restarts, or the node is no longer primary): unwind.
+    """Unwinds user code whose attempt is over: the epoch restarts, or the node is no longer primary.
 
-    It is no `Exception`, so that `except Exception` in user code does not keep a dead attempt alive. What the code
-    returns after it is ignored.
+    It is no `Exception`, so that `except Exception` in user code does not keep a dead attempt alive. The return value
+    of the code is ignored.
 
     Attributes:
-        held: the epoch was held open, as whoever goes on beside a method has to see to.
+        held: the code kept the epoch open with `epoch.hold`.
     """
 
     def __init__(self, *, held: bool = False) -> None:
@@ -66,8 +66,8 @@ class AttemptEnded(BaseException):
                 "done anew. A thread or coroutine of your own ends by this, as it should; clean up in `finally`"
             )
         return (
-            "the epoch is over, or it restarts: nothing can be done with it any more. A thread of your own that goes "
-            'on beside the method that was given the epoch keeps it open with epoch.hold("why"), and returns where '
+            "the epoch is over, or it restarts, and this `epoch` can no longer be used. If a thread of yours goes on "
+            'after the method returned, keep the epoch open with epoch.hold("why"), and return from the thread when '
             "epoch.cancelled is true"
         )
 
@@ -82,11 +82,11 @@ class Tag(str, Generic[T]):
 
 
 class Scratch(SimpleNamespace):
-    """`epoch.scratch`. A type of its own, so that who misses something in it can be told how long it lives."""
+    """`epoch.scratch`. A type of its own, so that a missing name gets a hint about its lifetime."""
 
 
 class Work(Protocol):
-    """The attempt at work, as this module sees it. Every method may be called from any thread."""
+    """The attempt at work. Any thread may call its methods."""
 
     task: int
     number: int
@@ -105,7 +105,7 @@ class Work(Protocol):
     def links(self) -> tuple[str, ...]: ...
     def tasks(self) -> int: ...
     def allocate(self, nbytes: int) -> Block | None:
-        """Memory that travels well, where there is some."""
+        """Memory that can be sent without a copy; None: there is none."""
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None: ...
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None: ...
@@ -117,11 +117,7 @@ class Work(Protocol):
 
 
 class Epoch:
-    """One epoch, as one processor, handler or hook of a task sees it.
-
-    Attributes:
-        scratch: from processor to processor of this task; gone with the attempt.
-    """
+    """One epoch, for one processor, handler or hook of a task."""
 
     __slots__ = (
         "_rng",
@@ -143,30 +139,29 @@ class Epoch:
 
     @property
     def last(self) -> bool:
-        """Whether this is known to be the job's last epoch (its `epochs` are given)."""
+        """Is this the job's last epoch? False if the job has no `epochs`."""
         return self._work.last
 
     @property
     def attempt(self) -> int:
-        """Grows when an epoch restarts; never goes back."""
+        """The number of the attempt. It grows when an epoch restarts."""
         return self._work.attempt
 
     @property
     def cancelled(self) -> bool:
-        """The attempt is over: a long `def` compute should return; what it returns is ignored."""
+        """True if the attempt is over: a long `def` compute should return; its return value is ignored."""
         return self._work.cancelled
 
     @property
     def scratch(self) -> SimpleNamespace:
-        """A namespace from processor to processor of this task; gone with the attempt."""
+        """A namespace that the processors of this task share within an attempt."""
         return self._work.scratch
 
     @property
     def seed(self) -> int:
         """64 bits of (job seed, task, epoch, processor or message): the same on every replay.
 
-        In `on_flag` and in handlers it is of the message: of who sent it, and what it is. So each one has a seed of its
-        own, in whatever order they come.
+        In `on_flag` and in handlers the seed depends on the message and its sender, not on the order of arrival.
         """
         key = f"{self._work.seed}/{self._work.task}/{self._work.number}/{self._where}"
         return xxhash.xxh3_64_intdigest(key.encode())
@@ -175,8 +170,8 @@ class Epoch:
     def rng(self) -> np.random.Generator:
         """A generator seeded with `seed`, fresh in each attempt.
 
-        In `on_flag` and in handlers it is of the message. Which of several comes last differs from run to run: who
-        waits for all of them draws in a processor or sync point, or from a generator of the task and the epoch,
+        In `on_flag` and in handlers the generator depends on the message. Which message comes last differs from run to
+        run: code that waits for all messages draws in a processor or sync point, or from
         `np.random.default_rng([self.task_id, epoch.number])`.
         """
         if self._rng is None:
@@ -184,7 +179,7 @@ class Epoch:
         return self._rng
 
     def neighbors(self, link: str) -> tuple[int, ...]:
-        """Task ids along `link` in this epoch. Raises GraphError where there is no such link."""
+        """Task ids along `link` in this epoch. Raises GraphError for an unknown link."""
         return self._work.neighbors(link)
 
     def processor(
@@ -201,10 +196,10 @@ class Epoch:
         Args:
             inbound, outbound: tag -> neighbors, e.g. `{"gradient": "children"}`.
             name: for messages and `status`; default the function's name.
-            parallel: run whenever ready, at the same time as others: it shares no state and no scratch with them.
+            parallel: run as soon as it is ready, beside other processors. It must not share state or scratch with them.
 
         Raises:
-            GraphError: it does not fit the graph; the message says how.
+            GraphError: the processor does not fit the graph; the message says why.
         """
         work = self._work
         composition = work.composing
@@ -229,7 +224,7 @@ class Epoch:
     def flag(self, to: To, meta: Any = None) -> None:
         """Marks other tasks: their `on_flag(epoch, sender, meta)` runs before their sync points.
 
-        Flags are a set: the same flag twice in an epoch is one. In `compose` they start an epoch that has no channels.
+        Flags are a set: a flag sent twice in an epoch counts once. In `compose`, flags start an epoch without channels.
         """
         self._no_messages("flag", composing=True)
         value = encode(meta, what=f"flag of task {self._work.task}")
@@ -311,7 +306,7 @@ class Epoch:
 
 
 def in_words(where: str) -> str:
-    """Which code it is, for people: of a call for a message, what was called, and by whom."""
+    """A place in user code, in words; for a handler also the sender of the message."""
     called, *message = where.rsplit("/", 2)  # as `node.epochs.mailbox` names it; a processor's name stays as it is
     if len(message) != 2 or not message[0].isdigit():
         return where
@@ -320,10 +315,10 @@ def in_words(where: str) -> str:
 
 
 class ComposeEpoch(Epoch):
-    """The epoch as a `compose` sees it that may stand for others: whether it is asked for more than to declare.
+    """The epoch of a `compose` whose graph may be used for later epochs.
 
     Attributes:
-        asked: something was that may be otherwise in another epoch, or that is to happen in this one.
+        asked: `compose` used something that may differ in another epoch, or that acts in this one.
     """
 
     __slots__ = ("asked",)
@@ -333,8 +328,7 @@ class ComposeEpoch(Epoch):
         self.asked = False
 
     def __getattribute__(self, name: str) -> Any:
-        # What is neither private nor named here is asked of this epoch, be it added to `Epoch` some day. Where links
-        # lead, the topology knows: those that change are noted where they are named.
+        # All other public names, also future ones, count as used. The topology knows which links change.
         if name not in _LASTING and not name.startswith("_"):
             object.__setattr__(self, "asked", True)
         return object.__getattribute__(self, name)
@@ -350,9 +344,9 @@ _LASTING = frozenset({"processor", "neighbors", "asked"})
 
 
 class PureEpoch(Epoch):
-    """The epoch as a handler sees it that is marked pure.
+    """The epoch of a handler that is marked pure.
 
-    Nobody counts how often such a one runs: what it sent, or said, would count as often.
+    A pure handler may run any number of times, so that it cannot send or report anything.
     """
 
     __slots__ = ()
@@ -377,7 +371,7 @@ class PureEpoch(Epoch):
         raise self.refusal("finish the job")
 
     def refusal(self, what: str) -> GraphError:
-        """Of what it was about to do."""
+        """The error for a forbidden call."""
         method = self._where.rsplit("/", 2)[0]
         return GraphError(
             f"task {self._work.task}, epoch {self._work.number}, handler {method!r}: it is marked pure, so it may run "
@@ -386,7 +380,7 @@ class PureEpoch(Epoch):
 
 
 class _ReadScratch(Scratch):
-    """`epoch.scratch` of a pure handler: to read alone."""
+    """`epoch.scratch` of a pure handler: read-only."""
 
     __slots__ = ("_epoch",)
 
@@ -409,7 +403,7 @@ class Hold:
         self._release = release
 
     def release(self) -> None:
-        """The epoch may end, as far as this is concerned; from any thread."""
+        """Lets the epoch end. Any thread may call it."""
         self._release()
 
     def __enter__(self) -> Hold:
@@ -420,15 +414,17 @@ class Hold:
 
 
 def _seen(answer: asyncio.Future[Encoded]) -> None:
-    """What it ended with is of no interest where nobody waits for it any more."""
+    """Marks the answer's exception as retrieved: user code may have stopped waiting."""
     if not answer.cancelled():
         answer.exception()
 
 
 class Reply:
-    """The answer to a request, once it is there."""
+    """The pending answer to a request."""
 
-    __taskgraph_way_out__ = "it is not the answer yet: send what reply.wait() gives, in an `async def` await reply"
+    __taskgraph_way_out__ = (
+        "it is not the answer yet: send the value of reply.wait(), or `await reply` in an `async def`"
+    )
 
     def __init__(self, work: Work, future: concurrent.futures.Future[Encoded]) -> None:
         self._work = work
@@ -436,11 +432,11 @@ class Reply:
 
     @property
     def done(self) -> bool:
-        """Whether the answer is there, or an error in its place: to wait for it takes no time then."""
+        """Has the answer, or an error, arrived?"""
         return self._future.done()
 
     def __await__(self) -> Generator[Any, None, Any]:
-        # Shielded: who gives up waiting, after a timeout say, may wait again, and others may wait as well.
+        # Shielded: code that stops waiting, after a timeout, may wait again, and others may wait, too.
         answer = asyncio.wrap_future(self._future)
         answer.add_done_callback(_seen)
         encoded = yield from asyncio.shield(answer).__await__()
@@ -456,16 +452,16 @@ class Reply:
 
 
 def task_ids(work: Work, to: To, at: Callable[[], str], what: str) -> tuple[int, ...]:
-    """The tasks that `to` names. Links may lead to one neighbor (both ways round a ring of two): it is named once.
+    """The tasks that `to` names, each once, even if several links lead to it.
 
     Args:
-        at, what: where that is, and what names them, for messages.
+        at, what: the place and the call, for messages.
     """
     if type(to) is str:
         try:
             return work.neighbors(to)
         except JobError:
-            pass  # found again below, and told as what it is
+            pass  # the checks below find and explain the error
     what = f"{at()}: {what}"
     try:
         given = (to,) if isinstance(to, str) or hasattr(to, "__index__") else tuple(to)

@@ -1,4 +1,4 @@
-"""What a task class overrides and handles, found and checked once, when the class is made."""
+"""The hooks and handlers of a task class, found and checked once, when the class is made."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _HOOKS: Mapping[str, tuple[str, ...]] = {  # name -> what it is called with
     "teardown": (),
 }
 _ALIKE = 0.8
-"""difflib's ratio from which a method's name counts as a hook's, misspelt: `reslut`, `on_flags`, `set_up`."""
+"""difflib's ratio above which a method's name is a misspelt hook: `reslut`, `on_flags`, `set_up`."""
 _HANDLER = ("epoch", "sender", "payload")
 _PLAIN_ONLY = ("snapshot", "restore", "result")
 _ASKED = frozenset({"compose", "result"})
-"""Hooks that are called of every task; others where its class has them."""
+"""Hooks that every task has; the others are called only if the class defines them."""
 GIVEN = ("task_id", "tasks", "log", "primary", "xp")
 
 
@@ -61,7 +61,7 @@ class HandlerInfo:
 
 @dataclass(frozen=True, slots=True)
 class TaskShape:
-    """What a task class overrides, as the node needs to know it.
+    """The overrides and handlers of a task class, for the node.
 
     Attributes:
         stateful: it declares state, or overrides `snapshot`.
@@ -110,7 +110,7 @@ def handles(name: str, *, pure: bool = False) -> Callable[[F], F]:
 
 
 def stateless(function: F = None) -> F:  # type: ignore[assignment]  # without it: `@tg.stateless()`, which is told
-    """Marks a `compose` or a compute that may run before earlier epochs of its task are through.
+    """Marks a `compose` or a compute that may run before earlier epochs of its task are finished.
 
     It neither reads nor changes what any method changes after `setup`, declared as state or not. It depends on the
     epoch, on what `setup` made, on its inputs, and on `epoch.scratch`. Where `compose` is marked, up to
@@ -128,21 +128,21 @@ def stateless(function: F = None) -> F:  # type: ignore[assignment]  # without i
 
 
 def is_stateless(function: Callable[..., Any]) -> bool:
-    """Whether it was marked with `@tg.stateless`, or is what `functools.partial` makes of such a method."""
+    """Is this method marked with `@tg.stateless`, also inside a `functools.partial`?"""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__taskgraph_stateless__", False) is True
 
 
 def arguments_of(shape: TaskShape, method: str) -> tuple[str, ...] | None:
-    """What a task's hook or handler is called with; None of another method, as a processor's."""
+    """The parameters of a hook or handler; None for any other method."""
     if any(info.method_name == method for info in shape.handlers.values()):
         return _HANDLER
     return _HOOKS.get(method)
 
 
 def check_keywords(cls: type, base: type, keywords: Mapping[str, object]) -> None:
-    """Raises JobError for keywords of a class that nobody takes: those of `base` are taken by now.
+    """Raises JobError for unknown keywords of a class. Those of `base` were used before.
 
     A mixin with an `__init_subclass__` of its own may take some, and says so itself where it does not.
     """
@@ -153,7 +153,7 @@ def check_keywords(cls: type, base: type, keywords: Mapping[str, object]) -> Non
 
 
 def check_attributes(task: object, shape: TaskShape) -> None:
-    """Raises JobError for an attribute of the object that hides a hook, or would be one, and is not called.
+    """Raises JobError for an attribute of the object with the name of a hook: the hook would not be called.
 
     `self.result = 0.5` would be found only when the job is over.
     """
@@ -178,7 +178,7 @@ def _a(value: object) -> str:
 
 
 def checked_state(cls: type, state: Sequence[str]) -> Sequence[str]:
-    """The names a class declares with `state=[...]`; raises JobError where they cannot be attributes."""
+    """The names that a class declares with `state=[...]`; raises JobError if a name cannot be an attribute."""
     if not isinstance(state, list | tuple):  # not a set: its order differs from process to process
         example = f"[{state!r}]" if isinstance(state, str) else '["theta"]'
         raise JobError(f"class {cls.__name__}: state takes a list of names: state={example}")
@@ -200,7 +200,7 @@ def checked_state(cls: type, state: Sequence[str]) -> Sequence[str]:
 
 
 def make_shape(cls: type, base: type, state: Sequence[str]) -> TaskShape:
-    """The shape of `cls`, whose hooks default to those of `base`; raises JobError where something does not fit."""
+    """The shape of `cls`, with the hooks of `base` as defaults; raises JobError for a wrong class."""
     overrides = frozenset(name for name in _HOOKS if getattr(cls, name) is not getattr(base, name))
     for name in sorted(overrides):
         _check_callable(cls, name, _HOOKS[name])
@@ -223,7 +223,7 @@ def make_shape(cls: type, base: type, state: Sequence[str]) -> TaskShape:
 
 
 def _check_stateless(cls: type, handlers: set[str]) -> None:
-    """Only what belongs to an epoch can be early for it."""
+    """Raises JobError if `@tg.stateless` marks a method that does not belong to an epoch."""
     for name in sorted(_HOOKS.keys() - {"compose"} | handlers):
         if is_stateless(getattr(cls, name)):
             kind = "a handler" if name in handlers else "a hook"
@@ -234,7 +234,7 @@ def _check_stateless(cls: type, handlers: set[str]) -> None:
 
 
 def _check_spelling(cls: type, overrides: frozenset[str], handlers: set[str]) -> None:
-    """A hook that is misspelt is never called, and nobody would say so."""
+    """Raises JobError for a misspelt hook, which would never be called."""
     for name, function in vars(cls).items():
         if name in _HOOKS or name in handlers or name.startswith("_") or not inspect.isfunction(function):
             continue
@@ -248,7 +248,7 @@ def _check_spelling(cls: type, overrides: frozenset[str], handlers: set[str]) ->
 
 
 def _handlers(cls: type) -> dict[str, HandlerInfo]:
-    """Request method -> handler. The mark may be on the method, or on one of a base class that it overrides."""
+    """Request method -> handler. A method also inherits the mark of the method that it overrides."""
     handlers: dict[str, HandlerInfo] = {}
     for attribute in dir(cls):
         given = (vars(base)[attribute] for base in cls.__mro__ if attribute in vars(base))
@@ -269,7 +269,7 @@ def _handlers(cls: type) -> dict[str, HandlerInfo]:
 
 
 def _check_callable(cls: type, name: str, parameters: tuple[str, ...]) -> None:
-    """What would fail, or do nothing, when it is first called on some node fails where the class is written."""
+    """Raises JobError now for a method that would fail, or do nothing, when a node calls it."""
     function = getattr(cls, name)
     if not callable(function):
         raise JobError(f"class {cls.__name__}: {name} must be a method, not {type(function).__name__}")

@@ -1,4 +1,4 @@
-"""What a user subclasses: `Task`, its hooks, its handlers, and the events it is told."""
+"""`Task`, which users subclass: its hooks, its handlers, and the events it gets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened around a task. Information, not state: it may come late, or not at all."""
+    """An event around a task. It may come late, or not at all, so it must not change the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class BecamePrimary(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BecameBackup(Event):
-    """This replica was primary, and another one is since `term`."""
+    """Another replica is primary since `term`; this one was."""
 
     term: int
 
@@ -68,7 +68,7 @@ class _TooEarly(JobError, AttributeError):
 
 
 class _Given:
-    """What the framework sets on a task once it is built; reading it before says so."""
+    """An attribute that the framework sets after the task is built; reading it earlier raises a clear error."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -151,7 +151,7 @@ class Task:
         return state or None
 
     def restore(self, state: Any) -> None:
-        """Takes a snapshot back; its arrays are yours to write."""
+        """Sets the state from a snapshot; you may write to its arrays."""
         given = {} if state is None else state
         if not isinstance(given, dict):
             raise StateError(f"{_title(self)}: the default restore() takes a dict, not {type(given).__name__}")
@@ -177,20 +177,20 @@ class Task:
                 ) from None
 
     def result(self) -> Any:
-        """The task's part of the job's result, from the last committed state. None is left out."""
+        """The task's part of the job's result, from the last committed state; None: no part."""
         return None
 
     def on_flag(self, epoch: Epoch, sender: int, meta: Any) -> Any:
-        """A flag of `sender` arrived. May write epoch.scratch, not state; sync points see it all."""
+        """Called for each flag. It may write epoch.scratch, but not the state; sync points run after all flags."""
 
     def on_commit(self, number: int, state: Any) -> Any:
-        """Epoch `number` committed, with this state. On the primary, in order, at least once per epoch."""
+        """Called on the primary after epoch `number` committed, in order, at least once per epoch."""
 
     def on_event(self, event: Event) -> Any:
-        """Something happened around this task; information, not state."""
+        """Called for events around this task. It must not change the state."""
 
     def teardown(self) -> Any:
-        """At the end of each living replica: the last chance to save work, within `Settings.cancel_s`."""
+        """Called at the end of each living replica: the last chance to save work, within `Settings.cancel_s`."""
 
 
 def _title(task: Task) -> str:
@@ -201,12 +201,12 @@ Task.__taskgraph_shape__ = make_shape(Task, Task, ())
 
 
 def shape_of(cls: type[Task]) -> TaskShape:
-    """What the node needs to know of a task class."""
+    """The shape of a task class, for the node."""
     return cls.__taskgraph_shape__
 
 
 def shard(n: int, task_id: int, tasks: int) -> slice:
-    """The part of `n` rows that is `task_id`'s: contiguous, in order, all parts within one row of each other.
+    """The rows of `task_id`, out of `n`: contiguous, in order, and all parts differ by at most one row.
 
     Raises:
         JobError: task_id is not one of the tasks, or n is negative.

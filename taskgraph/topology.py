@@ -1,4 +1,4 @@
-"""Who is whose neighbor: named links, each a function of (task_id, tasks, epoch), so they may change every epoch.
+"""The neighbors of tasks: named links, each a function of (task_id, tasks, epoch), so they may change every epoch.
 
 A link gives the same ids wherever and however often it is called: every replica of every task asks on its own. The
 order of the ids is the order in which `ins.all` lists what came along the link.
@@ -36,19 +36,19 @@ Link = Callable[[int, int, int], Iterable[int]]
 
 
 _LASTING: Final[WeakSet[Link]] = WeakSet()
-"""Links that are the same in every epoch. No attribute of theirs: `functools.wraps` would copy it."""
+"""Links that are the same in every epoch. An attribute would not do: `functools.wraps` copies attributes."""
 _ORDERED: Final = frozenset((tuple, list, range))
-"""What most links return; every epoch asks several times, and asking an abstract class is slow."""
+"""The types that most links return: a check against an abstract class is slow."""
 _Table = Mapping[int, Sequence[int]]
 _KEPT_IDS = 1 << 20
-"""Of links that are the same in every epoch neighbors are kept, so many in all: 8 MiB."""
+"""Cached neighbors of links that do not change: 8 MiB."""
 _EPOCHS_KEPT = 66
 """Epochs whose edges are kept at a time, of links that change: the tasks of a node are in that many, with the default
 `epochs_ahead`, and each of them asks."""
 _PAIRS_KEPT = 1 << 16
-"""Fewer epochs are kept where they have more pairs than that in all: 20 MiB."""
+"""Pairs in the cached epochs, above which fewer epochs are cached: 20 MiB."""
 _FEWEST_KEPT = 4
-"""But never fewer: the epoch at work, the next, and one that a restart or a replay looks at."""
+"""Epochs that are always cached: the one at work, the next, and one of a restart or replay."""
 _TRIED = 3
 """How many answers of a link that may change are asked for once more, of those that name somebody; of a function of
 `edges`, one. All nodes of a test ask that same function, and its answers are kept: that it draws other pairs each time
@@ -140,7 +140,7 @@ class Topology(Mapping[str, Link]):
 
 
 def _check_parameters(what: str, link: Link) -> None:
-    """Raises JobError where a link cannot be called as it will be: else the first `compose` would be told."""
+    """Raises JobError if a link does not accept its arguments, before the first `compose` does."""
     try:
         takes = signature(link)
     except ValueError:  # something of C that tells nothing of itself
@@ -183,7 +183,7 @@ def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tup
 
 
 def _lasting(links: dict[str, Link]) -> Topology:
-    """Links that are the same in every epoch: they are asked once."""
+    """Marks links that are the same in every epoch, so that they are called once."""
     _LASTING.update(links.values())
     return Topology(links)
 
@@ -378,7 +378,7 @@ _Made = TypeVar("_Made")
 
 
 def _kept(make: Callable[[_Key], tuple[_Made, int]]) -> Callable[[_Key], _Made]:
-    """What `make` makes for a key, kept for those that were asked for first of late; it says how many pairs that has.
+    """A cache of `make(key)` for the latest keys; `make` also returns its number of pairs.
 
     Computes that ask may be in several threads.
     """
@@ -403,7 +403,7 @@ def _kept(make: Callable[[_Key], tuple[_Made, int]]) -> Callable[[_Key], _Made]:
 
 
 def inverse(link: Link) -> Link:
-    """The link the other way: whoever has me as a neighbor, in the order of ids.
+    """The inverse of a link: the tasks that have this one as a neighbor, in the order of ids.
 
     Looks at every task once an epoch; once in all for the links of `tree`, `ring` and the like.
 

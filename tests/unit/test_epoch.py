@@ -178,7 +178,7 @@ def test_values_come_in_declared_order() -> None:
     assert ("x" in ins, "z" in ins, "w" in ins, list(ins)) == (True, False, False, ["x", "y", "z"])
     start = "task 6, epoch 3, no_op: "
     assert refused(lambda: ins["x"]) == start + "'x' comes from 2 tasks (3, 1); use ins.all('x')"
-    nobody = "'z' comes from no task: its link leads to nobody here; ask `if 'z' in ins` first, or use ins.all('z')"
+    nobody = "'z' comes from no task: its link has no neighbor here; ask `if 'z' in ins` first, or use ins.all('z')"
     assert refused(lambda: ins["z"]) == start + nobody
     for ask in (lambda: ins["w"], lambda: ins.all("w")):
         assert refused(ask) == start + "no inbound channel 'w' is declared; inbound are: 'x', 'y', 'z'"

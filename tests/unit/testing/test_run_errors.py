@@ -645,7 +645,7 @@ def test_message_after_its_epoch_fails_the_job(what: str, done_s: int, order: in
 
 
 def test_returned_value_is_not_put() -> None:
-    says(fails(given(lambda epoch, ins, outs: 5, x=0)), "without putting 'x'", "returns goes nowhere")
+    says(fails(given(lambda epoch, ins, outs: 5, x=0)), "without putting 'x'", "return value of a processor is ignored")
 
 
 def test_except_exception_does_not_keep_an_attempt() -> None:

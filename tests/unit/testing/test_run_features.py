@@ -721,4 +721,4 @@ def test_inputs_used_later_are_named(all_: bool) -> None:
             epoch.report(x=self.kept[0].all("x")[0] if all_ else self.kept[0]["x"])
 
     error = fails(job(Keeps, tasks=1, epochs=4), strict=False)
-    assert "task 0, epoch 0, keep: it uses an `ins` whose epoch is over" in str(error)
+    assert "task 0, epoch 0, keep: the epoch of this `ins` is over" in str(error)
