@@ -338,10 +338,10 @@ class _Gate(grpc.GenericRpcHandler):
         self._refusals = refusals
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
-        given = next((v for k, v in details.invocation_metadata or () if k == TOKEN_KEY), b"")
-        if hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._credential):
+        token = next((v for k, v in details.invocation_metadata or () if k == TOKEN_KEY), b"")
+        if hmac.compare_digest(token if isinstance(token, bytes) else token.encode(), self._credential):
             return self._methods.service(details)
-        text = "a call with a wrong token" if given else "a call without a token"
+        text = "a call with a wrong token" if token else "a call without a token"
 
         async def refuse(requests: object, context: Any) -> None:
             self._refusals.refused(context.peer(), text)

@@ -38,7 +38,7 @@ class Expiring:
         self._events = events
         self._who = f"{node} on {host}"
         self._now = now
-        self._told: set[tuple[Path, float, bool]] = set()
+        self._emitted: set[tuple[Path, float, bool]] = set()
 
     async def watch(self) -> None:
         while True:
@@ -59,9 +59,9 @@ class Expiring:
         for path, (begins, ends) in found.items():
             soon = ends - min(_AT_MOST_S, (ends - begins) / _PART)
             next_s = min([next_s, *(at - now for at in (soon, ends) if at > now)])
-            if now < soon or (key := (path, ends, now >= ends)) in self._told:
+            if now < soon or (key := (path, ends, now >= ends)) in self._emitted:
                 continue
-            self._told.add(key)
+            self._emitted.add(key)
             self._events.emit("certificate", f"{self._who}: {self._text(path, ends, ended=now >= ends)}")
         return max(next_s, _LEAST_S)
 

@@ -104,10 +104,10 @@ class Injection:
 
 def injected() -> Callable[[str, int, int], Awaitable[None]] | None:
     """The function that a node calls at its named moments; None without the variable."""
-    given = os.environ.get(VARIABLE)
-    if not given:
+    folder_name = os.environ.get(VARIABLE)
+    if not folder_name:
         return None
-    folder = Path(given)
+    folder = Path(folder_name)
     log.warning("%s=%s: this node fails where a file there says so", VARIABLE, folder)
 
     async def point(stage: str, task: int, epoch: int) -> None:

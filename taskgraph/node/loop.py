@@ -41,11 +41,11 @@ class NodeLoop(uvloop.Loop):
         Raises:
             JobError: the factory raises, returns no task, or starts tasks before their creator goes on.
         """
-        before, begun = self.get_task_factory(), False
+        before, started = self.get_task_factory(), False
 
         async def begins() -> None:
-            nonlocal begun
-            begun = True
+            nonlocal started
+            started = True
 
         super().set_task_factory(factory)
         trial, why = begins(), ""
@@ -57,7 +57,7 @@ class NodeLoop(uvloop.Loop):
         except Exception as error:
             trial.close()
             why = f"it cannot make them, {worded(error)}"
-        if begun:
+        if started:
             why = "it begins them at once"
         if why:
             super().set_task_factory(before)

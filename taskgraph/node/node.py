@@ -278,8 +278,8 @@ class Node(NodeServices):
         self._why_left = (
             "was ended by user code (sys.exit in an asyncio task of its own, a cancel of all, or loop.stop)"
         )
-        begun = {task: primary.attempts.latest for task, primary in self.roles.primaries.items()}
-        self._ran = tuple(Ran(_BESIDE, t, self.epoch if at is None else at.epoch) for t, at in begun.items())
+        latest = {task: primary.attempts.latest for task, primary in self.roles.primaries.items()}
+        self._ran = tuple(Ran(_BESIDE, t, self.epoch if at is None else at.epoch) for t, at in latest.items())
         if lastwords.here is not None:  # this node may not be able to tell etcd
             for ran in self._ran:
                 lastwords.here.began((ran.task, -1), ran.task, ran.epoch, lastwords.named(_BESIDE))
@@ -306,8 +306,8 @@ class Node(NodeServices):
     @property
     def latest(self) -> int:
         """The latest epoch that a task here has begun, or the one at work; -1: none."""
-        begun = (primary.attempts.latest for primary in self.roles.primaries.values())
-        return max(self.epoch, *(stamp.epoch for stamp in begun if stamp is not None), -1)
+        latest = (primary.attempts.latest for primary in self.roles.primaries.values())
+        return max(self.epoch, *(stamp.epoch for stamp in latest if stamp is not None), -1)
 
     async def results(self) -> list[TaskResult]:
         """Waits for the results of the primaries here, after the last commit."""

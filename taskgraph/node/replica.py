@@ -57,14 +57,14 @@ def named_fields(state: Any) -> dict[str, Any]:
     return state if isinstance(state, dict) and all(isinstance(name, str) for name in state) else {"snapshot()": state}
 
 
-def _check_given(task: Task, **given: int) -> None:
+def _check_reserved(task: Task, **numbers: int) -> None:
     """Raises JobError if `__init__` set an attribute that the framework sets: its value would be lost.
 
     None is allowed, since some classes declare attributes so.
     """
     own = vars(task)
     for name in GIVEN:
-        value, number = own.get(name), given.get(name)
+        value, number = own.get(name), numbers.get(name)
         if value is None:
             continue
         if number is not None:
@@ -188,7 +188,7 @@ class Replica:
                 f"the task builder returned an object for task {self.task} that it had returned before: make one each "
                 f"time it is called, as in builder=lambda task_id: {type(task).__name__}(...)"
             )
-        _check_given(task, task_id=self.task, tasks=self.job.tasks)
+        _check_reserved(task, task_id=self.task, tasks=self.job.tasks)
         check_attributes(task, shape_of(type(task)))
         task.task_id = self.task
         task.tasks = self.job.tasks
@@ -203,7 +203,7 @@ class Replica:
         return None if self._set_up is None or self._set_up.done() else self._set_up
 
     @property
-    def begun(self) -> bool:
+    def set_up_began(self) -> bool:
         """True once `set_up` was called."""
         return self._set_up is not None
 

@@ -197,11 +197,11 @@ class ReportLog:
         """Adds rows of the newest epoch or of a later one; rows of earlier epochs are here already."""
         if epoch < self._newest:
             return
-        given = {task: numbers for task, numbers in rows.items() if numbers}
-        if not given:
+        reported = {task: numbers for task, numbers in rows.items() if numbers}
+        if not reported:
             return
         if epoch == self._newest:
-            self._rows = {**self._rows, **given}
+            self._rows = {**self._rows, **reported}
             return
         if self._rows:
             self._open.add(self._newest, self._rows)
@@ -209,7 +209,7 @@ class ReportLog:
                 self._full.append(self._open.packed(0))
                 self._open = _Block()
                 self._thin()
-        self._newest, self._rows = epoch, given
+        self._newest, self._rows = epoch, reported
 
     def _thin(self) -> None:
         full = self._full

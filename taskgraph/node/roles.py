@@ -150,7 +150,7 @@ class Roles:
 
     def set_up(self, task: int) -> None:
         """Begins to set a replica up, once."""
-        if not (replica := self.replica(task)).begun:
+        if not (replica := self.replica(task)).set_up_began:
             self._node.own(self._set_up(replica), f"set up task {task}")
 
     async def _set_up(self, replica: Replica) -> None:

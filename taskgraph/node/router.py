@@ -78,7 +78,7 @@ class Router:
         self._failing: dict[str, _Failing] = {}
         # The same without a task, grouped by when they began. Weak, since only the caller may keep a reply's value: its
         # memory takes the next one.
-        self._begun: list[tuple[list[weakref.ref[asyncio.Future[Reply]]], Callable[[JobView], bool]]] = []
+        self._groups: list[tuple[list[weakref.ref[asyncio.Future[Reply]]], Callable[[JobView], bool]]] = []
         keeper.on_change(self._abandon, structure=True)
 
     def _abandon(self) -> None:
@@ -92,9 +92,9 @@ class Router:
             del self._in_flight[scope]  # each once: a timeout that expires cannot be moved again
             scope.reschedule(now)
         self._sweep()
-        for begun, in_vain in tuple(self._begun):
+        for calls, in_vain in tuple(self._groups):
             if in_vain(view):
-                for reply in [known() for known in begun]:
+                for reply in [known() for known in calls]:
                     if reply is not None:
                         reply.cancel()
 
@@ -159,14 +159,14 @@ class Router:
         if primary is None or peer is None:
             return None
         try:
-            begun = self._transport.calls_now(peer, pull)
+            calls = self._transport.calls_now(peer, pull)
         except TransportError:
             return None
-        if begun:
-            self._begun.append(([*map(weakref.ref, begun)], partial(_replaced, task, primary.mod_revision)))
-            if len(self._begun) >= self._sweep_at:
+        if calls:
+            self._groups.append(([*map(weakref.ref, calls)], partial(_replaced, task, primary.mod_revision)))
+            if len(self._groups) >= self._sweep_at:
                 self._sweep()
-        return begun
+        return calls
 
     def begin_at(self, node: str, message: Call) -> asyncio.Future[Reply] | None:
         """Tries once to call that node, if that needs no waiting; otherwise None. Cancelled once its lease ends."""
@@ -183,20 +183,20 @@ class Router:
     ) -> asyncio.Future[Reply] | None:
         reply = self._transport.call_now(peer, message, quiet=quiet)
         if reply is not None and not reply.done():
-            self._begun.append(([weakref.ref(reply)], in_vain))
-            if len(self._begun) >= self._sweep_at:
+            self._groups.append(([weakref.ref(reply)], in_vain))
+            if len(self._groups) >= self._sweep_at:
                 self._sweep()
         return reply
 
     def _sweep(self) -> None:
         """Drops calls that have ended."""
         kept = []
-        for begun, in_vain in self._begun:
-            for known in begun:
+        for calls, in_vain in self._groups:
+            for known in calls:
                 if (reply := known()) is not None and not reply.done():
-                    kept.append((begun, in_vain))
+                    kept.append((calls, in_vain))
                     break
-        self._begun = kept
+        self._groups = kept
         self._sweep_at = _SWEEP_AT + 2 * len(kept)
 
     def unreached(self, for_s: float) -> dict[str, str]:

@@ -41,7 +41,7 @@ class NodeServices(NodeCore):
         leader: the leader's role, if it is here. Set by `Roles`.
         sharing: how the primaries here share memory for uncommitted epochs.
         set_ups: decides whether a failed set-up ends the node. Set by `Node`.
-        told_unheld: events about attributes outside of snapshots (`Unheld`), once for all tasks of a class.
+        emitted_unheld: events about attributes outside of snapshots (`Unheld`), once for all tasks of a class.
     """
 
     set_ups: SetUps
@@ -53,7 +53,7 @@ class NodeServices(NodeCore):
         self.replicas: dict[int, Replica] = {}
         self.leader: Leading | None = None
         self.sharing = Sharing()
-        self.told_unheld: set[str] = set()
+        self.emitted_unheld: set[str] = set()
         self.wishes = Wishes(self)
         self.gathering = Gathering(self)
         self.device_loss = DeviceLoss(self, self.replicas)

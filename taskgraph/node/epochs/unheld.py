@@ -129,12 +129,12 @@ class Unheld:
         self._left, self._before, self._state_left = 0, {}, 0
         kind = class_name(type(self._replica.user_task))
         text = f"{kind} is no longer checked for changes that no snapshot has: {worded(error)}"
-        if text not in self._node.told_unheld:
-            self._node.told_unheld.add(text)
+        if text not in self._node.emitted_unheld:
+            self._node.emitted_unheld.add(text)
             self._node.log.warning("task %d: %s", self._replica.task, text)
 
     def _tell_outside(self) -> None:
-        kind, seen = type(self._replica.user_task), self._node.told_unheld
+        kind, seen = type(self._replica.user_task), self._node.emitted_unheld
         if (checked := f"class {id(kind)}") in seen:
             return
         seen.add(checked)
@@ -165,8 +165,8 @@ class Unheld:
     def _tell_once(self, text: str, epoch: int | None = None) -> None:
         """Emits the event once per node, though many tasks of a class do the same."""
         task = self._replica.task
-        if text not in self._node.told_unheld:
-            self._node.told_unheld.add(text)
+        if text not in self._node.emitted_unheld:
+            self._node.emitted_unheld.add(text)
             self._node.events.emit("unheld", f"task {task}: {text}", task=task, epoch=epoch, term=self._term)
 
 

@@ -59,12 +59,12 @@ def arithmetic() -> tuple[str, ...]:
 
 def _threads() -> str:
     """Returns the numbers of threads that the environment sets, and numba's, if the driver imports numba."""
-    given = {name: os.environ.get(name, "any") for name in THREADS}
+    limits = {name: os.environ.get(name, "any") for name in THREADS}
     if (config := getattr(sys.modules.get("numba"), "config", None)) is not None:
-        given["NUMBA_NUM_THREADS"] = str(config.NUMBA_NUM_THREADS)
-    if len(numbers := set(given.values())) == 1:
+        limits["NUMBA_NUM_THREADS"] = str(config.NUMBA_NUM_THREADS)
+    if len(numbers := set(limits.values())) == 1:
         return f"threads {numbers.pop()}"
-    return " ".join(f"{name}={number}" for name, number in given.items())
+    return " ".join(f"{name}={number}" for name, number in limits.items())
 
 
 def why_unlike(ours: NodeRecord, others: Mapping[str, NodeRecord]) -> str:

@@ -24,7 +24,7 @@ class Noticing:
         self._node = node
         self._roles = roles
         self._terms_seen: dict[int, tuple[int, bool]] = {}
-        self._told_unreached: set[str] = set()
+        self._emitted_unreached: set[str] = set()
 
     def look(self) -> None:
         """Sends NeighborFailed and NeighborRestarted to the primaries here."""
@@ -71,10 +71,10 @@ class Noticing:
 
     def _emit_unreached(self) -> None:
         found = self._unreached()
-        self._told_unreached &= found.keys()
+        self._emitted_unreached &= found.keys()
         for other, why in found.items():  # sorted, so that a seed of the simulation replays exactly
-            if other not in self._told_unreached:
-                self._told_unreached.add(other)
+            if other not in self._emitted_unreached:
+                self._emitted_unreached.add(other)
                 self._node.events.emit("unreachable", why, fields={"unreachable": other})
 
     async def watch(self) -> None:

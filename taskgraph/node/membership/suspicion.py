@@ -83,7 +83,7 @@ class Suspicion:
         self._probing: set[str] = set()
         self._gone_revision = -1  # of the view's `gone` that was used last
         self._missed: set[str] = set()  # nodes whose loss was emitted for a refusing port
-        self._told: set[str] | None = None
+        self._emitted: set[str] | None = None
 
     def refused(self, node: str) -> None:
         """Its port refuses connections. Node ids are never reused, so it is dead, unless its lease proves otherwise."""
@@ -237,11 +237,11 @@ class Suspicion:
     def _emit_deaths(self) -> None:
         """One living node emits how another one died, as its launcher recorded."""
         view = self._node.keeper.view
-        if self._told is None:
-            self._told = set(view.gone)
-        self._told &= view.gone.keys()  # the others are forgotten
-        for node in sorted(view.gone.keys() - self._told):
-            self._told.add(node)
+        if self._emitted is None:
+            self._emitted = set(view.gone)
+        self._emitted &= view.gone.keys()  # records of the others are deleted
+        for node in sorted(view.gone.keys() - self._emitted):
+            self._emitted.add(node)
             record = view.gone[node].record
             if not (view.running and self._node.speaks()):
                 continue

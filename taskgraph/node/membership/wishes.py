@@ -24,17 +24,17 @@ class Wishes:
         self.by_task: dict[int, Wish] = {}
         self.revision = -1
         """The structure's revision that placement was computed from."""
-        self._told_missing = ""
+        self._emitted_missing = ""
 
     def may_start(self) -> bool:
         """True when enough nodes are there: `min_nodes`, and for a while those that were started with the job."""
         node = self._node
         missing = self._missing
-        if missing and missing != self._told_missing and node.speaks():
+        if missing and missing != self._emitted_missing and node.speaks():
             # Those that were started together come one after the other: that takes a moment, and is no news.
             enough = len(node.keeper.view.live_nodes(node.spec.run)) >= node.job.min_nodes
             if not enough or node.now() - node.started_at > node.settings.stall_check_s:
-                self._told_missing = missing
+                self._emitted_missing = missing
                 node.events.emit("waits", missing)
         return not missing
 

@@ -37,7 +37,7 @@ class CheckpointWriter:
         self._begun = Stamp(0, 0)
         self._writing: Stamp | None = None
         self._written: dict[Stamp, Written] = {}
-        self._told: set[tuple[Stamp, int]] = set()  # (file, revision of the leader that knows of it)
+        self._reported: set[tuple[Stamp, int]] = set()  # (file, revision of the leader that knows of it)
         self._changed = asyncio.Event()
         self._failing = False
 
@@ -124,12 +124,12 @@ class CheckpointWriter:
             await self._node.while_paused()
             view, leader = keeper.view, self._leader
             self._written = {stamp: w for stamp, w in self._written.items() if is_open(view, stamp)}
-            self._told = {(stamp, of) for stamp, of in self._told if stamp in self._written and of == leader}
+            self._reported = {(stamp, of) for stamp, of in self._reported if stamp in self._written and of == leader}
             unreported = self._untold(leader)
             if not unreported or not leader:
                 await keeper.wait_until(lambda _: bool(self._leader and self._untold(self._leader)))
             elif await self._tell(WrittenFiles(tuple(self._written[stamp] for stamp in unreported))):
-                self._told.update((stamp, leader) for stamp in unreported)
+                self._reported.update((stamp, leader) for stamp in unreported)
 
     async def _tell(self, written: WrittenFiles) -> bool:
         try:
@@ -148,4 +148,4 @@ class CheckpointWriter:
 
     def _untold(self, leader: int) -> list[Stamp]:
         """Files that the leader of this revision has not heard of, in the order they were written."""
-        return [stamp for stamp in self._written if (stamp, leader) not in self._told]
+        return [stamp for stamp in self._written if (stamp, leader) not in self._reported]

@@ -44,7 +44,7 @@ def test_records_of_gone_nodes_are_bounded() -> None:
             await asyncio.sleep(0.2)
         await lives.keeper.wait_until(whole)
         await asyncio.sleep(3 * lives.settings.lost_after_s)
-        assert len(view.gone) == 2 and lives.suspicion._told == view.gone.keys()
+        assert len(view.gone) == 2 and lives.suspicion._emitted == view.gone.keys()
         assert len(cluster.store.select(cluster.keys.gone_nodes, prefix=True)) == 2
 
     play(job(Slow, epochs=100_000), scenario, nodes=3)
