@@ -147,7 +147,7 @@ def _by_producer(given: Any) -> bool:
 
 
 def _decoded(by_task: dict[int, Encoded]) -> Any:
-    """What was put into one channel: a value, or one for each consumer that was named."""
+    """The value put into one channel, or one for each named consumer."""
     values = {task: decode(value) for task, value in by_task.items()}
     return values.get(_ANYONE[0], values)
 

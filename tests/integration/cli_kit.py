@@ -148,8 +148,8 @@ class Cli:
         """Fails where a process, a socket or any other file of a job is left."""
         with contextlib.suppress(TimeoutError):
             await becomes(lambda: not self.processes())
-        assert not self.processes()
-        assert self.files() == []
+        assert not (processes := self.processes()), f"left: {processes}"
+        assert not (files := self.files()), f"left: {files}"
 
     async def end(self) -> None:
         for command in self._commands:

@@ -310,7 +310,7 @@ def _recomputed(rng: random.Random) -> list[Fault]:
 
 
 def draw_in_flight(rng: random.Random, *, erratic: bool) -> list[Fault]:
-    """What is added to the failures of a seed whose tasks may be in several epochs at a time.
+    """Faults of a seed whose tasks may be in several epochs at a time.
 
     These seeds have no flags and no requests. So an epoch restarts only if an erratic task's successor puts another
     item than others have pulled. Later epochs are under way then if the task dies after its first epoch.
@@ -323,8 +323,8 @@ def draw_in_flight(rng: random.Random, *, erratic: bool) -> list[Fault]:
 
 
 def draw_around_forgetting(rng: random.Random) -> list[Fault]:
-    """What is added where nodes that are gone are soon forgotten: several end, and one stands still for so long that it
-    is taken for one of them; or a write of one that ended is long on its way."""
+    """Faults around forgetting: several nodes end, and one freezes for so long that it counts as gone; or a write of a
+    node that ended is long on its way."""
     faults = [draw_one(rng, follows=True) for _ in range(rng.choice((2, 3, 4)))]
     for number, fault in enumerate(faults[1:]):
         fault.kind, fault.target, fault.told_s, fault.then = rng.choice(("crash", "crash", "drain")), "any", 0.0, None
@@ -346,7 +346,7 @@ def draw_around_forgetting(rng: random.Random) -> list[Fault]:
 
 
 def draw_with_moods(rng: random.Random) -> list[Fault]:
-    """What is added where a task's replicas disagree about the end of the job: one dies when it has reported it."""
+    """Faults of a job whose replicas disagree about its end: one dies when it has reported the end."""
     faults = [draw_one(rng, follows=True) for _ in range(rng.choice((1, 2)))]
     for fault in faults:
         fault.kind, fault.target, fault.told_s, fault.then = "crash", "who", rng.choice((0.0, 0.005)), None
@@ -355,7 +355,7 @@ def draw_with_moods(rng: random.Random) -> list[Fault]:
 
 
 def draw_between_steps(rng: random.Random) -> list[Fault]:
-    """What is added where steps of nodes' loops take their time: at one of these, or with a message of any kind."""
+    """Faults between steps of a node's loop, or with a message of any kind."""
     faults = [draw_one(rng, follows=True) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
     for fault in faults:
         fault.kind = rng.choice(("crash", "crash", "freeze", "reset", "watch break", "cut one way", fault.kind))
@@ -369,8 +369,7 @@ def draw_between_steps(rng: random.Random) -> list[Fault]:
 
 
 def draw_at_the_end(rng: random.Random) -> list[Fault]:
-    """What is added where something fails in the last epoch: of all others there are more, and only there a job ends
-    while somebody is replaced."""
+    """Faults in the last epoch: only there a job ends while a node is replaced."""
     faults = [draw_one(rng, follows=True) for _ in range(rng.choice((1, 1, 2)))]
     for fault in faults:
         fault.kind = rng.choice((fault.kind, fault.kind, "crash", "keys deleted"))
@@ -382,7 +381,7 @@ def draw_at_the_end(rng: random.Random) -> list[Fault]:
 
 
 def draw_deletions(rng: random.Random) -> list[Fault]:
-    """What is added where somebody deletes the keys of nodes that live, of one or of all."""
+    """A user deletes the keys of one living node, or of all."""
     faults = [draw_one(rng, follows=False) for _ in range(rng.choice((1, 1, 2, 3)))]
     for fault in faults:
         fault.kind, fault.again = "keys deleted", rng.random() < 0.5
@@ -392,7 +391,7 @@ def draw_deletions(rng: random.Random) -> list[Fault]:
 
 
 def draw_called_gone(rng: random.Random) -> list[Fault]:
-    """What is added where a launcher is wrong: it says of a node that runs, or stands still, that it is gone."""
+    """A launcher declares a running or frozen node gone."""
     faults = [draw_one(rng, follows=False) for _ in range(rng.choice((1, 1, 2, 3)))]
     for fault in faults:
         fault.kind, fault.until = "called gone", ""
@@ -408,7 +407,7 @@ def draw_called_gone(rng: random.Random) -> list[Fault]:
 
 
 def draw_power_losses(rng: random.Random) -> list[Fault]:
-    """What is added where all nodes of a host die at once, while etcd's answers to others get lost."""
+    """All nodes of a host die at once, and etcd's answers to others get lost."""
     faults = [draw_one(rng, follows=False) for _ in range(rng.choice((1, 1, 2)))]
     for fault in faults:
         fault.kind, fault.until, fault.target = "power loss", "", rng.choice(("leader", "leader", "primary", "who"))
@@ -438,7 +437,7 @@ class Again:
 
 
 def draw_again(rng: random.Random, *, keeps: bool) -> Again:
-    """What is added where the job's name is submitted again.
+    """Draws how the job's name is submitted again.
 
     Args:
         keeps: the job keeps checkpoints.
@@ -468,7 +467,7 @@ def draw_again(rng: random.Random, *, keeps: bool) -> Again:
 
 
 def draw_around_checkpoints(rng: random.Random) -> list[Fault]:
-    """What is added to the failures of a seed whose job keeps checkpoints."""
+    """Faults of a seed whose job keeps checkpoints."""
     kinds = ["massacre"] * rng.choice((0, 1, 1, 1, 2, 2, 3))
     kinds += [rng.choice(("place slow", "place full", "place forgets")) for _ in range(rng.choice((0, 0, 1, 1, 2)))]
     faults = [_around_checkpoints(rng, kind) for kind in kinds]
@@ -578,7 +577,7 @@ def _newer_checkpoint(rng: random.Random) -> list[Fault]:
 
 
 def draw_around_members(rng: random.Random) -> list[Fault]:
-    """What is added where members change while a write that rests on them is on its way."""
+    """Members change while a write that depends on them is on its way."""
     return rng.choice((_late_takeover, _gone_candidate))(rng)
 
 

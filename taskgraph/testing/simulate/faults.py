@@ -395,7 +395,7 @@ class Faults:
         self._later(fault.lasts_s, target.place.mend)
 
     def _place_forgets(self, fault: Fault, target: SimNode) -> None:
-        """What is written there next is lost, or half of it."""
+        """The disk loses or tears the next files."""
         count = self._rng.choice((1, 1, 2))
         self._note(fault, f"the next {count}")
         self._world.place.lose_next += count

@@ -1,4 +1,4 @@
-"""What user code saw in each run: the ledger that the framework does not keep.
+"""A ledger of what user code saw in each run; the framework keeps no such ledger.
 
 One `Run` is one execution of a task's processors, for one stamp and one term. When an epoch commits, the runs of the
 terms that count must fit together: each processor ran once, consumed each item once, and consumed what the counted run

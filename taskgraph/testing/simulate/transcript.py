@@ -1,4 +1,4 @@
-"""What happened in one run, in order: for a person to read, and as one number for a replay to be compared by."""
+"""The events of one run in order, as text for a person, and as a digest to compare replays."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ class Transcript:
         return "\n".join(lines)
 
     def digest(self) -> str:
-        """The same for two runs in which the same things happened at the same times."""
+        """Equal for two runs with the same events at the same times."""
         return hashlib.blake2b(self.text().encode(), digest_size=16).hexdigest()

@@ -38,7 +38,7 @@ def mix(*parts: int) -> int:
 
 
 def reported(state: int) -> float:
-    """What a task reports of its state after an epoch."""
+    """The number that a task reports after an epoch."""
     return float(state % 1_000_003)
 
 
@@ -429,7 +429,7 @@ def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step,
 
 
 def _draw_early(rng: random.Random, steps: tuple[Step, ...], *, keeps_nothing: bool) -> tuple[Step, ...]:
-    """What of a task's epoch is `@tg.stateless`, and how long what awaits does so: long enough for others to begin."""
+    """Computes that are `@tg.stateless`, and how long computes await: long enough for others to begin."""
     found = []
     for step in steps:
         if step.outbound:
@@ -592,11 +592,11 @@ class _NoStateTalking(_NoState):
                 self._relay(epoch, value, hold)
 
     def _relay(self, epoch: Any, value: int, hold: tg.Hold) -> None:
-        to, told = self._workload.relay(self.task_id), mix(value, _RELAYED)
+        to, relayed = self._workload.relay(self.task_id), mix(value, _RELAYED)
         if not epoch.cancelled:
-            self._recorder.flagged(epoch, to, told)
+            self._recorder.flagged(epoch, to, relayed)
             with contextlib.suppress(tg.GraphError):  # it fails the job by itself
-                epoch.flag(to, [told])
+                epoch.flag(to, [relayed])
         hold.release()
 
     @tg.handles("ask", pure=False)
