@@ -273,12 +273,12 @@ def test_known_import_cycles() -> None:
     }
 
 
-WORDS = {"told": 100, "nobody": 104, "whoever": 49, "any more": 40, "so many": 40}
-"""Words of a former dialect of this code, and how often the package may still have them: lower these numbers."""
+WORDS = ("told", "nobody", "whoever", "any more", "so many")
+"""Words of a former dialect of this code: each may be in the package fewer than 40 times."""
 
 
 def test_package_is_in_plain_english() -> None:
     code = "\n".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py") if "_pb2" not in path.name)
     found = {word: len(re.findall(rf"\b{word}\b", code, re.I)) for word in WORDS}
-    assert {word: count for word, count in found.items() if count > WORDS[word]} == {}
+    assert {word: count for word, count in found.items() if count >= 40} == {}
     assert len(re.findall(r'"""The same\b', code)) < 40
