@@ -25,7 +25,7 @@ from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.digests import BLOCK_BYTES
 from taskgraph.graph.layout import MAX_DEPTH, ArrayHead, Ext, lone_head, to_bytes
 from taskgraph.graph.libraries import codec_of_library
-from taskgraph.graph.refusals import CannotTravel, key_step, way_out
+from taskgraph.graph.refusals import CannotTravel, key_step, trial, way_out
 
 __all__ = ["Writer", "write"]
 
@@ -427,3 +427,4 @@ _CONVERT: Final = _Converters(
     }
 )
 codecs.reserve(_CONVERT)
+trial.write = lambda value: write(value, False, None, False, False, False)

@@ -21,7 +21,7 @@ import numpy as np
 from taskgraph.errors import ValueNotEncodable
 from taskgraph.graph import codecs
 
-__all__ = ["CannotTravel", "key_step", "library_of", "way_out"]
+__all__ = ["CannotTravel", "key_step", "library_of", "trial", "way_out"]
 
 _SHOWN = 40
 """Characters of a dict's key that a message shows."""
@@ -74,18 +74,24 @@ def way_out(value: Any) -> str:
         return _ANY_WAY
 
 
+class _Trial:
+    """Writes a value as `encoding` does; that module sets the function, as it imports this one."""
+
+    write: Callable[[Any], object] = staticmethod(lambda value: None)
+
+
+trial: Final = _Trial()
+
 Candidates = Sequence[tuple[str, Callable[[Any], Any]]]
 
 
 def _that_travel(value: Any, candidates: Candidates) -> str | None:
     """Tries what might be sent instead, and names the first two that travel. Some depend on what the value holds."""
-    from taskgraph.graph.values import encode  # which calls this module
-
     found = []
     for text, make in candidates:
         try:
             with warnings.catch_warnings(action="error"):
-                encode(make(value))
+                trial.write(make(value))
         except Exception:
             continue
         found.append(text)

@@ -23,7 +23,7 @@ def until(there: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def test_all_of_it_is_done_in_a_thread_in_order() -> None:
+def test_calls_run_in_order() -> None:
     done: list[tuple[int, int]] = []
     for number in range(200):
         afterwards.soon(lambda number=number: done.append((number, threading.get_ident())))
@@ -32,7 +32,7 @@ def test_all_of_it_is_done_in_a_thread_in_order() -> None:
     assert threading.get_ident() not in {thread for _, thread in done}
 
 
-def test_it_can_be_asked_for_by_many_threads_and_while_it_is_done() -> None:
+def test_calls_from_many_threads() -> None:
     done: list[object] = []
 
     def twice() -> None:
@@ -47,7 +47,7 @@ def test_it_can_be_asked_for_by_many_threads_and_while_it_is_done() -> None:
     until(lambda: len(done) == 1600)
 
 
-def test_what_raises_is_told_and_the_rest_is_done(caplog: pytest.LogCaptureFixture) -> None:
+def test_call_that_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     done = threading.Event()
     afterwards.soon(lambda: 1 / 0)
     afterwards.soon(done.set)
@@ -55,29 +55,7 @@ def test_what_raises_is_told_and_the_rest_is_done(caplog: pytest.LogCaptureFixtu
     assert "could not be let go of" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
-def test_an_idle_thread_ends_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(afterwards, "_IDLE_S", 0.01)
-    monkeypatch.setattr(afterwards, "_calling", afterwards.Worker(afterwards._call))
-    for _ in range(3):
-        done = threading.Event()
-        afterwards.soon(done.set)
-        assert done.wait(30)
-        until(lambda: not afterwards._calling._busy.locked())
-
-
-def test_who_is_in_a_hurry_does_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(afterwards, "_calling", afterwards.Worker(afterwards._call))
-    begun, go_on, here = threading.Event(), threading.Event(), []
-    afterwards.soon(lambda: begun.set() or go_on.wait(30))
-    assert begun.wait(30)
-    for _ in range(3):
-        afterwards.soon(lambda: here.append(threading.get_ident()))
-    assert afterwards.do_now() and not afterwards.do_now()
-    assert here == [threading.get_ident()] * 3
-    go_on.set()
-
-
-def test_what_cannot_be_done_yet_is_done_in_a_moment() -> None:
+def test_postponed_call() -> None:
     done, tries = threading.Event(), list[int]()
 
     def again() -> None:
@@ -88,7 +66,7 @@ def test_what_cannot_be_done_yet_is_done_in_a_moment() -> None:
     assert done.wait(30) and tries == [0, 1, 2]
 
 
-def test_events_are_looked_at_in_no_thread_that_captures_a_graph() -> None:
+def test_capturing_thread_looks_at_no_event() -> None:
     soft, done = SoftDevice(), threading.Event()
     event = soft.record(soft.stream())
     with soft.captures():
@@ -117,7 +95,7 @@ class Holds(SoftDevice):
         super().wait(event)
 
 
-def test_it_is_done_once_the_device_came_past_the_events() -> None:
+def test_call_waits_for_events() -> None:
     soft, done = Holds(), list[str]()
     slow, slower = soft.held(), soft.held()
     afterwards.call(soft, [soft.record(slow), soft.record(slower)], lambda: done.append("both"))
@@ -130,7 +108,7 @@ def test_it_is_done_once_the_device_came_past_the_events() -> None:
     until(lambda: done == ["at once", "both"])
 
 
-def test_what_is_due_does_not_wait_for_what_is_not_much_longer() -> None:
+def test_due_call_overtakes_waiting_one() -> None:
     soft, done = Holds(), list[str]()
     slow, quick = soft.held(), soft.stream()
     afterwards.call(soft, [soft.record(slow)], lambda: done.append("slow"))
@@ -140,9 +118,7 @@ def test_what_is_due_does_not_wait_for_what_is_not_much_longer() -> None:
     until(lambda: sorted(done) == ["quick", "slow"])
 
 
-def test_of_a_lost_device_what_was_held_stays(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lost_device_keeps_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     left: list[object] = []
     monkeypatch.setattr(afterwards, "_left", left)
     soft, other, done = SoftDevice(), SoftDevice(), threading.Event()
@@ -164,7 +140,7 @@ class Goes:
         self.where.append(threading.get_ident())
 
 
-def test_things_aside_go_here_and_on_a_loop_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_aside_on_and_off_a_loop(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     where: list[int] = []
     afterwards.Aside([Goes(where)])

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from taskgraph.device import buffers as buffers_module
 from taskgraph.device.afterwards import soon
 from taskgraph.device.buffers import Private
 from taskgraph.device.shared import Segment, SharedMemory
-from taskgraph.graph import codecs
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.values import decode, encode, hosted, staying, untouched, verify
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
@@ -59,7 +57,7 @@ def put(device: SoftDevice, host: np.ndarray = HOST) -> Encoded:
         HOST.astype("c16"),
     ],
 )
-def test_it_is_the_value_that_it_is_on_the_host(soft: SoftDevice, host: np.ndarray) -> None:
+def test_equals_value_on_host(soft: SoftDevice, host: np.ndarray) -> None:
     stayed, copied = put(soft, host), encode(soft.xp.asarray(host))
     assert type(stayed) is EncodedOnDevice and type(copied) is Encoded
     assert (stayed.meta, stayed.digest, stayed.size_bytes) == (copied.meta, copied.digest, copied.size_bytes)
@@ -69,7 +67,7 @@ def test_it_is_the_value_that_it_is_on_the_host(soft: SoftDevice, host: np.ndarr
     assert np.array_equal(decode(stayed), host)
 
 
-def test_a_value_of_several_arrays(soft: SoftDevice) -> None:
+def test_several_arrays(soft: SoftDevice) -> None:
     value = {
         "a": soft.xp.asarray(HOST),
         "b": [HOST, soft.xp.asarray(HOST + 1), soft.xp.asarray(HOST[:5])],
@@ -85,27 +83,27 @@ def test_a_value_of_several_arrays(soft: SoftDevice) -> None:
     assert hosted(stayed).digest == stayed.digest and verify(hosted(stayed))
 
 
-def test_only_who_asks_for_it_gets_it_there(soft: SoftDevice) -> None:
+def test_decode_without_device(soft: SoftDevice) -> None:
     assert type(encode(soft.xp.asarray(HOST))) is Encoded
     assert type(encode(HOST, stays=True)) is Encoded
     assert type(encode(soft.xp.asarray(HOST[:512]), stays=True)) is Encoded
 
 
-def test_what_another_device_has_is_copied_to_the_host(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_array_of_another_device(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SoftDevice, "keeps", lambda device, array: False)
     stayed = put(soft)
     assert type(stayed) is Encoded
     assert np.array_equal(decode(stayed, device=soft).get(), HOST)
 
 
-def test_later_writes_do_not_reach_it(soft: SoftDevice) -> None:
+def test_later_writes_do_not_arrive(soft: SoftDevice) -> None:
     array = soft.xp.asarray(HOST)
     encoded = encode(array, stays=True)
     array += 1
     assert np.array_equal(decode(encoded, device=soft).get(), HOST)
 
 
-def test_what_was_queued_before_is_in_it(soft: SoftDevice) -> None:
+def test_earlier_work_is_included(soft: SoftDevice) -> None:
     array = soft.xp.asarray(HOST)
     array += 1
     encoded = encode({"x": array.reshape(100, 100).T}, stays=True)
@@ -121,27 +119,7 @@ class Doubled:
         self.array = array
 
 
-def test_what_a_codec_made_for_it_stays_until_it_is_copied(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = soft.stream()
-
-    def encode_doubled(value: Doubled) -> SoftArray:
-        soft.follow(library, soft.record(soft.current()))
-        with On(soft, library):
-            made = value.array * 2.0
-        soft.follow(soft.current(), soft.record(library))
-        return made
-
-    codec = codecs.Codec("Doubled", Doubled, encode_doubled, Doubled)
-    monkeypatch.setitem(codecs._codecs, Doubled, codec)
-    monkeypatch.setitem(codecs._codecs_by_name, "Doubled", codec)
-    with On(soft):
-        encoded = encode([Doubled(soft.xp.asarray(HOST)), Doubled(soft.xp.asarray(HOST + 1))], stays=True)
-        fill(soft, library)
-        one, other = decode(encoded, device=soft)
-        assert np.array_equal(one.array.get(), 2 * HOST) and np.array_equal(other.array.get(), 2 * HOST + 2)
-
-
-def test_putting_waits_once_and_taking_not_at_all(soft: SoftDevice) -> None:
+def test_waits_once_to_put(soft: SoftDevice) -> None:
     encoded = put(soft)
     assert len(soft.waits) == 1
     with On(soft):
@@ -151,7 +129,7 @@ def test_putting_waits_once_and_taking_not_at_all(soft: SoftDevice) -> None:
         assert np.array_equal(there.get(), HOST), "it is there, on any stream"
 
 
-def test_who_wants_to_write_gets_a_copy(soft: SoftDevice) -> None:
+def test_writable_copy(soft: SoftDevice) -> None:
     encoded = put(soft)
     mine = decode(encoded, device=soft, writable=True)
     mine += 1
@@ -160,7 +138,7 @@ def test_who_wants_to_write_gets_a_copy(soft: SoftDevice) -> None:
     assert not staying(encoded)[0].viewed
 
 
-def test_a_write_to_what_others_read_is_found(soft: SoftDevice) -> None:
+def test_untouched_finds_writes(soft: SoftDevice) -> None:
     encoded = put(soft)
     with On(soft):
         there = decode(encoded, device=soft)
@@ -197,7 +175,7 @@ def fill(device: SoftDevice, stream: SoftStream) -> None:
             assert array.get()[0] == 7
 
 
-def test_memory_goes_back_only_behind_the_streams_that_read_it(soft: SoftDevice) -> None:
+def test_memory_waits_for_readers(soft: SoftDevice) -> None:
     with On(soft) as owner:
         encoded = put(soft)
     found = []
@@ -213,7 +191,7 @@ def test_memory_goes_back_only_behind_the_streams_that_read_it(soft: SoftDevice)
             assert np.array_equal(array.get(), HOST + 1)
 
 
-def test_a_view_keeps_it_when_the_value_is_gone(soft: SoftDevice) -> None:
+def test_view_outlives_value(soft: SoftDevice) -> None:
     with On(soft) as owner:
         encoded = put(soft)
     with On(soft) as reader:
@@ -229,7 +207,7 @@ def test_a_view_keeps_it_when_the_value_is_gone(soft: SoftDevice) -> None:
         assert np.array_equal(late.get(), HOST[5:10] + 1)
 
 
-def test_a_reader_that_reads_again_is_waited_for_again(soft: SoftDevice) -> None:
+def test_memory_waits_for_second_read(soft: SoftDevice) -> None:
     with On(soft) as owner:
         encoded = put(soft)
     with On(soft) as reader:
@@ -241,7 +219,7 @@ def test_a_reader_that_reads_again_is_waited_for_again(soft: SoftDevice) -> None
         assert np.array_equal(second.get(), HOST + 2) and np.array_equal(first.get(), HOST + 1)
 
 
-def test_a_copy_to_write_to_is_waited_for(soft: SoftDevice) -> None:
+def test_memory_waits_for_writable_copy(soft: SoftDevice) -> None:
     with On(soft) as owner:
         encoded = put(soft)
     with On(soft) as reader:
@@ -252,7 +230,7 @@ def test_a_copy_to_write_to_is_waited_for(soft: SoftDevice) -> None:
         assert np.array_equal(mine.get(), HOST)
 
 
-def test_nobody_waits_for_that_but_a_thread_of_its_own(soft: SoftDevice) -> None:
+def test_only_own_thread_waits(soft: SoftDevice) -> None:
     encoded = put(soft)
     before = len(soft.waits)
     with On(soft):
@@ -265,7 +243,7 @@ def test_nobody_waits_for_that_but_a_thread_of_its_own(soft: SoftDevice) -> None
     del read
 
 
-def test_streams_on_which_graphs_are_captured_are_not_touched(soft: SoftDevice) -> None:
+def test_no_work_on_capturing_streams(soft: SoftDevice) -> None:
     """The owner's was told to follow who read, and the reader's got an event: either spoiled its graph."""
     with On(soft) as owner:
         encoded = put(soft)
@@ -289,7 +267,7 @@ def test_streams_on_which_graphs_are_captured_are_not_touched(soft: SoftDevice) 
     assert not soft.misuses
 
 
-def test_an_owner_who_reads_its_own_waits_for_nobody(soft: SoftDevice) -> None:
+def test_owner_reads_without_wait(soft: SoftDevice) -> None:
     with On(soft):
         encoded = put(soft)
         view = decode(encoded, device=soft)
@@ -298,7 +276,7 @@ def test_an_owner_who_reads_its_own_waits_for_nobody(soft: SoftDevice) -> None:
         assert not memory.read
 
 
-def test_two_views_that_end_at_the_same_time_are_both_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_views_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     soft = SoftDevice()
     with On(soft) as owner:
         encoded = put(soft)
@@ -320,7 +298,7 @@ def test_two_views_that_end_at_the_same_time_are_both_waited_for(monkeypatch: py
         assert np.array_equal(read[0].get(), HOST + 1)
 
 
-def test_memory_that_cannot_be_put_in_order_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_kept_after_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, left = SoftDevice(), set()
     monkeypatch.setattr(buffers_module, "_kept", left)
     monkeypatch.setattr(afterwards, "_left", [])
@@ -347,7 +325,7 @@ def test_memory_that_cannot_be_put_in_order_is_nobodys(monkeypatch: pytest.Monke
     assert len(left) == 2
 
 
-def test_memory_and_views_that_go_after_their_module_do_so_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finalizers_after_module_end(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, raised = SoftDevice(), []
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
     encoded = put(soft)
@@ -374,7 +352,7 @@ def memory() -> Iterator[SharedMemory]:
 
 
 @pytest.mark.parametrize("reads_on", ["another stream", "the owner's"])
-def test_a_segment_takes_the_next_value_behind_all_who_read_the_last_one(memory: SharedMemory, reads_on: str) -> None:
+def test_segment_waits_for_readers(memory: SharedMemory, reads_on: str) -> None:
     soft = memory.device
     assert isinstance(soft, SoftDevice)
     with On(soft) as owner:
@@ -390,7 +368,7 @@ def test_a_segment_takes_the_next_value_behind_all_who_read_the_last_one(memory:
 
 
 @pytest.mark.parametrize("reads_on", ["another stream", "the owner's"])
-def test_nor_is_a_stream_touched_for_a_segment(memory: SharedMemory, reads_on: str) -> None:
+def test_no_work_on_capturing_streams_for_segment(memory: SharedMemory, reads_on: str) -> None:
     soft = memory.device
     assert isinstance(soft, SoftDevice)
     with On(soft) as owner:
@@ -410,7 +388,7 @@ def test_nor_is_a_stream_touched_for_a_segment(memory: SharedMemory, reads_on: s
     assert not soft.misuses
 
 
-def test_a_segment_whose_value_was_not_waited_for_is_written_to_behind_that(memory: SharedMemory) -> None:
+def test_segment_of_unawaited_value(memory: SharedMemory) -> None:
     soft = memory.device
     assert isinstance(soft, SoftDevice)
     with On(soft):
@@ -422,30 +400,7 @@ def test_a_segment_whose_value_was_not_waited_for_is_written_to_behind_that(memo
         assert decode(later, device=soft).get()[0] == 7
 
 
-@pytest.mark.parametrize("where", ["view", "owner"])
-def test_nor_is_a_segment(monkeypatch: pytest.MonkeyPatch, memory: SharedMemory, where: str) -> None:
-    soft = memory.device
-    assert isinstance(soft, SoftDevice)
-    monkeypatch.setattr(buffers_module, "_kept", set())
-    monkeypatch.setattr(buffers_module, "log", MagicMock(warning=lambda *_: None))  # a kept record keeps the memory
-    encoded, segment = put_for_others(soft)
-    with On(soft):
-        view = decode(encoded, device=soft)
-        with monkeypatch.context() as patch:
-            patch.setattr(soft, "record", lambda stream: 1 / 0)
-            if where == "view":
-                del view
-            else:
-                kept, view = view, None
-                del encoded, kept
-    encoded = None
-    assert len(memory) == 1 and put_for_others(soft)[1] is not segment
-    assert np.array_equal(segment.array.elements[: LARGE.nbytes].view("f8"), LARGE), "nor was it freed"
-
-
-def test_a_segment_that_could_not_be_put_in_order_for_its_next_value_is_kept(
-    monkeypatch: pytest.MonkeyPatch, memory: SharedMemory
-) -> None:
+def test_segment_is_kept_after_device_error(monkeypatch: pytest.MonkeyPatch, memory: SharedMemory) -> None:
     soft = memory.device
     assert isinstance(soft, SoftDevice)
     encoded, segment = put_for_others(soft)
@@ -462,7 +417,7 @@ def test_a_segment_that_could_not_be_put_in_order_for_its_next_value_is_kept(
 # -- on the host -----------------------------------------------------------------------------------
 
 
-def test_it_is_copied_to_the_host_once(soft: SoftDevice) -> None:
+def test_one_copy_to_host(soft: SoftDevice) -> None:
     encoded = put(soft)
     allocated: list[Block] = []
 
@@ -485,7 +440,7 @@ def test_it_is_copied_to_the_host_once(soft: SoftDevice) -> None:
         assert np.array_equal(decode(one, device=soft).get(), HOST)
 
 
-def test_and_waits_for_no_task(soft: SoftDevice) -> None:
+def test_copy_to_host_waits_for_no_task(soft: SoftDevice) -> None:
     soft = SoftDevice()
     encoded = put(soft)
     with On(soft) as busy:
@@ -496,6 +451,6 @@ def test_and_waits_for_no_task(soft: SoftDevice) -> None:
     del array
 
 
-def test_what_is_on_the_host_already_is_hosted() -> None:
+def test_hosted_of_host_value() -> None:
     encoded = encode(HOST)
     assert hosted(encoded) is encoded

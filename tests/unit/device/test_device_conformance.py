@@ -27,7 +27,7 @@ from taskgraph.device.staging import PIECE_BYTES
 from taskgraph.errors import JobError
 from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.values import decode, encode, hosted, verify
-from taskgraph.protocol.messages import Encoded, EncodedOnDevice
+from taskgraph.protocol.messages import EncodedOnDevice
 from taskgraph.transport.segments import Pool
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")])
@@ -66,7 +66,7 @@ def fetched(device: Device, array: Any) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("shape", [(), (3,), (5, 7), (2, 3, 4), (0, 2)])
 @pytest.mark.parametrize("dtype", ["f8", "f4", "i1", "?", "c8"])
-def test_there_and_back(found: Found, shape: tuple[int, ...], dtype: str) -> None:
+def test_round_trip(found: Found, shape: tuple[int, ...], dtype: str) -> None:
     device, _ = found
     host = np.random.default_rng(1).integers(0, 2, shape).astype(dtype)
     there = device.to_device(host)
@@ -77,11 +77,11 @@ def test_there_and_back(found: Found, shape: tuple[int, ...], dtype: str) -> Non
     assert np.array_equal(back, host)
 
 
-def test_what_is_on_the_host_is_on_no_device(found: Found) -> None:
+def test_device_of_host_array(found: Found) -> None:
     assert [device_of(value) for value in (np.zeros(3), 1.0, None, [1])] == [None] * 4
 
 
-def test_an_array_out_of_order_comes_in_c_order(found: Found) -> None:
+def test_to_host_in_c_order(found: Found) -> None:
     device, xp = found
     host = np.arange(200 * 300.0).reshape(200, 300)
     for one, wanted in ((xp.asarray(host).T, host.T), (xp.asarray(host)[:, ::3], host[:, ::3])):
@@ -89,7 +89,7 @@ def test_an_array_out_of_order_comes_in_c_order(found: Found) -> None:
         assert np.array_equal(fetched(device, device.copy(one)), wanted)
 
 
-def test_a_copy_does_not_hear_of_later_writes(found: Found) -> None:
+def test_copy_is_independent(found: Found) -> None:
     device, xp = found
     array = xp.asarray(np.ones(10_000))
     copy = device.copy(array)
@@ -98,7 +98,7 @@ def test_a_copy_does_not_hear_of_later_writes(found: Found) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["?", "f2", "f4", "c8"])
-def test_a_copy_has_every_bit(found: Found, dtype: str) -> None:
+def test_copy_has_every_bit(found: Found, dtype: str) -> None:
     """What numpy has no name for, too: bools that are neither 0 nor 1, and NaNs with something in them."""
     device, _ = found
     host = np.random.default_rng(3).integers(0, 256, 8192, np.uint8).view(dtype)
@@ -107,7 +107,7 @@ def test_a_copy_has_every_bit(found: Found, dtype: str) -> None:
     assert bytes(fetched(device, device.copy(there)).view(np.uint8)) == bytes(host.view(np.uint8))
 
 
-def test_what_was_copied_to_the_device_may_change_at_once(found: Found) -> None:
+def test_source_may_change_after_to_device(found: Found) -> None:
     device, _ = found
     host = np.ones(1_000_000)
     there = device.to_device(host)
@@ -119,7 +119,7 @@ def mapped(nbytes: int) -> np.ndarray[Any, Any]:
     return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
 
 
-def test_registered_memory_is_copied_from_and_to(found: Found) -> None:
+def test_registered_memory(found: Found) -> None:
     device, _ = found
     memory = mapped(1 << 20)
     device.register(memory)
@@ -140,7 +140,7 @@ def test_registered_memory_is_copied_from_and_to(found: Found) -> None:
 
 
 @pytest.mark.parametrize("registered", [False, True])
-def test_parts_of_an_array_are_fetched_each_behind_an_event(found: Found, registered: bool) -> None:
+def test_fetch_in_parts(found: Found, registered: bool) -> None:
     device, _ = found
     array = device.to_device(np.arange(30_000.0).reshape(300, 100))
     memory = mapped(240_000)
@@ -159,9 +159,7 @@ def test_parts_of_an_array_are_fetched_each_behind_an_event(found: Found, regist
         device.unregister(memory)
 
 
-def test_values_travel_by_way_of_page_locked_memory_that_is_used_again(
-    found: Found, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_use_page_locked_memory(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     device, xp = found
     monkeypatch.setattr(pinning, "_locked", locked := pinning._Locked(1 << 30))
     pool = Pool(max_segments=4, max_idle_bytes=1 << 30)
@@ -190,7 +188,7 @@ def test_values_travel_by_way_of_page_locked_memory_that_is_used_again(
     assert not locked.nbytes, "it was all unlocked"
 
 
-def test_the_digests_are_those_of_the_blocks(found: Found) -> None:
+def test_digests(found: Found) -> None:
     device, _ = found
     host = np.random.default_rng(2).integers(0, 256, 10_000, np.uint8)
     digests = device.digests(device.to_device(host), 4096)
@@ -203,53 +201,7 @@ def digests_of(host: np.ndarray[Any, Any], block_bytes: int) -> bytes:
     return b"".join(xxhash.xxh3_128_digest(raw[at : at + block_bytes]) for at in range(0, len(raw), block_bytes))
 
 
-@pytest.mark.parametrize("fault", ["a digest is wrong", "it fails"])
-def test_arrays_go_by_the_host_where_staying_does_not_work(
-    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    soft = SoftDevice()
-    monkeypatch.setitem(sys.modules, "cupy", cupy := stand_in(soft))
-    right = launch_on(soft)
-
-    def launch(data: Any, nbytes: int, block_bytes: int, digests: Any, stream: Any) -> None:
-        if fault == "it fails":
-            raise RuntimeError("it does not compile")
-        right(data, nbytes, block_bytes, digests, stream)
-        with stream:
-            digests[-1, -1:] = 0
-
-    monkeypatch.setattr(digest, "launch", launch)
-    cuda._first.cache_clear()
-    host = np.arange(10_000.0)
-    for _ in range(2):
-        encoded = encode(cupy.asarray(host), stays=True)
-        assert type(encoded) is Encoded and encoded.digest == encode(host).digest
-    assert [record.levelname for record in caplog.records] == ["ERROR"], "it is looked at once"
-    monkeypatch.setattr(digest, "launch", right)
-    cuda._first.cache_clear()
-    assert type(encode(cupy.asarray(host), stays=True)) is EncodedOnDevice
-    cuda._first.cache_clear()
-
-
-def test_an_error_of_the_device_is_none_of_what_does_not_work_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    soft = SoftDevice()
-    monkeypatch.setitem(sys.modules, "cupy", cupy := stand_in(soft))
-    full = type("OutOfMemoryError", (Exception,), {"__module__": "cupy.cuda.memory"})
-
-    def launch(*_: Any) -> None:
-        raise full("for now")
-
-    monkeypatch.setattr(digest, "launch", launch)
-    cuda._first.cache_clear()
-    array = cupy.asarray(np.arange(10_000.0))
-    with pytest.raises(full):
-        encode(array, stays=True)
-    monkeypatch.setattr(digest, "launch", launch_on(soft))
-    assert type(encode(array, stays=True)) is EncodedOnDevice
-    cuda._first.cache_clear()
-
-
-def test_a_view_is_of_the_same_memory_and_keeps_its_owner(found: Found) -> None:
+def test_view_keeps_owner(found: Found) -> None:
     class Owner:
         pass
 
@@ -268,7 +220,7 @@ def test_a_view_is_of_the_same_memory_and_keeps_its_owner(found: Found) -> None:
     assert alive() is None
 
 
-def test_a_stream_is_current_in_its_thread(found: Found) -> None:
+def test_stream_is_current_per_thread(found: Found) -> None:
     device, _ = found
     stream, other, before = device.stream(), device.stream(), device.current()
     assert len({stream, other, before}) == 3
@@ -283,7 +235,7 @@ def test_a_stream_is_current_in_its_thread(found: Found) -> None:
     assert device.current() == before
 
 
-def test_librarys_own_switches_of_streams_go_back_to_it(found: Found) -> None:
+def test_library_switches_streams(found: Found) -> None:
     device, xp = found
     if not hasattr(xp, "cuda"):
         pytest.skip("it is CuPy that has some")
@@ -297,7 +249,7 @@ def test_librarys_own_switches_of_streams_go_back_to_it(found: Found) -> None:
     assert device.current() == before
 
 
-def test_a_switch_of_streams_that_is_open_over_an_await_takes_no_other_tasks_stream(found: Found) -> None:
+def test_stream_switch_over_await(found: Found) -> None:
     """Two coroutines in turns, each step on its task's stream, each with a `with` that begins in one and ends later."""
     device, xp = found
     if not hasattr(xp, "cuda"):
@@ -316,7 +268,7 @@ def test_a_switch_of_streams_that_is_open_over_an_await_takes_no_other_tasks_str
         assert device.current() == before
 
 
-def test_a_thread_is_given_back_as_it_was_however_many_switches_end_in_it(found: Found) -> None:
+def test_thread_is_restored_after_switches(found: Found) -> None:
     device, xp = found
     if not hasattr(xp, "cuda"):
         pytest.skip("it is CuPy that has some")
@@ -333,7 +285,7 @@ def test_a_thread_is_given_back_as_it_was_however_many_switches_end_in_it(found:
     assert device.current() == before
 
 
-def test_one_stream_follows_another(found: Found) -> None:
+def test_stream_follows_event(found: Found) -> None:
     device, _ = found
     one, other = device.stream(), device.stream()
     with device.on(one):
@@ -345,7 +297,7 @@ def test_one_stream_follows_another(found: Found) -> None:
         assert np.array_equal(device.to_host(device.copy(array)), np.arange(100_000.0) + 1)
 
 
-def test_a_stream_is_not_touched_while_a_graph_is_captured_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_event_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     soft = SoftDevice()
     cupy = stand_in(soft)
     device = cuda.CudaDevice(cupy, 0)
@@ -374,7 +326,7 @@ def cupy_error(status: int) -> RuntimeError:
 
 
 @pytest.mark.parametrize(("told", "devices", "way"), [("1", 1, "unset it"), ("1", 0, ""), ("0", 2, ""), ("", 1, "")])
-def test_default_streams_of_threads_are_refused(
+def test_per_thread_default_streams_are_refused(
     monkeypatch: pytest.MonkeyPatch, told: str, devices: int, way: str
 ) -> None:
     """What children of a coroutine computed was in no order with its task: the numbers were wrong."""
@@ -390,7 +342,7 @@ def test_default_streams_of_threads_are_refused(
         device_count()
 
 
-def test_who_followed_an_event_is_behind_what_it_was_though_it_is_recorded_anew(found: Found) -> None:
+def test_event_recorded_again(found: Found) -> None:
     device, _ = found
     one, other = device.stream(), device.stream()
     for number in range(20):
@@ -420,7 +372,7 @@ def filled(device: Device, host: np.ndarray[Any, Any], xp: Any) -> Any:
     return memory
 
 
-def test_memory_that_others_can_open_is_filled_in_c_order(found: Found) -> None:
+def test_fill_shared_memory(found: Found) -> None:
     device, xp = found
     host = np.arange(200 * 300.0).reshape(200, 300)
     memory = device.allocate(2 << 20)
@@ -439,7 +391,7 @@ def test_memory_that_others_can_open_is_filled_in_c_order(found: Found) -> None:
         assert digests() == digests_of(wanted, 65536)
 
 
-def test_what_is_garbage_together_is_let_go_of_in_any_order(found: Found) -> None:
+def test_garbage_in_any_order(found: Found) -> None:
     """CuPy's streams and events are destroyed by finalizers, and the collector runs them in an order of its own."""
     device, xp = found
     host = np.arange(100_000.0)
@@ -465,14 +417,14 @@ def test_what_is_garbage_together_is_let_go_of_in_any_order(found: Found) -> Non
             assert device.to_host(read).shape == host.shape
 
 
-def test_a_device_is_known_by_an_identity_and_has_memory(found: Found) -> None:
+def test_identity_and_memory(found: Found) -> None:
     device, _ = found
     assert len(device.identity) == IDENTITY_BYTES
     assert device.memory_bytes > 1 << 20
 
 
 @pytest.mark.parametrize("uuid", [b"GPU\x00" * 4, bytes(16), b"0123456789abcdef"])
-def test_so_is_one_whose_uuid_has_zeros(uuid: bytes) -> None:
+def test_identity_with_zeros(uuid: bytes) -> None:
     """CuPy gives what precedes the first one."""
     one, other = (cuda.CudaDevice(stand_in(SoftDevice(identity=uuid)), 0) for _ in range(2))
     assert len(one.identity) == IDENTITY_BYTES and one.identity == other.identity
@@ -482,7 +434,7 @@ def test_so_is_one_whose_uuid_has_zeros(uuid: bytes) -> None:
     assert cuda.CudaDevice(elsewhere, 0).identity != one.identity
 
 
-def test_memory_there_is_not_is_said_so(found: Found) -> None:
+def test_out_of_memory(found: Found) -> None:
     with pytest.raises(MemoryError):
         found[0].allocate(1 << 50)
     found[0].allocate(2 << 20)
@@ -503,7 +455,7 @@ for _ in range(again):
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_another_process_opens_it(found: Found, times: int, request: pytest.FixtureRequest) -> None:
+def test_open_in_another_process(found: Found, times: int, request: pytest.FixtureRequest) -> None:
     device, xp = found
     host = np.arange(1000.0)
     memory = filled(device, host, xp)

@@ -150,14 +150,14 @@ LENGTHS = [
 
 @needs_gxx
 @pytest.mark.parametrize("order", [FIRST_READY, LAST_READY, SOME_READY])
-def test_long_buffers_whichever_thread_is_next(digests: Digests, data: bytes, order: int) -> None:
+def test_long_buffers(digests: Digests, data: bytes, order: int) -> None:
     """Lengths around batches of rounds, and around blocks."""
     wrong = [n for n in LENGTHS if digests(data[:n], in_order=order) != expected(data[:n])]
     assert not wrong
 
 
 @needs_gxx
-def test_the_bounds_of_the_memory_are_kept(digests: Digests, data: bytes) -> None:
+def test_bounds_of_memory(digests: Digests, data: bytes) -> None:
     """Behind it and before it is what nobody may touch: at its end in the tests above, at its begin here."""
     for length in (1, 3, 8, 16, 17, 128, 129, 240, 241, 256, 1024, 1025, 33 * KIB + 1, MIB, MIB + 1):
         part = data[-length:]
@@ -166,7 +166,7 @@ def test_the_bounds_of_the_memory_are_kept(digests: Digests, data: bytes) -> Non
 
 @needs_gxx
 @pytest.mark.parametrize("block_bytes", [16, 128, 240, 256, 1040, 33 * KIB])
-def test_blocks_of_other_sizes(digests: Digests, data: bytes, block_bytes: int) -> None:
+def test_block_sizes(digests: Digests, data: bytes, block_bytes: int) -> None:
     for tail in (0, 1, 13, 16, 17, 128, 129, 240, 241):
         part = data[: 5 * block_bytes + tail]
         assert digests(part, block_bytes) == expected(part, block_bytes)
@@ -174,14 +174,14 @@ def test_blocks_of_other_sizes(digests: Digests, data: bytes, block_bytes: int) 
 
 @needs_gxx
 @pytest.mark.parametrize("byte", [0x00, 0xFF])
-def test_bytes_that_are_all_the_same(digests: Digests, byte: int) -> None:
+def test_equal_bytes(digests: Digests, byte: int) -> None:
     """Sums without carries, and with all of them."""
     part = bytes([byte]) * (MIB + 100)
     assert digests(part) == expected(part)
 
 
 @needs_gxx
-def test_an_empty_buffer_has_no_blocks_and_starts_nothing(digests: Digests) -> None:
+def test_empty_buffer(digests: Digests) -> None:
     assert digests(b"") == []
 
 
@@ -192,7 +192,7 @@ def test_an_empty_buffer_has_no_blocks_and_starts_nothing(digests: Digests) -> N
         *((4096, MIB, 8), (4096, MIB, 8192 + 4)),
     ],
 )
-def test_what_the_kernel_cannot_do_is_refused(data: int, block_bytes: int, copy: int) -> None:
+def test_unsupported_sizes(data: int, block_bytes: int, copy: int) -> None:
     with pytest.raises(ValueError, match="not aligned to 16, or too large"):
         subject.launch(data, 4096, block_bytes, 0, Stream(), copy)
 
@@ -200,7 +200,7 @@ def test_what_the_kernel_cannot_do_is_refused(data: int, block_bytes: int, copy:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
 @pytest.mark.parametrize("architecture", ["sm_70", "sm_80", "sm_90"])
-def test_it_compiles_for_devices_and_all_its_variables_fit_into_registers(architecture: str, tmp_path: Path) -> None:
+def test_compiles_without_spills(architecture: str, tmp_path: Path) -> None:
     nvcc = str(shutil.which("nvcc"))
     known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
     if architecture not in known:

@@ -188,7 +188,7 @@ def processes(gpu: Gpu, count: int, fraction: float = 0.9) -> list[Cupy]:
     return made
 
 
-def test_what_one_process_only_keeps_is_not_missing_in_another() -> None:
+def test_pools_stay_within_their_part() -> None:
     one, other = processes(Gpu(), 2)
     for gib in range(1, 30):  # never more than 29 at a time, and 435 in all
         one.alloc(gib)
@@ -196,7 +196,7 @@ def test_what_one_process_only_keeps_is_not_missing_in_another() -> None:
     assert other.alloc(45).nbytes == 45 * GIB
 
 
-def test_without_a_bound_it_is() -> None:
+def test_unbounded_pool_starves_others() -> None:
     gpu = Gpu()
     one, other = Cupy(gpu), Cupy(gpu)
     for gib in range(1, 30):
@@ -205,7 +205,7 @@ def test_without_a_bound_it_is() -> None:
         other.alloc(45)
 
 
-def test_who_takes_over_for_another_goes_beyond_its_part(caplog: pytest.LogCaptureFixture) -> None:
+def test_pool_grows_beyond_its_part(caplog: pytest.LogCaptureFixture) -> None:
     gpu = Gpu()
     one, other = processes(gpu, 2)
     with caplog.at_level(logging.INFO):
@@ -221,7 +221,7 @@ def test_who_takes_over_for_another_goes_beyond_its_part(caplog: pytest.LogCaptu
     held.clear()
 
 
-def test_but_not_into_what_others_hold_nor_what_nobody_may() -> None:
+def test_pool_stops_at_used_memory() -> None:
     gpu = Gpu()
     one, other = processes(gpu, 2)
     theirs = other.alloc(40)
@@ -235,7 +235,7 @@ def test_but_not_into_what_others_hold_nor_what_nobody_may() -> None:
     assert one.pool.total == 70 * GIB
 
 
-def test_an_array_larger_than_the_part_fits_once_what_is_only_kept_was_given_back() -> None:
+def test_array_larger_than_part() -> None:
     (one, _) = processes(Gpu(), 2)
     for gib in (20, 21):
         one.alloc(gib)
@@ -244,7 +244,7 @@ def test_an_array_larger_than_the_part_fits_once_what_is_only_kept_was_given_bac
     assert one.pool.total == 60 * GIB
 
 
-def test_what_it_gained_may_be_taken_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_takes_gained_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, _), held = processes(Gpu(), 2), []
     set_limit = one.pool.set_limit
 
@@ -259,7 +259,7 @@ def test_what_it_gained_may_be_taken_by_another_thread(monkeypatch: pytest.Monke
     assert one.pool.total == 65 * GIB
 
 
-def test_what_another_thread_gained_is_enough_for_both() -> None:
+def test_gain_for_two_threads() -> None:
     (one, _), held = processes(Gpu(), 2), []
 
     def meanwhile(nbytes: int) -> bool:
@@ -273,7 +273,7 @@ def test_what_another_thread_gained_is_enough_for_both() -> None:
     assert one.pool.total == 50 * GIB and one.pool.limit == int(45 * GIB * 9 / 8)
 
 
-def test_nobody_insists_where_the_device_is_full() -> None:
+def test_full_device_is_not_retried() -> None:
     gpu = Gpu()
     (one,) = processes(gpu, 1)
     gpu.take(95 * GIB)
@@ -282,7 +282,7 @@ def test_nobody_insists_where_the_device_is_full() -> None:
     assert one.pool.asked == 1
 
 
-def test_nor_for_long_where_what_is_free_is_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fragmented_memory_ends_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(nbytes: int) -> None:
         raise Refused
 
@@ -294,7 +294,7 @@ def test_nor_for_long_where_what_is_free_is_in_pieces(monkeypatch: pytest.Monkey
     assert 1 < one.pool.asked < 20
 
 
-def test_another_device_is_none_of_ours() -> None:
+def test_allocation_on_another_device() -> None:
     (one,) = processes(Gpu(), 1, 0.5)
     one.on = 1
     with pytest.raises(OutOfMemoryError):
@@ -302,7 +302,7 @@ def test_another_device_is_none_of_ours() -> None:
     assert one.pool.limit == 50 * GIB
 
 
-def test_givers_are_asked_one_after_another_and_it_is_tried_again() -> None:
+def test_givers_are_asked_in_turn() -> None:
     gpu = Gpu()
     (one,) = processes(gpu, 1, 1.0)
     gpu.take(80 * GIB)  # what they keep
@@ -326,7 +326,7 @@ def test_givers_are_asked_one_after_another_and_it_is_tried_again() -> None:
     del held
 
 
-def test_what_is_final_is_what_cupy_said() -> None:
+def test_final_error_is_cupys() -> None:
     (one,) = processes(Gpu(), 1)
     held = one.alloc(80)
     asked: list[int] = []
@@ -338,7 +338,7 @@ def test_what_is_final_is_what_cupy_said() -> None:
     del held
 
 
-def test_an_error_keeps_nothing_alive() -> None:
+def test_error_keeps_nothing_alive() -> None:
     gc.collect()
     gc.disable()
     try:
@@ -357,7 +357,7 @@ def test_an_error_keeps_nothing_alive() -> None:
 
 
 @pytest.mark.parametrize("given", ["50%", "0"])
-def test_a_limit_that_was_given_counts(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+def test_users_limit_counts(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv(LIMIT, given)
     cupy = Cupy(Gpu())
     cupy.pool.limit = 50 * GIB if given == "50%" else 0  # as CuPy reads it
@@ -371,7 +371,7 @@ def test_a_limit_that_was_given_counts(monkeypatch: pytest.MonkeyPatch, given: s
         assert cupy.alloc(100) and LIMIT in said
 
 
-def test_so_does_one_that_code_sets_before_or_later() -> None:
+def test_limit_set_by_code_counts() -> None:
     before, later = Cupy(Gpu()), Cupy(Gpu())
     before.pool.set_limit(20 * GIB)
     for cupy in (before, later):
@@ -383,7 +383,7 @@ def test_so_does_one_that_code_sets_before_or_later() -> None:
         assert cupy.pool.limit == 20 * GIB
 
 
-def test_another_allocator_is_left_alone() -> None:
+def test_other_allocator_stays() -> None:
     cupy = Cupy(Gpu())
     managed: Any = object()
     cupy.allocator = managed
@@ -391,7 +391,7 @@ def test_another_allocator_is_left_alone() -> None:
     assert cupy.allocator is managed and cupy.pool.limit == 0
 
 
-def test_it_takes_no_context_of_cuda_where_it_need_not() -> None:
+def test_no_needless_cuda_context() -> None:
     cupy = Cupy(Gpu())
     Bounded(cupy, 0, 0.9, 1).install()
     assert cupy.made_current == 0
@@ -401,7 +401,7 @@ def test_it_takes_no_context_of_cuda_where_it_need_not() -> None:
     assert cupy.made_current == 1 and cupy.on == 1
 
 
-def test_it_says_what_it_may_hold() -> None:
+def test_report_of_limit() -> None:
     assert Bounded(Cupy(Gpu()), 0, 0.9, 1).install() == "device 0: CuPy's pool may hold 90.0 GiB of 100.0 GiB"
     said = Bounded(Cupy(Gpu()), 0, 0.9, 3).install()
     assert said.endswith("30.0 GiB of 100.0 GiB, and up to 90.0 GiB where others leave it")
@@ -410,7 +410,7 @@ def test_it_says_what_it_may_hold() -> None:
 # -- pinned memory of the host ---------------------------------------------------------------------
 
 
-def test_free_pinned_memory_is_kept_up_to_its_limit() -> None:
+def test_pinned_memory_limit() -> None:
     cupy = Cupy(Gpu())
     bound_pinned(cupy, 100 << 10)
     pool: PinnedPool = cupy.pinned.__self__  # type: ignore[union-attr]
@@ -428,7 +428,7 @@ def test_free_pinned_memory_is_kept_up_to_its_limit() -> None:
     assert [memory.size >> 10 for memory in pool.free] == [1]
 
 
-def test_of_a_host_whose_memory_is_not_known_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(name: str) -> int:
         raise ValueError(name)
 
@@ -444,9 +444,7 @@ def test_of_a_host_whose_memory_is_not_known_none_is_kept(monkeypatch: pytest.Mo
 # -- in a node's process ---------------------------------------------------------------------------
 
 
-def test_a_process_bounds_both_where_it_has_a_device(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_process_bounds_both_pools(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     cupy = Cupy(Gpu())
     monkeypatch.setitem(cuda.sys.modules, "cupy", cupy)
     monkeypatch.delenv(PRETEND, raising=False)
@@ -458,16 +456,14 @@ def test_a_process_bounds_both_where_it_has_a_device(
     assert "25.0 GiB of 100.0 GiB" in caplog.text
 
 
-def test_where_that_fails_the_node_starts_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_node_starts_without_bounds(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(cuda.sys.modules, "cupy", SimpleNamespace())
     monkeypatch.delenv(PRETEND, raising=False)
     cuda.bound_memory(1, 0.9, 1)
     assert "is not bounded" in caplog.text
 
 
-def test_devices_that_are_pretended_load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretended_devices_load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PRETEND, "1")
     monkeypatch.setitem(cuda.sys.modules, "cupy", None)
     cuda.bound_memory(1, 0.9, 1)

@@ -96,9 +96,7 @@ def overwritten(pool: Pool, nbytes: int = HOST.nbytes) -> list[Block]:
 # -- to the host -----------------------------------------------------------------------------------
 
 
-def test_what_is_copied_to_the_pool_is_locked_once_and_used_again(
-    soft: SoftDevice, pool: Pool, locked: pinning._Locked
-) -> None:
+def test_memory_is_locked_once(soft: SoftDevice, pool: Pool, locked: pinning._Locked) -> None:
     for _ in range(5):
         value = hosted(put(soft), allocate=pool.allocate)
         assert np.array_equal(decode(value), HOST)
@@ -108,14 +106,14 @@ def test_what_is_copied_to_the_pool_is_locked_once_and_used_again(
     assert locked.nbytes == pool._idle_bytes > 0
 
 
-def test_memory_that_is_not_of_the_pool_is_not_locked(soft: SoftDevice, pool: Pool) -> None:
+def test_other_memory_is_not_locked(soft: SoftDevice, pool: Pool) -> None:
     small = HOST[:1000]
     assert np.array_equal(decode(hosted(put(soft), allocate=None)), HOST)
     assert np.array_equal(decode(hosted(put(soft, small), allocate=pool.allocate)), small), "not worth a segment"
     assert soft.registrations == 0
 
 
-def test_it_is_unlocked_before_it_goes(soft: SoftDevice, pool: Pool, clock: Clock) -> None:
+def test_unlocked_before_freed(soft: SoftDevice, pool: Pool, clock: Clock) -> None:
     value = hosted(put(soft), allocate=pool.allocate)
     pool.trim()
     assert len(soft.registered) == 1
@@ -128,7 +126,7 @@ def test_it_is_unlocked_before_it_goes(soft: SoftDevice, pool: Pool, clock: Cloc
 
 
 @pytest.mark.skipif(not huge_page_bytes(), reason="each has memory of its own here")
-def test_once_unlocked_its_pages_go_back_while_a_neighbour_stays(soft: SoftDevice, pool: Pool, clock: Clock) -> None:
+def test_unlocked_pages_are_returned(soft: SoftDevice, pool: Pool, clock: Clock) -> None:
     kept = pool.allocate(100_000)
     value = hosted(put(soft), allocate=pool.allocate)
     assert kept is not None and isinstance(kept.origin, Use) and len(soft.registered) == 1
@@ -144,7 +142,7 @@ def test_once_unlocked_its_pages_go_back_while_a_neighbour_stays(soft: SoftDevic
     assert not soft.registered and (int(kept.min()), int(kept.max())) == (7, 7)
 
 
-def test_a_closed_pools_memory_stays_locked_until_the_last_view_is_gone(soft: SoftDevice, pool: Pool) -> None:
+def test_closed_pool_stays_locked_for_views(soft: SoftDevice, pool: Pool) -> None:
     idle, used = hosted(put(soft), allocate=pool.allocate), hosted(put(soft), allocate=pool.allocate)
     view = decode(used)[5:10]
     del used, idle
@@ -158,7 +156,7 @@ def test_a_closed_pools_memory_stays_locked_until_the_last_view_is_gone(soft: So
     until(lambda: not soft.registered)
 
 
-def test_a_pool_that_is_simply_forgotten_unlocks_its_memory(soft: SoftDevice) -> None:
+def test_dropped_pool_unlocks(soft: SoftDevice) -> None:
     pool = Pool(max_segments=8, max_idle_bytes=64 * MIB)
     value = hosted(put(soft), allocate=pool.allocate)
     del pool
@@ -168,7 +166,7 @@ def test_a_pool_that_is_simply_forgotten_unlocks_its_memory(soft: SoftDevice) ->
     until(lambda: not soft.registered)
 
 
-def test_a_spoiled_segment_is_unlocked_too(soft: SoftDevice, pool: Pool) -> None:
+def test_spoiled_segment_is_unlocked(soft: SoftDevice, pool: Pool) -> None:
     value = hosted(put(soft), allocate=pool.allocate)
     segments_of(value)[0].spoil()
     del value
@@ -180,7 +178,7 @@ def segments_of(value: Encoded) -> list[Use]:
     return [buffer.obj.origin for buffer in value.buffers]  # type: ignore[attr-defined]
 
 
-def test_no_more_than_a_part_of_the_hosts_memory(
+def test_limit_of_locked_memory(
     soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert 0 < memory_bytes() // pinning.PART < 1 << 50
@@ -191,7 +189,7 @@ def test_no_more_than_a_part_of_the_hosts_memory(
     assert not caplog.records
 
 
-def test_where_it_cannot_be_locked_it_is_copied_as_any_other(
+def test_copy_without_lock(
     soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = []
@@ -215,7 +213,7 @@ def test_where_it_cannot_be_locked_it_is_copied_as_any_other(
         pool.trim()
 
 
-def test_two_threads_lock_a_segment_once(soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_lock_once(soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     value, register = received(pool), soft.register
     together = threading.Barrier(2)
 
@@ -239,7 +237,7 @@ def test_two_threads_lock_a_segment_once(soft: SoftDevice, pool: Pool, monkeypat
     assert all(np.array_equal(array, HOST) for array in found)
 
 
-def test_another_device_copies_as_from_any_memory(soft: SoftDevice, pool: Pool) -> None:
+def test_second_device_copies_unlocked(soft: SoftDevice, pool: Pool) -> None:
     value, other = received(pool), SoftDevice()
     first = decode(value, device=soft)
     second = decode(value, device=other)
@@ -247,7 +245,7 @@ def test_another_device_copies_as_from_any_memory(soft: SoftDevice, pool: Pool) 
     assert np.array_equal(first.get(), HOST) and np.array_equal(second.get(), HOST)
 
 
-def test_user_code_is_given_no_locked_memory_to_write_to(soft: SoftDevice, pool: Pool) -> None:
+def test_user_code_gets_no_locked_memory(soft: SoftDevice, pool: Pool) -> None:
     """CuPy copies from such memory after the call: a write right behind it would reach the copy."""
     before = empty(HOST.shape, HOST.dtype, pool.allocate)
     assert block_behind(before) is not None
@@ -263,7 +261,7 @@ def test_user_code_is_given_no_locked_memory_to_write_to(soft: SoftDevice, pool:
 # -- to the device ---------------------------------------------------------------------------------
 
 
-def test_what_came_is_copied_from_where_it_lies(soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_from_received_memory(soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soft, "to_device", lambda host: 1 / 0)
     for _ in range(3):
         value = received(pool)
@@ -273,7 +271,7 @@ def test_what_came_is_copied_from_where_it_lies(soft: SoftDevice, pool: Pool, mo
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_memory_is_not_used_again_while_the_device_reads_it(soft: SoftDevice, pool: Pool, waits: bool) -> None:
+def test_memory_waits_for_device(soft: SoftDevice, pool: Pool, waits: bool) -> None:
     """On a device that comes to nothing before it has to; nobody holds the value meanwhile."""
     made = []
     for _ in range(3):
@@ -289,7 +287,7 @@ def test_memory_is_not_used_again_while_the_device_reads_it(soft: SoftDevice, po
     del taken
 
 
-def test_nor_unlocked(soft: SoftDevice, pool: Pool, clock: Clock) -> None:
+def test_not_unlocked_while_device_reads(soft: SoftDevice, pool: Pool, clock: Clock) -> None:
     value = received(pool)
     array = decode(value, device=soft)
     del value
@@ -301,7 +299,7 @@ def test_nor_unlocked(soft: SoftDevice, pool: Pool, clock: Clock) -> None:
     assert np.array_equal(array.get(), HOST)
 
 
-def test_each_task_that_reads_it_is_waited_for(soft: SoftDevice, pool: Pool) -> None:
+def test_memory_waits_for_each_task(soft: SoftDevice, pool: Pool) -> None:
     value, made = received(pool), []
     streams = [soft.stream() for _ in range(3)]
     for stream in streams:
@@ -316,15 +314,7 @@ def test_each_task_that_reads_it_is_waited_for(soft: SoftDevice, pool: Pool) -> 
             assert np.array_equal(array.get(), HOST)
 
 
-def test_a_value_that_is_read_again_and_again_remembers_no_old_events(soft: SoftDevice, pool: Pool) -> None:
-    value = received(pool)
-    for _ in range(100):
-        decode(value, device=soft).get()
-    pin = segments_of(value)[0].pinned(soft)
-    assert pin is not None and len(pin._reads.events) <= 1 and pin.idle()
-
-
-def test_a_lost_device_keeps_what_it_may_read(
+def test_lost_device_keeps_locked_memory(
     soft: SoftDevice, pool: Pool, locked: pinning._Locked, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     value, array = received(pool), None
@@ -344,7 +334,7 @@ def test_a_lost_device_keeps_what_it_may_read(
     locked.nbytes = 0
 
 
-async def test_an_event_loop_does_not_wait_for_memory_to_be_locked(soft: SoftDevice, pool: Pool) -> None:
+async def test_event_loop_does_not_lock(soft: SoftDevice, pool: Pool) -> None:
     value = received(pool)
     one = decode(value, device=soft)
     assert soft.registrations == 0
@@ -357,7 +347,7 @@ async def test_an_event_loop_does_not_wait_for_memory_to_be_locked(soft: SoftDev
     assert soft.registrations == 1
 
 
-def test_who_wants_to_write_to_it_has_a_copy_there_and_none_here(soft: SoftDevice, pool: Pool) -> None:
+def test_writable_copy_on_device_only(soft: SoftDevice, pool: Pool) -> None:
     value = received(pool)
     mine = decode(value, device=soft, writable=True)
     mine += 1

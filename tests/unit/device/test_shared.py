@@ -43,30 +43,20 @@ def taken(memory: SharedMemory, nbytes: int = 2 * MIB) -> Segment:
     return segment
 
 
-def test_offering_asks_nothing_of_the_device(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is done on an event loop, and the first question makes CUDA's context."""
-    with monkeypatch.context() as patch:
-        for name in ("memory_bytes", "identity", "allocate", "share"):
-            patch.setattr(SoftDevice, name, property(lambda self: 1 / 0), raising=False)
-        memory = SharedMemory(soft)
-    assert taken(memory).size == 2 * MIB
-    assert memory._max_idle_bytes == soft.memory_bytes // 32
-
-
-def test_what_is_small_gets_none(memory: SharedMemory) -> None:
+def test_small_values_get_no_segment(memory: SharedMemory) -> None:
     assert memory.take(LEAST_BYTES - 1) is None
     assert memory.take(LEAST_BYTES) is not None
 
 
 @pytest.mark.parametrize("nbytes", [LEAST_BYTES, 2 * MIB, 2 * MIB + 1, 17 * MIB + 5, 100 * MIB, 200 * MIB + 1])
-def test_segments_are_of_whole_pieces_and_little_is_lost(nbytes: int, soft: SoftDevice) -> None:
+def test_sizes_of_segments(nbytes: int, soft: SoftDevice) -> None:
     segment = taken(SharedMemory(soft), nbytes)
     assert segment.size % (2 * MIB) == 0, "CUDA lets others open pieces of 2 MiB"
     assert segment.size - nbytes < max(2 * MIB, nbytes / 7)
     assert len(segment.handle) == HANDLE_BYTES
 
 
-def test_it_takes_the_next_value(memory: SharedMemory) -> None:
+def test_segment_is_reused(memory: SharedMemory) -> None:
     first = taken(memory)
     assert taken(memory) is not first, "it is in use"
     memory.give_back(first, [])
@@ -75,20 +65,20 @@ def test_it_takes_the_next_value(memory: SharedMemory) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [LEAST_BYTES, 2 * MIB + 1, 2_400_000, 3 * MIB, 17 * MIB + 5])
-def test_one_that_was_made_for_a_size_takes_that_size_again(memory: SharedMemory, nbytes: int) -> None:
+def test_segment_takes_its_size_again(memory: SharedMemory, nbytes: int) -> None:
     first = taken(memory, nbytes)
     memory.give_back(first, [])
     assert taken(memory, nbytes) is first
 
 
-def test_one_that_is_much_too_large_does_not(memory: SharedMemory) -> None:
+def test_too_large_segment_is_not_reused(memory: SharedMemory) -> None:
     large = taken(memory, 12 * MIB)
     memory.give_back(large, [])
     assert taken(memory, 7 * MIB) is not large
     assert taken(memory, 8 * MIB) is large
 
 
-def test_the_next_writer_follows_those_who_read_it(memory: SharedMemory, soft: SoftDevice) -> None:
+def test_writer_follows_readers(memory: SharedMemory, soft: SoftDevice) -> None:
     segment = taken(memory)
     reader, writer = soft.stream(), soft.stream()
     soft.fill(segment.array, soft.xp.full(2 * MIB // 8, 1.0), MIB)
@@ -106,7 +96,7 @@ def test_the_next_writer_follows_those_who_read_it(memory: SharedMemory, soft: S
     assert set(copy.elements[:8].tobytes()) == set(np.full(1, 1.0).tobytes())
 
 
-def test_what_is_idle_for_long_is_freed(memory: SharedMemory, clock: Clock) -> None:
+def test_idle_segments_are_freed(memory: SharedMemory, clock: Clock) -> None:
     first, second = taken(memory), taken(memory, 4 * MIB)
     memory.give_back(first, [])
     memory.trim()
@@ -119,7 +109,7 @@ def test_what_is_idle_for_long_is_freed(memory: SharedMemory, clock: Clock) -> N
     assert len(memory) == 1 and taken(memory, 4 * MIB) is second
 
 
-def test_more_than_may_be_idle_is_freed_the_oldest_first(memory: SharedMemory) -> None:
+def test_oldest_idle_is_freed_first(memory: SharedMemory) -> None:
     segments = [taken(memory, 6 * MIB) for _ in range(4)]
     for segment in segments:
         memory.give_back(segment, [])
@@ -128,7 +118,7 @@ def test_more_than_may_be_idle_is_freed_the_oldest_first(memory: SharedMemory) -
     assert [taken(memory, 6 * MIB) for _ in range(3)] == [segments[3], segments[2], segments[1]]
 
 
-def test_it_is_freed_behind_those_who_read_it(memory: SharedMemory, soft: SoftDevice, clock: Clock) -> None:
+def test_freed_after_readers(memory: SharedMemory, soft: SoftDevice, clock: Clock) -> None:
     segment = taken(memory)
     soft.fill(segment.array, soft.xp.full(2 * MIB // 8, 1.0), MIB)
     soft.synchronize()  # only the reading is still to be done
@@ -143,7 +133,7 @@ def test_it_is_freed_behind_those_who_read_it(memory: SharedMemory, soft: SoftDe
     assert set(copy.elements[:8].tobytes()) == set(np.full(1, 1.0).tobytes())
 
 
-def test_what_somebody_may_read_for_ever_takes_nothing(memory: SharedMemory, soft: SoftDevice) -> None:
+def test_spoiled_segment_is_not_reused(memory: SharedMemory, soft: SoftDevice) -> None:
     segment = taken(memory)
     reader = soft.stream()
     segment.spoiled = True
@@ -152,7 +142,7 @@ def test_what_somebody_may_read_for_ever_takes_nothing(memory: SharedMemory, sof
     assert len(memory) == 1, "it went, behind who read it here"
 
 
-def test_memory_that_is_short_is_freed_as_far_as_it_is_needed(memory: SharedMemory) -> None:
+def test_short_memory_frees_idle(memory: SharedMemory) -> None:
     segments = [taken(memory, 4 * MIB) for _ in range(3)]
     assert not memory.shrink(1)
     for segment in segments:
@@ -162,7 +152,7 @@ def test_memory_that_is_short_is_freed_as_far_as_it_is_needed(memory: SharedMemo
     assert memory.shrink(1) and not memory.shrink(1)
 
 
-def test_it_is_asked_before_the_process_is_out_of_memory(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asked_before_out_of_memory(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "_offered", {})
     memory = shared.offer(soft)
     segment = taken(memory)
@@ -172,9 +162,7 @@ def test_it_is_asked_before_the_process_is_out_of_memory(soft: SoftDevice, monke
     assert give_back(MIB) and not len(memory)
 
 
-def test_without_memory_values_go_elsewhere(
-    memory: SharedMemory, soft: SoftDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_take_without_memory(memory: SharedMemory, soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(nbytes: int) -> object:
         raise MemoryError(nbytes)
 
@@ -185,7 +173,7 @@ def test_without_memory_values_go_elsewhere(
     taken(memory)
 
 
-def test_where_nothing_can_be_shared_it_is_tried_once_and_said(
+def test_sharing_is_tried_once(
     memory: SharedMemory, soft: SoftDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries = []
@@ -200,7 +188,7 @@ def test_where_nothing_can_be_shared_it_is_tried_once_and_said(
     assert caplog.text.count("operation not supported") == 1
 
 
-def test_memory_stays_for_who_has_it_open_and_the_device_in_software_spoils_what_nobody_has(soft: SoftDevice) -> None:
+def test_memory_stays_while_open(soft: SoftDevice) -> None:
     array = soft.allocate(2 * MIB)
     soft.fill(array, soft.xp.full(2 * MIB // 8, 1.0), MIB)
     soft.synchronize()

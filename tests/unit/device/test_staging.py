@@ -15,7 +15,7 @@ from taskgraph.device import pinning, staging
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.device.staging import HostCopy
 from taskgraph.graph.blocks import Block
-from taskgraph.graph.values import begin_hosted, decode, encode, hosted, staying, verify
+from taskgraph.graph.values import decode, encode, hosted, staying, verify
 from taskgraph.transport.segments import Pool
 
 PIECE = 64 << 10
@@ -58,7 +58,7 @@ def is_there(copy: HostCopy, nbytes: int) -> bool:
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_it_comes_piece_by_piece(soft: SoftDevice, pool: Pool, pinned: bool) -> None:
+def test_copy_in_pieces(soft: SoftDevice, pool: Pool, pinned: bool) -> None:
     copy = buffer(soft).copying(pool.allocate if pinned else cleared)
     assert copy.ready == 0 and len(soft.registered) == pinned
     for end in ENDS:
@@ -69,7 +69,7 @@ def test_it_comes_piece_by_piece(soft: SoftDevice, pool: Pool, pinned: bool) -> 
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_all_is_queued_at_once_where_the_device_copies_by_itself(soft: SoftDevice, pool: Pool, pinned: bool) -> None:
+def test_locked_memory_queues_all_pieces(soft: SoftDevice, pool: Pool, pinned: bool) -> None:
     found, queued, fetch = buffer(soft), [], soft.fetch
 
     def count(array: Any, target: np.ndarray, begin: int = 0) -> None:
@@ -85,7 +85,7 @@ def test_all_is_queued_at_once_where_the_device_copies_by_itself(soft: SoftDevic
     assert queued == [(begin, end - begin) for begin, end in zip([0, *ENDS], ENDS, strict=False)]
 
 
-def test_it_is_copied_once_for_all_who_ask_at_the_same_time(soft: SoftDevice, pool: Pool) -> None:
+def test_one_copy_for_many_callers(soft: SoftDevice, pool: Pool) -> None:
     value = encode({"a": soft.xp.asarray(HOST), "b": [HOST[::-1].copy(), soft.xp.asarray(HOST + 1)]}, stays=True)
     together, found = threading.Barrier(6), []
 
@@ -104,7 +104,7 @@ def test_it_is_copied_once_for_all_who_ask_at_the_same_time(soft: SoftDevice, po
     assert soft.registrations == 2
 
 
-def test_who_needs_all_of_it_waits_for_it_whoever_began(soft: SoftDevice) -> None:
+def test_finish_of_copy_begun_elsewhere(soft: SoftDevice) -> None:
     found = buffer(soft)
     begun = found.copying()
     begun.finish(1)
@@ -128,7 +128,7 @@ class Fails:
 
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize(("name", "at"), [("wait", 1), ("wait", 3), ("fetch", 1), ("fetch", 3), ("record", 2)])
-def test_a_failure_is_told_and_nothing_wrong_is_said_to_be_there(
+def test_failed_copy(
     soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch, name: str, at: int, pinned: bool
 ) -> None:
     found = buffer(soft)
@@ -148,9 +148,7 @@ def decode_array(data: memoryview) -> np.ndarray:
     return np.frombuffer(data, np.float64)
 
 
-def test_memory_that_the_device_may_still_write_to_is_given_to_nobody(
-    soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_kept_while_device_may_write(soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = buffer(soft)
     with monkeypatch.context() as patch:
         Fails(patch, soft, "wait", 2)
@@ -170,7 +168,7 @@ def test_memory_that_the_device_may_still_write_to_is_given_to_nobody(
     staging._queued.clear()
 
 
-def test_a_value_that_goes_meanwhile_takes_its_memory_along_when_the_copy_is_done(soft: SoftDevice, pool: Pool) -> None:
+def test_value_dropped_during_copy(soft: SoftDevice, pool: Pool) -> None:
     """Its consumer is gone, its epoch committed: only the thread that copies has it."""
     owner = soft.stream()
     with soft.on(owner):
@@ -190,7 +188,7 @@ def test_a_value_that_goes_meanwhile_takes_its_memory_along_when_the_copy_is_don
     assert is_there(copy, HOST.nbytes)
 
 
-def test_what_is_copied_holds_no_memory_of_the_device(soft: SoftDevice) -> None:
+def test_finished_copy_frees_device_memory(soft: SoftDevice) -> None:
     found = buffer(soft)
     copy = found.copying()
     copy.finish()
@@ -204,7 +202,7 @@ def test_what_is_copied_holds_no_memory_of_the_device(soft: SoftDevice) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_any_order_of_streams_gives_the_same(seed: int, pool: Pool) -> None:
+def test_orders_of_streams(seed: int, pool: Pool) -> None:
     soft = SoftDevice(seed, races=seed % 2 == 0)
     calls: list[Callable[[DeviceBuffer], object]] = [
         lambda one: one.host(pool.allocate),
@@ -216,21 +214,3 @@ def test_any_order_of_streams_gives_the_same(seed: int, pool: Pool) -> None:
         assert np.array_equal(decode_array(found.host()), HOST + number)
         del found
     assert not soft.misuses
-
-
-def test_what_is_not_sent_is_queued_early_once_there_is_locked_memory_for_it(soft: SoftDevice, pool: Pool) -> None:
-    """It takes long to lock memory, and whoever begins early is in a hurry."""
-    first = encode(soft.xp.asarray(HOST), stays=True)
-    begin_hosted(first, allocate=pool.allocate)
-    assert not soft.registered and not staging._queued
-    assert np.array_equal(decode(hosted(first, allocate=pool.allocate)), HOST)
-    assert len(soft.registered) == 1
-    del first
-    gc.collect()
-    second = encode(soft.xp.asarray(HOST + 1), stays=True)
-    waits = len(soft.waits)
-    begin_hosted(second, allocate=pool.allocate)
-    (queued,) = staging._queued
-    assert len(queued.events) == 1 and len(soft.waits) == waits
-    assert np.array_equal(decode(hosted(second, allocate=pool.allocate)), HOST + 1)
-    assert staying(second)[0].host_copies == 1 and soft.registrations == 1

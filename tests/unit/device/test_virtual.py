@@ -78,7 +78,7 @@ def other(library: Path, handle: bytes, nbytes: int, does: str) -> list[str]:
     return [sys.executable, "-c", OTHER, str(library), handle.hex(), str(nbytes), does]
 
 
-def test_there_is_as_much_as_was_asked_for_and_it_goes(driver: Any) -> None:
+def test_allocate_and_free(driver: Any) -> None:
     run = virtual.allocate(0, 3 * MIB + 5)
     assert run.nbytes == 3 * MIB + 5 and driver.live() == 2
     write(run, b"x" * run.nbytes)
@@ -96,7 +96,7 @@ def test_another_process_reads_it(driver: Any, library: Path) -> None:
     assert (done.stdout, done.stderr) == ("b'there'\n", "")
 
 
-def test_and_writes_nothing_to_it(driver: Any, library: Path) -> None:
+def test_opened_memory_is_read_only(driver: Any, library: Path) -> None:
     run = virtual.allocate(0, 2 * MIB)
     write(run, b"there")
     done = subprocess.run(other(library, run.offer(), run.nbytes, "writes"), capture_output=True, text=True, timeout=60)
@@ -104,7 +104,7 @@ def test_and_writes_nothing_to_it(driver: Any, library: Path) -> None:
     assert read(run, 5) == b"there"
 
 
-def test_it_stays_where_it_is_open_and_is_lent_on(driver: Any, library: Path) -> None:
+def test_open_memory_is_lent_on(driver: Any, library: Path) -> None:
     run = virtual.allocate(0, 2 * MIB)
     write(run, b"there")
     command = other(library, run.offer(), run.nbytes, "lends on")
@@ -120,7 +120,7 @@ def test_it_stays_where_it_is_open_and_is_lent_on(driver: Any, library: Path) ->
         assert read(again, 5) == b"there", "of two processes that had it neither has it now"
 
 
-def test_what_is_gone_is_not_opened(driver: Any) -> None:
+def test_open_of_freed_memory(driver: Any) -> None:
     run = virtual.allocate(0, 2 * MIB)
     handle = run.offer()
     del run
@@ -128,7 +128,7 @@ def test_what_is_gone_is_not_opened(driver: Any) -> None:
         virtual.open_run(0, handle, 2 * MIB)
 
 
-def test_more_than_there_is(driver: Any) -> None:
+def test_allocate_too_much(driver: Any) -> None:
     with pytest.raises(virtual.DriverError, match="cuMemCreate") as refused:
         virtual.allocate(0, 1 << 40)
     assert refused.value.status == virtual.OUT_OF_MEMORY
@@ -144,7 +144,7 @@ def files() -> set[tuple[str, str]]:
     return found
 
 
-def test_of_what_could_not_be_made_nothing_is_left(driver: Any) -> None:
+def test_failed_allocation_leaves_nothing(driver: Any) -> None:
     kept = virtual.allocate(0, 2 * MIB)
     handle, before, there = kept.offer(), driver.live(), files()
     for _ in range(3):
@@ -158,7 +158,7 @@ def test_of_what_could_not_be_made_nothing_is_left(driver: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["libthere-is-none.so", "libc.so.6"])
-def test_without_such_a_driver_it_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_without_sharing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual, "_LIBRARY", name)
     virtual._driver.cache_clear()
     with pytest.raises(OSError, match=r"there-is-none|this driver has no cuMem"):
@@ -167,7 +167,7 @@ def test_without_such_a_driver_it_is_said(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("whose", ["own", "another's"])
-def test_what_cannot_be_offered_leaves_no_descriptor(driver: Any, monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
+def test_failed_offer_closes_descriptor(driver: Any, monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
     virtual.allocate(0, 2 * MIB).offer()  # whatever a process has from the first one on
     handles.close_withdrawn()
     there = files()
@@ -186,7 +186,7 @@ def test_what_cannot_be_offered_leaves_no_descriptor(driver: Any, monkeypatch: p
     assert files() <= there
 
 
-async def test_what_goes_on_an_event_loop_is_unmapped_in_a_thread(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_event_loop_does_not_unmap(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call, called = virtual._call, []
 
     def noted(name: str, *arguments: Any) -> None:
