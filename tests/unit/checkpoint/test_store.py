@@ -67,7 +67,7 @@ def test_what_is_written_is_read(store: Store) -> None:
     store.verify(manifest)
 
 
-def test_files_that_are_not_here_as_they_were_written_are_found(store: Store) -> None:
+def test_unseen_files(store: Store) -> None:
     name = Name(1, 1, 10, "r1")
     written, missing = store.write(name, 0, boundary(1)), FileInfo(1, 100, "")
     assert store.unseen(store.manifest(name, [written])) == []
@@ -86,7 +86,7 @@ def test_nothing_is_there_at_first(store: Store) -> None:
     assert store.keep_only([], "s0001-a000001-e000000010-r1") == []
 
 
-def test_it_is_complete_only_when_it_was_finished(store: Store) -> None:
+def test_complete_after_finish(store: Store) -> None:
     name = Name(1, 1, 10, "r1")
     info = store.write(name, 0, boundary(1))
     assert store.complete() == []
@@ -100,7 +100,7 @@ def test_it_is_complete_only_when_it_was_finished(store: Store) -> None:
     assert store.complete() == [name]
 
 
-def test_newer_means_series_then_attempt_then_epoch(store: Store) -> None:
+def test_order_of_names(store: Store) -> None:
     for epoch, attempt, series in ((30, 1, 1), (20, 2, 1), (10, 1, 2), (20, 1, 1)):
         save(store, epoch, attempt=attempt, series=series)
     assert [(n.series, n.attempt, n.epoch) for n in store.complete()] == [
@@ -112,7 +112,7 @@ def test_newer_means_series_then_attempt_then_epoch(store: Store) -> None:
     assert store.highest() == (2, 2)
 
 
-def test_a_series_is_begun_before_anything_of_it_is_written(store: Store) -> None:
+def test_begun_series(store: Store) -> None:
     first = save(store, 30)
     store.begin(2, "r2")
     assert store.highest() == (2, 1)
@@ -133,7 +133,7 @@ def test_names_are_their_directories() -> None:
         assert Name.parse(text) is None
 
 
-def test_the_one_before_is_used_and_each_refusal_has_a_name(tmp_path: Path) -> None:
+def test_older_checkpoint_is_used(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     names = [save(store, epoch).name for epoch in (10, 20, 30, 40)]
     (tmp_path / "fit" / names[3] / "task-000002.safetensors").unlink()
@@ -157,7 +157,7 @@ def test_the_one_before_is_used_and_each_refusal_has_a_name(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("file", ["manifest.json", "task-000002.safetensors"])
 @pytest.mark.parametrize("became", ["huge", "pipe", "endless"])
-def test_what_was_never_written_is_not_read_and_the_one_before_is_used(tmp_path: Path, file: str, became: str) -> None:
+def test_wrong_kinds_of_files(tmp_path: Path, file: str, became: str) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     good, bad = (save(store, epoch) for epoch in (10, 20))
     path = tmp_path / "fit" / bad.name / file
@@ -175,7 +175,7 @@ def test_what_was_never_written_is_not_read_and_the_one_before_is_used(tmp_path:
     assert re.fullmatch(told, refused)
 
 
-def test_of_a_store_behind_fsspec_no_more_is_read_than_was_written() -> None:
+def test_fsspec_reads_within_limit() -> None:
     store = Store(f"memory://bucket/{uuid.uuid4().hex}", ORIGIN)
     good, bad = (save(store, epoch) for epoch in (10, 20))
     place: Any = store._place
@@ -186,7 +186,7 @@ def test_of_a_store_behind_fsspec_no_more_is_read_than_was_written() -> None:
     assert re.search(r"cannot be read: it has more than the \d+ bytes that at most were written", found.refused[0])
 
 
-def test_no_memory_for_a_file_refuses_it_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     manifest = save(store, 10)
 
@@ -199,7 +199,7 @@ def test_no_memory_for_a_file_refuses_it_by_name(tmp_path: Path, monkeypatch: py
         store.read(manifest, 0)
 
 
-def test_one_that_cannot_be_listed_is_refused_by_name_and_the_one_before_is_used(tmp_path: Path) -> None:
+def test_unlistable_checkpoint(tmp_path: Path) -> None:
     """A directory of another user's, or on a bad block: no checkpoint could be used for it, whatever else was there."""
     store = Store(f"file://{tmp_path}", ORIGIN)
     good = save(store, 10).name
@@ -212,9 +212,7 @@ def test_one_that_cannot_be_listed_is_refused_by_name_and_the_one_before_is_used
     assert len(found.refused) == 1 and bad in found.refused[0]
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_anybody_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_order_of_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a host that loses its power just then, too, a checkpoint that is complete is whole."""
     steps: list[object] = []
     fsync, replace = os.fsync, os.replace
@@ -235,12 +233,12 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_anybod
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"3", b'"a text"', b'{"format": ', b"[" * 100_000])
-def test_what_is_no_manifest_at_all_is_refused_by_its_path(data: bytes) -> None:
+def test_file_that_is_no_manifest(data: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"^where it is is torn or corrupt: "):
         Manifest.from_bytes(data, path="where it is")
 
 
-def test_a_torn_final_manifest_is_as_good_as_the_staged_one(tmp_path: Path) -> None:
+def test_torn_final_manifest(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     name = save(store, 10).name
     (tmp_path / "fit" / name / "manifest.json").write_bytes(b"{")
@@ -270,9 +268,7 @@ def test_a_torn_final_manifest_is_as_good_as_the_staged_one(tmp_path: Path) -> N
         (Origin(job="fit", fingerprint="f2", tasks=4), "was changed since), and tasks is 3, here it is 4"),
     ],
 )
-def test_a_changed_jobs_checkpoint_is_foreign_and_says_what_was_changed(
-    store: Store, tmp_path: Path, origin: Origin, text: str
-) -> None:
+def test_checkpoint_of_changed_job(store: Store, tmp_path: Path, origin: Origin, text: str) -> None:
     name = save(store, 10).name
     store._origin = origin
     found = store.newest([name])
@@ -291,9 +287,7 @@ def test_a_changed_jobs_checkpoint_is_foreign_and_says_what_was_changed(
         (Origin(job="fit", fingerprint="f1", tasks=3, epochs=5), "has nothing to do from there on (epochs=11 would"),
     ],
 )
-def test_what_another_driver_or_a_longer_run_wrote_is_used_where_it_can_be(
-    store: Store, tmp_path: Path, origin: Origin, why: str | None
-) -> None:
+def test_checkpoint_of_another_driver(store: Store, tmp_path: Path, origin: Origin, why: str | None) -> None:
     name = save(store, 10).name
     store._origin = origin
     found = store.newest([name])
@@ -307,9 +301,7 @@ def test_what_another_driver_or_a_longer_run_wrote_is_used_where_it_can_be(
 @pytest.mark.parametrize(
     ("fingerprint", "tasks", "driver_changed"), [("f2", 3, True), ("f1", 4, False), ("f2", 4, False)]
 )
-def test_whether_the_driver_alone_was_changed_is_told(
-    store: Store, fingerprint: str, tasks: int, driver_changed: bool
-) -> None:
+def test_only_driver_changed(store: Store, fingerprint: str, tasks: int, driver_changed: bool) -> None:
     name = save(store, 10).name
     store._origin = Origin(job="fit", fingerprint=fingerprint, tasks=tasks)
     found = store.newest([name])
@@ -328,7 +320,7 @@ def test_checkpoint_of_an_earlier_format(tmp_path: Path) -> None:
         store.open(manifest.name)
 
 
-def test_a_checkpoint_under_anothers_name_is_foreign(tmp_path: Path) -> None:
+def test_renamed_checkpoint(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     name = save(store, 10).name
     other = name.replace("e000000010", "e000000020")
@@ -340,7 +332,7 @@ def test_a_checkpoint_under_anothers_name_is_foreign(tmp_path: Path) -> None:
         Store(f"file://{tmp_path}", Origin(job="fat", fingerprint="f1", tasks=3)).open(other)
 
 
-def test_old_ones_are_removed_and_what_is_being_written_stays(store: Store) -> None:
+def test_old_checkpoints_are_removed(store: Store) -> None:
     names = [save(store, epoch).name for epoch in (10, 20, 30)]
     unfinished = Name(1, 1, 25, "r0")
     store.write(unfinished, 0, boundary(0))
@@ -352,9 +344,7 @@ def test_old_ones_are_removed_and_what_is_being_written_stays(store: Store) -> N
     assert being_written in store._names()
 
 
-def test_an_old_one_is_complete_no_more_before_any_of_its_files_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifest_is_removed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever does that may be killed in between, and who goes on from what is left must not take it for whole."""
     store, real = Store(f"file://{tmp_path}", ORIGIN), Directory.remove
     names = [save(store, epoch).name for epoch in (10, 20)]
@@ -370,7 +360,7 @@ def test_an_old_one_is_complete_no_more_before_any_of_its_files_is_removed(
     assert [[str(name) for name in at] for at in complete] == [names[1:]]
 
 
-def test_one_that_cannot_be_removed_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unremovable_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An old one of another user's, say: all that came after it stayed, too, until the disk was full."""
     real = Directory.remove
 
@@ -387,7 +377,7 @@ def test_one_that_cannot_be_removed_keeps_no_other(tmp_path: Path, monkeypatch: 
     assert [str(n) for n in store.complete()] == [names[3], names[0]]
 
 
-def test_a_file_of_another_name_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_stay(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     name = save(store, 10).name
     (tmp_path / "fit" / "notes.txt").write_text("mine")
@@ -419,7 +409,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "fit" / "s0001-a000001-e000000020-r1") == []
 
 
-def test_what_was_written_of_one_that_failed_is_removed(store: Store) -> None:
+def test_discard(store: Store) -> None:
     whole, failed = save(store, 10), Name(1, 1, 20, "r1")
     store.discard(failed)  # nothing was
     store.write(failed, 0, boundary(0))
@@ -429,7 +419,7 @@ def test_what_was_written_of_one_that_failed_is_removed(store: Store) -> None:
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_what_another_leader_made_complete_is_not_removed(store: Store, finished: bool) -> None:
+def test_discard_keeps_complete_checkpoint(store: Store, finished: bool) -> None:
     """One that had stood still gave it up, and removed the newest checkpoint of the job."""
     name = Name(1, 1, 20, "r1")
     store.stage(store.manifest(name, [store.write(name, 0, boundary(0))]))
@@ -439,7 +429,7 @@ def test_what_another_leader_made_complete_is_not_removed(store: Store, finished
     assert store.newest([str(name)]).refused == ()
 
 
-def test_what_becomes_complete_while_it_is_removed_keeps_the_rest(store: Store) -> None:
+def test_discard_stops_at_completion(store: Store) -> None:
     """It is looked at before each file, as is whether whoever removes it still may."""
     name, asked = Name(1, 1, 20, "r1"), []
     for task in range(3):
@@ -473,14 +463,14 @@ def test_what_is_removed_is_listed_once(store: Store, monkeypatch: pytest.Monkey
     assert len(listed) <= 2  # an object store's folder is looked at once more, whether it is empty
 
 
-def test_nothing_is_removed_by_one_who_may_not_any_more(tmp_path: Path) -> None:
+def test_discard_stops_without_right(tmp_path: Path) -> None:
     store, name = Store(f"file://{tmp_path}", ORIGIN), Name(1, 1, 20, "r1")
     store.write(name, 0, boundary(0))
     store.discard(name, lambda: False)
     assert os.listdir(tmp_path / "fit" / str(name)) == ["task-000000.safetensors"]
 
 
-def test_what_is_being_written_meanwhile_stays(tmp_path: Path) -> None:
+def test_discard_keeps_files_being_written(tmp_path: Path) -> None:
     store, name = Store(f"file://{tmp_path}", ORIGIN), Name(1, 1, 20, "r1")
     store.write(name, 0, boundary(0))
     beside = tmp_path / "fit" / str(name) / ".task-000002.safetensors.abc.tmp"
@@ -489,7 +479,7 @@ def test_what_is_being_written_meanwhile_stays(tmp_path: Path) -> None:
     assert os.listdir(beside.parent) == [beside.name]
 
 
-def test_of_what_becomes_nothing_all_goes_but_what_may_still_be_being_written(tmp_path: Path) -> None:
+def test_sweep(tmp_path: Path) -> None:
     """What a writer that was killed left in it stayed, and so its directory did."""
     store, name = Store(f"file://{tmp_path}", ORIGIN, by="a1"), Name(1, 1, 20, "r1")
     folder, asked = tmp_path / "fit" / str(name), []
@@ -518,16 +508,14 @@ def test_of_what_becomes_nothing_all_goes_but_what_may_still_be_being_written(tm
     assert not folder.exists()
 
 
-def test_what_is_complete_never_becomes_nothing(store: Store) -> None:
+def test_sweep_keeps_complete_checkpoint(store: Store) -> None:
     whole = save(store, 10)
     store.remove_unfinished(whole.parsed, lambda task, by: False)
     assert store.newest([whole.name]).refused == ()
     assert store.of_run(1, "r1") == [whole.parsed] and store.of_run(2, "r1") == store.of_run(1, "r2") == []
 
 
-def test_a_directory_that_is_removed_as_a_file_is_begun_in_it_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_removed_before_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, name, real = Store(f"file://{tmp_path}", ORIGIN), Name(1, 1, 20, "r1"), Path.mkdir
     made: list[Path] = []
 
@@ -596,7 +584,7 @@ def python(script: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
+def test_two_writers_of_one_file(tmp_path: Path) -> None:
     place = Directory(tmp_path)
 
     def slow() -> Iterator[bytes]:
@@ -609,7 +597,7 @@ def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["f"]
 
 
-def test_a_directory_that_is_removed_while_it_is_written_to_is_named(tmp_path: Path) -> None:
+def test_directory_removed_during_write(tmp_path: Path) -> None:
     place = Directory(tmp_path)
 
     def removed() -> Iterator[bytes]:
@@ -622,7 +610,7 @@ def test_a_directory_that_is_removed_while_it_is_written_to_is_named(tmp_path: P
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="this system has no /proc, where nobody makes a directory")
-def test_a_directory_that_cannot_be_made_was_removed_by_nobody() -> None:
+def test_directory_that_cannot_be_made() -> None:
     with pytest.raises(OSError, match="No such file or directory: '/proc/no-place'"):
         Directory(Path("/proc/no-place")).write("name/f", [b"x"])
 
@@ -643,7 +631,7 @@ def test_urls(url: str) -> None:
 
 @pytest.mark.parametrize("name", ["ck#1?a", "ck?", "ck#", "#?", "a b", "x;y=1", "ü"])
 @pytest.mark.parametrize("prefix", ["file://", "FILE://", "file://localhost", "local://", ""])
-def test_a_path_is_that_of_the_url_to_its_end(name: str, prefix: str, tmp_path: Path) -> None:
+def test_path_of_url(name: str, prefix: str, tmp_path: Path) -> None:
     """It was cut at a # or a ?, and places that differ behind it were one."""
     open_place(f"{prefix}{tmp_path}/{name}").write("f", [b"x"])
     assert os.listdir(tmp_path) == [name]
@@ -684,14 +672,14 @@ def test_wrong_urls(url: str, text: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert text in str(caught.value)
 
 
-def test_other_places_need_fsspec_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_that_need_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(JobError, match=r"pip install 'taskgraph-aio\[checkpoint\]'"):
         check_url("s3://bucket/x")
     check_url("file:///scratch/x")
 
 
-def test_a_store_that_cannot_be_reached_is_named_where_the_job_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of ftp:// and sftp:// connect when they are made: the error of their socket was all that was said."""
 
     def refused(url: str) -> Any:
@@ -702,7 +690,7 @@ def test_a_store_that_cannot_be_reached_is_named_where_the_job_is_made(monkeypat
         check_url("ftp://store/x")
 
 
-def test_what_a_store_behind_fsspec_raises_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store("memory://bucket/broken", ORIGIN)
     place: Any = store._place
 
@@ -727,7 +715,7 @@ class Flaky(Directory):
         return super().read(path, limit_bytes)
 
 
-def test_a_place_that_cannot_be_read_for_a_moment_costs_no_checkpoint(tmp_path: Path) -> None:
+def test_transient_read_error(tmp_path: Path) -> None:
     place = Flaky(tmp_path)
     store = Store(f"file://{tmp_path}", ORIGIN, place=place)
     save(store, 10)
@@ -738,7 +726,7 @@ def test_a_place_that_cannot_be_read_for_a_moment_costs_no_checkpoint(tmp_path: 
     assert theta(store.read(found.manifest, 0)) == 10
 
 
-def test_a_place_that_stays_away_refuses_it_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lasting_read_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taskgraph.checkpoint.store._PAUSES_S", (0.001, 0.001))
     place = Flaky(tmp_path)
     store = Store(f"file://{tmp_path}", ORIGIN, place=place)

@@ -146,7 +146,7 @@ DECLARED = st.fixed_dictionaries(
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
-def test_what_an_epoch_declares_does_not_depend_on_the_epoch_before(data: st.DataObject) -> None:
+def test_declaration_is_independent_of_last_epoch(data: st.DataObject) -> None:
     """Neither what comes of it, nor which error: one declaration at a time is changed, or none."""
     declared = data.draw(st.lists(DECLARED, max_size=3))
     before: Graph | None = None
@@ -171,7 +171,7 @@ def plain(epoch: int = 0) -> list[Declared]:
     ]
 
 
-def test_the_same_declaration_gives_the_same_graph_and_asks_for_no_link() -> None:
+def test_same_declaration_reuses_graph() -> None:
     graph, asked = compose(plain(), 0, None)
     assert asked == 2 and len(graph.declarations) == 2
     for epoch in (1, 2):
@@ -200,7 +200,7 @@ def test_the_same_declaration_gives_the_same_graph_and_asks_for_no_link() -> Non
         lambda d: d[1].update(inbound={"x": "left", "n": 1, "more": "left"}),
     ],
 )
-def test_a_declaration_that_differs_gives_the_graph_it_would_give_alone(change: Callable[[Any], object]) -> None:
+def test_different_declaration_makes_new_graph(change: Callable[[Any], object]) -> None:
     graph, _ = compose(plain(), 0, None)
     declared = plain()
     change(declared)
@@ -210,7 +210,7 @@ def test_a_declaration_that_differs_gives_the_graph_it_would_give_alone(change: 
     assert [p.compute for p in other.processors] == [d["compute"] for d in declared]
 
 
-def test_a_number_that_is_equal_to_a_task_and_is_none_is_refused() -> None:
+def test_float_or_bool_is_no_task() -> None:
     graph, _ = compose(plain(), 0, None)
     declared = plain()
     declared[1] = {**declared[1], "inbound": {"x": "left", "n": 1.0}}
@@ -218,7 +218,7 @@ def test_a_number_that_is_equal_to_a_task_and_is_none_is_refused() -> None:
         compose(declared, 1, graph)
 
 
-def test_a_link_that_changes_is_followed_and_asked_for_once_in_compose() -> None:
+def test_changing_link() -> None:
     declared: list[Declared] = [
         {"compute": TASK.one, "outbound": {"x": "moving", "y": "moving"}},
         {"compute": TASK.other, "outbound": {"z": "moving"}},
@@ -232,7 +232,7 @@ def test_a_link_that_changes_is_followed_and_asked_for_once_in_compose() -> None
     assert graphs[1] is graphs[0] and graphs[3] is not graphs[2] and graphs[5] is graphs[3]
 
 
-def test_several_tasks_are_recognised_as_long_as_they_are_the_same() -> None:
+def test_lists_of_tasks_are_compared() -> None:
     """Also where the very list is changed."""
     several = [1, 2]
     declared: list[Declared] = [{"compute": TASK.one, "inbound": {"x": several, "y": ["left", 2], "z": (1, 2)}}]
@@ -249,7 +249,7 @@ def test_several_tasks_are_recognised_as_long_as_they_are_the_same() -> None:
     assert by_link.declarations == ()
 
 
-def test_what_was_made_for_one_epoch_is_not_kept_for_the_next_one() -> None:
+def test_closures_are_not_kept() -> None:
     """A closure may refer to anything."""
     held = np.zeros(3)
     for arguments in (
@@ -307,7 +307,7 @@ CALLED = [
 
 
 @pytest.mark.parametrize("compute", CALLED)
-def test_a_compute_is_refused_exactly_where_a_call_of_it_would_be(compute: Callable[..., Any]) -> None:
+def test_signature_check_agrees_with_calls(compute: Callable[..., Any]) -> None:
     fits = True
     try:
         inspect.signature(compute, follow_wrapped=False).bind(1, 2, 3)
@@ -323,7 +323,7 @@ def test_a_compute_is_refused_exactly_where_a_call_of_it_would_be(compute: Calla
             compose([{"compute": compute, "name": "one"}], 0, None)
 
 
-def test_how_a_compute_is_called_is_told_for_all_that_can_be_called() -> None:
+def test_error_names_the_call() -> None:
     for compute, called in [
         (
             TAKES.two,

@@ -11,7 +11,7 @@ SIZES = pytest.mark.parametrize("size", [3, 10_000], ids=["inline", "buffered"])
 
 
 @SIZES
-def test_later_changes_of_the_original_do_not_arrive(size: int) -> None:
+def test_later_changes_do_not_arrive(size: int) -> None:
     array = np.zeros(size)
     value = {"a": [array, array[1:], array[::2], np.asfortranarray(array.reshape(1, -1)).T]}
     encoded = encode(value)
@@ -24,7 +24,7 @@ def test_later_changes_of_the_original_do_not_arrive(size: int) -> None:
 
 
 @SIZES
-def test_a_read_only_look_at_memory_that_others_write_is_copied(size: int) -> None:
+def test_read_only_view_of_writable_memory_is_copied(size: int) -> None:
     array = np.zeros(size)
     locked = array.view()
     locked.flags.writeable = False
@@ -73,7 +73,7 @@ def test_decoding_copies_nothing_large() -> None:
     assert decode(encoded) is not decode(encoded)
 
 
-def test_what_was_received_is_passed_on_without_a_copy() -> None:
+def test_received_array_is_not_copied() -> None:
     encoded = encode(np.arange(10_000.0))
     found = decode(encoded)
     for view in (found, found.reshape(100, 100), found.view("i8"), found[10:]):
@@ -83,14 +83,14 @@ def test_what_was_received_is_passed_on_without_a_copy() -> None:
     assert encode(found) == encoded
 
 
-def test_a_small_part_does_not_keep_a_large_array_alive() -> None:
+def test_small_part_is_copied() -> None:
     found = decode(encode(np.arange(100_000.0)))
     part = encode(found[:10_000])
     assert not np.shares_memory(np.frombuffer(part.buffers[0], "u1"), found)
     assert np.array_equal(decode(part), found[:10_000])
 
 
-def test_padding_that_was_received_is_not_passed_on() -> None:
+def test_received_padding_is_cleared() -> None:
     noise = decode(encode(np.full(3000, 0xAA, "u1")))
     padded = np.dtype([("a", "i1"), ("b", "f8")], align=True)
     view = noise[: 180 * padded.itemsize].view(padded)
@@ -108,7 +108,7 @@ def test_bytes_are_shared() -> None:
     assert np.shares_memory(np.frombuffer(encode(array).buffers[0], "u1"), array)
 
 
-def test_bytes_from_a_network_buffer_are_bytes() -> None:
+def test_bytes_of_network_buffer() -> None:
     encoded = encode(b"z" * 10_000)
     received = type(encoded)(
         encoded.meta, tuple(memoryview(bytearray(b)).toreadonly() for b in encoded.buffers), encoded.digest
@@ -118,7 +118,7 @@ def test_bytes_from_a_network_buffer_are_bytes() -> None:
     assert type(decode(received)) is bytes
 
 
-def test_unaligned_memory_is_copied_to_where_it_is_aligned() -> None:
+def test_unaligned_memory_is_copied() -> None:
     encoded = encode(np.arange(10_000.0))
     shifted = memoryview(b"x" + bytes(encoded.buffers[0]))[1:]
     found = decode(type(encoded)(encoded.meta, (shifted,), encoded.digest))
@@ -135,7 +135,7 @@ def test_an_array_given_away_is_not_copied() -> None:
         array[0] = 1
 
 
-def test_of_an_array_given_away_only_its_own_memory_is_taken() -> None:
+def test_adopt_takes_owned_memory_only() -> None:
     array = np.zeros(20_000)
     encoded = encode([array[:10_000], array[::2]], adopt=True)
     array[:] = 7

@@ -85,7 +85,7 @@ def test_subclasses_are_declared_on_their_own() -> None:
         encode(NotDeclared(w=1))
 
 
-def test_fields_arrive_as_sent_whatever_post_init_made_of_them() -> None:
+def test_post_init_does_not_change_fields() -> None:
     value = Derived(2)
     value.double, value.seen = 5, 9
     back = decode(encode(value))
@@ -117,7 +117,7 @@ class ByHand:
 
 
 @pytest.mark.parametrize("writable", [False, True])
-def test_what_post_init_changes_in_place_arrives_as_sent(writable: bool) -> None:
+def test_post_init_that_changes_in_place(writable: bool) -> None:
     value = [Growing([1], np.zeros(3), Growing([np.ones(20_000)], np.arange(9000.0))), np.full(1000, 7.0)]
     back, after = decode(encode(value), writable=writable)
     assert back.items == [1, 0]
@@ -128,7 +128,7 @@ def test_what_post_init_changes_in_place_arrives_as_sent(writable: bool) -> None
     assert np.array_equal(after, np.full(1000, 7.0))
 
 
-def test_what_an_init_by_hand_changes_in_place_arrives_as_sent() -> None:
+def test_own_init_that_changes_in_place() -> None:
     value = ByHand([2, 1])
     value.items.reverse()
     assert decode(encode(value)).items == [2, 1]
@@ -162,7 +162,7 @@ def test_one_class_of_the_source_made_twice(monkeypatch: pytest.MonkeyPatch) -> 
     assert type(decode(encode(one(1)))) is other
 
 
-def test_a_driver_that_is_main_and_a_driver_that_is_imported_agree(tmp_path: Path) -> None:
+def test_main_and_imported_driver_agree(tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(
         "from taskgraph.graph.values import encode, message\n"
@@ -185,7 +185,7 @@ def test_a_driver_that_is_main_and_a_driver_that_is_imported_agree(tmp_path: Pat
     assert len(digests) == 1
 
 
-def test_a_class_that_cannot_be_called_with_its_fields() -> None:
+def test_class_not_callable_with_fields() -> None:
     with pytest.raises(JobError, match="cannot be called with its fields"):
 
         @message
@@ -237,7 +237,7 @@ class OwnInit:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_what_is_no_dataclass_and_cannot_be_one(target: Any, complaint: str) -> None:
+def test_class_that_cannot_be_dataclass(target: Any, complaint: str) -> None:
     with pytest.raises(JobError, match=complaint):
         message(target)
 
@@ -357,21 +357,21 @@ def test_protobuf() -> None:
     assert back[2] == timestamp_pb2.Timestamp()
 
 
-def test_a_map_of_protobuf_has_the_same_bytes_whatever_its_order() -> None:
+def test_protobuf_map_is_deterministic() -> None:
     one, other = struct_pb2.Struct(), struct_pb2.Struct()
     one.update({"a": 1, "b": 2})
     other.update({"b": 2, "a": 1})
     assert encode(one).digest == encode(other).digest
 
 
-def test_a_protobuf_message_nobody_imported_here() -> None:
+def test_unknown_protobuf_message() -> None:
     encoded = encode(timestamp_pb2.Timestamp())
     other = encoded.meta.replace(b"google.protobuf.Timestamp", b"google.protobuf.Timestomp")
     with pytest.raises(DecodeError, match=r"no protobuf message is called 'google\.protobuf\.Timestomp' here: import"):
         decode(type(encoded)(other, (), b""))
 
 
-def test_a_protobuf_message_of_a_pool_of_ones_own() -> None:
+def test_protobuf_message_of_own_pool() -> None:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(descriptor_pb2.FileDescriptorProto(name="own.proto", message_type=[{"name": "TestsOwn"}]))
     own = message_factory.GetMessageClass(pool.FindMessageTypeByName("TestsOwn"))
@@ -379,7 +379,7 @@ def test_a_protobuf_message_of_a_pool_of_ones_own() -> None:
         encode(own())
 
 
-def test_a_dict_that_changes_while_it_is_written_is_written_as_it_was() -> None:
+def test_dict_changed_during_encoding() -> None:
     class Growing:
         """Its codec does what another thread may do meanwhile."""
 

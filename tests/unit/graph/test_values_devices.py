@@ -24,7 +24,7 @@ def soft() -> SoftDevice:
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (100, 100), (0, 2)])
-def test_a_device_array_comes_back_where_there_is_a_device(soft: SoftDevice, shape: tuple[int, ...]) -> None:
+def test_device_array_round_trip(soft: SoftDevice, shape: tuple[int, ...]) -> None:
     host = np.random.default_rng(1).normal(size=shape)
     value = [host, soft.xp.asarray(host), {"x": (soft.xp.asarray(host.T), host)}]
     encoded = encode(value)
@@ -37,21 +37,21 @@ def test_a_device_array_comes_back_where_there_is_a_device(soft: SoftDevice, sha
     assert np.array_equal(back[2]["x"][0].get(), host.T)
 
 
-def test_later_changes_on_the_device_do_not_arrive(soft: SoftDevice) -> None:
+def test_later_device_changes_do_not_arrive(soft: SoftDevice) -> None:
     array = soft.xp.asarray(np.zeros(10_000))
     encoded = encode(array)
     array += 7
     assert not decode(encoded).any()
 
 
-def test_one_device_array_decoded_twice_is_two(soft: SoftDevice) -> None:
+def test_device_array_decoded_twice(soft: SoftDevice) -> None:
     encoded = encode(soft.xp.asarray(np.zeros(10_000)))
     one = decode(encoded, device=soft)
     one += 7
     assert not decode(encoded, device=soft).get().any()
 
 
-def test_codecs_of_other_libraries_can_say_that_an_array_was_on_a_device(soft: SoftDevice) -> None:
+def test_codec_of_device_array(soft: SoftDevice) -> None:
     encoded = encode(OnDevice(np.arange(3)))
     assert encoded.digest == encode(np.arange(3)).digest
     assert type(decode(encoded, device=soft)) is SoftArray

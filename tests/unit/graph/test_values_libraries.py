@@ -51,7 +51,7 @@ def test_every_dtype_arrives_as_what_it_was(declared: None, dtype: str, shape: t
 
 
 @pytest.mark.parametrize("shape", [(3,), (1000, 2)])
-def test_neither_side_sees_what_the_other_writes(declared: None, shape: tuple[int, ...]) -> None:
+def test_sides_share_no_memory(declared: None, shape: tuple[int, ...]) -> None:
     sent = strict.zeros(shape)
     encoded = encode(sent)
     sent[0, ...] = 7.0
@@ -80,20 +80,20 @@ def test_a_state_comes_back_as_it_lay(declared: None, writable: bool) -> None:
         assert encode(came, ordered=True).digest == encoded.digest
 
 
-def test_equal_arrays_have_equal_digests_whatever_was_met_before(declared: None) -> None:
+def test_equal_arrays_have_equal_digests(declared: None) -> None:
     first = encode(strict.arange(9)).digest
     assert encode(strict.arange(9)).digest == first
     assert encode(strict.arange(9, dtype=strict.int32)).digest != first
 
 
-def test_what_was_not_declared_is_refused_with_the_way_out(undeclared: None) -> None:
+def test_undeclared_library(undeclared: None) -> None:
     with pytest.raises(ValueNotEncodable, match=r"\['w'\] cannot travel; tg.arrays\(array_api_strict\) makes arrays"):
         encode({"w": strict.zeros(3)})
     tg.arrays(strict)
     assert type(decode(encode({"w": strict.zeros(3)}))["w"]) is Array
 
 
-def test_a_node_that_has_not_declared_it_says_so(declared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_of_undeclared_library(declared: None, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = encode(strict.zeros(3))
     monkeypatch.setattr(codecs, "codec_named", {}.get)
     with pytest.raises(DecodeError, match="'arrays of array_api_strict' here"):
@@ -124,7 +124,7 @@ def library(name: str, **attributes: Any) -> types.ModuleType:
     return found
 
 
-def test_what_is_on_a_device_that_nothing_here_reads_is_refused(declared: None) -> None:
+def test_unreadable_device(declared: None) -> None:
     tg.arrays(library("foreign", from_dlpack=np.from_dlpack))
     with pytest.raises(ValueNotEncodable, match=r"on a device \(DLPack's kind 14\).* copy it to the host"):
         encode([Foreign(14, "foreign")])
@@ -144,9 +144,7 @@ class OnSoft(Foreign):
 
 @pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("size", [3, 10_000])
-def test_an_array_on_a_device_arrives_there_and_is_ones_own(
-    declared: None, monkeypatch: pytest.MonkeyPatch, stays: bool, size: int
-) -> None:
+def test_library_array_on_device(declared: None, monkeypatch: pytest.MonkeyPatch, stays: bool, size: int) -> None:
     soft = SoftDevice()
     monkeypatch.setitem(lookup._readers, 2, lambda value: value.there)
     tg.arrays(library("foreign", from_dlpack=lambda a: OnSoft(a) if isinstance(a, SoftArray) else a))
@@ -168,7 +166,7 @@ def test_what_cannot_be_read_is_refused(declared: None) -> None:
         encode([Foreign(1, "foreign", BufferError("no bfloat16"))])
 
 
-def test_what_cannot_even_name_its_library_is_refused() -> None:
+def test_array_without_namespace() -> None:
     class Nameless:
         def __dlpack__(self) -> Any:
             raise AssertionError
@@ -177,7 +175,7 @@ def test_what_cannot_even_name_its_library_is_refused() -> None:
         encode(Nameless())
 
 
-def test_a_library_that_makes_another_dtype_of_it_is_told(declared: None) -> None:
+def test_library_changes_dtype(declared: None) -> None:
     narrow = library("foreign", from_dlpack=lambda array: array.astype("f4"))
     tg.arrays(narrow)
     inner = codecs.codec_named("arrays of foreign")
@@ -188,7 +186,7 @@ def test_a_library_that_makes_another_dtype_of_it_is_told(declared: None) -> Non
         inner.decode("x")
 
 
-def test_a_library_that_cannot_hand_on_what_it_took_by_dlpack_copies_it(declared: None) -> None:
+def test_library_without_dlpack_export(declared: None) -> None:
     """As array_api_strict does over numpy before 2.1, where memory that came by DLPack is read-only."""
     stuck = Foreign(1, "foreign", BufferError("Cannot export readonly array"))
     tg.arrays(library("foreign", from_dlpack=lambda array: stuck, asarray=strict.asarray))

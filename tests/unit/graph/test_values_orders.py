@@ -94,13 +94,13 @@ def test_a_column_multiplies_as_it_did() -> None:
 @pytest.mark.parametrize(
     "shared", [np.broadcast_to(np.arange(3.0), (2, 3)), np.broadcast_to(np.array([[1.0], [2]]), (2, 3))]
 )
-def test_elements_that_share_memory_come_back_side_by_side(shared: np.ndarray) -> None:
+def test_broadcast_array(shared: np.ndarray) -> None:
     came = decode(encode(shared, ordered=True), writable=True)
     assert np.array_equal(came, shared) and came.flags.forc
 
 
 @pytest.mark.parametrize("axes", [1, 3, 12, 16])
-def test_gaps_along_many_axes_take_three_times_the_room_at_most(axes: int) -> None:
+def test_room_of_gaps(axes: int) -> None:
     """They took half as much again for each axis: two thousand times it for what has 18 of two elements."""
     bits = np.arange(1 << axes, dtype="u2").reshape((2,) * axes)
     order = bytes(axis | 0x40 for axis in range(axes))
@@ -109,7 +109,7 @@ def test_gaps_along_many_axes_take_three_times_the_room_at_most(axes: int) -> No
     assert came.base is not None and came.base.nbytes < 3 * bits.nbytes + 2
 
 
-def test_of_many_axes_with_gaps_sums_are_as_they_were() -> None:
+def test_sums_with_many_gaps() -> None:
     sent = np.random.default_rng(5).standard_normal((3,) * 8)[(slice(2), slice(None, None, 2)) * 4]
     came = decode(encode(sent, ordered=True), writable=True)
     assert order_of(came.shape, came.strides, 8) == order_of(sent.shape, sent.strides, 8)
@@ -144,7 +144,7 @@ def test_what_came_is_encoded_as_it_was(size: int) -> None:
         assert (again.meta, again.digest) == (first.meta, first.digest)
 
 
-def test_what_lies_in_c_order_is_encoded_as_ever() -> None:
+def test_c_order_is_not_recorded() -> None:
     for sent in (np.arange(12.0), np.zeros((3, 4)), np.zeros((3, 4))[1:], np.zeros((1, 4)).T, np.zeros((0, 4)).T):
         assert encode(sent, ordered=True).meta == encode(sent).meta
     assert order_of((2, 3), (0, 8)) and decode(encode(np.broadcast_to(np.arange(3.0), (2, 3)), ordered=True))[1, 2] == 2
@@ -180,7 +180,7 @@ def test_arrays_of_a_device(stays: bool) -> None:
     assert encoded.digest == encode({"x": host.T}, ordered=True).digest
 
 
-def test_what_lies_in_fortrans_order_is_named_by_what_lies_there() -> None:
+def test_names_of_fortran_arrays() -> None:
     state = {"w": np.zeros((300, 400)).T, "back": np.zeros((300, 400))[::-1], "small": np.zeros((2, 3)).T}
     state |= {"column": np.zeros((300, 400))[:, 1], "rows": np.zeros((5, 4))[::2], "few": np.zeros((5, 4)).T[1:]}
     named = {named.path: named.shape for named in outline(encode(state, ordered=True))}

@@ -109,7 +109,7 @@ def refused(value: Any, what: str = "channel 'grad' of task 3") -> str:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_each_kind_has_a_way_out(value: Any, named: str, way_out: str) -> None:
+def test_way_out_for_each_kind(value: Any, named: str, way_out: str) -> None:
     text = refused(value)
     assert text.startswith("channel 'grad' of task 3: a value of type ")
     assert named in text
@@ -117,7 +117,7 @@ def test_each_kind_has_a_way_out(value: Any, named: str, way_out: str) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 8], ids=["dense", "with a gap"])
-def test_records_with_scalars_of_a_class_of_ones_own_travel_as_their_way_out_says(offset: int) -> None:
+def test_records_with_own_scalar_class(offset: int) -> None:
     fields = {"names": ["a", "b"], "formats": ["f8", "i4"], "offsets": [offset, 16], "itemsize": 24}
     records = np.zeros(3, np.dtype((of("mine", "Row", np.void), fields)))
     records["a"] = [1, 2, 3]
@@ -162,9 +162,7 @@ TENSOR = of("torch", "Tensor")
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 @pytest.mark.parametrize("imported", [False, True])
-def test_what_other_packages_make_has_a_way_out(
-    kind: type, way_out: str, imported: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_way_out_for_other_packages(kind: type, way_out: str, imported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all that is PyTorch's one was told to import what makes tensors travel, imported or not."""
     monkeypatch.delitem(sys.modules, "taskgraph.torch", raising=False)
     if imported:
@@ -175,7 +173,7 @@ def test_what_other_packages_make_has_a_way_out(
     assert ("import taskgraph.torch" in text) is (tensors and not imported)
 
 
-def test_a_tensor_is_told_what_makes_it_travel() -> None:
+def test_way_out_for_tensor() -> None:
     assert refused(TENSOR()).endswith("cannot travel; import taskgraph.torch, which makes tensors travel")
 
 
@@ -207,7 +205,7 @@ def test_the_path_leads_to_the_culprit() -> None:
     assert " at " not in refused({1})
 
 
-def test_a_long_key_is_cut_and_a_huge_number_is_not_shown() -> None:
+def test_long_keys_in_messages() -> None:
     assert len(refused({"k" * 10_000: {1}})) < 300
     assert "[<int>]" in refused({10**5000: {1}})
 
@@ -219,7 +217,7 @@ def test_what_contains_itself_is_refused() -> None:
     assert len(refused(cycle)) < 400
 
 
-def test_nesting_has_a_limit_that_decoding_shares() -> None:
+def test_limit_of_nesting() -> None:
     from taskgraph.graph.values import decode
 
     deep: Any = 0
@@ -229,7 +227,7 @@ def test_nesting_has_a_limit_that_decoding_shares() -> None:
     assert "nested more than" in refused([deep])
 
 
-def test_a_stack_that_is_nearly_used_up_is_no_crash() -> None:
+def test_nearly_full_stack() -> None:
     deep: Any = 0
     for _ in range(encoding.MAX_DEPTH):
         deep = (deep,)
@@ -244,7 +242,7 @@ def test_a_stack_that_is_nearly_used_up_is_no_crash() -> None:
     assert "stack" in down(sys.getrecursionlimit() - depth - 75)
 
 
-def test_the_same_part_over_and_over_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_MAX_PARTS", 10_000)
     doubled: Any = 0
     for _ in range(50):

@@ -34,7 +34,7 @@ def calls(work: Callable[[], Any]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.int64, np.bool_, np.float32, np.complex128])
-def test_a_number_of_numpys_among_others_takes_few_calls(kind: type[Any]) -> None:
+def test_numpy_scalars_take_few_calls(kind: type[Any]) -> None:
     items = [kind(number) for number in range(200)]
     encoded = encode(items)
     assert encode(items) == encoded and decode(encoded) == items

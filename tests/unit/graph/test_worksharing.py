@@ -76,7 +76,7 @@ def test_a_helper_takes_part() -> None:
     assert len(helpers()) == 1
 
 
-def test_helpers_end_also_where_calls_come_as_they_are_about_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helpers_end_despite_late_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worksharing, "cores", lambda: 4)
     monkeypatch.setattr(worksharing, "_IDLE_S", 0.002)
     for pause in range(100):
@@ -86,7 +86,7 @@ def test_helpers_end_also_where_calls_come_as_they_are_about_to(monkeypatch: pyt
         assert until(lambda: worksharing._team._helpers == 0)
 
 
-def test_as_many_helpers_as_there_are_cores_but_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worksharing, "cores", lambda: 3)
     three = threading.Barrier(3)
     for_each(lambda _: three.wait(WAIT_S), 3)
@@ -97,7 +97,7 @@ def test_as_many_helpers_as_there_are_cores_but_few(monkeypatch: pytest.MonkeyPa
     assert len(helpers()) == 3
 
 
-def test_a_helper_in_the_middle_of_another_pass_is_not_called_where_one_is_idle(
+def test_idle_helper_is_called_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The one that was called last was called again: a second pass at the same time was made alone."""
@@ -126,7 +126,7 @@ def test_a_helper_in_the_middle_of_another_pass_is_not_called_where_one_is_idle(
             call.release()
 
 
-def test_nobody_waits_for_a_helper_that_has_not_begun() -> None:
+def test_caller_does_not_wait_for_late_helper() -> None:
     """The only helper is busy elsewhere; it comes when this pass is over, and finds nothing to do."""
     busy, free = threading.Barrier(3), threading.Event()
 
@@ -149,7 +149,7 @@ def test_nobody_waits_for_a_helper_that_has_not_begun() -> None:
 
 
 @pytest.mark.parametrize("where", ["_thread.start_new_thread", "threading.Thread.start"])
-def test_where_no_thread_can_be_started_the_caller_does_it_all(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caller_works_without_threads(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*args: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -161,7 +161,7 @@ def test_where_no_thread_can_be_started_the_caller_does_it_all(where: str, monke
 
 
 @pytest.mark.parametrize("where", ["caller", "helper"])
-def test_an_error_reaches_the_caller_and_no_further_block_is_begun(where: str) -> None:
+def test_error_stops_the_pass(where: str) -> None:
     caller = threading.get_ident()
     both, raised = threading.Barrier(2), threading.Event()
     begun: list[int] = []
@@ -203,7 +203,7 @@ def test_when_it_raises_nobody_works_any_more(error: type[BaseException]) -> Non
     assert len(ended) == 1
 
 
-def test_whoever_is_thrown_out_of_the_wait_leaves_no_work_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_caller_leaves_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ctrl-C while the last block of a helper is waited for: that block ends, and no other is begun."""
     shared = worksharing._Pass(lambda block: done.append(block), 3)
     done: list[int] = []
@@ -242,7 +242,7 @@ def test_passes_of_several_threads_at_once() -> None:
     assert results == {number: [sum(range(50))] * 30 for number in range(4)}
 
 
-def test_a_helper_keeps_nothing_of_what_it_worked_on() -> None:
+def test_helper_keeps_no_references() -> None:
     together = threading.Barrier(2)
     array = np.zeros(10)
 
@@ -273,7 +273,7 @@ def test_the_error_is_kept_by_nobody() -> None:
     assert fail()() is None
 
 
-def test_helpers_end_when_there_is_nothing_to_do() -> None:
+def test_idle_helpers_end() -> None:
     together = threading.Barrier(2)
     for _ in range(2):
         for_each(lambda _: together.wait(WAIT_S), 2)
@@ -300,7 +300,7 @@ def test_only_idle_cores_help(idle: int, helping: int, monkeypatch: pytest.Monke
     assert len(helpers()) == worksharing._team._helpers == helping
 
 
-def test_cores_that_become_idle_help_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_that_become_idle_help(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([0, -1, 1])
     monkeypatch.setattr(worksharing, "idle", lambda: next(looks))
     rest = threading.Barrier(2)
@@ -342,9 +342,7 @@ def test_cores_that_run_nothing_are_idle(text: str, idle: int, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("text", [None, "", "1 2 3", "1 2 3 x/y 5", "\0\0\0"])
-def test_where_nothing_is_told_cores_count_as_idle(
-    text: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unknown_load_counts_as_idle(text: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "loadavg"
     if text is not None:
         file.write_text(text)
@@ -353,7 +351,7 @@ def test_where_nothing_is_told_cores_count_as_idle(
     assert idle_here() == 7
 
 
-def test_a_thread_that_runs_is_told_by_the_kernel() -> None:
+def test_kernel_counts_running_thread() -> None:
     if not os.path.exists(worksharing._RUNNING):
         pytest.skip("the kernel does not tell")
     assert idle_here() < worksharing._MACHINE
@@ -401,7 +399,7 @@ def test_a_process_ends_at_once() -> None:
     assert run(SCRIPT + "    print('end')") == "end"
 
 
-def test_a_forked_process_has_helpers_of_its_own() -> None:
+def test_forked_process_has_own_helpers() -> None:
     text = run(
         SCRIPT
         + """
@@ -421,7 +419,7 @@ def test_a_forked_process_has_helpers_of_its_own() -> None:
 
 @pytest.mark.parametrize("size", [arrays._CHUNK_BYTES, BLOCK_BYTES])
 @pytest.mark.parametrize("what", ["copy", "update", "digest"])
-def test_what_is_done_with_a_block_lets_other_threads_run(what: str, size: int) -> None:
+def test_blocks_release_the_gil(what: str, size: int) -> None:
     """With this interval a thread gets the interpreter's lock only where it is released."""
     source, target, hasher = np.ones(size, "u1"), np.ones(size, "u1"), xxhash.xxh3_128()
     works: dict[str, Callable[[], object]] = {
