@@ -117,7 +117,9 @@ async def test_kill_spares_the_only_replica(cli: Cli) -> None:
     assert f"start another node (`taskgraph launch sums`) and {until}, or kill it with --force" in done.err
     assert [node["pid"] for node in (await status(cli))["nodes"]], "nobody was hit"
     done = await cli("kill", "sums", "--task", "0", "--force")
-    assert done.code == 0 and "sent SIGKILL to n1" in done.out and "lost with it: the job fails" in done.err
+    assert (
+        done.code == 0 and "sent SIGKILL to n1" in done.out and "has the state of tasks 0-6: the job fails" in done.err
+    )
     assert (await run.done()).code == 1
 
 
