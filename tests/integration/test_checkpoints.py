@@ -366,3 +366,21 @@ async def test_lost_results_are_computed_again(cli: Cli, tmp_path: Path, embedde
     assert "lost every replica" in again.err and "to the checkpoint of epoch" in again.err
     assert (await cli("result", "slow_result", *etcd, *token)).out == "5\n"
     await cli.nothing_left()
+
+
+async def test_submit_resumes_a_job(cli: Cli, tmp_path: Path, embedded_etcd: EmbeddedEtcd) -> None:
+    """One etcd for both runs: what it knows of the first is not in the way of the second."""
+    etcd = embedded_etcd.endpoint
+    arguments = (str(DRIVER), "-o", f"where=file://{tmp_path}", "--etcd", etcd)
+    done = await cli("run", *arguments, "-o", "epochs=100", "--nodes", "2")
+    assert done.code == 0, done.err
+    refused = await cli("submit", *arguments)
+    assert refused.code == 2
+    assert not list(cli.cwd.iterdir()), "no token is left behind"
+    submitted = await cli("submit", *arguments, "--resume")
+    assert submitted.code == 0, submitted.err
+    launched = await cli("launch", "kept", "--nodes", "3", "--etcd", etcd, "--token-file", "kept.token")
+    assert launched.code == 0, launched.err
+    result = json.loads((await cli("result", "kept", "--etcd", etcd, "--json")).out)
+    assert result["values"] == calm()["values"]
+    assert result["reports"] == calm()["reports"]

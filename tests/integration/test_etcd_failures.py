@@ -270,3 +270,36 @@ async def test_a_lease_is_closed_in_time_when_etcd_is_silent(tmp_path: Path) -> 
             started = time.monotonic()
             await lease.close(revoke=True)
             assert time.monotonic() - started < 1 * _LATE
+
+
+async def test_busy_main_loop_keeps_its_lease(embedded_etcd) -> None:
+    async with await EtcdCoordinator.connect(embedded_etcd.endpoint) as node:
+        lease = await node.lease(3.0, stall_limit_s=60.0)
+        await node.txn(put("/busy", b"", lease.id))
+        time.sleep(4.0)  # noqa: ASYNC251  the loop does nothing else: that is the point
+        assert lease.valid_until() > node.now() and not lease.lost()
+        assert await node.get("/busy") is not None
+        await lease.close(revoke=True)
+
+
+async def test_listing_is_of_one_revision(embedded_etcd) -> None:
+    """A listing of many keys is read in several pages, while others write."""
+    keys = [f"/pages/{number:04}" for number in range(1000)]
+    async with await EtcdCoordinator.connect(embedded_etcd.endpoint) as node:
+        for begin in range(0, len(keys), 100):
+            await node.txn(Txn(success=tuple(Put(key, b"0") for key in keys[begin : begin + 100])))
+        ended = False
+
+        async def write() -> None:
+            number = 0
+            while not ended:
+                number += 1
+                await node.txn(Txn(success=tuple(Put(key, b"%d" % number) for key in (keys[0], keys[-1]))))
+
+        writing = asyncio.create_task(write())
+        for _ in range(20):
+            listing = await node.list("/pages/")
+            assert [kv.key for kv in listing.items] == keys
+            assert listing.items[0].value == listing.items[-1].value
+        ended = True
+        await writing

@@ -41,7 +41,7 @@ from taskgraph.protocol.records import name_of
 from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, incoming, outbox, sides, stream, wire
 from taskgraph.transport.api import Peer, PendingReply
-from taskgraph.transport.frames import HEAD_BYTES, PROTOCOL_VERSION, Head, Kind, pack_frame, seal
+from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, PROTOCOL_VERSION, Head, Kind, pack_frame, seal
 from taskgraph.transport.stream import StreamTransport
 
 SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
@@ -862,3 +862,23 @@ async def test_lost_rest_of_a_frame_ends_the_session(
             assert isinstance(await a.call(peer, ask), m.Answer)
             await a.transport.close()
     assert "the rest of a frame" in "\n".join(record.getMessage() for record in caplog.records)
+
+
+async def test_unread_calls_are_bounded(streams: Cluster) -> None:
+    a, b = await streams.node(), await streams.node()
+    await a.call(b, SEAL)
+    (here,), (there,) = sessions_of(a.transport), sessions_of(b.transport)
+    assert here._transport is not None and there._transport is not None
+    there._transport.pause_reading()
+    flags = [m.Flag(m.Stamp(1, 1), 1, 1, task, encoded(b"", bytes(32 << 20))) for task in range(8)]
+    waiting = [asyncio.ensure_future(a.call(b, flag, timeout_s=60)) for flag in flags]
+    await turns_until(lambda: here._outbox._paused)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert here._transport.get_write_buffer_size() <= CHUNK_BYTES + (1 << 20)
+    for task in waiting[4:]:
+        task.cancel()
+    await asyncio.wait(waiting[4:])
+    there._transport.resume_reading()
+    assert await asyncio.gather(*waiting[:4]) == [m.Accepted(1)] * 4
+    assert sorted(call.task for _, call in b.served[1:]) == [0, 1, 2, 3]
