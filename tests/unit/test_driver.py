@@ -33,6 +33,7 @@ def fit(tasks=3, epochs=4):
 def a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert sys.modules["numpy"] is np, "it cannot be loaded twice: what imports it below finds it"
+    assert all(getattr(tg, name) for name in tg.__all__), "taskgraph loads these late: each test would have its own"
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     monkeypatch.chdir(tmp_path)
 
