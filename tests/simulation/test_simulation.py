@@ -127,7 +127,7 @@ def test_command_shows_rate_and_coverage(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["--seeds", "0:10"]) == 0
     out = capsys.readouterr().out
     assert "10 seeds in" in out and "per second" in out
-    assert "faults: crash " in out and "reached: " in out and ", admitted " in out
+    assert "faults: crash " in out and "reached: " in out and " admitted " in out
 
 
 def test_command_shows_one_seed(capsys: pytest.CaptureFixture[str]) -> None:

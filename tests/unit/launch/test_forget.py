@@ -82,7 +82,7 @@ async def test_forget_deletes_one_job(etcd: Etcd, state: str) -> None:
         (lambda etcd: None, "job 'fit' is running: end it first, with `taskgraph shutdown fit`"),
         (
             lambda etcd: etcd.ends(State.FINISHED, collected=False, node=True),
-            "its nodes keep its results, which nobody has collected: take them first, with `taskgraph result fit`",
+            "its nodes keep its results, which were not collected: take them first, with `taskgraph result fit`",
         ),
         (lambda etcd: etcd.ends(State.FAILED, node=True), "its nodes are about to leave: try again in a moment"),
     ],

@@ -49,7 +49,7 @@ def test_empty_dict_is_a_link_without_neighbors() -> None:
     with pytest.raises(GraphError, match="'cfg' comes from no task") as caught:
         tg.testing.compute(passes_on, ins={"cfg": {}})
     assert caught.value.__notes__ == [
-        "no task puts 'cfg': ins has {} there; write {0: {}} if the value is an empty dict"
+        "no task puts 'cfg': ins has {} there; if the value is an empty dict, write {0: {}}"
     ]
 
 

@@ -116,5 +116,5 @@ def test_message_after_the_job_is_logged(use: Callable[[tg.Epoch], object], capl
 
 
 def test_stale_epoch_in_user_thread_is_named() -> None:
-    assert "keeps it open with epoch.hold" in str(AttemptEnded())
+    assert "keep the epoch open with epoch.hold" in str(AttemptEnded())
     assert "epoch.hold" not in str(AttemptEnded(held=True)), "it did what is asked for"
