@@ -199,7 +199,7 @@ class Outputs:
     def empty(
         self, tag: str, shape: int | tuple[int, ...], dtype: DTypeLike = float, to: To | None = None
     ) -> NDArray[Any]:
-        """An array to fill, which is sent when the processor returns. Do not keep the array or a view of it.
+        """Returns an array to fill, which is sent when the processor returns. Do not keep the array or a view of it.
 
         Raises:
             ValueNotEncodable: there is no such array, or it could not travel.

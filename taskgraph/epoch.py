@@ -134,7 +134,7 @@ class Epoch:
 
     @property
     def number(self) -> int:
-        """Epochs are numbered from 0."""
+        """The number of the epoch, counted from 0."""
         return self._work.number
 
     @property
@@ -266,7 +266,7 @@ class Epoch:
         self._work.report(plain)
 
     def finish(self) -> None:
-        """The job ends when this epoch commits. To fail it instead, raise."""
+        """Ends the job when this epoch commits. To fail it instead, raise."""
         self._work.finish()
 
     def _channels(self, which: str, given: Mapping[str, To], composition: Composition) -> dict[str, tuple[int, ...]]:

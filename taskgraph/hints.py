@@ -47,7 +47,7 @@ _TERMINAL: Final = (
 
 
 def hint(error: BaseException) -> str:
-    """What to do about an exception; "" if our API did not cause it."""
+    """Returns what to do about an exception; "" if our API did not cause it."""
     if _asks(error) and not _terminal():
         return _TERMINAL
     if isinstance(error, ValueError):
@@ -60,7 +60,7 @@ def hint(error: BaseException) -> str:
 
 
 def _asks(error: BaseException) -> bool:
-    """Did `breakpoint()` or `input()` raise this, for want of a terminal?"""
+    """True if `breakpoint()` or `input()` raised this, because there is no terminal."""
     return kind_of(error) == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in said(error))
 
 

@@ -110,7 +110,7 @@ class Job:
         object.__setattr__(self, name, number)
 
     def needs_device(self, task_id: int) -> bool:
-        """Whether this task needs a CUDA device."""
+        """True if this task needs a CUDA device."""
         return self._needs[task_id]
 
     def _ask_needs(self) -> Iterator[bool]:
@@ -200,7 +200,7 @@ def _check_builder_takes_an_id(builder: Callable[..., Any]) -> None:
 
 
 def _parameters(builder: type) -> list[str]:
-    """What a class cannot be called without."""
+    """Names the required parameters of a class."""
     parameters = signature(builder).parameters.values()
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
@@ -258,7 +258,7 @@ class JobFunction(Generic[P]):
         return options_of(self.__wrapped__)
 
     def parse_options(self, texts: Iterable[str]) -> dict[str, Any]:
-        """Keyword arguments from `name=value` texts, as given with `-o`.
+        """Parses `name=value` texts, as given with `-o`, to keyword arguments.
 
         Raises:
             JobError: no such option, or a value that is none of its type.

@@ -99,7 +99,7 @@ def _shown_type(hint: Any) -> str:
 def parse(
     function: str, options: dict[str, OptionInfo], texts: Iterable[str], *, flag: str = "-o", kind: str = "option"
 ) -> dict[str, Any]:
-    """Keyword arguments from `name=value` texts. If a name is given twice, the last value counts.
+    """Parses `name=value` texts to keyword arguments. If a name is given twice, the last value counts.
 
     Args:
         flag: the flag of these texts, for messages.

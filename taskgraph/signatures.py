@@ -26,7 +26,7 @@ def signature(function: Callable[..., Any], *, follow_wrapped: bool = True) -> i
 
 
 def declares_fields(cls: type) -> bool:
-    """Whether a class has annotations of its own."""
+    """True if a class has annotations of its own."""
     if sys.version_info >= (3, 14):
         from annotationlib import Format
 

@@ -53,7 +53,7 @@ _NAMES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """Whose state a file holds; written to the file for people and other tools."""
+    """Says whose state a file holds; written to the file for people and other tools."""
 
     job: str
     fingerprint: str
@@ -82,7 +82,7 @@ class _Tensor:
 
 
 def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
-    """The file as parts to be written one after the other. Buffers are not copied.
+    """Returns the file as parts, to be written one after the other. Buffers are not copied.
 
     Raises:
         CheckpointError: the header would be too long for readers.
@@ -145,7 +145,7 @@ def _named(value: Encoded) -> list[Named]:
 
 
 def unpack(data: memoryview, info: FileInfo, *, path: str) -> Encoded:
-    """The value of a file. The value shares the file's memory.
+    """Returns the value of a file. The value shares the file's memory.
 
     Raises:
         CheckpointError: the file at `path` is not the one that was written, byte by byte.
@@ -188,7 +188,7 @@ def _item_bytes(dtype: str) -> int:
 
 
 def _tensor_name(named: Named) -> str:
-    """The path to an array within the state. Arrays beside the state (reports) are under `taskgraph`.
+    """Returns the path to an array within the state. Arrays beside the state (reports) are under `taskgraph`.
 
     Other tools read JSON that is Unicode: a lone surrogate in a key, which Python's json passes on, is written out.
     """

@@ -46,7 +46,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Which job's checkpoints these are. One of another job, or of another version of its driver, is foreign.
+    """The job to which checkpoints belong. Those of another job, or of another version of its driver, are foreign.
 
     Attributes:
         any_driver: what another version of the driver wrote is this job's, too.

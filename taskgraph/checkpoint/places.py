@@ -103,7 +103,7 @@ def _whole(path: str) -> str:
 
 
 def open_place(url: str, by: str = "") -> Place:
-    """The place that a URL names. Nothing is made or looked at yet.
+    """Returns the place that a URL names. Nothing is made or read yet.
 
     Args:
         by: see `Directory`.
@@ -117,7 +117,7 @@ def open_place(url: str, by: str = "") -> Place:
 
 
 def written_by(name: str) -> tuple[str, str] | None:
-    """Of a name that a directory lists: the file that is, or was, written under it, and by whom; else None."""
+    """Splits a name that a directory lists into the file's final name and its writer; None for other names."""
     found = _BESIDE.fullmatch(name)
     return (found[1], found[2]) if found else None
 

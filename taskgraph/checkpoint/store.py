@@ -106,7 +106,7 @@ class Store:
         return info
 
     def unseen(self, manifest: Manifest) -> list[tuple[FileInfo, str]]:
-        """Files that are not here as their writers say they wrote them, by one listing, and what is wrong with each.
+        """Lists once. Returns the missing or damaged files of a manifest, and what is wrong with each.
 
         Raises:
             OSError: the place cannot be listed.
@@ -123,11 +123,11 @@ class Store:
         return found
 
     def stage(self, manifest: Manifest) -> None:
-        """All files are written. Raises OSError."""
+        """Writes the manifest as staged, after all its files. Raises OSError."""
         self._place.write(self._path(manifest.name, _STAGED), [manifest.to_bytes()])
 
     def finish(self, name: str) -> None:
-        """The pointer names it: it is complete, also for those who will not know the pointer. Any number of times.
+        """Marks a checkpoint complete in its place, after the pointer in etcd named it. May be repeated.
 
         Raises:
             CheckpointError: it was not staged.
@@ -242,7 +242,7 @@ class Store:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _names(self) -> list[Name]:
-        """Of all that is there, complete or not; oldest first."""
+        """Returns the names of all checkpoints, complete or not; oldest first."""
         return sorted(n for text in self._place.names(self._origin.job) if (n := Name.parse(text)) is not None)
 
     def _begun(self) -> list[int]:
@@ -250,16 +250,16 @@ class Store:
         return [int(found[1]) for text in self._place.names(self._origin.job) if (found := _BEGUN.fullmatch(text))]
 
     def of_run(self, series: int, run: str) -> list[Name]:
-        """Those of one run, complete or not; oldest first. Raises OSError."""
+        """Returns the names of one run's checkpoints, complete or not; oldest first. Raises OSError."""
         return [name for name in self._names() if (name.series, name.run) == (series, run)]
 
     def of_others(self, run: str, known: Iterable[str]) -> list[Name]:
-        """Those of other runs than `run` that are not `known`, complete or not; oldest first. Raises OSError."""
+        """Returns names of other runs' checkpoints, complete or not, except `known`; oldest first. Raises OSError."""
         known = set(known)
         return [name for name in self._names() if name.run != run and str(name) not in known]
 
     def complete(self) -> list[Name]:
-        """The complete ones, the newest first, whether they can be read or not. Raises OSError.
+        """Returns the complete checkpoints, newest first, readable or not. Raises OSError.
 
         A checkpoint that cannot be listed counts as complete: reading it raises an error with its name.
         """

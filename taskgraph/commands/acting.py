@@ -60,7 +60,7 @@ def _check_running(reached: Reached, view: JobView) -> None:
 
 
 def signal_number(text: str) -> signal.Signals:
-    """SIGKILL from `SIGKILL`, `KILL`, `kill` or `9`; raises JobError."""
+    """Parses a signal: `SIGKILL`, `KILL`, `kill` or `9` give SIGKILL; raises JobError."""
     try:
         if text.isdigit():
             return signal.Signals(int(text))
@@ -103,7 +103,7 @@ async def kill(options: argparse.Namespace) -> int:
 
 
 def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -> tuple[str, bool]:
-    """What a signal to this node costs, and whether the job fails at once; ("", False): nothing.
+    """Returns what a signal to this node costs, and whether the job fails at once; ("", False): nothing.
 
     Only a node that alone has a task's state can cost anything.
     """
@@ -141,7 +141,7 @@ def _has_alone(view: JobView, task: int, node: str) -> bool:
 
 
 def is_here(record: NodeRecord) -> bool:
-    """Can we signal this node: does it run on this host, as our user, and not as the first process of a container?"""
+    """True if we can signal this node: it runs on this host, as our user, not as the first process of a container."""
     if _folder(record) is None or record.pid == 1:
         return False
     with contextlib.suppress(ProcessLookupError):  # `signal_here` reports that it has ended
@@ -242,7 +242,7 @@ def _target(options: argparse.Namespace, view: JobView, tasks: int, asked: int) 
 def _contradiction(
     options: argparse.Namespace, view: JobView, primary: str | None, backups: list[str], node: str
 ) -> str:
-    """Why the named node does not have the named role for the task, and which nodes have it."""
+    """Returns why the named node does not have the named role for the task, and which nodes have it."""
 
     def called(one: str) -> str:
         return view.nodes[one].record.name if one in view.nodes else name_of(one)
@@ -289,7 +289,7 @@ async def drain(options: argparse.Namespace) -> int:
 
 
 def drain_risk(view: JobView, spec: JobSpec, node: str) -> str:
-    """Which tasks are lost if this node leaves and no other node comes; "" if none."""
+    """Returns which tasks are lost if this node leaves and no other node comes; "" if none."""
     alone = held_alone(view, spec.tasks, node)
     if not alone or who_stays(view, spec.run, node):
         return ""

@@ -107,7 +107,7 @@ def make_certs(
 
 
 def _host(text: str) -> str:
-    """A host that a certificate can name. Raises JobError."""
+    """Checks that a certificate can name the host, and returns it. Raises JobError."""
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:
@@ -117,7 +117,7 @@ def _host(text: str) -> str:
 
 
 def _ours() -> list[str]:
-    """This host's name, if a certificate can have it: one with an underscore is no name in DNS."""
+    """Returns this host's name, if a certificate can have it: one with an underscore is no name in DNS."""
     try:
         return [_host(socket.gethostname())]
     except JobError:

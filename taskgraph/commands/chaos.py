@@ -137,7 +137,7 @@ class _Chaos:
         await asyncio.sleep(_LAST_EVENT_S)  # so that the last events are shown
 
     async def _tell(self, *, after: int) -> None:
-        """Prints the events after that revision."""
+        """Prints the events after a revision."""
         async for event in follow_events(self._reached.coordinator, self._reached.name, after=after):
             print_event(event, as_json=False)
 

@@ -1,4 +1,4 @@
-"""What commands share: finding a job, its etcd and its token; signals that end a command."""
+"""Code that several commands use: finding a job, its etcd and its token; signals that end a command."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _ACCESS = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file"
 
 
 def listening_of(options: argparse.Namespace, nodes: int) -> Listening:
-    """Where nodes listen, by --listen and its options. Checked before anything starts.
+    """Returns where nodes listen, by --listen and its options. Checked before anything starts.
 
     Raises:
         JobError: an address beyond loopback without TLS, unusable files for TLS, or too few ports.
@@ -155,7 +155,7 @@ class NewToken:
 
 
 def token_for(options: argparse.Namespace, otherwise: Path | None = None) -> NewToken | None:
-    """The token of a new job, from the named file. Writes the file with a new token if it is missing.
+    """Returns the token of a new job, from the named file. Writes the file with a new token if it is missing.
 
     Args:
         otherwise: the file to write if none is named; None: no file.
@@ -240,7 +240,7 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
 
 
 def _ended_here(runtime: Runtime, name: str) -> str:
-    """What this host knows about the end of a job; "": nothing."""
+    """Returns what this host knows about the end of a job; "": nothing."""
     kept = runtime.finished(name)
     if kept is not None:
         how = ended_text(kept.state)
@@ -255,7 +255,7 @@ def _with_tls_given(entry: JobEntry, options: argparse.Namespace) -> JobEntry:
 
 
 def known_at(name: str, etcd: str, run: str = "") -> JobEntry | None:
-    """What this host knows of a job in that etcd, also after its launcher was killed.
+    """Returns what this host knows of a job in that etcd, also after its launcher was killed.
 
     Args:
         run: the id of the run, if that etcd was asked: it identifies the etcd, whose members may be listed differently.
@@ -294,7 +294,7 @@ async def launcher_gone(entry: JobEntry | None) -> None:
 
 
 def _none_text(runtime: Runtime) -> str:
-    """That no job runs here, and which ended. The folder is named because other users' jobs are in other folders."""
+    """Says that no job runs here, and which ended. Names the folder, since other users' jobs are in others."""
     ended = runtime.finished_names()
     if not ended:
         return f"No job was started on this host (looked in {runtime.root})."
@@ -312,7 +312,7 @@ def _killed_text(runtime: Runtime, entry: JobEntry) -> str:
 
 
 def ended_text(state: str) -> str:
-    """How a job ended: `it ...`."""
+    """Returns how a job ended: `it ...`."""
     return {State.CANCELLED: "was cancelled", "deleted": "was deleted", "": "ended"}.get(state, state)
 
 

@@ -234,7 +234,7 @@ def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follo
 
 
 async def _values_text(reached: Reached) -> str:
-    """Where the values of a finished job are, if another command collected them or gave them up."""
+    """Returns where the values of a finished job are, if another command collected them or gave them up."""
     keys = Keys(reached.name)
     async with if_etcd_answers(_LAST_LOOK_S):
         found, collected = await reached.coordinator.get(keys.result), await reached.coordinator.get(keys.collected)

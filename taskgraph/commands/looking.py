@@ -46,7 +46,7 @@ _CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
 
 
 def _finished(options: argparse.Namespace) -> KeptJob | None:
-    """What this host kept of the job, if it has ended."""
+    """Returns what this host kept of the job, if it has ended."""
     runtime = Runtime()
     if etcd_of(options) is not None or not options.job or runtime.find(options.job) is not None:
         return None
@@ -164,7 +164,7 @@ async def _asked(reached: Reached, view: JobView) -> Mapping[str, NodeStatus | T
 
 
 def _ended_here(entry: JobEntry) -> KeptJob | None:
-    """What this host kept of the job, if its launcher and embedded etcd ended while we looked.
+    """Returns what this host kept of the job, if its launcher and embedded etcd ended while we looked.
 
     Raises:
         UnknownJob: the launcher was killed.

@@ -168,7 +168,7 @@ class _Run:
         take_orders(finished=lambda: self._finished, obeyed=lambda: self._interrupted, obey=obey)
 
     def _left_text(self, interrupted: asyncio.CancelledError) -> str:
-        """What is left of the job, and how to continue it."""
+        """Returns what is left of the job, and how to continue it."""
         name = self._job.name
         notes = getattr(interrupted, "__notes__", ())  # from --nodes 0, or about an etcd that does not answer
         if self._finished and self._follower is not None and self._follower.kept_json:

@@ -136,7 +136,7 @@ class _NothingTraced(JobError):
 
 
 def _is_output(path: Path) -> bool:
-    """Whether the trace went to standard output, as with `-o /dev/stdout | gzip`."""
+    """True if the trace went to standard output, as with `-o /dev/stdout | gzip`."""
     try:
         return os.path.samestat(path.stat(), os.fstat(1))
     except OSError:
@@ -144,7 +144,7 @@ def _is_output(path: Path) -> bool:
 
 
 def _about(part: NodeTrace) -> dict[str, Any] | None:
-    """What the file says of a node; None for one that never answered, which is named as missing."""
+    """Returns what the file says of a node; None for one that never answered, which is named as missing."""
     if part.clock is None:
         return None
     return {
@@ -160,7 +160,7 @@ def _about(part: NodeTrace) -> dict[str, Any] | None:
 
 
 def _labels(part: NodeTrace, about: dict[str, Any]) -> str:
-    """What a viewer shows beside a node's name."""
+    """Returns what a viewer shows beside a node's name."""
     words = [f"{part.record.host}, process {part.record.pid}"]
     if not about["shares_our_clock"]:
         words.append(f"clock {about['clock_offset_us']:+.1f} us within {about['clock_within_us']:.1f} us")
@@ -172,7 +172,7 @@ def _labels(part: NodeTrace, about: dict[str, Any]) -> str:
 
 
 def _missing(tracer: Tracer, last: int) -> list[str]:
-    """What the trace lacks, and why."""
+    """Returns what the trace lacks, and why."""
     nodes = tracer.nodes.values()
     lines = [f"node {part.record.name}: {part.missing}" for part in nodes if part.missing]
     lines += [

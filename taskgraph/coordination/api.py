@@ -100,10 +100,10 @@ class Lease(Protocol):
         alive: the moment the last *answered* renewal was sent, plus the TTL. In the past: it may be gone."""
 
     def lost(self) -> bool:
-        """Whether the coordinator itself said that the lease does not exist."""
+        """True if the coordinator itself said that the lease does not exist."""
 
     def trouble(self) -> str:
-        """Why the last renewal failed, for people; "" if it succeeded, or the reason is not known."""
+        """Returns why the last renewal failed, for people; "" if it succeeded, or the reason is not known."""
 
     def tick(self) -> None:
         """Says that the main loop is alive. Renewal pauses `stall_limit_s` after the last tick, until the next one."""
@@ -132,7 +132,7 @@ class Coordinator(Protocol):
     async def txn(self, txn: Txn) -> TxnResult: ...
 
     def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
-        """Every event under `prefix` from `start_revision` on, once and in order, across reconnections, which it
+        """Yields every event under `prefix` from `start_revision` on, once and in order, across reconnections, which it
         reports (`WatchBatch.reopened`).
 
         Raises `WatchCompacted` if that history is gone, and `AccessRefused` if the watch is refused from the start.

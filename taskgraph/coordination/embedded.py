@@ -254,7 +254,7 @@ class EmbeddedEtcd:
 
 
 def _files(nodes: int) -> int | None:
-    """How many files to allow etcd to open; None: the present limit is enough.
+    """Returns how many files to allow etcd to open; None: the present limit is enough.
 
     Raises:
         CoordinationError: the system allows too few: etcd would refuse some nodes.
@@ -333,7 +333,7 @@ def _new_folder(*, short: bool) -> HeldFolder:
 
 
 async def version_of(binary: Path) -> str:
-    """The version that a binary reports. If it fails, no other binary is tried: that would hide which etcd a job has.
+    """Returns the version that a binary reports. If it fails, no other binary is tried: that would hide a job's etcd.
 
     Raises:
         CoordinationError: it cannot be run, or is no etcd.
@@ -376,7 +376,7 @@ def _why_not_run(binary: Path, error: OSError) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Our environment without etcd's variables, which would override or contradict the arguments.
+    """Returns our environment without etcd's variables, which would override or contradict the arguments.
 
     One processor is enough for a job's etcd: thousands of transactions a second. With more, Go wakes and parks threads
     for every message: measured, a quarter to a third of a commit's processor time.

@@ -41,7 +41,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def _die_with_guard(guard: int) -> None:
-    """In the child before it becomes the command: has Linux kill it if its guard dies, or died just now."""
+    """Makes Linux kill this child if its guard dies, or died just now. Called before it becomes the command."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != guard:
@@ -54,7 +54,7 @@ def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> Non
 
 
 def _ended(child: subprocess.Popen[bytes]) -> bool:
-    """Whether the command has ended. It is not reaped here, so that its number and its group stay its own."""
+    """True if the command has ended. It is not reaped here, so that its number and its group stay its own."""
     if not hasattr(os, "waitid"):  # elsewhere than on Linux
         return child.poll() is not None
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -80,7 +80,7 @@ def _wait(child: subprocess.Popen[bytes], parent: int, wake: int, log: str | Non
 
 
 def _end(child: subprocess.Popen[bytes], wake: int) -> None:
-    """SIGTERM, two seconds, SIGKILL. The group is killed in any case: the command may have left children behind."""
+    """Sends SIGTERM, and SIGKILL after two seconds. Always kills the group: the command may have left children."""
     if not _ended(child):
         _signal_group(child, signal.SIGTERM)
         until = time.monotonic() + KILL_AFTER_S

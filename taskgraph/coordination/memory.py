@@ -45,7 +45,7 @@ class StoredLease:
     keys: set[str] = field(default_factory=set)
 
     def ends_at(self) -> float:
-        """When the lease expires without another renewal."""
+        """Returns when the lease expires without another renewal."""
         if self.renewals is not None:
             self.renewed_at = max(self.renewed_at, self.renewals())
         return self.renewed_at + self.ttl_s
@@ -142,7 +142,7 @@ class MemoryStore:
     # Watches.
 
     def events_from(self, revision: int, prefix: str) -> tuple[KeyEvent, ...]:
-        """All events under `prefix` from `revision` up to now."""
+        """Returns all events under `prefix` from `revision` up to now."""
         if revision < self.compacted:
             raise WatchCompacted(
                 f"watch of {prefix!r}: revision {revision} was compacted away (up to {self.compacted}); list again"
@@ -168,7 +168,7 @@ class MemoryStore:
     # Leases.
 
     def grant(self, ttl_s: float) -> int:
-        """A new lease. The caller then says how it is renewed, with `renew_by`."""
+        """Grants a lease. The caller then says how it is renewed, with `renew_by`."""
         self._last_lease += 1
         granted_s = max(MIN_TTL_S, float(math.ceil(ttl_s)))
         self._leases[self._last_lease] = StoredLease(self._last_lease, granted_s, _now(), None)
@@ -179,7 +179,7 @@ class MemoryStore:
         return self._leases[lease_id].ttl_s
 
     def renew_by(self, lease_id: int, renewals: Callable[[], float] | None) -> None:
-        """From now on `renewals()` returns the time of the last renewal. None: renewal stops."""
+        """Sets how to get the time of the last renewal: by `renewals()`. None: renewal stops."""
         lease = self._leases.get(lease_id)
         if lease is not None:
             lease.ends_at()  # takes over the renewals so far
@@ -187,11 +187,11 @@ class MemoryStore:
             self._schedule()
 
     def holds(self, lease_id: int) -> bool:
-        """Whether the lease was neither revoked nor found expired so far."""
+        """True if the lease was neither revoked nor found expired so far."""
         return lease_id in self._leases
 
     def alive(self, lease_id: int) -> bool:
-        """Whether the lease exists now; expires it first if its time is over."""
+        """True if the lease exists now; expires it first if its time is over."""
         self.expire()
         return lease_id in self._leases
 
@@ -218,7 +218,7 @@ class MemoryStore:
             self.revoke(lease.id)
 
     def _deleted_at(self, lease: StoredLease) -> float:
-        """When the keys of a lease that expires are deleted."""
+        """Returns when the keys of a lease that expires are deleted."""
         return lease.ends_at() + EXPIRY_SLACK_S
 
     def _schedule(self) -> None:
@@ -237,7 +237,7 @@ class MemoryStore:
 
 
 class MemoryLease:
-    """See `coordination.api.Lease`. Computes the renewals of a thread when it is asked."""
+    """See `coordination.api.Lease`. No thread renews: the times of the renewals are computed on demand."""
 
     def __init__(self, owner: MemoryCoordinator, lease_id: int, stall_limit_s: float) -> None:
         self._owner = owner
@@ -255,14 +255,14 @@ class MemoryLease:
         return self._renewals() + self.ttl_s
 
     def lost(self) -> bool:
-        """Whether a renewal found no such lease."""
+        """True if a renewal found no such lease."""
         if self._renewing and not self._store.alive(self.id):
             self.stop()
             self._lost = True
         return self._lost
 
     def trouble(self) -> str:
-        """Nothing: within a process renewals do not fail."""
+        """Always "": within a process renewals do not fail."""
         return ""
 
     def tick(self) -> None:
@@ -317,7 +317,7 @@ class MemoryCoordinator:
 
     @property
     def gone(self) -> bool:
-        """This handle was closed, or crashed."""
+        """True if this handle was closed, or crashed."""
         return bool(self._gone)
 
     def now(self) -> float:
@@ -373,7 +373,7 @@ class MemoryCoordinator:
         self._end("this handle was closed")
 
     def crash(self) -> None:
-        """As if the process were killed: every later call fails, renewals stop, nothing is revoked."""
+        """Simulates a kill of the process: later calls fail, renewals stop, nothing is revoked."""
         self._end("this node crashed")
 
     def forget(self, lease: MemoryLease) -> None:

@@ -98,7 +98,7 @@ class ViewKeeper:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """For `status`: a listing of the job that takes long."""
+        """Names a listing of the job that takes long, for `status`."""
         for_s = max((self._coordinator.now() - since for since in self._listings), default=0.0)
         if for_s < _LONG_S:
             return ()
@@ -153,7 +153,7 @@ class ViewKeeper:
             self._later = None
 
     async def run_by(self, *prefixes: str) -> None:
-        """Like `run`, without commits: lists again when a key under one of these prefixes changed.
+        """Runs like `run`, without commits: lists again when a key under one of these prefixes changed.
 
         `epoch` is then as it was at that time.
         """
@@ -195,7 +195,7 @@ class ViewKeeper:
             await self.when(predicate, structure=structure)
 
     async def wait_until_read(self, predicate: Callable[[JobView], bool]) -> None:
-        """Like `wait_until`, for a change that already happened in etcd: re-reads etcd every `refresh_s`."""
+        """Waits like `wait_until`, for a change that already happened in etcd: re-reads etcd every `refresh_s`."""
         while not predicate(self.view):
             await self._read_until(predicate, self.when(predicate))
 
@@ -222,7 +222,7 @@ class ViewKeeper:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """A linearizable re-read; concurrent callers share one. Returns without it if etcd does not answer."""
+        """Reads again, linearizably; concurrent callers share one read. Returns without it if etcd does not answer."""
         reads = self._reads
         async with self._refreshing:
             if self._reads > reads:  # another caller began one after we asked

@@ -53,13 +53,13 @@ class Device(Protocol):
         """An event of what is queued on `stream` by now."""
 
     def try_record(self, stream: Stream) -> Event | None:
-        """`record`, from any thread. None while a graph is captured on `stream`: the event would be part of it."""
+        """Records an event, from any thread. None while a graph is captured on `stream`: the event would join it."""
 
     def recycle(self, event: Event) -> None:
         """Takes back an event without users, to record it again: to destroy it may take long."""
 
     def follow(self, stream: Stream, event: Event) -> None:
-        """Work that is queued on `stream` from now on is done after `event`."""
+        """Makes later work on `stream` wait for `event`."""
 
     def wait(self, event: Event) -> None:
         """Blocks this thread until `event`, without using the processor."""
@@ -76,7 +76,7 @@ class Device(Protocol):
         """Queues a copy in C order, which owns its memory."""
 
     def view(self, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], owner: object) -> Array:
-        """An array on the memory of `array`, which is one in C order. It, and all views of it, keep `owner` alive."""
+        """Returns an array on the memory of `array`, which is in C order. It and its views keep `owner` alive."""
 
     def empty(self, nbytes: int) -> Array:
         """Bytes that belong to the current stream."""
@@ -91,7 +91,7 @@ class Device(Protocol):
         """Queues a copy of a host's array. It may go as soon as this returns, and, unless registered, change."""
 
     def upload(self, host: NDArray[Any]) -> Array:
-        """`to_device` for an array in C order in registered memory, which must not change until the copy is done."""
+        """Copies like `to_device`, from registered memory in C order, which must not change until the copy is done."""
 
     def fetch(self, array: Array, target: NDArray[np.uint8], begin: int = 0) -> None:
         """Queues a copy of as many bytes as `target` has, from `begin` on, of the elements of an array in C order.
@@ -106,14 +106,14 @@ class Device(Protocol):
 
     @property
     def identity(self) -> bytes:
-        """`IDENTITY_BYTES` by which every process knows the device."""
+        """Returns `IDENTITY_BYTES` by which every process knows the device."""
 
     @property
     def memory_bytes(self) -> int:
-        """How much memory it has, for all processes."""
+        """Returns how much memory it has, for all processes."""
 
     def allocate(self, nbytes: int) -> Array:
-        """Bytes that belong to no stream. They are freed with their last reference, which must not go
+        """Allocates bytes that belong to no stream. They are freed with their last reference, which must not go
         before all that is queued for them is done, and stay as long as other processes have them open.
 
         Raises:
@@ -127,7 +127,7 @@ class Device(Protocol):
         """
 
     def share(self, memory: Array) -> bytes:
-        """`HANDLE_BYTES` by which others open what `allocate` or `open` gave, for as long as this process has it.
+        """Returns `HANDLE_BYTES` by which others open memory of `allocate` or `open`, while this process has it.
 
         Raises, by the library, where none can.
         """

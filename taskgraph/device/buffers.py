@@ -267,7 +267,7 @@ class DeviceBuffer:
 
     @property
     def segment(self) -> Segment | None:
-        """The memory it is in, where other processes can open that. It begins there."""
+        """The shared segment at whose start the buffer lies; None if other processes cannot open its memory."""
         return self._memory.segment
 
     @property
@@ -283,7 +283,7 @@ class DeviceBuffer:
         return memory.device.view(memory.array, dtype, shape, lease)
 
     def separate(self) -> DeviceBuffer:
-        """A copy in memory of its own. Waits for the device."""
+        """Copies to memory of its own. Waits for the device."""
         copy = Private(self.device, self.array(np.dtype(np.uint8), (self.nbytes,)), self._block_bytes)
         copy.begin()
         return copy.sealed()
@@ -294,7 +294,7 @@ class DeviceBuffer:
         return Digested(device, device.digests(self._memory.array, self._block_bytes), self.nbytes, self._block_bytes)
 
     def host(self, allocate: Allocate | None = None) -> memoryview:
-        """The bytes, on the host. Copied once: waits for that, so call it in a thread.
+        """Returns the bytes on the host. Copies them once, and waits for the copy, so call it in a thread.
 
         Args:
             allocate: where they are copied to, as far as it has memory.
@@ -310,7 +310,7 @@ class DeviceBuffer:
             self.copying(lambda _: block, sent=False)
 
     def copying(self, allocate: Allocate | None = None, *, sent: bool = True) -> HostCopy:
-        """The copy to the host, which the first caller begins. It may have memory page-locked: call it in a thread."""
+        """Returns the copy to the host, which the first caller begins. May page-lock memory: call it in a thread."""
         with self._lock:
             if self._copy is None or self._copy.error is not None:
                 memory = self._memory

@@ -51,7 +51,7 @@ _FIRST: Final = 0
 
 
 def device_count() -> int:
-    """How many CUDA devices this process can use; 0 without cupy, without a driver, or with none visible.
+    """Returns how many CUDA devices this process can use; 0 without cupy, without a driver, or with none visible.
 
     Raises:
         JobError: there are some, and CuPy is set to use the default streams of threads.
@@ -126,7 +126,7 @@ def _first() -> CudaDevice:
 
 
 def _bytes(array: Array) -> bytes:
-    """Few, of what was waited for."""
+    """Copies a few bytes to the host, from an array whose work was waited for."""
     found: bytes = array.get(out=numpy.empty(array.shape, array.dtype)).tobytes()
     return found
 
@@ -181,7 +181,7 @@ class CudaDevice:
                 before.use()
 
     def _same(self, stream: Any) -> Any:
-        """Another object for a stream."""
+        """Returns another object for a stream."""
         cuda = self._cupy.cuda
         if hasattr(cuda.Stream, "from_external"):
             return cuda.Stream.from_external(stream)

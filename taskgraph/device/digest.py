@@ -45,7 +45,7 @@ def _module() -> Any:
 
 
 def count(nbytes: int, block_bytes: int) -> int:
-    """How many blocks that many bytes have; the last one may be shorter."""
+    """Returns how many blocks that many bytes have; the last one may be shorter."""
     return -(-nbytes // block_bytes)
 
 

@@ -1,11 +1,11 @@
-"""Hands file descriptors to other processes of this host, by handles that may go any way there.
+"""Hands file descriptors to other processes of this host. Their handles may travel there by any way.
 
 A piece of a device's memory may be a file descriptor that no other process can open by a path, /proc included: it must
-be sent by a socket. So a process that offers such memory has a thread that sends what it is asked for, to processes of
-the same user. A descriptor is sent once per piece of memory and process, not once per value: nothing here is fast.
+be sent by a socket. So a process that offers such memory has a thread that sends descriptors on request, to processes
+of the same user. A descriptor is sent once per piece of memory and process, not once per value: nothing here is fast.
 
-**Withdrawing takes no lock**: finalizers do it, which may run in the middle of anything, also of what is below. And it
-closes nothing: the thread may be about to send that descriptor, and its number may be that of another file by then.
+**`withdraw` takes no lock**: finalizers call it, which may run in the middle of any code, also of this module. And it
+closes nothing: the thread may be about to send that descriptor, and by then the number may be that of another file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["close_withdrawn", "fetch", "offer", "withdraw", "withdrawn"]
 log = logging.getLogger("taskgraph.devices")
 
 _HANDLE: Final = struct.Struct("!16sQ")
-"""Whose it is, and its number there; padded."""
+"""The process that offers the descriptor, and the descriptor's number there; padded."""
 _NUMBER: Final = struct.Struct("!Q")
 """The request of a client."""
 _FD: Final = struct.Struct("@i")
@@ -73,7 +73,7 @@ class _Server:
             self._withdrawn.append(fd)
 
     def take_withdrawn(self) -> list[int]:
-        """Withdrawn descriptors. They are not being sent, and no client can ask for them."""
+        """Returns withdrawn descriptors, once. They are not being sent, and no client can ask for them."""
         with self._sending:
             return self._take_withdrawn()
 
@@ -81,9 +81,9 @@ class _Server:
         return [self._withdrawn.popleft() for _ in range(len(self._withdrawn))]  # others only append
 
     def forget(self) -> list[int]:
-        """In a child of this process, where the thread does not run and locks may be held for ever; returns all
-        descriptors. If the child kept them, memory would stay that its parent freed. If it listened, no process could
-        see that its parent ended."""
+        """Returns all descriptors, and stops listening, in a child of this process: the thread does not run there, and
+        locks may stay locked. If the child kept descriptors, memory would stay that its parent freed. If it listened,
+        no process could see that its parent ended."""
         if self._listener is not None:
             self._listener.close()
         return [*self._offered.values(), *self._take_withdrawn()]
@@ -185,7 +185,7 @@ def withdrawn() -> bool:
 
 
 def fetch(handle: bytes, timeout_s: float = 5.0) -> int:
-    """A new descriptor of what was offered, in this process or another. It waits: for worker threads.
+    """Returns a new descriptor of what this or another process offered. It blocks: call it in a worker thread.
 
     Raises:
         OSError: there is none. ConnectionRefusedError: no process listens; TimeoutError: no answer in time.

@@ -1,4 +1,4 @@
-"""Which device an array is on, and arrays of other libraries as those of a device."""
+"""Finds the device of an array, and turns arrays of other libraries into the device's own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def device_of(value: Any) -> Device | None:
 
 
 def from_dlpack(value: Any) -> Array | None:
-    """Another library's array as one of the device it is on, in the same memory, behind what that library has queued.
+    """Returns another library's array as an array of its device, in the same memory, behind that library's queue.
 
     None where this process has nothing that reads that kind of memory. Raises what DLPack or a library says "no" with.
     """

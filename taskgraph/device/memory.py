@@ -1,4 +1,4 @@
-"""How much of a device's memory a process holds, and what is tried before an out-of-memory is final.
+"""Counts the memory of a device that a process holds, and frees some before an out-of-memory error is final.
 
 CuPy's pool keeps what was freed. It gives that back when it can get no more, but only its own: what another process
 on the same device keeps, it cannot reach. So each gets an equal part of the device. That is where its pool gives back
@@ -83,7 +83,7 @@ class Bounded:
         return f"device {self._number}: CuPy's pool may hold {said}"
 
     def malloc(self, size: int) -> Any:
-        """`MemoryPool.malloc`."""
+        """Allocates by `MemoryPool.malloc`."""
         try:
             return self._malloc(size)
         except self._full:

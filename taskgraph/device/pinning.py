@@ -78,7 +78,7 @@ class Pin:
         self._lock = threading.Lock()
 
     def upload(self, host: NDArray[Any]) -> Array:
-        """A copy on the device of an array in this memory. Do not change the memory until it is `idle`."""
+        """Copies an array in this memory to the device. Do not change the memory until it is `idle`."""
         device = self.device
         made = device.upload(host)
         try:
@@ -160,7 +160,7 @@ class _Locked:
         return self.nbytes + size > self._limit
 
     def unlock(self, device: Device, memory: Any, reads: _Reads, then: Callable[[], object] | None) -> None:
-        """Called by finalizers, in any thread: it waits for nothing."""
+        """Unlocks the pages later. Finalizers call this in any thread: it waits for nothing."""
         self._unlocking.ask((device, memory, reads, then))
 
     def _unlock(self, device: Device, memory: Any, reads: _Reads, then: Callable[[], object] | None) -> None:
@@ -187,7 +187,7 @@ _locked = _Locked(memory_bytes() // PART)
 
 
 def pin_of(holder: Pinnable, device: Device) -> Pin | None:
-    """The pin of some memory for a device. None: it has none, and copies from and to there go as from any other.
+    """Returns the pin of some memory for a device. None: the memory is not pinned, so copies are slower.
 
     In a worker thread it gets one, where there is room for it; that may take long. An event loop takes what there is.
     """

@@ -84,7 +84,7 @@ class Segment:
 
 
 def segment_of(device: Device, array: Array) -> Segment:
-    """Memory of a device that others can open, and no other segment is: of this process, or of another one."""
+    """Makes a new segment of an array's memory, which other processes can open: this process's, or another's."""
     return Segment(next(_numbers), array, device.share)
 
 
@@ -193,7 +193,7 @@ class SharedMemory:
         return spoiled + self._chosen(self._max_idle_bytes or 0, self._clock())
 
     def _chosen(self, most: int, before: float) -> list[Segment]:
-        """Idle segments, the oldest first, until `most` bytes are idle."""
+        """Takes out idle segments to free, the oldest first, until at most `most` bytes stay idle."""
         idle, count = self.idle_bytes, 0
         for segment in self._idle:
             if idle <= most or segment._freed_at > before:
@@ -204,7 +204,7 @@ class SharedMemory:
         return chosen
 
     def _free(self, segments: list[Segment]) -> bool:
-        """Their memory goes with the last reference. To be called without the lock: it waits, and so may the device."""
+        """Waits until the device no longer uses the segments. Call it without the lock."""
         for segment in segments:
             for event in segment._events:
                 self._device.wait(event)
@@ -218,7 +218,7 @@ class SharedMemory:
         self._free(too_much)
 
     def shrink(self, nbytes: int) -> bool:
-        """Memory is short: frees that much of what is idle, where there is so much. Whether it did something."""
+        """Frees up to `nbytes` of idle memory, since memory is short. Returns True if it freed any."""
         # Who is short of it may be a finalizer, in this very thread, while it has the lock.
         if not self._lock.acquire(timeout=_SHORTLY_S):
             return False
@@ -243,7 +243,7 @@ _lock: Final = threading.Lock()
 
 
 def offer(device: Device) -> SharedMemory:
-    """From now on large values that are put stay in memory of the device that other processes can open."""
+    """Makes later `put`s keep large values in memory of the device that other processes can open."""
     with _lock:
         found = _offered.get(device)
         if found is None:

@@ -153,7 +153,7 @@ class Run:
         _call("cuMemSetAccess", at, size, ctypes.byref(_Access(_Location(_ON_DEVICE, device), access)), 1)
 
     def offer(self) -> bytes:
-        """By what other processes open it, for as long as this object lives: `HANDLE_BYTES`."""
+        """Returns the handle by which other processes open it while this object lives: `HANDLE_BYTES`."""
         if self._offered is None:
             if self._descriptor is None:
                 found = _int()
@@ -190,7 +190,7 @@ def _let_go(address: int, size: int, handle: int, descriptor: int | None) -> Non
 
 
 def allocate(device: int, nbytes: int) -> Run:
-    """New memory of a device, whose context is there.
+    """Allocates memory of a device that has a context.
 
     Raises:
         DriverError: there is not that much (`OUT_OF_MEMORY`), or the device cannot do that.
@@ -203,7 +203,7 @@ def allocate(device: int, nbytes: int) -> Run:
 
 
 def open_run(device: int, offered: bytes, nbytes: int) -> Run:
-    """Memory of another process, or this one, which offered it: to be read only.
+    """Opens memory that this or another process offered: for reading only.
 
     Raises:
         DriverError: it is none of this device's.

@@ -1,4 +1,4 @@
-"""Which CUDA devices a process may use, and what people call them. Nothing here needs a device or CuPy."""
+"""Lists the CUDA devices that a process may use, and their names. Needs no device and no CuPy."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def installed(path: Path) -> bool:
 
 
 def fingerprint(function: JobFunction[...]) -> str:
-    """16 hex digits of the driver's source, of what it imports from its own directory, and of our protocol."""
+    """Hashes the driver's source, its imports from its own directory, and our protocol, to 16 hex digits."""
     file = file_of(function)
     digest = hashlib.sha256(f"taskgraph {VERSION} protocol {PROTOCOL}\n{function.__name__}\n".encode())
     if file is not None:
@@ -60,7 +60,7 @@ def file_of(function: JobFunction[...]) -> Path | None:
 
 
 def _local_sources(root: Path, driver: Path) -> dict[str, Path]:
-    """Name relative to the driver's directory -> file, of the driver and of what it imports from beside it.
+    """Maps names to files, for the driver and its imports from its directory; names are relative to that directory.
 
     Read from the sources, not from what happens to be imported: the submitter may have run other code before, and
     must find what a node finds.

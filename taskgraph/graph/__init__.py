@@ -1,4 +1,4 @@
-"""One epoch's graph of one task, and the values that travel along it.
+"""Describes one epoch's graph of one task, and encodes the values that travel along it.
 
 `compose` checks the graph that a task declares. `values` encodes and decodes values; most other modules are parts of
 that.

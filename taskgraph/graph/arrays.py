@@ -118,7 +118,7 @@ def as_it_is(array: Array, *, adopt: bool = False, packed: bool = False) -> memo
 
 
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike, allocate: Allocate) -> Array:
-    """`np.empty`, in memory of `allocate` where it has some: `as_it_is` takes it over as it is.
+    """Makes an array like `np.empty`, in memory of `allocate` if it has some: `as_it_is` takes it over as it is.
 
     Raises:
         TypeError, ValueError: no array is like that, or none that could travel.
@@ -248,7 +248,7 @@ class SmallParts:
         return at
 
     def joined(self) -> bytes:
-        """All parts."""
+        """All parts, joined."""
         return b"".join([part if isinstance(part, bytes) else part.data for part in self._parts])
 
     def begin(self) -> None:
@@ -304,7 +304,7 @@ def _is_immutable(array: Array) -> bool:
 
 
 def base_of(data: memoryview, whole: tuple[bytes, bytes] | None = None) -> Array:
-    """The base of arrays that are views of a buffer. It marks their memory as immutable."""
+    """Returns the base of arrays that are views of a buffer. It marks their memory as immutable."""
     # By frombuffer, since ndarray() takes the object behind a memoryview, which may be writable, for its base.
     base = _frombuffer(data if data.readonly else data.toreadonly(), _uint8)
     mark = _Decoded(base, _forget)

@@ -50,10 +50,10 @@ class Origin(Protocol):
     def locked(self) -> bool: ...
 
     def spoil(self) -> None:
-        """Some process may read this memory for ever: it must never be written again."""
+        """Forbids any reuse of this memory: some process may read it for ever."""
 
     def pinned(self, device: Device) -> Pin | None:
-        """How its memory is page-locked for a device, from now on where it was not; None where it cannot be."""
+        """Page-locks its memory for a device, unless it is. Returns the pin, or None if it cannot be locked."""
 
 
 class Block(np.ndarray[Any, np.dtype[np.uint8]]):

@@ -37,7 +37,7 @@ X = TypeVar("X")
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How values of one type become values that travel."""
+    """The functions that turn values of one type into values that can travel."""
 
     name: str
     type: type

@@ -1,4 +1,4 @@
-"""One epoch's graph of one task: its processors and channels, checked when it is composed.
+"""Composes and checks one epoch's graph of one task: its processors and channels.
 
 Pure: it knows names and task ids, not values, sockets or clocks.
 """
@@ -112,7 +112,7 @@ class Graph:
     declarations: tuple[Declaration, ...]
 
     def lasts(self, owner: object) -> bool:
-        """Whether the same words declare it in every epoch: nothing it names may be, or lead, elsewhere in another.
+        """True if its declaration means the same in every epoch: all names in it refer to the same objects and links.
 
         Args:
             owner: whose `compose` declared it. What its own methods and plain functions know of an epoch is what they
@@ -449,7 +449,7 @@ def _takes_three(compute: Callable[..., Any]) -> bool:
 
 
 def _called(compute: Callable[..., Any]) -> str:
-    """How a compute is called, and what it takes instead."""
+    """Returns how a compute is called, and which parameters it takes instead, for a message."""
     given = ["epoch", "ins", "outs"]
     while isinstance(compute, functools.partial):
         given[:-3] = ["..."]

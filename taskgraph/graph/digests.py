@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 def digest(value: bytes | bytearray | memoryview, buffers: Sequence[memoryview | Source]) -> bytes:
-    """The digest of a value: 16 bytes. Idle cores take part where there is much of it."""
+    """Returns the digest of a value: 16 bytes. Idle cores help with large values."""
     if not buffers:
         return without_buffers(value)
     sizes: list[int] = []
@@ -139,5 +139,5 @@ class Streaming:
                 self._left = self._next_block()
 
     def digest(self) -> bytes:
-        """Of the whole, once all of it came."""
+        """Returns the digest of the whole value, once all bytes arrived."""
         return self._whole.digest()

@@ -227,7 +227,7 @@ def _sized(made: np.dtype[Any], itemsize: int) -> np.dtype[Any]:
 
 
 def padding(dtype: np.dtype[Any]) -> NDArray[np.bool_] | None:
-    """Which bytes of an element are no part of its value, or None if all are.
+    """Returns which bytes of an element are no part of its value, or None if all are.
 
     These bytes hold leftovers. They are sent as zeros, so that equal values have equal digests and nothing leaks.
     """

@@ -117,7 +117,7 @@ class Writer:
         return Ext(code, payload)
 
     def joined(self, tree: Any) -> bytes:
-        """Meta without its trailer, from the converted value. Completes `buffers`."""
+        """Encodes the converted value as meta without its trailer. Completes `buffers`."""
         small, in_buffer = b"", 0
         if self.small is not None and self.small.nbytes < INLINE_BYTES:
             small = self.small.joined()
@@ -282,7 +282,7 @@ def _head(writer: Writer, value: Any, dtype: bytes, packed: bool, order: bytes, 
 
 
 def _on_host(writer: Writer, value: OnDevice, order: bytes = b"") -> Ext:
-    """Of an array that was on a device, and was copied to the host."""
+    """Encodes an array that was on a device, and was copied to the host."""
     writer.on_device.append(writer.arrays)
     return _array(writer, value.host, adopt=True, order=order)
 

@@ -97,7 +97,7 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 class ArrayHead(msgspec.Struct, array_like=True, frozen=True, gc=False, omit_defaults=True):
-    """Where an array is, and how its elements are to be read.
+    """The header of an array: the place of its bytes, its dtype, shape and order.
 
     Attributes:
         number: arrays of a value are counted in the order of the tree.

@@ -72,7 +72,7 @@ def arrays(namespace: ModuleType) -> None:
 
 
 def codec_of_library(value: Any) -> codecs.Codec | None:
-    """How an array travels whose library was declared; None for other values. From then on its type has a codec."""
+    """Makes a codec for the type of an array whose library was declared; None for other values."""
     if not hasattr(type(value), "__dlpack__"):
         return None
     library = library_of(value)

@@ -28,7 +28,7 @@ _AXIS: Final = 0x3F
 
 
 def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int = 0) -> bytes:
-    """The order of an array. Axes of one element may be anywhere: they come first.
+    """Returns the order of an array. Axes of one element may be anywhere: they come first.
 
     Args:
         itemsize: where gaps count, too, bytes; 0: they do not.
@@ -123,6 +123,6 @@ def _spread(array: NDArray[Any], order: bytes) -> NDArray[Any]:
 
 
 def _steps(order: bytes) -> tuple[slice, ...]:
-    """For each axis, a slice in its direction."""
+    """Returns a slice for each axis, in its direction."""
     backwards = {byte & _AXIS for byte in order if byte & _BACKWARDS}
     return tuple([slice(None, None, -1 if axis in backwards else None) for axis in range(len(order))])

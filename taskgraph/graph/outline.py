@@ -22,7 +22,7 @@ _INT_BITS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """One array of a value.
+    """One array of a value, with its path.
 
     Attributes:
         path: keys, indices and field names that lead to it, as texts.

@@ -193,7 +193,7 @@ def _package(kind: type) -> str:
 
 
 def _torch(name: str, names: Set[str]) -> str | None:
-    """Of a value whose class has that name, and it and its bases these ones there."""
+    """Advises on an object of PyTorch, by the name of its class, and the names of that class and its bases in torch."""
     makes = "import taskgraph.torch, which makes tensors travel"
     if name == "Tensor":
         return makes
@@ -235,7 +235,7 @@ def _method(name: str) -> tuple[str, Callable[[Any], Any]]:
 
 
 def _columns(value: Any) -> str | None:
-    """Of a table, or a column of one, of polars, pyarrow or xarray."""
+    """Advises on a table, or a column of one, of polars, pyarrow or xarray."""
     if hasattr(value, "collect"):
         return "send what x.collect() gives, as its columns"
     as_lists = ("df.to_dict(as_series=False)", lambda df: df.to_dict(as_series=False))

@@ -173,7 +173,7 @@ def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview |
 def hosted(
     value: Encoded, *, allocate: Allocate | None = None, but: Callable[[DeviceBuffer], bool] | None = None
 ) -> Encoded:
-    """The value with all of its buffers on the host. Waits for the device, so call it in a thread.
+    """Copies all buffers of a value to the host. Waits for the device, so call it in a thread.
 
     Args:
         allocate: gives the memory to copy to, if it has some. Each buffer is copied once, for all callers.
@@ -236,7 +236,7 @@ def staying(value: Encoded) -> list[DeviceBuffer]:
 
 
 def separate(value: EncodedOnDevice) -> EncodedOnDevice:
-    """A copy of a value whose buffers on the device have memory of their own. Waits for the device."""
+    """Copies a value so that its buffers on the device have memory of their own. Waits for the device."""
     buffers: Any = tuple([b.separate() if isinstance(b, DeviceBuffer) else b for b in value.buffers])
     return EncodedOnDevice(value.meta, buffers, value.digest)
 
@@ -251,7 +251,7 @@ def untouched(value: Encoded) -> bool:
 
 
 def decode(encoded: Encoded, *, device: Device | None = None, writable: bool = False) -> Any:
-    """The value. Its arrays are read-only views on the encoded bytes; they live as long as you keep them.
+    """Decodes a value. Its arrays are read-only views on the encoded bytes; they live as long as you keep them.
 
     Args:
         device: where arrays go that were on a device when they were encoded, as its arrays, behind what is queued on
@@ -336,7 +336,7 @@ def _on_device(meta: bytes, at: int) -> frozenset[int]:
 
 
 def value_end(meta: bytes) -> int:
-    """Where the trailer begins; the whole length if there is none, which `decode` refuses."""
+    """Returns where the trailer begins; the whole length if there is none, which `decode` refuses."""
     size = len(meta)
     if size < 4 or meta.endswith(_NOTHING_ON_DEVICE):
         return max(0, size - 4)

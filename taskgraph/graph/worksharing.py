@@ -59,7 +59,7 @@ def for_each(work: Work, blocks: int) -> None:
 
 
 def idle() -> int:
-    """How many cores of the machine have nothing to run at this moment; all but one where the kernel does not say."""
+    """Returns the number of idle cores of the machine; all but one if the kernel does not say."""
     try:
         fd = os.open(_RUNNING, os.O_RDONLY)
         try:
@@ -87,7 +87,7 @@ class _Pass:
         self._error: BaseException | None = None
 
     def make(self, call: Callable[[], bool]) -> None:
-        """In the caller's thread. `call` calls helpers, if there are idle cores for them."""
+        """Works on blocks in the caller's thread until all are done. `call` calls helpers, if there are idle cores."""
         mine, called = 0, False
         try:
             while self._blocks:
@@ -106,7 +106,7 @@ class _Pass:
                 del error  # its traceback refers to this frame
 
     def help(self) -> None:
-        """In a helper."""
+        """Works on blocks in a helper's thread, until none is left."""
         while self._next():
             self._ended.put(None)
 
@@ -136,7 +136,7 @@ class _Team:
 
     def share(self, work: Work, blocks: int, most: int) -> None:
         shared = _Pass(work, blocks)
-        self._open[shared] = None  # before they are called: who comes late must find it, and no older one
+        self._open[shared] = None  # before the call: a late helper must find this pass, and no older one
         try:
             shared.make(partial(self._call, most))
         finally:
@@ -158,14 +158,14 @@ class _Team:
                 self._counting.release()
         for _ in range(helpers):
             try:
-                call = self._waiting.popleft()  # who was called last may be in the middle of another pass
+                call = self._waiting.popleft()  # the oldest: the helper called last may still work on another pass
             except IndexError:
                 break  # the others look for themselves, before they wait
             call.release()
         return True
 
     def _start(self, name: str) -> None:
-        """In a thread of its own, since `Thread.start` waits until the new thread has a core."""
+        """Starts a helper. Runs in a thread of its own, since `Thread.start` waits until the new thread has a core."""
         try:
             threading.Thread(target=self._serve, name=name, daemon=True).start()
         except RuntimeError:

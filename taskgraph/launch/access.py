@@ -47,7 +47,7 @@ _FLAGS = ("insecure_listen",)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to reach a job's etcd and its nodes, as the command line says it.
+    """The options to reach a job's etcd and its nodes, as on the command line.
 
     Attributes:
         etcd: what `EtcdCoordinator.connect` takes beside endpoints; None: as `etcd_access` finds it.

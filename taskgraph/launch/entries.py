@@ -58,7 +58,7 @@ class JobEntry:
 
     @property
     def node_access(self) -> Tls | None:
-        """For the control service of nodes on other hosts."""
+        """Returns the access to the control service of nodes on other hosts."""
         return Tls.of(self.node_tls)
 
     @property

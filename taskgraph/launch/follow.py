@@ -61,7 +61,7 @@ async def if_etcd_answers(within_s: float) -> AsyncIterator[None]:
 
 
 async def kept_events(coordinator: Coordinator, job: str) -> list[Event]:
-    """The events in etcd, in the order they were written."""
+    """Returns the events in etcd, in the order they were written."""
     return list(readable_events(kv.value for kv in in_order(await coordinator.list(Keys(job).events))))
 
 
@@ -101,7 +101,7 @@ class Follower:
         return self.keeper.view
 
     def way_on(self, before: str = "") -> str:
-        """How to go on from the job's checkpoint, after `before`; "" without one."""
+        """Returns how to go on from the job's checkpoint, after `before`; "" without one."""
         pointer = self.view.checkpoint
         return before + way_on(pointer.record) if pointer is not None else ""
 
@@ -113,7 +113,7 @@ class Follower:
 
     @property
     def open(self) -> bool:
-        """Do the followed run's nodes have something to do?"""
+        """True if the followed run's nodes have something to do."""
         return self.view.open and self.view.spec_revision == self._run_at
 
     @property

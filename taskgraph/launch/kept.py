@@ -1,4 +1,4 @@
-"""What is kept of a job that has ended: by this host, and by etcd."""
+"""Reads the remains of a job that has ended: on this host, and in etcd."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def status_of(error: JobFailed) -> StatusRecord:
 
 
 def way_on(checkpoint: CheckpointRecord) -> str:
-    """How a job that did not finish goes on from its checkpoint."""
+    """Returns how a job that did not finish goes on from its checkpoint."""
     return (
         f"its checkpoint of epoch {checkpoint.epoch} is complete: go on from there with --resume (--resume-changed if "
         f"you change the driver)"
@@ -165,7 +165,7 @@ def way_on(checkpoint: CheckpointRecord) -> str:
 
 
 def lost_text(name: str, checkpoint: Versioned[CheckpointRecord] | None) -> str:
-    """Why the values of a finished job are lost, and how to compute them again from its checkpoint."""
+    """Returns why the values of a finished job are lost, and how to compute them again from its checkpoint."""
     why = "its last node left before anyone collected them"
     if checkpoint is None:
         return why

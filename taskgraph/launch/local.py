@@ -68,7 +68,7 @@ _LIVED_S = 10.0
 _REPLACE_S = 1.0
 """Otherwise its replacement waits for this time, and twice as long after each early death."""
 _REPLACEMENTS = 5
-"""After so many early deaths in one place there is no replacement."""
+"""After this many early deaths in one place no node is replaced."""
 
 
 @dataclasses.dataclass
@@ -265,7 +265,7 @@ class LocalNodes:
                     await self._coordinator.txn(put_events(self._keys, revision, [(key, event)]))
 
     async def _look_for_key(self, entry: _Process) -> None:
-        """Reports why a node is not registered, until it is. No other process can while etcd takes no writes."""
+        """Reports why a node is not registered, until it is. Needs no write: etcd may refuse those."""
         began = absent_since = time.monotonic()
         while True:
             await asyncio.sleep(_KEY_LOOK_S)

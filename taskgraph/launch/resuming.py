@@ -259,7 +259,7 @@ class _Looked:
 
     @property
     def current(self) -> list[Name]:
-        """Those of the run that was begun last, and of runs that resumed it."""
+        """The checkpoints of the series that began last: of a run, and of the runs that resumed it."""
         return [name for name in self.names if name.series == self.series]
 
 

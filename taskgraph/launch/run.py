@@ -172,7 +172,7 @@ async def arun(
     hooks: Hooks | None = None,
     access: Access | None = None,
 ) -> JobResult:
-    """`run`, for a running event loop. Cancelling it ends the job.
+    """Runs a job like `run`, in a running event loop. Cancelling it ends the job.
 
     `hooks` and `access` are for the command line. With `progress` there are no other hooks.
     """

@@ -145,7 +145,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def _joining(self) -> Iterator[None]:
-        """Only one process at a time joins or leaves a job.
+        """Locks out other processes: only one at a time joins or leaves a job.
 
         Raises:
             TaskGraphError: another process takes too long.

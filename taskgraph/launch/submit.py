@@ -18,7 +18,7 @@ from taskgraph.protocol.view import readable
 __all__ = ["UNKNOWN_PAUSE_S", "UNKNOWN_TRIES", "Beginning", "check_not_running", "submit"]
 
 UNKNOWN_TRIES = 8
-"""After so many writes of unknown outcome the command fails with the reason: an etcd whose space is used up answers
+"""After this many writes of unknown outcome the command fails with the reason: an etcd whose space is used up answers
 nothing else."""
 UNKNOWN_PAUSE_S = 0.25
 

@@ -1,4 +1,4 @@
-"""One job's nodes on this host, from their start to the job's end. Whatever happens, no node is left behind."""
+"""Supervises one job's nodes on this host, from their start to the job's end. Ends every node in any case."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CANCELLED_END_S = 1.0
 _LAST_WORDS_S = 2.0
 """etcd gets this long for the last status of a job, and for its events."""
 _TAILS = 8
-"""A failure shows the logs of so many nodes: etcd keeps the text, too."""
+"""A failure shows the logs of at most this many nodes: etcd keeps the text, too."""
 _ALL_ENDED_S = 1.0
 """All nodes may have ended because the job did: its end is read within this time."""
 _SAME_SIGNAL_S = 0.1
@@ -55,7 +55,7 @@ _INTERRUPTED = "interrupted"
 
 @dataclass
 class Hooks:
-    """What a front end does during a run.
+    """Functions of a front end that are called during a run.
 
     Attributes:
         on_event: gets every event of the job, until it raises, which is logged.

@@ -262,7 +262,7 @@ class Tracer:
         trace.missing = f"{trace.missing}; and {what}: {why}" if trace.missing else f"{what}: {why}"
 
     async def _runs(self) -> bool:
-        """Whether the job still runs: a node that ends with its job may know that before our view does."""
+        """True if the job still runs: a node that ends with its job may know that before our view does."""
         if self._keeper.view.running:
             with contextlib.suppress(Unavailable):
                 await self._keeper.load()
@@ -270,7 +270,7 @@ class Tracer:
 
 
 def every_of(epochs: int, rate: float, replicas: int, hosts: int) -> int:
-    """One epoch in how many to trace, so that the job loses less than 3 %.
+    """Returns n, to trace one epoch in n, so that the job loses less than 3 %.
 
     Args:
         epochs: how many to trace.
@@ -284,7 +284,7 @@ def every_of(epochs: int, rate: float, replicas: int, hosts: int) -> int:
 
 
 def words_of(every: int) -> str:
-    """Which of a range of epochs, in words."""
+    """Says in words which epochs of a range are traced."""
     return f", one of {every}" if every > 1 else ""
 
 

@@ -35,7 +35,7 @@ _AUTHORITY_KINDS = (*_NODE_KINDS, "P-521", "Ed25519")
 
 
 class Validity(NamedTuple):
-    """When a certificate is valid, in unix time."""
+    """The time in which a certificate is valid, in unix time."""
 
     begins: float
     ends: float
@@ -49,7 +49,7 @@ class _Certificate(NamedTuple):
 
 
 def unfit_for_grpc(ca: bytes, cert: bytes) -> str:
-    """Why gRPC would refuse the key of our certificate or of its authority; "" if it would not, or it is not known.
+    """Says why gRPC would refuse the key of our certificate or its authority; "": it would not, or unknown.
 
     Args:
         ca: the PEM file of authorities.
@@ -65,7 +65,7 @@ def unfit_for_grpc(ca: bytes, cert: bytes) -> str:
 
 
 def validities(ca: bytes, cert: bytes) -> tuple[Validity | None, Validity | None]:
-    """When our authority is valid, and when the first of our chain to end is; None for what cannot be read."""
+    """Returns when our authority is valid, and when the first of our chain to end is; None for what cannot be read."""
     ours, authorities = _read(ca, cert)
     return (
         # A renewed authority is there twice by the same name: the one that ends later counts.
@@ -75,7 +75,7 @@ def validities(ca: bytes, cert: bytes) -> tuple[Validity | None, Validity | None
 
 
 def _read(ca: bytes, cert: bytes) -> tuple[list[_Certificate], list[_Certificate]]:
-    """Our chain, and the authorities in `ca` that it depends on."""
+    """Returns our chain, and the authorities in `ca` that it depends on."""
     try:
         ours = list(_certificates(cert))
         issuers = {each.issuer for each in ours}
@@ -104,7 +104,7 @@ def _time(tag: int, text: str) -> float:
 
 
 def _parts(der: bytes) -> list[tuple[int, bytes]]:
-    """Tag and content of each value of a sequence."""
+    """Returns tag and content of each value of a sequence."""
     found, at = [], 0
     while at < len(der):
         tag, size, at = der[at], der[at + 1], at + 2

@@ -89,7 +89,7 @@ class Listening:
 
 
 def _is_plain(host: str) -> bool:
-    """Whether a host has no port and no brackets."""
+    """True if a host has no port and no brackets."""
     if ":" not in host:
         return True
     try:

@@ -124,7 +124,7 @@ async def answered(call: Awaitable[T], timeout_s: float) -> T:
 
 
 async def within(work: asyncio.Future[Any], timeout_s: float | None) -> bool:
-    """Whether the work is done in time. Time in which the event loop stood still does not count against an answer."""
+    """True if the work is done in time. Time in which the event loop stood still does not count against an answer."""
     if not work.done():
         await _until(work, timeout_s)
     if not work.done():

@@ -60,7 +60,7 @@ class Tls:
 
     @staticmethod
     def of(given: Mapping[str, str]) -> Tls | None:
-        """Made from `{"ca": ..., "cert": ..., "key": ...}`; None from an empty mapping."""
+        """Makes one from `{"ca": ..., "cert": ..., "key": ...}`; None from an empty mapping."""
         return Tls(given["ca"], given["cert"], given["key"]) if given else None
 
     def context(self, *, server: bool) -> ssl.SSLContext:
@@ -148,7 +148,7 @@ class Tls:
         return self.cert
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a gRPC server, which asks before each handshake for renewed files.
+        """Returns credentials for a gRPC server, which asks before each handshake for renewed files.
 
         It gets new ones only if they were renewed. That gRPC replaces its files is not safe (grpcio 1.66 to 1.85): a
         handshake that begins in the same microseconds may use freed memory, and servers that got the same files at each
@@ -173,13 +173,13 @@ class Tls:
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a gRPC client, which also requires that the server's certificate names the host it dials."""
+        """Returns credentials for a gRPC client, which also checks that the server's certificate names its host."""
         self.context(server=False)  # raises for unusable files; gRPC would not
         ca, cert, key = self._read
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def validity(self) -> dict[Path, Validity]:
-        """When the certificates in use are valid, by file: ours, and its authority's."""
+        """Returns when the certificates in use are valid, by file: ours, and its authority's."""
         self.context(server=True)
         ca, cert, _ = self._read
         found = zip((self.ca, self.cert), validities(ca, cert), strict=True)
@@ -233,7 +233,7 @@ def _unusable(what: object, why: str) -> TransportError:
 
 
 def advice(error: Exception) -> str:
-    """What to do about a refused certificate of a peer, to be put after the error; "" for other errors."""
+    """Returns what to do about a refused certificate of a peer, to be put after the error; "" for other errors."""
     if not isinstance(error, ssl.SSLCertVerificationError):
         return ""
     if error.verify_code in _OF_ANOTHER_TIME:

@@ -1,4 +1,4 @@
-"""What a node tells others: its status, and the results after the last commit."""
+"""Answers others about a node: its status, and the results after the last commit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["node_status", "task_results"]
 
 
 def node_status(node: NodeCore, roles: Roles, waits: Iterable[str]) -> NodeStatus:
-    """What runs here, and what it waits for.
+    """Returns a node's status: what runs here, and what it waits for.
 
     Args:
         waits: waits outside of its tasks.

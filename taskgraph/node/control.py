@@ -71,7 +71,7 @@ _PINGS_APART_MS = 1_000
 
 
 class Controlled(Traced, Protocol):
-    """What the service needs of a node."""
+    """The interface of a node that the service needs."""
 
     def status(self) -> NodeStatus: ...
     def drain(self, why: str) -> None: ...
@@ -100,7 +100,7 @@ class ControlServer:
         self._end = asyncio.Event()
 
     def attach(self, node: Controlled) -> None:
-        """From now on calls are about `node`."""
+        """Makes later calls ask `node`."""
         self._node = node
 
     async def start(
@@ -373,7 +373,7 @@ class _Follower:
             self._timer = self._loop.call_at(self._sent_at + _PACE_S, self._look.set)
 
     def end(self) -> None:
-        """No more events follow."""
+        """Ends the stream after the events so far."""
         self._over = True
         self._look.set()
         if self._timer is not None:
@@ -488,7 +488,7 @@ def _bytes(message: Any) -> bytes:
 def _sealed(
     chunks: Callable[[Controlled, Any], AsyncGenerator[pb.ResultChunk, None]],
 ) -> Callable[[Controlled, Any], AsyncGenerator[bytes, None]]:
-    """These messages and their digest: without TLS, damaged bytes may still parse as a message."""
+    """Yields the messages, then their digest: without TLS, damaged bytes may still parse as a message."""
 
     async def sealed(node: Controlled, request: Any) -> AsyncGenerator[bytes, None]:
         whole = xxhash.xxh3_128()

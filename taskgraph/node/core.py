@@ -1,4 +1,4 @@
-"""What every part of a node needs: its identity, etcd, its peers, its clock, and asyncio tasks that end with it.
+"""The core that every part of a node uses: identity, etcd, peers, clock, and asyncio tasks that end with it.
 
 The core knows no other part; `node.py` puts the parts together.
 """

@@ -288,7 +288,7 @@ class Node(NodeServices):
     # -- what control and tests ask ---------------------------------------------------------------
 
     def status(self) -> NodeStatus:
-        """What runs here, and what it waits for."""
+        """Returns the node's status: what runs here, and what it waits for."""
         leader = self.roles.leader
         waits = (
             *self.registration.waits,

@@ -203,7 +203,7 @@ class Roles:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """What the end of replicas waits for, for `status`."""
+        """Returns what the end of replicas waits for, for `status`."""
         return tuple([self._waits_for(replica) for replica in self.leaving])
 
     async def end(self) -> None:

@@ -99,7 +99,7 @@ class Router:
                         reply.cancel()
 
     def peer(self, node: str) -> Peer | None:
-        """How to reach a node, even one whose key is absent, if it was seen and not dropped since."""
+        """Returns how to reach a node, even one whose key is absent, if it was seen and not dropped since."""
         registered, known = self._keeper.view.nodes.get(node), self._addresses.get(node)
         if registered is not None and (known is None or known[0] is not registered.record):
             known = self._addresses[node] = registered.record, peer_of(node, registered.record)

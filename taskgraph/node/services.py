@@ -63,7 +63,7 @@ class NodeServices(NodeCore):
         self.checkpoints = CheckpointReader(self, self.file_threads, place)
 
     def wish(self, task: int) -> Wish | None:
-        """Where placement wants the replicas of a task; None: not computed yet."""
+        """Returns where placement wants the replicas of a task; None: not computed yet."""
         return self.wishes.by_task.get(task)
 
     async def fail_job(

@@ -133,7 +133,7 @@ class Serving:
         return replies
 
     def _room(self, stamp: Stamp) -> int:
-        """How many more calls of an epoch may wait here.
+        """Returns how many more calls of an epoch may wait here.
 
         Half of the room is kept for the epoch at work: its calls may free those of later epochs.
         """
@@ -259,7 +259,7 @@ class Serving:
         return await primary.attempts.at(stamp)
 
     async def _waits(self, message: Waits) -> WaitsPage:
-        """What a primary waits for, also before it has begun its attempt."""
+        """Returns what a primary waits for, also before it has begun its attempt."""
         node, keeper = self._node, self._node.keeper
         await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= message.stamp)
         if keeper.view.stamp != message.stamp:

@@ -374,13 +374,13 @@ class ControlClient:
 
 
 def _broke(error: PeerLost) -> bool:
-    """Whether the connection broke, or none was made; not if the node was silent, or answered an error."""
+    """True if the connection broke, or none was made; not if the node was silent, or answered an error."""
     cause = error.__cause__
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() == grpc.StatusCode.UNAVAILABLE
 
 
 def _never_sent(error: PeerLost) -> bool:
-    """Whether no connection was made, so that nothing was sent."""
+    """True if no connection was made, so that nothing was sent."""
     cause = error.__cause__
     return _broke(error) and isinstance(cause, grpc.RpcError) and (cause.details() or "").startswith(_NOT_CONNECTED)
 

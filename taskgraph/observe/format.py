@@ -138,7 +138,7 @@ def kept_json(name: str, record: StatusRecord | None, result: dict[str, Any] | N
 
 
 def _ended_as(name: str, record: StatusRecord | None) -> dict[str, Any]:
-    """How the job ended, and where it failed."""
+    """Returns how the job ended, and where it failed."""
     return {
         "name": name,
         "state": record.state if record is not None else "unknown",
@@ -150,7 +150,7 @@ def _ended_as(name: str, record: StatusRecord | None) -> dict[str, Any]:
 
 
 def _answer_json(said: NodeStatus | TaskGraphError | None) -> dict[str, Any]:
-    """What a node answered, or why it did not answer."""
+    """Returns what a node answered, or why it did not answer."""
     if isinstance(said, NodeStatus):
         usage: dict[str, Any] = dataclasses.asdict(said.usage)
         return {"answers": True, "why_not": "", "leader": said.leader, "paused": said.paused, **usage}

@@ -184,7 +184,7 @@ class Incidents:
         return Event(began, "launcher", FAILOVER, "; ".join([what, *parts]), fields=fields)
 
     def _lacking(self, view: JobView) -> int:
-        """How many tasks have no backup, of a job that asks for backups."""
+        """Returns how many tasks have no backup, of a job that asks for backups."""
         if not self._backups or not view.running:
             return 0
         return sum(1 for task in range(self._tasks) if len(holders(view, task)) < 2)

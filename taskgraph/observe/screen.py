@@ -18,7 +18,7 @@ _UNIT = re.compile(r"(\d) (s|ms|tasks?|epochs?|nodes?|MiB)\b")
 
 
 def takes_codes(out: TextIO) -> bool:
-    """Whether what is shown there can be replaced: it is a terminal, and not one that knows lines only, and shows the
+    """True if what is shown there can be replaced: it is a terminal, and not one that knows lines only, and shows the
     codes for more, as an editor's does."""
     return out.isatty() and os.environ.get("TERM") != "dumb"
 

@@ -72,7 +72,7 @@ class Picture:
         return [(s.name, r) for s in said for r in s.replicas if r.role == "primary"]
 
     def primary(self, task: int) -> ReplicaStatus | None:
-        """What the node of a task's primary says of this task."""
+        """Returns what the node of a task's primary says of this task."""
         said = self.statuses.get(self.view.primary_node(task) or "")
         if not isinstance(said, NodeStatus):
             return None
@@ -126,7 +126,7 @@ def _since(picture: Picture) -> str:
 
 
 def _pace(picture: Picture) -> list[str]:
-    """How fast the job is, and how long it will take."""
+    """Returns how fast the job is, and how long it will take."""
     commits = picture.commits
     if not commits:
         return []
@@ -246,7 +246,7 @@ def _node_state(said: NodeStatus | TaskGraphError | None, record: NodeRecord) ->
 
 
 def _unanswered(picture: Picture) -> list[str]:
-    """Why nodes do not answer: one line for each reason."""
+    """Returns why nodes do not answer: one line for each reason."""
     by_reason: dict[str, list[str]] = {}
     for node, said in sorted(picture.statuses.items()):
         if isinstance(said, TaskGraphError) and node in picture.view.nodes:
@@ -360,7 +360,7 @@ def nobody_text(
 
 
 def _after_loss(view: JobView, name: str) -> str:
-    """What becomes of a job that loses the state of its tasks, and what to do if all nodes are dead."""
+    """Returns what becomes of a job that loses the state of its tasks, and what to do if all nodes are dead."""
     at, checkpoint = view.stamp.epoch if view.stamp else 0, view.checkpoint
     if at and (checkpoint is None or checkpoint.record.epoch > at):
         return f"the job fails then. If all are dead: `taskgraph shutdown {name}` ends it"
@@ -369,7 +369,7 @@ def _after_loss(view: JobView, name: str) -> str:
 
 
 def lacking_text(view: JobView, name: str, tasks: int, backups: int) -> str:
-    """Which tasks have too few backups, and what to do; "" if none has."""
+    """Returns which tasks have too few backups, and what to do; "" if none has."""
     have = {task: len(holders(view, task)) - (view.primary_node(task) in holders(view, task)) for task in range(tasks)}
     lacking = [task for task, count in have.items() if count < backups]
     nodes = sum(1 for node, v in view.nodes.items() if node not in view.gone and not v.record.draining)

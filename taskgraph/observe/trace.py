@@ -80,7 +80,7 @@ class Tracing:
             self._stop_events = None
 
     def takes(self, epoch: int) -> bool:
-        """Whether this epoch is traced. Epoch -1, which means no epoch, always is."""
+        """True if this epoch is traced. Epoch -1, which means no epoch, always is."""
         return epoch % self._every == 0 or epoch < 0
 
     def began(self, stamp: Stamp | None, *, boundary: bool = False) -> int:

@@ -127,7 +127,7 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> None:
 
 
 def _loop_runs() -> bool:
-    """Whether an event loop runs in this thread."""
+    """True if an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -136,7 +136,7 @@ def _loop_runs() -> bool:
 
 
 def _called_otherwise(function: Callable[..., Any]) -> str:
-    """How a task's handler or hook is called; "" of everything else."""
+    """Returns how a task's handler or hook is called; "" of everything else."""
     owner, name = getattr(function, "__self__", None), name_of(function)
     given = arguments_of(shape_of(type(owner)), name) if isinstance(owner, Task) else None
     return "" if given is None else f"{name}({', '.join(given)})"

@@ -161,7 +161,7 @@ def _truth(cluster: InProcessCluster) -> JobView:
 
 
 def _survivable(cluster: InProcessCluster, node_id: str) -> bool:
-    """Whether every task has a replica in sync on another node that lives.
+    """True if every task has a replica in sync on another node that lives.
 
     This includes tasks with another primary: the node may hold the last replica of a task whose primary was just
     killed.

@@ -61,7 +61,7 @@ class Idle:
         self._waited_s = 0.0
 
     def too_long(self, loop: asyncio.AbstractEventLoop, runs: FrameType | None, since_last_s: float) -> bool:
-        """Whether the job waited too long. To be called regularly, with the running frame and the time since then."""
+        """True if the job waited too long. To be called regularly, with the running frame and the time since then."""
         (before, then), (at, now) = self._seen, (self._progress(), loop.time())
         self._seen = at, now
         # If its clock advances less than the real one, the job works, on messages for instance, and does not wait.

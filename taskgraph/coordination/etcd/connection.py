@@ -51,12 +51,12 @@ _random = random.SystemRandom()  # the program that runs a job may have seeded `
 
 
 def pause_s(tries: int) -> float:
-    """How long to wait after the `tries`-th failure in a row, counted from 1."""
+    """Returns how long to wait after the `tries`-th failure in a row, counted from 1."""
     return float(min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10))) * _random.uniform(0.5, 1.0)
 
 
 def is_cancelled() -> bool:
-    """Whether the current asyncio task is cancelled. If not, gRPC itself raised CancelledError.
+    """True if the current asyncio task is cancelled. If not, gRPC itself raised CancelledError.
 
     A function of its own, so that no frame that a cancellation passes holds the task: a cancelled task keeps these
     frames, and in a cycle all that they hold stays until a garbage collection, also channels.
@@ -172,7 +172,7 @@ class Connection:
         return self.options.endpoints[self._current]
 
     def leave(self, endpoint: Endpoint) -> None:
-        """`endpoint` failed: the next call goes to the endpoint after it, and so do the streams that are open there.
+        """Leaves a failed endpoint: the next call and its open streams go to the endpoint after it.
 
         The kernel of a frozen member keeps the connection: a watch would wait 15 s for gRPC's pings, while calls have
         already found out.
@@ -212,7 +212,7 @@ class Connection:
         timeout_s: float | None = None,
         anonymous: bool = False,
     ) -> Response:
-        """One RPC, tried until it succeeds or the time is over.
+        """Makes one RPC, tried until it succeeds or the time is over.
 
         Args:
             method: which RPC.
@@ -425,7 +425,7 @@ class Connection:
             raise
 
     def _cut_off(self, error: BaseException) -> bool:
-        """Whether gRPC raised the error since this connection was closed, not since the caller is cancelled."""
+        """True if gRPC raised the error because this connection was closed, not because the caller was cancelled."""
         return self._closed and not (isinstance(error, asyncio.CancelledError) and is_cancelled())
 
 

@@ -45,7 +45,7 @@ def event(message: v3.Event) -> KeyEvent:
 
 
 def writes(txn: Txn) -> bool:
-    """Whether either branch changes anything."""
+    """True if either branch changes anything."""
     for branch in (txn.success, txn.failure):
         for op in branch:
             if not isinstance(op, Get):

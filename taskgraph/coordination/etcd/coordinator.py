@@ -118,7 +118,7 @@ class EtcdCoordinator:
         return time.monotonic()
 
     async def get(self, key: str) -> KeyValue | None:
-        """A linearizable read."""
+        """Reads a key, linearizably."""
         request = convert.range_request(key, prefix=False)
         answer = await self._connection.call(RANGE, request, what=f"get {key!r}", again=True)
         return convert.key_value(answer.kvs[0]) if answer.kvs else None
@@ -141,7 +141,7 @@ class EtcdCoordinator:
         return Listing(revision, tuple(convert.key_value(kv) for kv in found))
 
     async def _list(self, prefix: str) -> tuple[int, _Found]:
-        """All keys under `prefix` at the revision of the first page."""
+        """Lists all keys under `prefix` at the revision of the first page."""
         request, found = convert.range_request(prefix, prefix=True), _Found()
         request.limit = _PAGE_KEYS
         while True:

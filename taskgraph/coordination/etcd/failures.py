@@ -1,4 +1,4 @@
-"""What a failed RPC means: was it executed, and is it worth trying again?
+"""Judges a failed RPC: was it executed, and is a retry of use?
 
 For a write, this is the question. gRPC's code alone does not answer it: UNAVAILABLE is both "nothing listens there" and
 "the connection broke after your request was sent". So the answer comes from the code and from the few messages, of
@@ -22,7 +22,7 @@ class PermissionRefused(AccessRefused):
 
 
 class Verdict(enum.Enum):
-    """What a failed call may have done."""
+    """The possible outcomes of a failed call."""
 
     NOT_EXECUTED = "not executed: safe to try again, on another endpoint"
     LOGIN = "not executed: the token is stale, log in again"
@@ -74,7 +74,7 @@ def why(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
 
 
 def judge(code: grpc.StatusCode, details: str) -> Verdict:
-    """What a call that ended with `code` and `details` may have done."""
+    """Returns what a call that ended with `code` and `details` may have done."""
     if any(text in details for text in _LOGIN):
         return Verdict.LOGIN
     if any(text in details for text in _NOT_EXECUTED):
@@ -88,12 +88,12 @@ def judge(code: grpc.StatusCode, details: str) -> Verdict:
 
 
 def space_used_up(details: str) -> bool:
-    """Whether etcd's space is used up. All members then say so, so that asking another is of no use."""
+    """True if etcd's space is used up. All members then say so, so that asking another is of no use."""
     return "database space exceeded" in details
 
 
 def way_out(details: str) -> str:
-    """What to do about a failure that etcd does not explain itself, after a semicolon; else ""."""
+    """Returns what to do about a failure that etcd does not explain itself, after a semicolon; else ""."""
     if not space_used_up(details):
         return ""
     return (

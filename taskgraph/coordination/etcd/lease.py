@@ -59,7 +59,7 @@ _UNCLOSABLE: list[grpc.Channel] = []
 
 
 class Rounds:
-    """When a lease is renewed next, and at which endpoint: decisions, without a clock.
+    """Decides when a lease is renewed next, and at which endpoint; has no clock of its own.
 
     Args:
         ttl_s: of the lease.
@@ -75,7 +75,7 @@ class Rounds:
         self._endpoints = endpoints
 
     def due(self, now: float) -> bool:
-        """Whether to renew now; the next renewal is then an interval later."""
+        """True if a renewal is due now; the next one is then due an interval later."""
         if now < self.next_at:
             return False
         self.next_at = now + self._interval_s
@@ -156,11 +156,11 @@ class EtcdLease:
         return self._valid_until
 
     def lost(self) -> bool:
-        """Whether etcd said that the lease does not exist."""
+        """True if etcd said that the lease does not exist."""
         return self._lost
 
     def trouble(self) -> str:
-        """Why the last renewal failed; "" if it succeeded."""
+        """Returns why the last renewal failed; "" if it succeeded."""
         return (self._login.waits() if self._entering is not None else "") or self._trouble
 
     def tick(self) -> None:
@@ -265,11 +265,11 @@ class EtcdLease:
     # Called by the reader thread.
 
     def knows(self, header: v3.ResponseHeader) -> bool:
-        """Whether an answer is of the lease's cluster: another cluster knows no such lease."""
+        """True if an answer is of the lease's cluster: another cluster knows no such lease."""
         return self._cluster() in (0, header.cluster_id)
 
     def answered(self, sent_at: float, ttl_s: int) -> None:
-        """etcd answered the renewal that was sent at `sent_at`."""
+        """Takes etcd's answer to the renewal that was sent at `sent_at`."""
         if ttl_s <= 0:
             self._lost = True
             self._wake.set()
@@ -280,7 +280,7 @@ class EtcdLease:
             self._said_at.clear()
 
     def refused(self, token: str) -> None:
-        """etcd refused the token of a stream."""
+        """Handles the refusal of a stream's token."""
         self._refused = token
         self._login.refused(token)
 
@@ -329,15 +329,15 @@ class _Stream:
         self._requests.put(v3.LeaseKeepAliveRequest(id=lease_id))
 
     def silent_at(self) -> float:
-        """When the stream is given up, if no answer comes before."""
+        """Returns when the stream is given up, if no answer comes before."""
         return self._waits_since() + self._limits_s[self._answered]
 
     def silence(self, now: float) -> str:
-        """Why to give the stream up now; "": there is no reason."""
+        """Returns why to give the stream up now; "": there is no reason."""
         return f"no answer for {now - self._waits_since():.1f} s" if now >= self.silent_at() else ""
 
     def _waits_since(self) -> float:
-        """When the oldest unanswered renewal was sent; infinity if there is none."""
+        """Returns when the oldest unanswered renewal was sent; infinity if there is none."""
         try:
             return self._unanswered[0]
         except IndexError:
@@ -386,5 +386,5 @@ class _Stream:
 
 
 def _not_let_in(code: grpc.StatusCode, details: str) -> bool:
-    """Whether another token may help: for a token that it forgot, etcd may say only that this is not permitted."""
+    """True if another token may help: for a token that it forgot, etcd may say only that this is not permitted."""
     return judge(code, details) is Verdict.LOGIN or code is grpc.StatusCode.PERMISSION_DENIED

@@ -90,7 +90,7 @@ class Login:
 
     @property
     def needed(self) -> bool:
-        """Whether calls need a token: the user gave a name."""
+        """True if calls need a token: the user gave a name."""
         return self._options.username is not None
 
     @property
@@ -100,13 +100,13 @@ class Login:
         return None if entered is None else entered.answer.token
 
     def refused(self, token: str | None) -> None:
-        """etcd refused `token`: the next call that needs one logs in."""
+        """Drops a token that etcd refused: the next call that needs one logs in."""
         with self._lock:
             if token == self.token:  # else another login replaced it
                 self._entered = None
 
     def waits(self) -> str:
-        """Why calls wait for a token, for people; "" if they do not."""
+        """Returns why calls wait for a token, for people; "" if they do not."""
         since = self._since
         return "" if since is None else f"logging in to etcd takes {time.monotonic() - since:.0f} s"
 

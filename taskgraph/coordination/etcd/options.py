@@ -1,4 +1,4 @@
-"""Where etcd is and how to get in: endpoints, TLS, user; and the gRPC channels made from that."""
+"""The options to reach etcd: endpoints, TLS, user; and the gRPC channels made from them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Endpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EtcdOptions:
-    """How to reach an etcd cluster.
+    """The options to reach an etcd cluster.
 
     Attributes:
         endpoints: members, tried in order; a member that works is kept until it fails.
@@ -144,7 +144,7 @@ class EtcdOptions:
         return self.password
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """TLS credentials. Files are read anew each time, so that renewed certificates are used.
+        """Returns TLS credentials. Files are read anew each time, so that renewed certificates are used.
 
         Raises:
             CoordinationError: a file cannot be used. gRPC would only say that the address does not answer.
@@ -170,7 +170,7 @@ class EtcdOptions:
         return tuple(found)
 
     def aio_channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
-        """A channel for the running event loop."""
+        """Returns a gRPC channel for the running event loop."""
         credentials = self.channel_credentials() if endpoint.tls else None
         return rpc.aio_channel(endpoint.target, credentials, _CHANNEL_OPTIONS)
 

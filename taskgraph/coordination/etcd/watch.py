@@ -149,7 +149,7 @@ def _forget_token(connection: Connection, stream: Stream[v3.WatchResponse] | Non
 def _canceled(
     answer: v3.WatchResponse, connection: Connection, stream: Stream[v3.WatchResponse], prefix: str, position: int
 ) -> str:
-    """Why etcd ended a watch that may be opened again.
+    """Returns why etcd ended a watch that may be opened again.
 
     Raises:
         WatchCompacted: the history from `position` on is gone.

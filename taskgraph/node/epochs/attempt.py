@@ -465,13 +465,13 @@ class Attempt:
         return future
 
     def _asks_without_end(self) -> bool:
-        """In a test: whether too many coroutines wait for replies. Those that wait for something else do not count."""
+        """True if, in a test, too many coroutines wait for replies. Other waits do not count."""
         if self._mailbox is None or self.replica.actor.waiting <= _MAX_WAITING:
             return False
         return len(self._mailbox.awaited) > _MAX_WAITING  # slow, so it comes last
 
     def _send(self, where: str, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """On the loop: a user thread that was in time when it asked may be too late by now."""
+        """Sends on the loop. Checks again that the attempt is open: a user thread's call may be late by now."""
         if self.quiet.closed:
             self._end_by(self._too_late(where, what))
             return False

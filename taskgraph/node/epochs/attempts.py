@@ -129,7 +129,7 @@ class Attempts:
         return reply
 
     def lacks(self, pull: Pull) -> bool:
-        """Whether the sender of this pull has to wait."""
+        """True if the sender of this pull has to wait."""
         attempt = self._attempts.get(pull.stamp)
         return attempt is None or attempt.graph is None or attempt.out.lacks(pull.tag, pull.sender)
 

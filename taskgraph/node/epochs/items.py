@@ -47,7 +47,7 @@ class Items:
         return True
 
     def lacks(self, tag: str, consumer: int) -> bool:
-        """Whether the channel's item has not been put."""
+        """True if the channel's item has not been put."""
         return (tag, consumer) in self._awaited
 
     def ask(self, pull: Pull) -> Item | PendingReply | Refusal:

@@ -167,7 +167,7 @@ class Lanes:
 
     @property
     def not_done(self) -> BaseException | None:
-        """Why an epoch whose code has run could not be reported."""
+        """Returns why an epoch whose code has run could not be reported."""
         return self.incomplete.error or self.awaiting_acks.error
 
     # -- one epoch after another ------------------------------------------------------------------
@@ -253,7 +253,7 @@ class Lanes:
             self._tracing.add("commit awaited", max(waiting, self._reported_at), self._task, last, self._term)
 
     def _may_begin(self, epoch: int) -> bool:
-        """Whether the first epoch that has not begun may begin, though earlier ones are not committed."""
+        """True if the first epoch that has not begun may begin, though earlier ones are not committed."""
         if epoch == self.settled:
             return True
         if epoch > self.settled + self._ahead or epoch >= self._end or self.finishing:
@@ -367,7 +367,7 @@ class Lanes:
             self._node.leader.gather_by(ahead)
 
     def _keeps_state(self, graph: Graph | None) -> bool:
-        """Whether the marks promise that an epoch of that graph leaves the state as it is."""
+        """True if the marks promise that an epoch of that graph leaves the state as it is."""
         if not self._replica.stateful:
             return True
         return graph is not None and all(is_stateless(processor.compute) for processor in graph.processors)
@@ -483,7 +483,7 @@ class Lanes:
         return ahead
 
     def _next_acknowledged(self, finished: FinishedEpoch) -> bool:
-        """Whether the next epoch will be reported right after this one: the commit need not be hurried then."""
+        """True if the next epoch will be reported right after this one: the commit need not be hurried then."""
         waiting = self.awaiting_acks.pending
         if len(waiting) < 2 or waiting[0] is not finished:
             return False

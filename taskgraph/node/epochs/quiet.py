@@ -1,4 +1,4 @@
-"""How an attempt comes to rest: what runs, which holds are open, and the seal after which no message is taken."""
+"""Finds when an attempt rests: counts running code and open holds; after the seal no message is accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Quiet:
     # One is made for every epoch, and most never change: defaults are attributes of the class.
     version = 0
     closed = False
-    """The task takes no message of this epoch any more."""
+    """The task no longer accepts messages of this epoch."""
     busy = 0
     """Calls that run: the task is not idle."""
     held: dict[object, str] | None = None

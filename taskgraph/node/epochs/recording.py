@@ -59,7 +59,7 @@ class RecordedReply:
 
 @dataclass(frozen=True, slots=True)
 class SharedItem:
-    """An item on a device whose memory user code reads: other tasks read the same memory."""
+    """An item in device memory that several tasks read: checked, since code of one may change it for all."""
 
     value: EncodedOnDevice
     tag: str
@@ -74,7 +74,7 @@ class SharedItem:
 
 @dataclass(frozen=True, slots=True)
 class HandedOn:
-    """What an epoch's processors had handed on, besides items, before and after one of them.
+    """Digests of what an epoch's processors had handed on, besides items, before and after one of them ran.
 
     Attributes:
         alone: no other code of the task ran between `before` and `after`.
@@ -86,7 +86,7 @@ class HandedOn:
 
 
 class Recording:
-    """What one task does in one attempt.
+    """Records what one task does in one attempt.
 
     Args:
         shared_items: of earlier epochs, too: user code may keep views of them.

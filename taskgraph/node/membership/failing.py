@@ -80,7 +80,7 @@ def fatal_record(found: Fatal, names: Mapping[str, GoneRecord], limit: int, writ
 
 
 def deaths_text(deaths: Mapping[str, GoneRecord]) -> str:
-    """How nodes died, by name, and whether the same code may have killed them all; "": unknown."""
+    """Returns how nodes died, by name, and whether the same code may have killed them all; "": unknown."""
     text = "; ".join(f"{name} {record.how_it_ended}" for name, record in deaths.items())
     return ". ".join(filter(None, (text, culprit_text(deaths), memory_text(deaths))))
 

@@ -188,7 +188,7 @@ class Registration:
         }
 
     async def _try(self, other: str, record: NodeRecord) -> TransportError | None:
-        """Why a node does not answer; None: it does."""
+        """Returns why a node does not answer; None: it does."""
         try:
             await self._node.transport.probe(peer_of(other, record), timeout_s=self._node.settings.connect_s)
         except TransportError as error:
@@ -269,7 +269,7 @@ class Registration:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Why this node is paused, for `status`."""
+        """Returns why this node is paused, for `status`."""
         if not (self._node.paused and self._node.node_revision and self._lease is not None):
             return ()  # not registered yet, or not paused
         # A new lease without the key in etcd is a consequence of the pause, not its reason.
@@ -282,7 +282,7 @@ class Registration:
         return self._lease is not None and bool(self._why_unproved(self._lease))
 
     def _why_unproved(self, lease: Lease) -> str:
-        """Why this node must prove its lease and key again; "": no reason."""
+        """Returns why this node must prove its lease and key again; "": no reason."""
         return self._why_unrenewed(lease) or self._why_another()
 
     def _why_unrenewed(self, lease: Lease) -> str:
@@ -291,7 +291,7 @@ class Registration:
         return f"the lease could not be renewed in time{f' ({lease.trouble()})' if lease.trouble() else ''}"
 
     def _why_another(self) -> str:
-        """Why the key in etcd is not the one that this node wrote last; "": it is.
+        """Returns why the key in etcd is not the one that this node wrote last; "": it is.
 
         Without the key, others take this node for dead. With another revision of the key (it was deleted, and an
         earlier write
@@ -351,7 +351,7 @@ class Registration:
             node.keeper.notify_later()
 
     def _forgotten(self) -> str:
-        """Why this node counts as gone although no record says so any longer; "": it does not.
+        """Returns why this node counts as gone although no record says so any longer; "": it does not.
 
         Its key was absent when records of gone nodes were deleted, and it has not read its key since.
         """

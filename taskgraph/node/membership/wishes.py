@@ -58,7 +58,7 @@ class Wishes:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Why the job does not begin, for `status`, if this node speaks for all."""
+        """Returns why the job does not begin, for `status`, if this node speaks for all."""
         missing = self._missing
         return (missing,) if missing and self._node.speaks() else ()
 

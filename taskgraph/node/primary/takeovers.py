@@ -73,7 +73,7 @@ class TakeOvers:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Why tasks have no primary, for `status`, as far as this node has to say it."""
+        """Returns why tasks have no primary, for `status`, as far as this node has to say it."""
         unseated = [self._unseated_text()] if self._unseated else []
         reading = [
             f"task {task} lost every replica, and the files of its checkpoint are read before the job goes back to it: "

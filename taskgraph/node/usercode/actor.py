@@ -393,7 +393,7 @@ class Actor:
 
     @property
     def grace_s(self) -> float:
-        """How long code that is cancelled now may run."""
+        """Returns how long code that is cancelled now may run."""
         return self._cancel_s if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
 
     def stuck(self, where: str) -> StuckError:
@@ -432,7 +432,7 @@ _CALLS = (Actor._in_thread.__code__, Actor.call.__code__)
 
 
 def in_user_code(innermost: FrameType) -> bool:
-    """Whether a thread runs user code, or is about to, by its stack."""
+    """True if a thread runs user code, or is about to, by its stack."""
     return any(frame.f_code in _CALLS for frame, _ in traceback.walk_stack(innermost))
 
 

@@ -222,7 +222,7 @@ _ASYNC: weakref.WeakKeyDictionary[FunctionType, bool] = weakref.WeakKeyDictionar
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns a coroutine; looks through functools.partial and callable objects."""
+    """True if a call returns a coroutine; looks through functools.partial and callable objects."""
     plain = function.__func__ if type(function) is MethodType else function
     if type(plain) is not FunctionType:
         return _looks_async(function)

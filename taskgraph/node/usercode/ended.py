@@ -25,7 +25,7 @@ _places: set[str] = set()
 
 
 def as_expected(error: object) -> bool:
-    """Whether the error ended code that held an epoch open, when its attempt ended."""
+    """True if the error ended code that held an epoch open, when its attempt ended."""
     return isinstance(error, AttemptEnded) and error.held
 
 

@@ -68,12 +68,12 @@ class SimCoordinator:
 
     @property
     def hears(self) -> bool:
-        """Whether watches get events."""
+        """True if watches get events."""
         return self._heard and not self._stalled
 
     @property
     def answers(self) -> bool:
-        """Whether answers to its calls arrive."""
+        """True if answers to its calls arrive."""
         return self._heard
 
     def late_s(self, what: str) -> float:

@@ -164,7 +164,7 @@ class Slips:
         return self._lossy.choice(("answer", "answer", "request", "refused", "late"))
 
     def report(self) -> bool:
-        """Whether a report is lost."""
+        """True if a report is lost."""
         return self._reports > 0 and self._lossy.random() < self._reports
 
     def read(self) -> str:
@@ -174,11 +174,11 @@ class Slips:
         return self._rng.choice(("answer", "request", "late"))
 
     def late_s(self) -> float:
-        """How long a late read takes: mostly less than a call may take."""
+        """Returns how long a late read takes: mostly less than a call may take."""
         return _LATE_READ_S * self._rng.random() ** 2
 
     def probe_s(self, limit_s: float) -> float:
-        """How long a probe takes beside its messages, within `limit_s`."""
+        """Returns how long a probe takes beside its messages, within `limit_s`."""
         return 0.9 * limit_s * self._rng.random() if self._probes else 0.0
 
 
@@ -519,7 +519,7 @@ def _zombie_of_before_a_roll_back(rng: random.Random) -> list[Fault]:
 
 
 def draw_race(rng: random.Random, *, talks: bool, keeps: bool) -> str:
-    """Which of them a seed has, "" for none.
+    """Returns which of them a seed has, "" for none.
 
     Args:
         talks: its tasks send flags and requests, and there are some beside the leader's.

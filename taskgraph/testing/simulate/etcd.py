@@ -71,7 +71,7 @@ class SimStore(MemoryStore):
         self._schedule()
 
     def ended(self, lease_id: int, within_s: float) -> bool:
-        """Whether the TTL of a lease is over, was over at any time, or will be after the given time."""
+        """True if the TTL of a lease is over, was over at any time, or will be after the given time."""
         lease = self._leases.get(lease_id)
         return lease is None or lease_id in self._revived or lease.ends_at() <= own_time() + within_s
 
@@ -85,7 +85,7 @@ class Client(Protocol):
 
     @property
     def hears(self) -> bool:
-        """Whether messages of the server arrive."""
+        """True if messages of the server arrive."""
 
     @property
     def lag(self) -> float:

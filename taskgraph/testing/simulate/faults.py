@@ -98,7 +98,7 @@ class Faults:
         return self._rng.choice(others) if others else None
 
     def _survivable(self, *victims: SimNode) -> bool:
-        """Whether every task has a member in sync in another process that exists."""
+        """True if every task has a member in sync in another process that exists."""
         world = self._world
         view = world.invariants.view
         if self.ruthless or (self.bold and view.checkpoint is not None):

@@ -265,7 +265,7 @@ class Invariants:
         self._checkpoints[record.name] = record.epoch
 
     def is_of_last_commit(self, boundary: Stamp) -> bool:
-        """Whether the boundary was committed last, and is not undone."""
+        """True if the boundary was committed last, and is not undone."""
         at = self.view.epoch.record if self.view.epoch is not None else None
         return at is not None and at.epoch == boundary.epoch and self._made.get(at.epoch) == boundary.attempt
 

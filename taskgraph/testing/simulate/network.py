@@ -164,7 +164,7 @@ class SimNetwork:
         return (one, other) in self._cut
 
     def dead_end(self, node: str) -> bool:
-        """Whether a connection attempt gets no answer at all."""
+        """True if a connection attempt gets no answer at all."""
         return node in self._vanished
 
     def _late_s(self, sender: str, to: str, kind: str) -> float:
@@ -176,7 +176,7 @@ class SimNetwork:
         )
 
     def loses(self, message: object) -> bool:
-        """Whether a report is lost: these messages get no acknowledgement."""
+        """True if a report is lost: these messages get no acknowledgement."""
         return isinstance(message, Report | Reports) and self._slips is not None and self._slips.report()
 
     def arrived(self, to: str, reply: Reply) -> Reply:

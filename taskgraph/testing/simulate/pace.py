@@ -160,7 +160,7 @@ class Memory:
         self.drawn = self.drawn and self.lasts
 
     def lacks(self, node: str, message: object) -> bool:
-        """Whether `node` has no memory for a message that arrives there."""
+        """True if `node` has no memory for a message that arrives there."""
         if not self.drawn or not isinstance(message, Item if self.lasts else Item | Answer):
             return False
         if message.stamp.epoch < self._from:
@@ -200,7 +200,7 @@ class Links:
         self._slower = rng.choice(_SLOWER)
 
     def delay_s(self, one: str, other: str, usual_s: float, connect_s: float) -> float:
-        """How long a message takes on a link; never too long for a connection to be made."""
+        """Returns how long a message takes on a link; never too long for a connection to be made."""
         if not self.drawn or {one.rpartition("-")[0], other.rpartition("-")[0]} != self._ends:
             return usual_s
         return max(usual_s, min(self._slower * usual_s, connect_s / 5))

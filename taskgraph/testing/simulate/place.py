@@ -68,7 +68,7 @@ class SimPlace:
 
     @property
     def late(self) -> bool:
-        """Whether listings are late."""
+        """True if listings are late."""
         return self._lags is not None
 
     def _listed(self, start: str) -> dict[str, int | None]:
@@ -150,7 +150,7 @@ class NodePlace:
         self.full, self.extra_s = False, 0.0
 
     def delay_s(self) -> float:
-        """How long a call takes now, at most."""
+        """Returns how long a call takes now, at most."""
         return self._place.usual_s + self._place.extra_s + self.extra_s
 
     def write(self, path: str, parts: Iterable[Bytes]) -> None:

@@ -149,7 +149,7 @@ class Runs:
     # -- asked when a job ends --------------------------------------------------------------------
 
     def finishing(self, stamp: Stamp, terms: Mapping[int, int]) -> bool:
-        """Whether a task said that the job ends with this epoch, of the runs of these terms."""
+        """True if a task said that the job ends with this epoch, of the runs of these terms."""
         runs = (self._runs.get((task, stamp, term)) for task, term in terms.items())
         return any(run is not None and run.finishes for run in runs)
 
@@ -161,7 +161,7 @@ class Runs:
     # -- asked when an epoch restarts -------------------------------------------------------------
 
     def several_under_way(self, stamp: Stamp, terms: Mapping[int, int]) -> bool:
-        """Whether a task has begun several epochs at this stamp or after it, in its current term, and ended none."""
+        """True if a task has begun several epochs at this stamp or after it, in its current term, and ended none."""
         under_way = Counter(
             run.task
             for run in self._runs.values()

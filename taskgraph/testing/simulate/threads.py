@@ -38,7 +38,7 @@ class Ends:
         self._long = 0.0
 
     def at_once(self) -> bool:
-        """Whether a brief function ends before its caller goes on."""
+        """True if a brief function ends before its caller goes on."""
         return self.drawn and self._rng.random() < self._at_once
 
     def share(self) -> float:
@@ -46,7 +46,7 @@ class Ends:
         return self._rng.random() if self.drawn else 1.0
 
     def long_s(self) -> float:
-        """How much longer than others a function takes."""
+        """Returns how much longer than others a function takes."""
         return _LONG_S * self._rng.random() ** 2 if self.drawn and self._rng.random() < self._long else 0.0
 
 

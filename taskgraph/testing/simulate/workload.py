@@ -265,7 +265,7 @@ class Workload:
         )
 
     def is_silent(self, epoch: Any) -> bool:
-        """Whether the moody task sends no flags in this run: mostly in the first one, mostly not when it runs again."""
+        """True if the moody task sends no flags in this run: mostly in the first one, mostly not when it runs again."""
         first = self.rerun.setdefault(epoch.number, epoch._work) is epoch._work
         return self.chaos.random() < (0.8 if first else 0.2)
 

@@ -354,7 +354,7 @@ class World:
             await self.nodes[node.id].coordinator.close()
 
     def _gone(self, node_id: str) -> bool:
-        """Whether the node's run has ever declared it gone. Also true if that record may have been deleted."""
+        """True if the node's run has ever declared it gone. Also true if that record may have been deleted."""
         view = self.invariants.view
         if node_id in self._gone_before or node_id in view.gone or node_id in self.invariants.forgotten:
             return True
@@ -424,7 +424,7 @@ class World:
             await asyncio.sleep(0.02)
 
     def left(self) -> bool:
-        """Whether every node that was not killed has ended.
+        """True if every node that was not killed has ended.
 
         Raises:
             Violation: one did, and something of a task there did not.
