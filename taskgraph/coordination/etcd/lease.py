@@ -47,7 +47,8 @@ _RENEWALS_PER_TTL = 5
 #: Parts of a TTL that a stream waits for its first answer, connecting included, and for each later one. A silent member
 #: may come before one that answers: a round (1/5), 1/3, a pause (1/20) and 1/5 are below 1.
 _FIRST_ANSWER, _LATER_ANSWER = 1 / 5, 1 / 3
-#: The first wait doubles with each stream that broke, up to this: behind a slow link, connecting takes seconds.
+#: The first wait doubles with each stream that broke, up to this: behind a slow link, connecting takes seconds. The next
+#: lease goes on from there: connecting may take longer than three tries of one lease.
 _MOST_FIRST_S = 8.0
 #: How often the log names an endpoint that fails: an etcd may be away for days, and is asked four times a second.
 _SAY_AGAIN_S = 60.0
@@ -143,7 +144,6 @@ class EtcdLease:
         self._trouble = ""
         self._why_none = ""  # why the last stream could not be opened
         self._said_at: dict[Endpoint, float] = {}  # when the log named it last, unless a renewal succeeded since
-        self._failures = 0  # streams that broke since the last answer
         self._ticked_at = time.monotonic()
         self._closing = False
         self._wake = threading.Event()  # the renewer has a reason to look before its time
@@ -204,7 +204,7 @@ class EtcdLease:
                 self._wake.clear()
                 now = time.monotonic()
                 if stream is not None and (why := stream.ended or stream.silence(now)):
-                    self._failures += 1
+                    self._login.broken_streams += 1
                     self._say_failed(stream.endpoint, why)
                     stream.close()
                     stream = None
@@ -249,7 +249,7 @@ class EtcdLease:
                 self._entering.add_done_callback(lambda _: self._wake.set())
             return None
         try:
-            first_s = min(_MOST_FIRST_S, self.ttl_s * _FIRST_ANSWER * 2 ** min(self._failures, 10))
+            first_s = min(_MOST_FIRST_S, self.ttl_s * _FIRST_ANSWER * 2 ** min(self._login.broken_streams, 10))
             stream = _Stream(self._options, endpoint, self, token, (first_s, self.ttl_s * _LATER_ANSWER))
         except (CoordinationError, OSError, RuntimeError) as error:
             # A TLS file is being replaced, no thread can be started, or no file opened: the next round tries again.
@@ -276,7 +276,7 @@ class EtcdLease:
         else:
             self._valid_until = max(self._valid_until, sent_at + ttl_s)
             self._trouble = ""
-            self._failures = 0
+            self._login.broken_streams = 0
             self._said_at.clear()
 
     def refused(self, token: str) -> None:

@@ -76,12 +76,14 @@ class Login:
 
     Attributes:
         last: the newest token, even if etcd refused it.
+        broken_streams: streams of the connection's leases that broke since etcd answered one.
     """
 
     def __init__(self, options: EtcdOptions) -> None:
         self._options = options
         self._lock = threading.Lock()
         self.last: str | None = None
+        self.broken_streams = 0
         self._entered: Entered | None = None
         self._under_way: Future[Entered] | None = None
         self._since: float | None = None  # when the first of several logins that timed out began

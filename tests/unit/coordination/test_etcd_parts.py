@@ -261,6 +261,37 @@ async def test_lease_behind_a_slow_link_waits_longer_for_each_connection(monkeyp
     assert 1 < len(made) <= 4
 
 
+async def test_next_lease_behind_a_slow_link_waits_as_long_as_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connecting may take longer than all tries of one lease: the lease after it must not begin anew."""
+    made: list[FarAway] = []
+
+    def sync_channel(*_: object) -> FarAway:
+        made.append(FarAway(0.5))
+        return made[-1]
+
+    monkeypatch.setattr(EtcdOptions, "sync_channel", sync_channel)
+    options = EtcdOptions.make("127.0.0.1:1")
+    login = Login(options)
+    lost = lease_of(options, login, ttl_s=0.75)
+    lost.start()
+    async with asyncio.timeout(30):
+        while len(made) < 3:  # noqa: ASYNC110 - a thread of its own renews it
+            await asyncio.sleep(0.001)
+    await lost.close(revoke=False)
+
+    made.clear()
+    lease = lease_of(options, login, ttl_s=0.75)
+    lease.start()
+    now = time.monotonic()
+    try:
+        async with asyncio.timeout(30):
+            while lease.valid_until() < now + 60:  # noqa: ASYNC110 - likewise
+                await asyncio.sleep(0.001)
+    finally:
+        await lease.close(revoke=False)
+    assert len(made) == 1
+
+
 async def test_lease_without_a_thread_is_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing the client must not wait for the thread that never started."""
 
