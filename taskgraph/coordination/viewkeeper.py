@@ -61,7 +61,7 @@ class ViewKeeper:
         self._listings: list[float] = []  # when the listings under way began
         self._later: asyncio.TimerHandle | None = None  # calls `notify`, for changes of the structure
         self._rested_at = 0.0  # when the pause after the last `notify` ends
-        self._read_rest_s = 0.0  # the pause before the next re-read
+        self._read_rested_at = 0.0  # when the pause after the last re-read ends
         self._running: asyncio.Task[None] | None = None  # `run`
         self._broken: Exception | None = None  # raised by a `notify` out of a timer
 
@@ -94,7 +94,8 @@ class ViewKeeper:
             except WentBack as why:
                 raise Lost(str(why)) from None
             self.notify()
-        self._read_rest_s = min(_READ_RESTS * (self._coordinator.now() - since), _READ_REST_S)
+        now = self._coordinator.now()
+        self._read_rested_at = now + min(_READ_RESTS * (now - since), _READ_REST_S)
 
     @property
     def waits(self) -> tuple[str, ...]:
@@ -212,7 +213,8 @@ class ViewKeeper:
 
     async def _read_until(self, predicate: Callable[[JobView], bool], waiting: asyncio.Future[None]) -> None:
         """Waits for the future of a predicate; re-reads etcd if that takes longer than `refresh_s`."""
-        timer = asyncio.get_running_loop().call_later(max(self._refresh_s, self._read_rest_s), _give_up, waiting)
+        rests_s = self._read_rested_at - self._coordinator.now()
+        timer = asyncio.get_running_loop().call_later(max(self._refresh_s, rests_s), _give_up, waiting)
         try:
             await waiting
         finally:

@@ -437,3 +437,18 @@ async def test_waits_cost_nothing_per_event_key(job: Job, node: Coordinator) -> 
     await asyncio.gather(*(job.keeper.caught_up(revision) for revision in reversed(revisions)))
     assert asked == 1 and job.changes == changes
     waiting.cancel()
+
+
+async def test_slow_listing_delays_no_later_re_read() -> None:
+    """A listing that took long is followed by a pause; a wait that begins after that pause re-reads in time."""
+    etcd = Slow()
+    keeper = ViewKeeper(etcd, "fit", refresh_s=0.01)
+    loading = asyncio.ensure_future(keeper.load())
+    await asyncio.sleep(0)
+    etcd.at_s = 100.0
+    etcd.go_on.set()
+    await loading
+    etcd.at_s = 200.0
+    revision = (await etcd.txn(Txn(success=(Put(keeper.view.keys.event("1"), b"{}"),)))).revision
+    async with asyncio.timeout(2.0):
+        await keeper.caught_up(revision)  # no watch runs
