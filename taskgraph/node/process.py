@@ -392,8 +392,7 @@ def _end_with(gone: Callable[[], bool], config: NodeConfig) -> None:
 
 def _exit(code: int, *, meant: bool = True) -> NoReturn:
     """Ends the process now: a compute that never returns must not keep it. Without a launcher, the children of this
-    process
-    are ended here.
+    process are ended here.
 
     Args:
         meant: False if user code may have ended the process.
