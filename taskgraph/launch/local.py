@@ -305,7 +305,7 @@ class LocalNodes:
             record = GoneRecord(
                 reason=f"killed by {self._killer(-code)}" if code < 0 else f"exited with code {code}",
                 ran=left.ran if left is not None else (),
-                at=_crashed_at(entry.log_path) if code < 0 else "",
+                at=_crashed_at(entry.log_path, -code),
                 meant=self._stopping or (left is not None and left.meant),
                 writer=f"launcher {os.getpid()}",
             )
@@ -518,9 +518,9 @@ def _end_of(path: Path, size_bytes: int) -> str:
         return file.read().decode(errors="replace")
 
 
-def _crashed_at(log_path: Path) -> str:
-    """The line of Python that crashed a node; "": its log does not say."""
+def _crashed_at(log_path: Path, number: int) -> str:
+    """The line of Python at which this signal ended a node; "": its log does not say."""
     try:
-        return lastwords.crashed_at(_end_of(log_path, _CRASH_BYTES))
+        return lastwords.crashed_at(_end_of(log_path, _CRASH_BYTES), number)
     except OSError:
         return ""

@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import re
+import signal
 import struct
 import sysconfig
 from pathlib import Path
@@ -193,14 +194,22 @@ def mark_intended(folder: Path) -> None:
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
 _OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 _LIBRARIES = (f"{sysconfig.get_path('stdlib')}{os.sep}", f"{os.sep}site-packages{os.sep}")
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+"""The signals for which `faulthandler` writes a stack."""
 
 
-def crashed_at(log_tail: str) -> str:
+def crashed_at(log_tail: str, number: int) -> str:
     """Finds the line of Python that crashed a node in what `faulthandler` wrote to the node's log; "": nothing.
 
     A crash inside a library is named by the line that called the library.
+
+    Args:
+        number: the signal that ended the node. The log may also have the stack of a child of the node, which inherits
+            `faulthandler`, so after another signal no line is named.
     """
-    stack = _FRAME.findall(log_tail.rpartition("Fatal Python error: ")[2]) if "Fatal Python error: " in log_tail else []
+    if number not in _CRASHES or "Fatal Python error: " not in log_tail:
+        return ""
+    stack = _FRAME.findall(log_tail.rpartition("Fatal Python error: ")[2])
     users = [frame for frame in stack if not frame[0].startswith(_OURS)]
     own = [frame for frame in users if not any(library in frame[0] for library in _LIBRARIES)]
     for path, line in (own or users)[:1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from taskgraph.node.membership.failing import fatal_record
-from taskgraph.node.usercode.lastwords import LastCalls, LastWords, mark_intended, named, read
+from taskgraph.node.usercode.lastwords import LastCalls, LastWords, crashed_at, mark_intended, named, read
 from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import GoneRecord, Ran
@@ -125,3 +126,10 @@ def test_job_failed_by_deaths_names_the_code() -> None:
         "itself, by os._exit or a crash in an extension. Look at that code; where it is not to blame, a larger "
         "Settings(fatal_deaths=...) lets more nodes try"
     )
+
+
+def test_only_a_crash_has_a_line() -> None:
+    """A child of the node, which inherited faulthandler, may have written the stack."""
+    log = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n  File "/home/me/job.py", line 7 in crash\n'
+    assert crashed_at(log, signal.SIGSEGV) == "/home/me/job.py, line 7"
+    assert crashed_at(log, signal.SIGKILL) == ""
