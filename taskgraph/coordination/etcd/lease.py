@@ -47,8 +47,8 @@ _RENEWALS_PER_TTL = 5
 #: Parts of a TTL that a stream waits for its first answer, connecting included, and for each later one. A silent member
 #: may come before one that answers: a round (1/5), 1/3, a pause (1/20) and 1/5 are below 1.
 _FIRST_ANSWER, _LATER_ANSWER = 1 / 5, 1 / 3
-#: The first wait doubles with each stream that broke, up to this: behind a slow link, connecting takes seconds. The next
-#: lease goes on from there: connecting may take longer than three tries of one lease.
+#: The first wait doubles with each stream that broke, up to this: behind a slow link, connecting takes seconds. The
+#: next lease goes on from there: connecting may take longer than three tries of one lease.
 _MOST_FIRST_S = 8.0
 #: How often the log names an endpoint that fails: an etcd may be away for days, and is asked four times a second.
 _SAY_AGAIN_S = 60.0
