@@ -124,11 +124,11 @@ class Reconciler:
     def _drop_replicas(self) -> None:
         """Drops replicas that are neither primary, nor member, nor wished for.
 
-        A paused node drops nothing: without its key in etcd, placement wishes for none of its replicas. A set-up that
-        runs may have read gigabytes and cannot be interrupted, so its replica stays until the set-up ends.
+        A node without its key in etcd, which pauses soon, drops nothing: placement wishes for none of its replicas. A
+        set-up that runs may have read gigabytes and cannot be interrupted, so its replica stays until the set-up ends.
         """
         node, roles, view = self._node, self._roles, self._node.keeper.view
-        if node.paused:
+        if node.paused or node.id not in view.nodes:
             return
         for task, replica in list(roles.replicas.items()):
             if self._takeovers.busy(task) or replica.setting_up is not None:

@@ -11,6 +11,7 @@ from cluster_kit import Counting, holder, job, play, stand_still
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.protocol.kv import Delete, Txn
 
 SETUP_S = 40.0
 
@@ -47,3 +48,25 @@ def test_setup_survives_an_ended_lease(hiccup: Callable[[InProcessCluster], None
     settings = tg.Settings(cancel_s=5.0)
     assert play(job(Slow, settings=settings), scenario, nodes=nodes) == ({0: 3, 1: 3}, nodes)
     assert len(calls) <= 2 * nodes, "each node sets each task up once at most"
+
+
+def test_finished_setup_survives_a_deleted_key() -> None:
+    """A backup is set up, and its primary is not: the backup is no member yet, and loses its key in etcd."""
+    calls: list[int] = []
+
+    class Uneven(Counting, state=["total"]):
+        async def setup(self) -> None:
+            calls.append(self.task_id)
+            if len(calls) == 1:
+                await asyncio.sleep(SETUP_S)
+            super().setup()
+
+    async def scenario(cluster: InProcessCluster) -> int:
+        await asyncio.sleep(10.0)
+        assert len(calls) == 2
+        ready = next(n for n in cluster.nodes if any(r.ready for r in n.replicas.values()))
+        await ready.coordinator.txn(Txn(success=(Delete(ready.keeper.view.keys.node(ready.id)),)))
+        await cluster.result()
+        return len(calls)
+
+    assert play(job(Uneven, tasks=1), scenario, nodes=2) == 2
