@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -288,6 +289,23 @@ async def test_a_node_with_another_version_of_the_driver_is_refused(embedded_etc
     assert "refused" in done.err and expected in done.err and "here it has" in done.err, done.err
     assert (await cli("shutdown", "sub4", *etcd)).out == "job sub4 was ended\n"
     assert (await cli("shutdown", "sub4", *etcd)).out == "job sub4 had ended already\n"
+
+
+async def test_launched_nodes_leave_before_the_etcd_of_the_run_ends(cli: Cli) -> None:
+    """The last node of a job is one of `launch`: it must read that the job has ended, or it waits and is killed."""
+    run = await cli.start("run", str(DRIVER.with_name("steady.py")), "--nodes", "1", "-o", "epochs=1000000")
+    await run.until("epoch ")
+    launch = await cli.start("launch", "steady", "--nodes", "1")
+    await run.until("n2 has a backup now")
+    assert (await cli("drain", "steady", "--node", "n1")).code == 0
+    while [node["name"] for node in (await status(cli, "steady"))["nodes"]] != ["n2"]:  # noqa: ASYNC110 (another process)
+        await asyncio.sleep(0.1)
+    assert (await cli("shutdown", "steady")).code == 0
+    assert (await run.done()).code == 1
+    done = await launch.done()
+    assert done.code == 1 and "the job was ended: shut down by" in done.err
+    assert "has not ended with the job" not in done.err
+    await cli.nothing_left()
 
 
 async def test_submit_needs_an_etcd(cli: Cli) -> None:

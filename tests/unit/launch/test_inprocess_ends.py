@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -211,6 +212,17 @@ def test_endless_code_does_not_keep_the_process(where: str) -> None:
     assert f"task 1 runs {where!r} for" in said
     assert "teardown 0" in said
     assert "teardown 1" not in said  # its own code still runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["setup", "handler h"])
+def test_one_ctrl_c_ends_endless_code(where: str) -> None:
+    with endless("tg.run(job, nodes=0)", where) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "looping\n"
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode in (-signal.SIGINT, 130)
 
 
 async def test_beginning_is_reported_before_the_first_commit() -> None:
