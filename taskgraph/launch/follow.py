@@ -171,7 +171,8 @@ class Follower:
             self._report(event)
 
     def _report(self, event: Event) -> None:
-        known = (event.at, event.node, event.text)
+        # Other followers word the cost of the same failure with their own times of commits.
+        known = (event.at, event.node, str(event.fields.get("node")) if event.kind == FAILOVER else event.text)
         if self._on_event is None or known in self._reported:
             return
         self._reported[known] = None

@@ -10,7 +10,8 @@ these events for one failed node:
     finished    all of these, and no event for `_QUIET_S`, since events of other nodes come late
 
 After `_SLOW_S` an incident is finished without a commit, too: epochs may take minutes. After `_LONG_S` it is finished
-in any case.
+in any case. A node that was frozen may notice the failure after that: its report opens no second incident, unless tasks
+were taken over again, or the failed node had come back as a backup.
 
 The caller passes every event to `take`, every commit to `committed`, and calls `look` several times a second.
 Times are those of the events, by the clocks of the nodes.
@@ -39,6 +40,8 @@ _COMMITS = 8192
 """Commits remembered. A failure is known after a second or two, in which a fast job commits some thousands."""
 _NAMED = 8
 """Nodes named in a line."""
+_REPORTED = 1024
+"""Failed nodes remembered: many more than notice a failure late."""
 
 
 @dataclass(slots=True)
@@ -80,6 +83,7 @@ class Incidents:
         self._clock = clock
         self._open: dict[str, _Incident] = {}
         self._commits: deque[float] = deque(maxlen=_COMMITS)
+        self._reported: dict[str, None] = {}
 
     @property
     def any_open(self) -> bool:
@@ -88,8 +92,10 @@ class Incidents:
     def take(self, event: Event) -> None:
         """An event, in whatever order they come."""
         if event.kind == FAILOVER:
-            self._open.pop(str(event.fields.get("node")), None)  # another follower of the job has reported it
+            self._close(str(event.fields.get("node")))  # another follower of the job has reported it
         elif event.kind == "lost":
+            if str(event.fields["lost"]) in self._reported:
+                return
             incident = self._of(event, "lost")
             if "lease" in event.fields:
                 incident.cause = "its lease ended"
@@ -101,12 +107,19 @@ class Incidents:
             incident.takers.add(event.node)
             incident.taken = max(incident.taken, float(event.fields.get("until", event.at)))
         elif event.kind == "admitted":
+            self._reported.pop(str(event.fields.get("of")), None)
             for incident in self._open.values():
                 incident.backed_up = max(incident.backed_up, float(event.fields.get("until", event.at)))
                 incident.heard = self._clock()
         elif event.kind in ("restart", "rolled back") and event.epoch is not None:
             for incident in self._open.values():
                 incident.redone.add(event.epoch)
+
+    def _close(self, node: str) -> None:
+        self._open.pop(node, None)
+        self._reported[node] = None
+        if len(self._reported) > _REPORTED:
+            del self._reported[next(iter(self._reported))]
 
     def _of(self, event: Event, field_name: str) -> _Incident:
         node, now = str(event.fields[field_name]), self._clock()
@@ -130,7 +143,7 @@ class Incidents:
             late = self._commit_after(incident) is None and lasted < _SLOW_S
             quiet = now - incident.heard >= _QUIET_S
             if over or lasted >= _LONG_S or (quiet and not late and self._is_whole(incident, view)):
-                del self._open[node]
+                self._close(node)
                 if incident.moved or not over:  # nodes leave when a job ends
                     found.append(self._event(incident, view, over=over))
             elif lasted >= _SLOW_S and not incident.reported:

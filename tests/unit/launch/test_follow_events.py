@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import taskgraph as tg
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.launch.follow import follow_events, kept_events
+from taskgraph.driver.spec import JobSpec
+from taskgraph.launch.follow import Follower, follow_events, kept_events
 from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.records import StatusRecord
 
 JOB = "job"
 
@@ -53,3 +56,30 @@ async def test_events_come_in_the_order_of_what_happened_also_where_a_clock_is_o
     told = await kept_events(coordinator, JOB)
     assert seen == [event.text for event in told] == [f"event {number}" for number in range(3)]
     await following.aclose()  # type: ignore[attr-defined]
+
+
+async def test_failure_reported_by_two_launchers_is_shown_once() -> None:
+    coordinator, keys = MemoryCoordinator(MemoryStore()), Keys(JOB)
+    spec = JobSpec.local(tg.Job(tasks=1, epochs=1, builder=tg.Task, name=JOB))
+    await coordinator.txn(Txn(success=(Put(keys.spec, spec.to_bytes()),)))
+    await coordinator.txn(Txn(success=(Put(keys.status, StatusRecord(state="running").to_bytes()),)))
+    seen: list[str] = []
+    follower = Follower(coordinator, spec, b"")
+    await follower.start(lambda event: seen.append(event.text))
+    try:
+        for after in (0.07, 0.08):
+            failover = Event(
+                5.0, "launcher", "failover", f"n1 died; next commit after {after} s", fields={"node": "n1"}
+            )
+            await coordinator.txn(Txn(success=(Put(keys.event("5-failover-n1"), failover.to_bytes()),)))
+            async with asyncio.timeout(30):
+                while not seen:  # noqa: ASYNC110 (another task fills it)
+                    await asyncio.sleep(0.01)
+        other = Event(6.0, "n2", "waits", "last")
+        await coordinator.txn(Txn(success=(Put(keys.event("6"), other.to_bytes()),)))
+        async with asyncio.timeout(30):
+            while seen[-1] != "last":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        await follower.stop()
+    assert seen == ["n1 died; next commit after 0.07 s", "last"]

@@ -148,3 +148,35 @@ def test_failure_reported_by_another_follower_is_closed() -> None:
     incidents.take(lost("n1", 10.0))
     incidents.take(Event(10.0, "launcher", "failover", "n1 died (SIGKILL)", fields={"node": "n1"}))
     assert finished(incidents, clock, AFTER) == []
+
+
+def test_late_report_of_a_failure_is_no_second_one() -> None:
+    """A node that was frozen or busy reports seconds later that it lost the node."""
+    clock = Clock()
+    incidents = Incidents(TASKS, 1, clock)
+    for event in (lost("n1", 10.0), takeover("n2", "n1", 10.1, count=2), admitted(10.3)):
+        incidents.take(event)
+    incidents.committed(10.4)
+    assert len(finished(incidents, clock, AFTER)) == 1
+    incidents.take(lost("n1", 15.0))
+    incidents.committed(15.1)
+    assert finished(incidents, clock, AFTER) == []
+
+
+def test_late_report_after_another_follower_reported_the_failure() -> None:
+    clock = Clock()
+    incidents = Incidents(TASKS, 1, clock)
+    incidents.take(Event(10.0, "launcher", "failover", "n1 died (SIGKILL)", fields={"node": "n1"}))
+    incidents.take(lost("n1", 15.0))
+    incidents.committed(15.1)
+    assert finished(incidents, clock, AFTER) == []
+
+
+def test_node_that_came_back_may_fail_again() -> None:
+    clock = Clock()
+    incidents = Incidents(TASKS, 1, clock)
+    incidents.take(Event(10.0, "launcher", "failover", "n1 does not answer", fields={"node": "n1"}))
+    incidents.take(Event(12.0, "n2", "admitted", "...", fields={"of": "n1"}))
+    incidents.take(lost("n1", 15.0))
+    incidents.committed(15.1)
+    assert len(finished(incidents, clock, AFTER)) == 1
