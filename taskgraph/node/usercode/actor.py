@@ -148,7 +148,8 @@ class Actor:
             if words is not None:
                 words.runs(self.task, stamp, where)
             cancelling = current_task(self._loop).cancelling  # type: ignore[union-attr]  # an asyncio task awaits this
-            context = context or self.contexts.fresh()
+            if context is None:  # an empty one is false
+                context = self.contexts.fresh()
             try:
                 before, ended = cancelling(), True
                 try:
@@ -357,7 +358,9 @@ class Actor:
         if alone:
             self._holder = where
         try:
-            result = (context or self.contexts.fresh()).run(function, *args)
+            if context is None:  # an empty one is false
+                context = self.contexts.fresh()
+            result = context.run(function, *args)
             if result is not None and type(result) is CoroutineType:
                 refuse_coroutine(function, cast(Any, result))
             if after is not None:

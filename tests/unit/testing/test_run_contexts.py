@@ -91,3 +91,25 @@ def test_setup_sets_the_context_of_its_task(how: str) -> None:
         return tg.testing.run(made, kills={(0, 1): "sync", (1, 2): "done"} if how == "killed" else {}).values
 
     assert contextvars.Context().run(run) == {0: True, 1: True}
+
+
+class SetsOne(tg.Task):
+    """Sets one variable in `setup`, where the context is empty before."""
+
+    def setup(self) -> None:
+        KNOWN.set("something")
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        assert KNOWN.get() == "something"
+
+    def result(self) -> str:
+        return KNOWN.get()
+
+
+@pytest.mark.parametrize("nodes", [0, None])
+def test_setup_sets_an_empty_context(nodes: int | None) -> None:
+    def run() -> Any:
+        made = job(lambda _: SetsOne(), tasks=2, epochs=1)
+        return (tg.testing.run(made) if nodes is None else tg.run(made, nodes=nodes)).values
+
+    assert contextvars.Context().run(run) == dict.fromkeys(range(2), "something")
