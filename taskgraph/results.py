@@ -204,6 +204,6 @@ def _unsaid(value: Any, error: Exception) -> str:
 
 
 def _has_digits(value: int) -> bool:
-    """Can Python print this int in decimal digits (`set_int_max_str_digits`)?"""
+    """True if Python can print this int in decimal digits (`set_int_max_str_digits`)."""
     limit = sys.get_int_max_str_digits()
     return not limit or value.bit_length() <= _BITS_OF_A_DIGIT * limit

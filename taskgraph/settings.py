@@ -116,7 +116,7 @@ class Settings:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not _fits(value, field):
-                raise JobError(f"Settings({field.name}={value!r}): must be {_told(field)}")
+                raise JobError(f"Settings({field.name}={value!r}): must be {_allowed_text(field)}")
 
 
 def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
@@ -128,7 +128,7 @@ def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
     return bool((value > 0 if least is None else value >= least) and value <= most)
 
 
-def _told(field: dataclasses.Field[Any]) -> str:
+def _allowed_text(field: dataclasses.Field[Any]) -> str:
     """The values that a setting takes, for messages."""
     if isinstance(field.default, bool):
         return "True or False"

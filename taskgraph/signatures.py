@@ -1,4 +1,4 @@
-"""What functions of users take, and nothing of what their annotations say.
+"""Reads the parameters of users' functions, without evaluating annotations.
 
 Since Python 3.14 annotations are evaluated when somebody asks for them, and may name what is defined later, or what
 only a type checker imports: evaluating them raises NameError.
@@ -15,7 +15,7 @@ __all__ = ["declares_fields", "signature"]
 
 
 def signature(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
-    """As `inspect.signature`, without annotations."""
+    """Returns a signature like `inspect.signature`, without annotations."""
     if sys.version_info >= (3, 14):
         from annotationlib import Format
 

@@ -306,7 +306,7 @@ def edges(pairs: Pairs | Callable[[int], Pairs], *, out: str = "out", inbound: s
     if callable(pairs):
         of_epoch, tried = pairs, False
 
-        def made_of(epoch: int) -> tuple[_Edges, int]:
+        def edges_in(epoch: int) -> tuple[_Edges, int]:
             nonlocal tried
             found = _edges(of_epoch(epoch))
             if found.pairs and not tried:
@@ -318,7 +318,7 @@ def edges(pairs: Pairs | Callable[[int], Pairs], *, out: str = "out", inbound: s
                 tried = True
             return found, found.pairs
 
-        edges_of = _kept(made_of)
+        edges_of = _kept(edges_in)
     else:
         fixed = _edges(pairs)
 
@@ -415,7 +415,7 @@ def inverse(link: Link) -> Link:
     _check_parameters("inverse: the link", link)
     what = f"the inverted link {getattr(link, '__name__', '')!r}"
 
-    def made_of(key: tuple[int, int]) -> tuple[_Table, int]:
+    def inverted(key: tuple[int, int]) -> tuple[_Table, int]:
         (tasks, epoch), pairs = key, 0
         back: dict[int, list[int]] = {}
         for task in range(tasks):
@@ -425,7 +425,7 @@ def inverse(link: Link) -> Link:
                 back.setdefault(neighbor, []).append(task)
         return back, pairs
 
-    table = _kept(made_of)
+    table = _kept(inverted)
     if not _lasts(link):
         return lambda task_id, tasks, epoch: table((tasks, epoch)).get(task_id, ())
     lasting = _lasting({"back": lambda task_id, tasks, epoch: table((tasks, 0)).get(task_id, ())})

@@ -83,7 +83,7 @@ async def _status(options: argparse.Namespace) -> int:
                 continue
             away = False
             etcd_s, spec, view = time.monotonic() - began, reached.spec, keeper.view
-            statuses = await _asked(reached, view)
+            statuses = await _statuses_of(reached, view)
             if options.json:
                 text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, view, statuses))
             else:
@@ -153,7 +153,7 @@ def _nobody(reached: Reached, view: JobView) -> str:
     )
 
 
-async def _asked(reached: Reached, view: JobView) -> Mapping[str, NodeStatus | TaskGraphError]:
+async def _statuses_of(reached: Reached, view: JobView) -> Mapping[str, NodeStatus | TaskGraphError]:
     """Asks all nodes for their status, unless they speak another protocol."""
     entry, run = reached.entry, reached.spec.run
     try:

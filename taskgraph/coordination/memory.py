@@ -55,7 +55,7 @@ class MemoryStore:
     """The state that all nodes of one process share. Belongs to one event loop at a time."""
 
     def __init__(self) -> None:
-        self.revision = 1  # as an empty etcd
+        self.revision = 1  # like an empty etcd
         self.compacted = 0  # history before this revision is gone
         self._keys: dict[str, KeyValue] = {}
         self._history: dict[int, tuple[KeyEvent, ...]] = {}

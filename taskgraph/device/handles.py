@@ -24,7 +24,7 @@ from typing import Final
 
 from taskgraph.device.api import HANDLE_BYTES
 
-__all__ = ["close_withdrawn", "fetch", "offer", "withdraw", "withdrawn"]
+__all__ = ["any_withdrawn", "close_withdrawn", "fetch", "offer", "withdraw"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -179,7 +179,7 @@ def close_withdrawn() -> None:
     _close(_server.take_withdrawn())
 
 
-def withdrawn() -> bool:
+def any_withdrawn() -> bool:
     """True if there is a descriptor to close."""
     return bool(_server._withdrawn)
 

@@ -264,7 +264,7 @@ def with_identity(identity: bytes) -> SharedMemory | None:
 
 def idle() -> bool:
     """True if `trim` may have work."""
-    return handles.withdrawn() or any(len(memory) for memory in _offered.values())
+    return handles.any_withdrawn() or any(len(memory) for memory in _offered.values())
 
 
 def trim() -> None:

@@ -197,7 +197,7 @@ def _made(described: str | _SubArray | _Record, depth: int) -> np.dtype[Any]:
     whole = base.itemsize * math.prod(described.shape)
     if whole > _MAX_ITEM:
         raise DecodeError(f"a dtype of {whole} bytes")
-    return _sized(np.dtype((base, described.shape)), whole)
+    return _check_itemsize(np.dtype((base, described.shape)), whole)
 
 
 def _made_record(record: _Record, depth: int) -> np.dtype[Any]:
@@ -216,11 +216,11 @@ def _made_record(record: _Record, depth: int) -> np.dtype[Any]:
     }
     if any(field.title is not None for field in record.fields):
         spec["titles"] = [field.title if field.title is None else _from_utf8(field.title) for field in record.fields]
-    made = _sized(np.dtype(spec, align=record.aligned), itemsize)
+    made = _check_itemsize(np.dtype(spec, align=record.aligned), itemsize)
     return np.dtype((np.record, made)) if record.is_np_record else made
 
 
-def _sized(made: np.dtype[Any], itemsize: int) -> np.dtype[Any]:
+def _check_itemsize(made: np.dtype[Any], itemsize: int) -> np.dtype[Any]:
     if made.itemsize != itemsize:
         raise DecodeError(f"a dtype of {made.itemsize} bytes that announces {itemsize}")
     return made

@@ -37,7 +37,7 @@ def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int = 0) ->
         return b""
     sides = [axis for axis, extent in enumerate(shape) if extent != 1]
     order = sorted(sides, key=lambda axis: -abs(strides[axis]))
-    gapped = _gapped(shape, strides, order, itemsize) if itemsize else frozenset()
+    gapped = _gapped_axes(shape, strides, order, itemsize) if itemsize else frozenset()
     if order == sides and not gapped and all(strides[axis] >= 0 for axis in sides):
         return b""
     ones = [axis for axis, extent in enumerate(shape) if extent == 1]
@@ -46,8 +46,8 @@ def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int = 0) ->
     )
 
 
-def _gapped(shape: Sequence[int], strides: Sequence[int], order: list[int], itemsize: int) -> frozenset[int]:
-    """The axes along which a step is not as wide as all steps within; none where elements share memory.
+def _gapped_axes(shape: Sequence[int], strides: Sequence[int], order: list[int], itemsize: int) -> frozenset[int]:
+    """Returns the axes along which a step is wider or narrower than all steps within; none if elements share memory.
 
     It may be less wide: of the steps within, the last one ends behind the last element, and its gap may be cut off, as
     in rows of 160 elements of which every third is taken.

@@ -1,4 +1,4 @@
-"""How often a process that hosts nodes searches for garbage."""
+"""Sets how often a process that hosts nodes collects garbage."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ from taskgraph.graph.values import begin_hosted, decode, encode, hosted, verify
 from taskgraph.jobs import Job
 from taskgraph.node.reports import PlainRows, ReportLog, Rows, carried, with_log
 from taskgraph.node.usercode.actor import Actor
-from taskgraph.node.usercode.errors import StuckError, UserCodeError, met
+from taskgraph.node.usercode.errors import StuckError, UserCodeError, cuda_error
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.messages import Encoded
-from taskgraph.protocol.numbers import held
+from taskgraph.protocol.numbers import compact
 from taskgraph.protocol.records import EpochRecord
 from taskgraph.shape import GIVEN, TaskShape, check_attributes
 from taskgraph.task import Task, shape_of
@@ -264,7 +264,7 @@ class Replica:
         try:
             return await self.actor.call(COPIES, copy, alone=False)
         except UserCodeError as error:
-            if met(error) is not None:
+            if cuda_error(error) is not None:
                 await asyncio.sleep(_SPOILER_S)
             raise
 
@@ -281,7 +281,7 @@ class Replica:
             raw: dict[str, Any] = decode(value, writable=True, device=self.device)
             if self.stateful:
                 task.restore(raw["state"])
-            return held(raw["numbers"])
+            return compact(raw["numbers"])
 
         self.previous = await self.actor.call("restore", put)
 
@@ -337,7 +337,7 @@ class Replica:
             return read()
         return await self.actor.call("arrival", read, alone=False)
 
-    async def tell(self, event: Event) -> None:
+    async def notify(self, event: Event) -> None:
         """Passes an event to the user's object."""
         if "on_event" in self.shape.overrides:
             await self.actor.call("on_event", self.user_task.on_event, event)

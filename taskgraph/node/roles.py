@@ -1,4 +1,4 @@
-"""What a node is to each task: its primary, a backup, or nothing; and whether it leads the job.
+"""Keeps a node's role for each task: primary, backup or none; and whether it leads the job.
 
 This module begins and ends roles; `reconciler.py` decides when.
 """
@@ -48,7 +48,7 @@ class Roles:
         self.changed = asyncio.Event()
 
     def reconsider(self) -> None:
-        """Something changed that the view does not show."""
+        """Checks the roles again, after a change that the view does not show."""
         self.changed.set()
         self._node.keeper.notify_later()
 
@@ -107,7 +107,7 @@ class Roles:
         if replica.ready and not replica.actor.abandoned:
             replica.user_task.primary = False
             try:
-                await replica.tell(BecameBackup(term=self._node.keeper.view.term(task)))
+                await replica.notify(BecameBackup(term=self._node.keeper.view.term(task)))
             except UserCodeError as error:
                 await self._node.fail_early(error, task)
         del self.stepping_down[task]
@@ -135,7 +135,7 @@ class Roles:
     # -- replicas ---------------------------------------------------------------------------------
 
     def replica(self, task: int) -> Replica:
-        """This node's replica of a task, made on demand."""
+        """Returns this node's replica of a task, made on demand."""
         node, known = self._node, self.replicas.get(task)
         if known is None:
             xp, device = array_module(node.devices)

@@ -1,4 +1,4 @@
-"""What replicas and primaries use of their node: the core, and the parts that serve all tasks alike."""
+"""The parts of a node that its replicas and primaries use: the core, and the parts that serve all tasks alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from taskgraph.node.membership.wishes import Wishes
 from taskgraph.node.primary.checkpoint_reader import FILES_AT_A_TIME, CheckpointReader
 from taskgraph.node.primary.gathering import Gathering
 from taskgraph.node.replica import Replica
-from taskgraph.node.usercode.errors import UserCodeError, met
+from taskgraph.node.usercode.errors import UserCodeError, cuda_error
 from taskgraph.node.usercode.threads import PooledThreads, Threads
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.placement import Wish
@@ -90,7 +90,7 @@ class NodeServices(NodeCore):
 
     async def fail_set_up(self, error: UserCodeError | TaskGraphError, task: int) -> None:
         """Handles a failed set-up of a backup: ends this node if the job can do without it; otherwise `fail_early`."""
-        if met(error) is not None or not self.set_ups.ends(error, task):
+        if cuda_error(error) is not None or not self.set_ups.ends(error, task):
             await self.fail_early(error, task)
 
     async def fail_early(self, error: UserCodeError | TaskGraphError, task: int, *, finished: bool = False) -> bool:

@@ -105,7 +105,7 @@ class Serving:
         return self._offer_now(peer, message) if type(message) in _OFFERS else None  # type: ignore[arg-type]
 
     def _item(self, pull: Pull) -> Reply | PendingReply | None:
-        primary = self._asked(pull)
+        primary = self._primary_for(pull)
         if primary is None or (self._room(pull.stamp) < 1 and primary.attempts.lacks(pull)):
             return None
         reply = primary.attempts.item(pull)
@@ -122,7 +122,7 @@ class Serving:
             room -= node.settings.max_parked // 4  # leave room for calls that pull one epoch
         if node.paused or room < pull.count:
             return None
-        primary = self._asked(pull)
+        primary = self._primary_for(pull)
         if primary is None:
             return None
         replies = primary.attempts.items(pull)
@@ -140,8 +140,8 @@ class Serving:
         limit, at = self._node.settings.max_parked, self._node.keeper.view.stamp
         return (limit // 2 if at is None or stamp > at else limit) - self._waiting.count
 
-    def _asked(self, pull: Pull) -> Primary | None:
-        """The primary that can answer all parts of a pull."""
+    def _primary_for(self, pull: Pull) -> Primary | None:
+        """Returns the primary here that can answer all parts of a pull."""
         primary, view = self._roles.primaries.get(pull.task), self._node.keeper.view
         if primary is None or view.term(pull.sender) != pull.sender_term:
             return None
@@ -267,7 +267,7 @@ class Serving:
         primary = self._roles.primaries.get(message.task)
         if primary is None:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {message.task}")
-        primary.reporter.tell_again(message.stamp.epoch)
+        primary.reporter.report_again(message.stamp.epoch)
         return WaitsPage(primary.term, primary.waits(message.stamp))
 
     async def _offer(self, peer: str, offer: Offer | Offers) -> Accepted:

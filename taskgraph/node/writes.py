@@ -36,7 +36,7 @@ class Writes:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Repeated requests to etcd, for `status`."""
+        """Names the repeated requests to etcd, for `status`."""
         now = self._coordinator.now()
         return tuple(
             f"a write has waited for etcd for {now - tried.since:.1f} s: {tried.error}"
@@ -57,7 +57,7 @@ class Writes:
         return result.revision if result is not None else None
 
     async def execute(self, txn: Txn, key: str, writer: str) -> TxnResult | None:
-        """As `transact`, and returns also the reads; none if its answer was lost."""
+        """Executes like `transact`, and also returns the reads; none if the answer was lost."""
         since = self._coordinator.now()
         try:
             result = await self._coordinator.txn(txn)

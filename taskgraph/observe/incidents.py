@@ -1,4 +1,4 @@
-"""What a failure cost: the many events of one failed node become one event, `failover`.
+"""Sums up what a failure cost: the many events of one failed node become one event, `failover`.
 
 Each node reports what it sees and does: that it lost a node, took tasks over, admitted backups. An incident collects
 these events for one failed node:
@@ -46,7 +46,7 @@ _REPORTED = 1024
 
 @dataclass(slots=True)
 class _Incident:
-    """What is known of one failed node.
+    """The facts about one failed node.
 
     Attributes:
         noticed: when the first node reported it.

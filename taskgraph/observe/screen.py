@@ -31,7 +31,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def one_line(text: str) -> str:
-    """The same, where ends of lines would be taken for ours."""
+    """Makes text fit for one line: ends of lines would be taken for ours."""
     return printable(text, "")
 
 

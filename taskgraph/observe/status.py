@@ -1,4 +1,4 @@
-"""A node's status, and the results of its tasks, as the control service carries them."""
+"""The status of a node, and of its replicas, as the control service carries it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ _SHOWN = 8
 
 
 def waits_text(statuses: Iterable[NodeStatus]) -> str:
-    """In words, what a job that did not end in time waits for.
+    """Says what a job that did not end in time waits for.
 
     Running user code comes first: the other waits may depend on it. The leader's findings follow in their order; if it
     found nothing yet, the waits of the primaries.

@@ -256,7 +256,7 @@ def _unanswered(picture: Picture) -> list[str]:
 
 
 def _waiting(picture: Picture) -> list[str]:
-    """What the job waits for: the leader's findings if an epoch takes unusually long, else the task at work longest."""
+    """Says what the job waits for: the leader's findings if an epoch is slow, else the task at work longest."""
     found = [w for said in picture.statuses.values() if isinstance(said, NodeStatus) for w in said.waits]
     working = sorted(
         ((node, replica) for node, replica in picture.replicas if replica.processor),

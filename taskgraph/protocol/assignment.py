@@ -18,7 +18,7 @@ class Seat:
     """A node that may have replicas: registered, not gone, not draining.
 
     Attributes:
-        left: tasks that it gave up for lack of memory, once for each time.
+        left: tasks that the node gave up for lack of memory, once for each time.
     """
 
     node: str
@@ -141,7 +141,7 @@ class Assignment:
         return {self.hosts[i] for i in self.holders(task) if i != node}
 
     def duplicates_host(self, task: int, node: int) -> bool:
-        """Another replica of the task is on the host of `node`."""
+        """True if another replica of the task is on the host of `node`."""
         return self.many_hosts and self.hosts[node] in self.hosts_without(task, node)
 
     def turn(self, task: int, seat: int) -> int:

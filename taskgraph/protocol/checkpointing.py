@@ -80,6 +80,7 @@ class Collected:
         self._began: dict[int, Stamp] = {}  # the stamp at which the current primary of a task began
 
     def take(self, written: Written) -> None:
+        """Takes a primary's report of a file that it wrote, or could not write."""
         stamp, task = written.stamp, written.task
         if self._is_before(stamp, task):
             return  # a late report of an earlier primary
@@ -93,7 +94,7 @@ class Collected:
             self._keep(sparse(self._files, _MOST))
 
     def began(self, task: int, at: Stamp) -> None:
-        """A task has a new primary, which began at `at` or later. It writes no earlier boundaries."""
+        """Notes a task's new primary, which began at `at` or later. It writes no earlier boundaries."""
         self._began[task] = at
 
     def _is_before(self, stamp: Stamp, task: int) -> bool:
@@ -142,7 +143,7 @@ class Collected:
         return found
 
     def _is_lacking(self, stamp: Stamp, tasks: Iterable[int]) -> bool:
-        """One of these tasks will never report a file of this boundary."""
+        """True if one of these tasks will never report a file of this boundary."""
         return any(self._last.get(task, stamp) > stamp or self._is_before(stamp, task) for task in tasks)
 
     def complete(self, view: JobView) -> tuple[Stamp, tuple[Written, ...]] | None:

@@ -92,7 +92,7 @@ Action = WaitFor | SealTasks | Commit | Restart | Diverged
 
 
 def _later(report: Report, known: Report) -> bool:
-    """The report is newer than the known one. Reports are repeated, and may arrive late."""
+    """True if the report is newer than the known one. Reports are repeated, and may arrive late."""
     return not known.done and (report.done or report.version >= known.version)
 
 
@@ -149,7 +149,7 @@ class Leader:
         self.enough = max(1, (ahead + 1) // 2)
 
     def begin(self, stamp: Stamp) -> None:
-        """`stamp` was read from etcd. Drops reports of other attempts and earlier epochs."""
+        """Begins the epoch of `stamp`, which was read from etcd. Drops reports of other attempts and earlier epochs."""
         if self.stamp == stamp:
             return
         if self.stamp is None or stamp.attempt != self.stamp.attempt:
@@ -221,7 +221,7 @@ class Leader:
         return any(self._lacks_task_0(self._reports.get(epoch, _NOTHING)) for epoch in self._awaited)
 
     def request_restart(self, stamp: Stamp, why: str) -> bool:
-        """A node says that the attempt cannot complete the epoch. Returns True if `stamp` counts."""
+        """Takes a node's word that the attempt cannot complete the epoch. Returns True if `stamp` counts."""
         if not self.takes(stamp):
             return False
         self._must_restart(stamp.epoch, why)
@@ -234,7 +234,7 @@ class Leader:
             self._restart = (epoch, why)
 
     def sealed(self, task: int, term: int, version: int) -> None:
-        """The task accepted the seal, so it is not sent again."""
+        """Notes that the task accepted the seal, so that it is not sent again."""
         self._sealed[task] = (term, version)
 
     def reports(self, epoch: int | None = None) -> dict[int, Report]:
@@ -267,17 +267,17 @@ class Leader:
         return rows
 
     def _lacks_task_0(self, found: _EpochReports) -> bool:
-        """All tasks but task 0 are done."""
+        """True if all tasks but task 0 are done."""
         own = found.reports.get(0)
         return found.done == self._tasks - 1 and (own is None or not own.done)
 
     def complete(self, epoch: int) -> bool:
-        """Every task has reported on the epoch."""
+        """True if every task has reported on the epoch."""
         found = self._reports.get(epoch)
         return found is not None and len(found.reports) == self._tasks
 
     def missing(self, view: JobView) -> tuple[int, ...]:
-        """Tasks without a report of their current term."""
+        """Returns tasks without a report of their current term."""
         reports = self.reports()
         return tuple([t for t in range(self._tasks) if (r := reports.get(t)) is None or r.term != view.term(t)])
 
@@ -330,7 +330,7 @@ class Leader:
         return terms
 
     def _can_commit(self, epoch: int, terms: dict[int, int]) -> bool:
-        """All tasks are done with the epoch, in their current terms, and all edges agree."""
+        """True if all tasks are done with the epoch, in their current terms, and all edges agree."""
         found = self._reports.get(epoch)
         if found is None or found.done != self._tasks:
             return False
@@ -365,5 +365,5 @@ def _same(numbers: Mapping[str, float], others: Mapping[str, float]) -> bool:
 
 
 def _agree(reports: list[Report]) -> bool:
-    """All edges agree: everything sent was received."""
+    """True if all edges agree: everything sent was received."""
     return sum([r.sent for r in reports]) & _MASK == sum([r.received for r in reports]) & _MASK

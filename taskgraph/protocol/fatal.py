@@ -25,7 +25,7 @@ class Fatal:
     deaths: dict[str, GoneRecord]
 
     def counts(self, ran: Ran) -> bool:
-        """`ran` is the code that is blamed."""
+        """True if `ran` is the code that is blamed."""
         return ran.task == self.task and ran.epoch in (self.epoch, -1)
 
 

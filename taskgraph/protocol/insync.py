@@ -55,7 +55,7 @@ class InSync:
         self.steady = not self._marked
         """All nodes are members: none is being admitted or evicted."""
 
-    def _put(self, node: str, place: Place | None) -> None:
+    def _set_place(self, node: str, place: Place | None) -> None:
         """Sets the state of a node; None: absent."""
         if place is None:
             del self._place[node], self._acked[node]
@@ -81,7 +81,7 @@ class InSync:
         return bool(self._place)
 
     def keep_from(self, epoch: int) -> None:
-        """`epoch` was read as committed: drops earlier boundaries."""
+        """Drops boundaries before `epoch`, which was read as committed."""
         current = self._current
         while current and current[0][0] < epoch:
             del current[0]
@@ -106,7 +106,7 @@ class InSync:
         return self._place.get(node)
 
     def fulfilled(self, wished: Iterable[str], living: Collection[str]) -> bool:
-        """All wished nodes are members and live. Only then other members may be evicted.
+        """True if all wished nodes are members and live. Only then other members may be evicted.
 
         Args:
             wished: the other nodes that placement wants, including nodes that died since: the member that was to leave
@@ -115,7 +115,7 @@ class InSync:
         return all(node in living and self._place.get(node) is Place.MEMBER for node in wished)
 
     def all_members(self, count: int) -> bool:
-        """There are `count` other nodes, and all are members."""
+        """True if there are `count` other nodes, and all are members."""
         return len(self._place) == count and self.steady
 
     @property
@@ -132,12 +132,12 @@ class InSync:
         """Makes an absent node a candidate."""
         if node not in self._place:
             self._acked[node] = set()
-            self._put(node, Place.CANDIDATE)
+            self._set_place(node, Place.CANDIDATE)
 
     def dismiss(self, node: str) -> bool:
         """Drops a candidate. Returns False if the node may be a member."""
         if self._place.get(node) is Place.CANDIDATE:
-            self._put(node, None)
+            self._set_place(node, None)
             return True
         return False
 
@@ -181,7 +181,7 @@ class InSync:
         """The admitting write is about to be sent."""
         if not self.may_admit(node):
             raise ValueError(f"{node} is {self._place.get(node)}, not a candidate with every boundary")
-        self._put(node, Place.ADMITTING)
+        self._set_place(node, Place.ADMITTING)
 
     def admitted(self, node: str, written: bool) -> None:
         """The outcome of the admitting write is known."""
@@ -189,10 +189,10 @@ class InSync:
             self._settle(node, written, Place.MEMBER if written else Place.CANDIDATE)
 
     def evicting(self, node: str) -> None:
-        """The evicting write is about to be sent. Acknowledgements are needed until it is known to exist."""
+        """Notes that the evicting write is about to be sent. Its acknowledgements are needed until the write exists."""
         if self._place.get(node) not in (Place.MEMBER, Place.MARKED):
             raise ValueError(f"{node} is {self._place.get(node)}, not a member")
-        self._put(node, Place.EVICTING)
+        self._set_place(node, Place.EVICTING)
 
     def evicted(self, node: str, written: bool) -> None:
         if self._place.get(node) is Place.EVICTING:
@@ -202,4 +202,4 @@ class InSync:
         """Sets the state after a write with a known outcome. A marked node stays marked if there was no write."""
         if written:
             self._marked -= {node}
-        self._put(node, Place.MARKED if node in self._marked else place)
+        self._set_place(node, Place.MARKED if node in self._marked else place)

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, NamedTuple
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
-from taskgraph.protocol.numbers import Numbers, held
+from taskgraph.protocol.numbers import Numbers, compact
 
 __all__ = [
     "Accepted",
@@ -321,9 +321,9 @@ class Report(_Message, frozen=True, tag=True):
             force_setattr(self, "sent", Sum(self.sent))
             force_setattr(self, "received", Sum(self.received))
         if self.numbers:
-            force_setattr(self, "numbers", held(self.numbers))
+            force_setattr(self, "numbers", compact(self.numbers))
         if self.previous:
-            force_setattr(self, "previous", held(self.previous))
+            force_setattr(self, "previous", compact(self.previous))
 
 
 class Reports(_Message, frozen=True, tag=True):

@@ -12,7 +12,7 @@ from struct import Struct
 from typing import Final
 from weakref import WeakValueDictionary
 
-__all__ = ["FEW", "Names", "Numbers", "held"]
+__all__ = ["FEW", "Names", "Numbers", "compact"]
 
 FEW: Final = 4
 """A dict of this many numbers takes half a KiB."""
@@ -96,6 +96,6 @@ class Numbers(Mapping[str, float]):
         return f"{type(self).__name__}.of({self.plain()!r})"
 
 
-def held(numbers: Mapping[str, float]) -> Mapping[str, float]:
-    """Returns an immutable copy: packed, or a dict of a few numbers."""
+def compact(numbers: Mapping[str, float]) -> Mapping[str, float]:
+    """Copies numbers to save memory: packed, or a dict of a few numbers."""
     return Numbers.of(numbers) if len(numbers) > FEW else dict(numbers)

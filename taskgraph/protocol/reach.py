@@ -36,7 +36,7 @@ def host_of(key: str) -> str:
 
 
 def share_host(one: NodeRecord, other: NodeRecord) -> bool:
-    """Both nodes use unix sockets of one user on one host."""
+    """True if both nodes use unix sockets of one user on one host."""
     return not set(_unix_keys(one)).isdisjoint(_unix_keys(other))
 
 
@@ -91,7 +91,7 @@ def why_refused(ours: NodeRecord, other: NodeRecord) -> str:
 
 
 def _out_of_reach(node: NodeRecord, other: NodeRecord) -> bool:
-    """The other node cannot dial `node`. False if it is not known."""
+    """True if the other node cannot dial `node`. False if it is not known."""
     keys, theirs = _unix_keys(node), _unix_keys(other)
     if not keys or not theirs or share_host(node, other):
         return False
@@ -100,7 +100,7 @@ def _out_of_reach(node: NodeRecord, other: NodeRecord) -> bool:
 
 
 def _neighbours(one: NodeRecord, other: NodeRecord) -> bool:
-    """Both nodes are on one host, maybe as two users."""
+    """True if both nodes are on one host, maybe as two users."""
     return not set(map(host_of, _unix_keys(one))).isdisjoint(map(host_of, _unix_keys(other)))
 
 

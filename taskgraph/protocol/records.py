@@ -197,7 +197,7 @@ class GoneRecord(Record, frozen=True, kw_only=True):
 
     @property
     def died(self) -> bool:
-        """The launcher saw the process die. False: the node left, or was absent for too long."""
+        """True if the launcher saw the process die. False: the node left, or was absent for too long."""
         return self.reason.startswith(("killed", "exited"))
 
     @property

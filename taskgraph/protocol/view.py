@@ -65,13 +65,13 @@ class JobView:
         self.superseded = False
         self._one_run = one_run
         self._run_at = 0  # the first `spec_revision`
-        self.structure_revision = 0  # of the last change, except of `epoch` and events
+        self.structure_revision = 0  # revision of the last change, except changes of `epoch` and events
         self.spec: bytes | None = None
         self.spec_revision = 0
         self.epoch: Versioned[EpochRecord] | None = None
         self.stamp: Stamp | None = None
         """(attempt, epoch) at work, or None before the job was submitted."""
-        self.attempt_revision = 0  # of the write that began the attempt, or earlier
+        self.attempt_revision = 0  # revision of the write that began the attempt, or an earlier one
         self.status: Versioned[StatusRecord] | None = None
         self.generation_revision = 0
         self.checkpoint: Versioned[CheckpointRecord] | None = None
@@ -79,8 +79,8 @@ class JobView:
         self.nodes: dict[str, Versioned[NodeRecord]] = {}
         # Up to a thousand, so frequent checks must not iterate over it.
         self.gone: dict[str, Versioned[GoneRecord]] = {}
-        self.gone_revision = 0  # of their last change
-        self.forgotten: Versioned[ForgottenRecord] | None = None  # of deleted records in `gone`
+        self.gone_revision = 0  # revision of the last change of `gone`
+        self.forgotten: Versioned[ForgottenRecord] | None = None  # the latest deletion of old records in `gone`
         self._deaths: list[tuple[float, str]] = []  # sorted: last epoch in which its code ran, node
         self.primaries: dict[int, Versioned[PrimaryRecord]] = {}
         self.members: dict[int, dict[str, Versioned[MemberRecord]]] = {}
@@ -118,7 +118,7 @@ class JobView:
         return self._one_run and 0 < self._run_at < spec_revision
 
     def _end(self, revision: int) -> None:
-        """Another run began at `revision`."""
+        """Ends the view of this run: another run began at `revision`."""
         self.superseded, self.revision = True, max(revision, self.revision)
         self.structure_revision = self.revision
 
@@ -275,16 +275,16 @@ class JobView:
 
     @property
     def finished(self) -> bool:
-        """The last epoch is committed. Lost results are computed again."""
+        """True if the last epoch is committed. Lost results are computed again."""
         return self.status is not None and self.status.record.state == State.FINISHED
 
     @property
     def open(self) -> bool:
-        """Nodes have work: the job runs, or its results are not collected."""
+        """True if nodes have work: the job runs, or its results are not collected."""
         return self.running or (self.finished and not self.collected)
 
     def deaths_from(self, epoch: int) -> list[str]:
-        """Gone nodes whose code ran in this epoch or later, or before the first one (`Ran.epoch` -1)."""
+        """Returns gone nodes whose code ran in this epoch or later, or before the first one (`Ran.epoch` -1)."""
         return [node for _, node in self._deaths[bisect.bisect_left(self._deaths, (epoch, "")) :]]
 
     def term(self, task: int) -> int:
@@ -301,7 +301,7 @@ class JobView:
         return primary is not None and primary.record.node == node and primary.record.term == term
 
     def term_changed(self, *, in_attempt: bool = False) -> bool:
-        """A primary was replaced since the epoch at work began. First primaries do not count.
+        """True if a primary was replaced since the epoch at work began. First primaries do not count.
 
         Args:
             in_attempt: since the attempt began: tasks may have worked ahead. True also if that is not known.

@@ -1,4 +1,4 @@
-"""What the operating system says about the host and its processes, if it does."""
+"""Asks the operating system about the host and its processes."""
 
 from __future__ import annotations
 

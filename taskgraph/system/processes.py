@@ -33,7 +33,7 @@ _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37
 _UNKNOWN = 255
 """The exit code of a child that other code has waited for; asyncio has the same."""
 _ROUNDS = 10
-"""Members of a group may start others while they are killed: so many rounds."""
+"""Rounds to kill a group: its members may start others meanwhile."""
 _AGAIN_S = 0.002
 """A killed process ends within about this time."""
 _REAP_S, _REAP_AGAIN_S = 1.0, 0.02
@@ -43,7 +43,7 @@ _TRACKER = "resource_tracker"
 
 
 class Child(Protocol):
-    """What `asyncio.subprocess.Process` and `Adopted` have in common."""
+    """The interface that `asyncio.subprocess.Process` and `Adopted` share."""
 
     @property
     def pid(self) -> int: ...

@@ -1,4 +1,4 @@
-"""For users' own tests: a job in one process, with failures and shuffled schedules; one processor alone.
+"""Runs jobs in users' own tests: in one process, with failures and shuffled schedules; or one processor alone.
 
     result = tg.testing.run(fit(tasks=7, epochs=5), kills={(0, 2): "processor"}, order=3)
     values = tg.testing.compute(task.update, ins={"grad": {1: g}})

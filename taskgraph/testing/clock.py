@@ -28,7 +28,7 @@ _LEAST_S = 0.001
 
 
 class Turn:
-    """Which thread runs now, and for how long. The loop and its threads take turns: one of them runs."""
+    """Notes which thread runs now, and for how long. The loop and its threads take turns: one of them runs."""
 
     def __init__(self) -> None:
         self._now: list[int] | None = None  # a new list for each turn: its identity tells one from the next
@@ -36,7 +36,7 @@ class Turn:
         self._seen_s = 0.0
 
     def take(self, thread: int | None) -> None:
-        """That thread begins to run; None: all wait."""
+        """Notes that a thread begins to run; None: all wait."""
         self._now = None if thread is None else [thread]
 
     def stuck(self, limit_s: float, since_last_s: float) -> int | None:

@@ -76,11 +76,11 @@ class _Worker:
                     return  # the loop may neither run `finish` nor call `end`
 
     def give(self, function: Callable[[], Any]) -> None:
-        """On the loop: sets the function that `step` will run."""
+        """Sets the function that `step` will run. Called on the loop."""
         self._function, self.result, self.error = function, None, None
 
     def step(self, turn: Turn) -> bool:
-        """On the loop: lets the thread run until it waits or its function ends. Returns whether the function ended.
+        """Lets the thread run until it waits or its function ends. Called on the loop. Returns whether it ended.
 
         It returns earlier if `let_loop_go_on` is called for the thread. Then `finish` reports the end.
         """
@@ -92,7 +92,7 @@ class _Worker:
         return self._finished
 
     def let_loop_go_on(self, *, finished: bool = False) -> bool:
-        """In any thread: lets the loop go on if it waits for this thread. Returns whether it waited."""
+        """Lets the loop go on if it waits for this thread. Called in any thread. Returns whether the loop waited."""
         with self._passing:
             awaited, self._awaited = self._awaited, False
         if awaited:
@@ -101,12 +101,12 @@ class _Worker:
         return awaited
 
     def park(self) -> None:
-        """In the thread: lets the loop run until its next `step`."""
+        """Lets the loop run until its next `step`. Called in the thread."""
         self.let_loop_go_on()
         self._mine.acquire()
 
     def end(self) -> None:
-        """On the loop, between two functions: the thread ends."""
+        """Ends the thread. Called on the loop, between two functions."""
         self._mine.release()
 
     def join(self) -> None:
@@ -190,7 +190,7 @@ class LockStepThreads:
         future.add_done_callback(lambda done: self._futures.pop(done, None))
         return future
 
-    def tell(self, function: Callable[..., object], *args: object) -> None:
+    def post(self, function: Callable[..., object], *args: object) -> None:
         self._loop.call_soon_threadsafe(function, *args)
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
@@ -206,11 +206,11 @@ class LockStepThreads:
         return future.result(0)
 
     def _block_beside(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
-        """In a thread of the user's own: the worker that the loop waits for may wait for this one."""
+        """Blocks a thread of the user's own: the worker that the loop waits for may wait for this thread."""
         over, too_late = threading.Event(), False
 
         def time_is_up() -> None:
-            """On the loop: its clock may leap to when the result comes before this thread gets to look."""
+            """Decides on the loop if the time is up: its clock may leap past the result before this thread looks."""
             nonlocal too_late
             too_late = not future.done()
             over.set()
@@ -232,7 +232,7 @@ class LockStepThreads:
             future.cancel()
 
     def close(self) -> None:
-        """Idle threads end now, one that still unwinds when its function returns."""
+        """Ends idle threads now, and one that still unwinds when its function returns."""
         self._closed = True
         ending, self._idle = self._idle, []
         for worker in ending:

@@ -287,7 +287,7 @@ class DeviceBorrowing:
         self._send_back([ticket.number for ticket in tickets])
 
     def _ended(self, memory: Opened, number: int, events: list[Event]) -> None:
-        """The last view is garbage. Called in any thread, in the middle of anything."""
+        """Ends a loan: the last view is garbage. Called in any thread, in the middle of any code."""
         afterwards.call(memory.device, events, partial(self._wake, partial(self._returned, memory, number)))
 
     def _returned(self, memory: Opened, number: int) -> None:

@@ -71,7 +71,7 @@ def tcp_endpoint(host: str, port: int) -> str:
 
 
 def usable(endpoint: str) -> bool:
-    """This process can dial the endpoint."""
+    """True if this process can dial the endpoint."""
     return unix_socket(endpoint)[0] == host_key() or endpoint.startswith("tcp:")
 
 
@@ -120,7 +120,7 @@ def listen_tcp(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def is_free(host: str, port: int) -> bool:
-    """`listen_tcp` would get the port now. Raises TransportError if the address cannot be used."""
+    """True if `listen_tcp` would get the port now. Raises TransportError if the address cannot be used."""
     if (listener := _listen_at(host, port)) is not None:
         listener.close()
     return listener is not None
@@ -211,7 +211,7 @@ async def connect(endpoint: str, settings: Settings) -> socket.socket:
 
 @contextlib.contextmanager
 def handed_over(sock: socket.socket) -> Iterator[None]:
-    """In this block the event loop takes a connected socket over, and closes it from then on.
+    """Hands a connected socket over to the event loop in this block; the loop closes it from then on.
 
     uvloop closes the descriptor and detaches it from the socket, except if the connection breaks in the turn in which
     it is made. Then the garbage socket would close the same number again, which may belong to another file by then.

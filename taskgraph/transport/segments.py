@@ -114,7 +114,7 @@ class _Arena:
         self._empty(offset, size)
 
     def unlocked(self, offset: int, size: int) -> None:
-        """As `empty`, after the pages were unlocked. The kernel can take others of their huge page now, too."""
+        """Empties unlocked pages like `empty`. The kernel can take others of their huge page now, too."""
         self.empty(offset, size)
         for piece in tuple(self._closed):
             self._empty(*piece)

@@ -280,7 +280,7 @@ class Session(asyncio.BufferedProtocol):
         self._borrowing.flush()
 
     def _several(self) -> None:
-        """Several leases can be returned. May be called in the middle of anything."""
+        """Schedules the return of several leases. May be called in the middle of any code."""
         if not self._loop.is_closed():
             self._loop.call_soon(self.give_back)
 
@@ -406,7 +406,7 @@ class Session(asyncio.BufferedProtocol):
         return self._checked(incoming.message, value, await self._owner.verified(value) if whole is None else whole)
 
     def _received_now(self, incoming: Incoming) -> Any:
-        """As `_received`, for a small value or none."""
+        """Handles a message like `_received`, with a small value or none."""
         value = incoming.complete()
         if value is None:
             return incoming.message

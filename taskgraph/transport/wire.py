@@ -90,7 +90,7 @@ def _escaped(text: str) -> str:
 
 
 def from_header(header: bytes) -> Message:
-    """The message of a header. If it carries a value, the value has its digest only: `Encoded.complete` adds the rest.
+    """Decodes a header. If the message carries a value, it has its digest only: `Encoded.complete` adds the rest.
 
     Raises:
         DecodeError: `to_header` does not make such a header.

@@ -376,7 +376,7 @@ def done_is_reported_before_the_members_hold_the_snapshot(patch: pytest.MonkeyPa
     async def held(self: Backups, key: Any, *, admit_wait_s: float) -> None:
         return
 
-    patch.setattr(Backups, "held", held)
+    patch.setattr(Backups, "until_acknowledged", held)
 
 
 @plant
@@ -902,7 +902,7 @@ def reports_that_came_after_the_snapshot_are_left_out_of_the_boundary(patch: pyt
 @plant
 def reports_that_were_on_their_way_count_as_told_whatever_became_of_them(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reporter, "_answered", lambda self, way, reply: reply.cancelled() or reply.exception())
-    patch.setattr(Reporter, "tell_again", lambda self, epoch: None)  # else it only costs time
+    patch.setattr(Reporter, "report_again", lambda self, epoch: None)  # else it only costs time
 
 
 # -- epochs in flight ---------------------------------------------------------------------------------
@@ -968,7 +968,7 @@ def an_error_of_a_later_epoch_is_told_at_once(patch: pytest.MonkeyPatch) -> None
             self._lanes.failed_in = self._lanes.settled
         original(self, work)
 
-    _changed(patch, Primary, "_worked", worked)
+    _changed(patch, Primary, "_check_work", worked)
 
 
 @plant

@@ -12,7 +12,7 @@ import pytest
 from taskgraph.testing.simulate import pace, run_seed
 from taskgraph.testing.simulate import seed as seeds
 from taskgraph.testing.simulate.loop import Clock, Process, SimLoop, outside
-from taskgraph.testing.simulate.pace import Clocks, Links, Starving, Steps
+from taskgraph.testing.simulate.pace import Clocks, SlowLink, Starving, Steps
 from taskgraph.testing.simulate.threads import Ends, InlineThreads
 
 
@@ -114,14 +114,14 @@ def test_hosts_have_one_clock_each_and_no_clock_goes_by_a_timer_too_early() -> N
 
 
 def test_one_link_is_slow_and_never_too_slow_to_connect() -> None:
-    links = Links(random.Random(1), share=1.0)
+    links = SlowLink(random.Random(1), share=1.0)
     pairs = [(f"n{one}", f"n{other}") for one in range(1, 5) for other in range(1, 5) if one != other]
     slow = {pair for pair in pairs if links.delay_s(f"{pair[0]}-1", f"{pair[1]}-3", 0.0001, 1.0) > 0.0001}
     assert len(slow) == 2 and {pair[::-1] for pair in slow} == slow, "both ways"
     one, other = slow.pop()
     assert links.delay_s(f"{one}-1", f"{other}-1", 0.1, 1.0) == 0.2
     assert links.delay_s(f"{one}-1", f"{other}-1", 0.3, 1.0) == 0.3
-    assert not Links(random.Random(1), share=0.0).drawn
+    assert not SlowLink(random.Random(1), share=0.0).drawn
 
 
 def test_steps_take_no_time_where_they_are_not_drawn_or_have_ended() -> None:

@@ -183,7 +183,7 @@ class Attempt:
             if self.replica.shape.receives:
                 await quiet.until_sealed(partial(primary.report_idle, self))
             else:
-                if quiet.busy or quiet.held:
+                if quiet.busy or quiet.open_holds:
                     await quiet.until_calm()
                 quiet.closed = True
             if injects:
@@ -192,7 +192,7 @@ class Attempt:
                 primary.unheld.look_at_state(state, self.number)
             for processor in graph.sync_points:
                 await self._process(processor)
-            if quiet.busy or quiet.held:
+            if quiet.busy or quiet.open_holds:
                 await quiet.until_calm()
             self.finished = True
         except BaseException:
@@ -376,11 +376,11 @@ class Attempt:
         if threading.get_ident() == self._thread:
             function(*args)
         else:
-            self.replica.threads.tell(function, *args)
+            self.replica.threads.post(function, *args)
 
     def ended(self) -> AttemptEnded:
         """Returns what unwinds user code of this attempt."""
-        return AttemptEnded(held=self.quiet.held is not None and not self.finished)
+        return AttemptEnded(held=self.quiet.open_holds is not None and not self.finished)
 
     def neighbors(self, link: str) -> tuple[int, ...]:
         replica = self.replica
@@ -398,7 +398,7 @@ class Attempt:
         if self.cancelled:
             raise self.ended()
         if threading.get_ident() != self._thread:
-            self.replica.threads.tell(self._put_of_thread, tag, consumers, value)
+            self.replica.threads.post(self._put_of_thread, tag, consumers, value)
             return
         size = value.size_bytes
         kept, now = 0, self.traced and clock()  # before the item leaves: no pull of it ends earlier

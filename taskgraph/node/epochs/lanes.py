@@ -24,11 +24,11 @@ from taskgraph.node.epochs.finishing import FinishedEpoch, FinishQueue
 from taskgraph.node.epochs.sharing import EPOCH_BYTES, Share
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.reports import plain
-from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, met
+from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, cuda_error
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Report, Stamp, stamp_of
-from taskgraph.protocol.numbers import held
+from taskgraph.protocol.numbers import compact
 from taskgraph.shape import is_stateless
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Lanes:
             error = _first_error(errors)
             if (stuck := errors.subgroup(StuckError)) is not None:
                 self.stuck = _first_error(stuck)
-        if met(error) is not None:
+        if cuda_error(error) is not None:
             self._node.device_loss.spoiled(error, self._task, stamp)
         lane = asyncio.current_task()
         # `cancelling` alone is not enough: user code may have called `uncancel`.
@@ -311,7 +311,7 @@ class Lanes:
             await self.incomplete.until_empty()  # the device may have no memory for two
         numbers: Mapping[str, float] = {}
         if reported := attempt.numbers:
-            numbers, attempt.numbers = held(reported), {}  # frees memory: many epochs may be uncommitted
+            numbers, attempt.numbers = compact(reported), {}  # frees memory: many epochs may be uncommitted
         previous, replica.previous = replica.previous, numbers
         if finishing := attempt.finishing:
             self.finishing = True
@@ -433,13 +433,13 @@ class Lanes:
             return not attempt.cancelled and self._may_begin(self._next)
         if shared or admit_wait_s:
             backups.gathered.flush()
-            await backups.held(boundary.key, admit_wait_s=admit_wait_s)
+            await backups.until_acknowledged(boundary.key, admit_wait_s=admit_wait_s)
         return await self._report(finished)
 
     async def _await_acks(self, finished: FinishedEpoch) -> None:
         """Waits for the acknowledgements of a boundary, then reports the epoch."""
         (attempt, epoch), backups = finished.following, self._primary.backups
-        await backups.held((epoch, attempt, self._term), admit_wait_s=0.0)
+        await backups.until_acknowledged((epoch, attempt, self._term), admit_wait_s=0.0)
         await self._report(finished)
 
     async def _report(self, finished: FinishedEpoch) -> bool:

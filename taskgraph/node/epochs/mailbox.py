@@ -200,7 +200,7 @@ class Mailbox:
         watch = None
         if pure and recording is not None and recording.note_pure_call(message.method):
             quiet, actor = attempt.quiet, replica.actor
-            watch = PureWatch(attempt.scratch, recording, lambda: bool(quiet.held) or actor.waiting > 0)
+            watch = PureWatch(attempt.scratch, recording, lambda: bool(quiet.open_holds) or actor.waiting > 0)
             call = watch.around(call)
         if recording is not None:
             call = recording.wrap(Step(None, where, method_name, message.sender, message.value), call)

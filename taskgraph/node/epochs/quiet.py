@@ -21,7 +21,7 @@ class Quiet:
     """The task no longer accepts messages of this epoch."""
     busy = 0
     """Calls that run: the task is not idle."""
-    held: dict[object, str] | None = None
+    open_holds: dict[object, str] | None = None
     """Open holds, oldest first: mark -> reason of the user; None before the first hold."""
     _reported = -1
     """The version of the last report that the task is idle."""
@@ -30,7 +30,7 @@ class Quiet:
     @property
     def holds(self) -> tuple[str, ...]:
         """The reasons of the open holds, oldest first."""
-        return tuple(self.held.values()) if self.held else ()
+        return tuple(self.open_holds.values()) if self.open_holds else ()
 
     def busier(self) -> None:
         """Notes that a call began; `calmer` follows."""
@@ -43,15 +43,15 @@ class Quiet:
             self._wake()
 
     def hold(self, mark: object, why: str) -> None:
-        if self.held is None:
-            self.held = {}
-        self.held[mark] = why
+        if self.open_holds is None:
+            self.open_holds = {}
+        self.open_holds[mark] = why
         self.version += 1
 
     def release(self, mark: object) -> None:
-        if self.held is not None:
-            self.held.pop(mark, None)
-        if not self.held:
+        if self.open_holds is not None:
+            self.open_holds.pop(mark, None)
+        if not self.open_holds:
             self._wake()
 
     def _wake(self) -> None:
@@ -64,7 +64,7 @@ class Quiet:
 
     async def until_calm(self) -> None:
         """Waits until nothing runs and no hold is open; either may begin again."""
-        while self.busy or self.held:
+        while self.busy or self.open_holds:
             await self._until_woken()
 
     async def until_sealed(self, on_idle: Callable[[int], None]) -> None:

@@ -242,7 +242,7 @@ class Replay:
         if reply is not None and threading.get_ident() == self._loop_thread:
             self._reply_later(future, reply)
         elif reply is not None:
-            self.fresh.threads.tell(self._reply_later, future, reply)
+            self.fresh.threads.post(self._reply_later, future, reply)
         else:
             future.set_exception(
                 StateError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.errors import CoordinationError, TaskGraphError
 from taskgraph.node.replica import COPIES
-from taskgraph.node.usercode.errors import UserCodeError, met
+from taskgraph.node.usercode.errors import UserCodeError, cuda_error
 from taskgraph.protocol import transactions
 from taskgraph.protocol.deviceloss import Outcome, hint, outcome
 from taskgraph.protocol.records import GoneRecord
@@ -55,7 +55,12 @@ class DeviceLoss:
         self, error: UserCodeError | TaskGraphError, task: int, epoch: int | None
     ) -> tuple[UserCodeError | TaskGraphError, int, int | None]:
         """The error to report: that of a compute, in place of a copy's that only met it."""
-        if self._spoiled is None or not isinstance(error, UserCodeError) or error.where != COPIES or met(error) is None:
+        if (
+            self._spoiled is None
+            or not isinstance(error, UserCodeError)
+            or error.where != COPIES
+            or cuda_error(error) is None
+        ):
             return error, task, epoch
         spoiler, by, stamp = self._spoiled
         at = self._node.keeper.view.stamp
@@ -63,7 +68,7 @@ class DeviceLoss:
 
     def why_fail(self, error: UserCodeError | TaskGraphError, task: int, epoch: int) -> str | None:
         """Text to add to the job's failure; None: the job does not fail, this node ends instead."""
-        found = met(error)
+        found = cuda_error(error)
         if found is None or not self._node.own_process:
             return ""
         if self._leaving or not self._node.running:

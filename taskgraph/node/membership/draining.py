@@ -16,7 +16,7 @@ __all__ = ["Draining"]
 
 
 class Draining:
-    """Whether a draining node may leave.
+    """Decides if a draining node may leave.
 
     Args:
         empty: True if the node has no primary, and is not stepping down from a term.

@@ -41,9 +41,9 @@ class Noticing:
                     if task not in self._neighbors(primary, link):
                         continue
                     if dead and not before[task][1]:
-                        primary.tell(NeighborFailed(task=task, link=link))
+                        primary.notify(NeighborFailed(task=task, link=link))
                     if term > before[task][0]:
-                        primary.tell(NeighborRestarted(task=task, term=term, link=link))
+                        primary.notify(NeighborRestarted(task=task, term=term, link=link))
 
     def _neighbors(self, primary: Primary, link: str) -> tuple[int, ...]:
         """Neighbors along a user's link; none if the link raises, which fails the job when the epoch is composed."""

@@ -1,4 +1,4 @@
-"""Which nodes are suspected dead, and which are gone.
+"""Decides which nodes are suspected dead, and which are gone.
 
     alive ──► suspected: its port refuses, its lease ended, or its key is absent ──► gone
       ▲            │
@@ -169,7 +169,7 @@ class Suspicion:
             self._probing.discard(node)
 
     def paused(self) -> None:
-        """This node's own lease cannot be proved; perhaps no lease can."""
+        """Notes that this node's own lease cannot be proved; perhaps no lease can."""
         if self._coming_back is not None:
             self._coming_back.cancel()
             self._coming_back = None
@@ -235,7 +235,7 @@ class Suspicion:
         self._node.router.keep(kept)
 
     def _emit_deaths(self) -> None:
-        """One living node emits how another one died, as its launcher recorded."""
+        """Emits how nodes died, as their launchers recorded, if this node is the one that emits."""
         view = self._node.keeper.view
         if self._emitted is None:
             self._emitted = set(view.gone)

@@ -1,4 +1,4 @@
-"""Where placement wants every replica, and when a job may begin.
+"""Computes where placement wants every replica, and when a job may begin.
 
 Every node computes the same placement from the same structure (`protocol.placement`), without asking anybody. Commits
 do not change it.

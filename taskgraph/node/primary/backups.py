@@ -196,7 +196,7 @@ class Backups:
         """True if all nodes have acknowledged whose acknowledgement that boundary needs."""
         return not self._insync.waits_for(key)
 
-    async def held(self, key: Key, *, admit_wait_s: float) -> None:
+    async def until_acknowledged(self, key: Key, *, admit_wait_s: float) -> None:
         """Returns when every member holds the boundary, and there are enough members.
 
         Args:

@@ -107,17 +107,16 @@ class CheckpointWriter:
         else:
             self._failing = False
             self._written[stamp] = Written(stamp, self._task, info.size, info.digest)
-        unreported = self._untold(self._leader)
+        unreported = self._unreported(self._leader)
         reported = sorted(self._written.keys() - set(unreported))
         kept = {*sparse(unreported, _UNREPORTED), *reported[-_REPORTED:]}
         self._written = {at: written for at, written in self._written.items() if at in kept}
 
-    async def tell(self) -> None:
+    async def report(self) -> None:
         """Reports files to the leader, and to every new leader again, until the pointer includes them.
 
-        Files are reported in the order they were written, all unreported ones together: one by one, short epochs would
-        outrun
-        the reports.
+        Files are reported in the order they were written, all unreported ones together: one by one, short
+        epochs would outrun the reports.
         """
         keeper = self._node.keeper
         while True:
@@ -125,13 +124,13 @@ class CheckpointWriter:
             view, leader = keeper.view, self._leader
             self._written = {stamp: w for stamp, w in self._written.items() if is_open(view, stamp)}
             self._reported = {(stamp, of) for stamp, of in self._reported if stamp in self._written and of == leader}
-            unreported = self._untold(leader)
+            unreported = self._unreported(leader)
             if not unreported or not leader:
-                await keeper.wait_until(lambda _: bool(self._leader and self._untold(self._leader)))
-            elif await self._tell(WrittenFiles(tuple(self._written[stamp] for stamp in unreported))):
+                await keeper.wait_until(lambda _: bool(self._leader and self._unreported(self._leader)))
+            elif await self._report(WrittenFiles(tuple(self._written[stamp] for stamp in unreported))):
                 self._reported.update((stamp, leader) for stamp in unreported)
 
-    async def _tell(self, written: WrittenFiles) -> bool:
+    async def _report(self, written: WrittenFiles) -> bool:
         try:
             await self._node.router.to_primary(0, lambda: written, timeout_s=self._node.settings.call_s)
         except TransportError as error:
@@ -146,6 +145,6 @@ class CheckpointWriter:
         leader = self._node.keeper.view.primaries.get(0)
         return leader.mod_revision if leader is not None else 0
 
-    def _untold(self, leader: int) -> list[Stamp]:
+    def _unreported(self, leader: int) -> list[Stamp]:
         """Files that the leader of this revision has not heard of, in the order they were written."""
         return [stamp for stamp in self._written if (stamp, leader) not in self._reported]

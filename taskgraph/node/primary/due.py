@@ -28,21 +28,21 @@ class Due:
         self._loop = asyncio.get_running_loop()
         self._at = 0.0  # the deadline by the last commit
         self._of = 0  # the revision of `generation` then: a takeover makes the deadline void
-        self._went = False  # True if something was sent since that commit
+        self._sent = False  # True if something was sent since that commit
         self.ahead = node.settings.epochs_ahead
 
     def committed(self) -> None:
-        """A commit was read."""
-        self._at, self._went = self._loop.time() + self._part * self._seconds(), False
+        """Sets the deadline anew: a commit was read."""
+        self._at, self._sent = self._loop.time() + self._part * self._seconds(), False
         self._of = self._node.keeper.view.generation_revision
 
     def forget(self) -> None:
-        """The time of the last commit is unknown."""
-        self._at, self._went = 0.0, False
+        """Drops the deadline: the time of the last commit is unknown."""
+        self._at, self._sent = 0.0, False
 
-    def went(self) -> None:
-        """Everything gathered was sent."""
-        self._went = True
+    def mark_sent(self) -> None:
+        """Notes that everything gathered was sent."""
+        self._sent = True
 
     def early(self, view: JobView) -> bool:
         """True if the leader still waits for more, although all tasks have finished the epoch at work."""
@@ -55,7 +55,7 @@ class Due:
             overdue: how long to wait if the next commit is overdue, as a share of the interval.
         """
         now = self._loop.time()
-        if self._went:
+        if self._sent:
             return now + self._seconds()
         return self._at if self._at > now else now + overdue * self._seconds()
 

@@ -95,7 +95,7 @@ class Gathered:
         if self.boundaries:
             gathered = list(self.boundaries.values())
             self.clear()
-            self._due.went()
+            self._due.mark_sent()
             self._offer(gathered)
 
     def flush_soon(self) -> None:
@@ -119,7 +119,7 @@ class Gathered:
 
 
 def message_of(boundaries: list[Boundary], task: int, term: int, invitation: int) -> Offer | Offers:
-    """One message with all these boundaries. A value equal to the one before is sent once."""
+    """Makes one message of all these boundaries. A value equal to the one before is sent once."""
     first = boundaries[0]
     if len(boundaries) == 1:
         return Offer(first.stamp, term, task, False, False, invitation, first.value)

@@ -1,4 +1,4 @@
-"""How long epochs wait to be committed together.
+"""Computes how long epochs wait to be committed together.
 
 A commit costs each node half a millisecond of processor time, mostly for being woken by etcd. With 15 nodes on two
 cores, 50 commits a second take a fifth of both cores. So commits are rarer if many nodes share cores, and cost no
@@ -23,7 +23,7 @@ _MOST = 5
 
 
 def longer(gather_s: float, nodes: int, cores: int) -> float:
-    """`gather_s`, adapted to that many nodes on that many cores."""
+    """Adapts `gather_s` to the number of nodes and cores."""
     return gather_s * min(_MOST, max(1.0, nodes / (_NODES_A_CORE * cores)))
 
 

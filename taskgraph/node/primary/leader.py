@@ -32,7 +32,7 @@ from taskgraph.protocol.messages import (
     Waits,
     WaitsPage,
 )
-from taskgraph.protocol.numbers import held
+from taskgraph.protocol.numbers import compact
 from taskgraph.protocol.records import name_of
 from taskgraph.system.alongside import alongside, any_done
 
@@ -114,7 +114,7 @@ class LeaderRole:
         """The boundary this leader committed last; the log has all reports before it."""
 
     def gather_by(self, ahead: int) -> None:
-        """Task 0 may be this many epochs ahead; its epochs stand for everybody's."""
+        """Sets how many epochs task 0 may be ahead; the other tasks count as equally far."""
         self._gathered_by = ahead
         self._leader.gather_by(ahead)
 
@@ -126,7 +126,7 @@ class LeaderRole:
         return taken
 
     def report_now(self, message: Report | Reports) -> Accepted | None:
-        """As `report`, but returns None if the report has to wait."""
+        """Reports like `report`, but returns None if the report has to wait."""
         leader, view = self._leader, self._node.keeper.view
         reports = message.reports if isinstance(message, Reports) else (message,)
         if not within_reach(reports[-1].stamp, self._ahead, view):
@@ -165,7 +165,7 @@ class LeaderRole:
         return rows
 
     def rows_now(self, stamp: Stamp, own: Mapping[str, float]) -> Rows | None:
-        """As `rows_before`, but returns None if some numbers are missing.
+        """Returns rows like `rows_before`, but None if some numbers are missing.
 
         This leader committed that epoch, will commit it, or receives from every task what an earlier leader committed.
         """
@@ -376,7 +376,7 @@ class LeaderRole:
             fields: dict[str, float] = {}
             for task in sorted(rows, reverse=True):
                 fields.update(rows[task].items())
-            shown = held(fields) if fields else fields  # many events may wait for a follower
+            shown = compact(fields) if fields else fields  # many events may wait for a follower
             node.events.emit(
                 "commit", f"epoch {epoch} committed", epoch=epoch, attempt=attempt, transient=True, fields=shown
             )

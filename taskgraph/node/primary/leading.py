@@ -1,4 +1,4 @@
-"""What the primaries of a node ask of the leader on the same node."""
+"""The interface of the leader for the primaries of its node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Leading(Protocol):
     """The interface of `LeaderRole`, for primaries."""
 
     def gather_by(self, ahead: int) -> None:
-        """Task 0 may be this many epochs ahead of the last commit."""
+        """Sets how many epochs task 0 may be ahead of the last commit."""
 
     def report_now(self, message: Report | Reports) -> Accepted | None:
         """Takes a report; None if it has to be sent in the usual way."""

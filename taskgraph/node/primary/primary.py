@@ -27,7 +27,7 @@ from taskgraph.node.epochs.unheld import Unheld
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.checkpoint_writer import CheckpointWriter
 from taskgraph.node.primary.reporter import Reporter
-from taskgraph.node.usercode.errors import StuckError, UserCodeError, met
+from taskgraph.node.usercode.errors import StuckError, UserCodeError, cuda_error
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
@@ -114,7 +114,7 @@ class Primary:
                 group.create_task(self.reporter.run(), name=f"reports of task {self.task}")
                 if self.node.spec.checkpoint is not None:
                     group.create_task(self.writer.write(), name=f"checkpoints of task {self.task}")
-                    group.create_task(self.writer.tell(), name=f"reports of checkpoint files of task {self.task}")
+                    group.create_task(self.writer.report(), name=f"reports of checkpoint files of task {self.task}")
                 await self._main()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -125,7 +125,7 @@ class Primary:
     async def _main(self) -> None:
         keeper = self.node.keeper
         await keeper.caught_up(self.revision)
-        await self._until_begun()
+        await self._begin_with_retries()
         while True:
             if not keeper.view.running:
                 await self._conclude()
@@ -136,7 +136,7 @@ class Primary:
             self.final = None
             await self._until_moved_on(await self._one_attempt())
 
-    async def _until_begun(self) -> None:
+    async def _begin_with_retries(self) -> None:
         """Begins; retries after errors that did not fail the job, since an unrestored object must not compute."""
         keeper = self.node.keeper
         while True:
@@ -185,7 +185,7 @@ class Primary:
             await replica.on_commit(at.epoch - 1, boundary.value)
             self._check_term()
         self.stage = "on_event"
-        await replica.tell(BecamePrimary(term=self.term))
+        await replica.notify(BecamePrimary(term=self.term))
         self._check_term()
         self.stage = ""
 
@@ -254,7 +254,7 @@ class Primary:
         assert at is not None
         lanes = self._lanes = Lanes(self, at, self._not_done)
         work = asyncio.get_running_loop().create_task(lanes.run())
-        work.add_done_callback(self._worked)
+        work.add_done_callback(self._check_work)
         try:
             while True:
                 await self._until_moved(at, work)
@@ -292,7 +292,7 @@ class Primary:
         keeper, lanes, moved = self.node.keeper, self._lanes, partial(_moved_on, at)
         moving = self._moving = keeper.when(moved)
         if work.done():
-            self._worked(work)
+            self._check_work(work)
         if lanes is not None and lanes.not_done is not None:
             self._not_done()
         try:
@@ -301,7 +301,7 @@ class Primary:
             if moved(keeper.view):
                 return  # a restart came first: what happened in a dead attempt counts for nothing
             replaced = keeper.view.term_changed(in_attempt=self.node.settings.epochs_ahead > 0)
-            if replaced and met(error) is None:
+            if replaced and cuda_error(error) is None:
                 # A replaced primary may have taken messages that this attempt knows nothing of. If it is a mistake
                 # of the job, it comes again in the next attempt, in which no primary was replaced.
                 self.ask_restart(at, f"task {self.task} failed after a primary was replaced: {error}")
@@ -311,7 +311,7 @@ class Primary:
         finally:
             moving.cancel()
 
-    def _worked(self, work: asyncio.Task[None]) -> None:
+    def _check_work(self, work: asyncio.Task[None]) -> None:
         """Passes an error of the work on if it came in the epoch at work; a later epoch may still be undone."""
         moving, lanes = self._moving, self._lanes
         if work.cancelled() or moving is None or moving.done() or lanes is None:
@@ -522,7 +522,7 @@ class Primary:
             found += (Wait("", "outside", self.task, self.waiting_for, since_s),)
         return found
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         """Passes an event to the user's object; an error there fails the job."""
         if self._group is not None:
             self._group.create_task(self._call_on_event(event))
@@ -530,7 +530,7 @@ class Primary:
     async def _call_on_event(self, event: Event) -> None:
         keeper = self.node.keeper
         try:
-            await self.replica.tell(event)
+            await self.replica.notify(event)
         except UserCodeError as error:
             # An error in on_event belongs to no epoch: commits meanwhile change nothing about it.
             while keeper.view.running and keeper.view.is_primary(self.task, self.node.id, self.term):
@@ -579,7 +579,7 @@ class Primary:
             )
         )
 
-    async def _tell(self, request: RequestRestart) -> None:
+    async def _request_restart(self, request: RequestRestart) -> None:
         """Sends a message until some leader has acted on it: a leader may die before it writes anything."""
         keeper = self.node.keeper
         while not _is_over(request.stamp, keeper.view):
@@ -687,7 +687,7 @@ class Primary:
             return
         self._restart_asked = {asked for asked in self._restart_asked if asked[0].attempt == stamp.attempt}
         self._restart_asked.add((stamp, why))
-        self._group.create_task(self._tell(RequestRestart(stamp, self.task, why)))
+        self._group.create_task(self._request_restart(RequestRestart(stamp, self.task, why)))
 
 
 def _is_over(stamp: Stamp, view: JobView) -> bool:

@@ -52,7 +52,7 @@ class Reporter:
         self.gather_by(node.settings.epochs_ahead)
 
     def gather_by(self, ahead: int) -> None:
-        """The task may be this many epochs ahead; half as many fill a message."""
+        """Sets how many reports are gathered for a message: half of the epochs that the task may be ahead."""
         self._due.ahead = ahead
         self._enough = 1 if self._leads or not self._node.settings.gather_s else max(1, ahead // 2)
 
@@ -92,21 +92,21 @@ class Reporter:
         for epoch in tuple(reports):
             if before is None or epoch < before:
                 sent = reports.pop(epoch)
-                if (way := sent.way) is not None:  # inlined `_Sent.forget`
-                    sent.way = None
-                    way.open -= 1
-                    if not way.open:
-                        way.reply.cancel()
+                if (batch := sent.batch) is not None:  # inlined `_Sent.forget`
+                    sent.batch = None
+                    batch.open -= 1
+                    if not batch.open:
+                        batch.reply.cancel()
         if self._gathered:
             self._gathered = [sent for sent in self._gathered if sent.report.stamp.epoch in reports]
             self._stop_timer()
             if self._gathered:
                 self._arm()
 
-    def tell_again(self, epoch: int) -> None:
-        """Reports that epoch again: the leader lacks it, although no connection broke.
+    def report_again(self, epoch: int) -> None:
+        """Reports an epoch again: the leader lacks it, although no connection broke.
 
-        Whatever was sent in the same message may be lost, too.
+        Sends all other reports again, too: they may have been lost in the same message.
         """
         if epoch not in self._reports:
             return
@@ -137,7 +137,7 @@ class Reporter:
             self._timer.cancel()
             self._timer = None
         gathered, self._gathered = self._gathered, []
-        self._due.went()
+        self._due.mark_sent()
         node, reply = self._node, None
         leader, since = node.keeper.view.primaries.get(0), node.tracing.on and clock()
         if leader is not None and not node.paused:
@@ -147,19 +147,19 @@ class Reporter:
                 sent.leader = 0
             self._look.set()
             return
-        way = _Way(gathered, reply, len(gathered))
+        batch = _Batch(gathered, reply, len(gathered))
         for sent in gathered:
-            sent.leader, sent.way = leader.mod_revision, way
+            sent.leader, sent.batch = leader.mod_revision, batch
             if since:
                 self._trace(sent.report, since)
-        reply.add_done_callback(partial(self._answered, way))
+        reply.add_done_callback(partial(self._answered, batch))
 
-    def _answered(self, way: _Way, reply: asyncio.Future[Reply]) -> None:
+    def _answered(self, batch: _Batch, reply: asyncio.Future[Reply]) -> None:
         """Silence means that the leader has the reports; an error means: send again."""
         lost = reply.cancelled() or reply.exception() is not None
-        for sent in way.reports:
-            if sent.way is way:
-                sent.way = None
+        for sent in batch.reports:
+            if sent.batch is batch:
+                sent.batch = None
                 if lost:
                     sent.leader = 0
                     self._look.set()
@@ -207,20 +207,20 @@ class _Sent:
 
     report: Report
     leader = 0
-    way: _Way | None = None
+    batch: _Batch | None = None
 
     def forget(self) -> None:
         """The outcome of the report no longer matters."""
-        way, self.way = self.way, None
-        if way is not None:
-            way.open -= 1
-            if not way.open:
-                way.reply.cancel()
+        batch, self.batch = self.batch, None
+        if batch is not None:
+            batch.open -= 1
+            if not batch.open:
+                batch.reply.cancel()
 
 
 @dataclass(slots=True, eq=False)
-class _Way:
-    """Reports in one message.
+class _Batch:
+    """Reports that travel in one message.
 
     Attributes:
         open: how many of them still matter.

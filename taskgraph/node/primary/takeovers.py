@@ -276,7 +276,7 @@ class TakeOvers:
         )
 
     def _begins_anew(self, task: int) -> bool:
-        """True while every member is gone: the transaction compares only that their keys are absent."""
+        """True if the task must begin from nothing or a checkpoint. Checked: the transaction only sees absent keys."""
         return self._decide(task).move in (Move.FROM_NOTHING, Move.ROLL_BACK)
 
     async def _execute_takeover(

@@ -1,1 +1,1 @@
-"""Where user code is called, and nowhere else: in whose turn, in which thread, and what is left of it when it dies."""
+"""Calls user code; no other package does. Chooses its turn and thread, and keeps its last words when it dies."""

@@ -377,7 +377,7 @@ class Actor:
         return stream
 
     def _on_stream(self, device: Device, call: Callable[[], R]) -> R:
-        """In a thread: runs `call` with the task's stream as the current one."""
+        """Runs `call` in a thread, with the task's stream as the current one."""
         with device.on(self._stream_of(device)):
             return call()
 
@@ -410,7 +410,7 @@ class Actor:
         held: str = getattr(self._in_turn, "held", "")
         if not held:
             return self._threads.block(future, timeout_s)
-        self._threads.tell(self._turn.release)
+        self._threads.post(self._turn.release)
         try:
             return self._threads.block(future, timeout_s)
         finally:

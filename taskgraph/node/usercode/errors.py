@@ -12,7 +12,7 @@ from typing import Any
 from taskgraph.errors import JobError, worded
 from taskgraph.protocol.deviceloss import device_error
 
-__all__ = ["StuckError", "UserCodeError", "cancelled_by_users", "defined_at", "from_users", "met"]
+__all__ = ["StuckError", "UserCodeError", "cancelled_by_users", "cuda_error", "defined_at", "from_users"]
 
 _OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"  # all of the package
 
@@ -51,7 +51,7 @@ def would_block() -> JobError:
     return JobError("reply.wait() would block the event loop: in an `async def`, write `await reply`")
 
 
-def met(error: BaseException | None) -> BaseException | None:
+def cuda_error(error: BaseException | None) -> BaseException | None:
     """Returns the error of a CUDA device that is the cause, if any."""
     return device_error(error.error if isinstance(error, UserCodeError) else error)
 
@@ -71,7 +71,7 @@ def _user_traceback(error: BaseException) -> str:
         summary = traceback.TracebackException.from_exception(error)
         _without_ours(summary)
         return "".join(summary.format())
-    except Exception as failed:  # as a class whose __str__ raises, or groups nested too deeply
+    except Exception as failed:  # e.g. a class whose __str__ raises, or groups nested too deeply
         return f"(its traceback cannot be shown: {worded(failed)})\n{worded(error)}\n"
 
 

@@ -34,7 +34,7 @@ _masks: dict[int, set[int | signal.Signals]] = {}
 
 
 def end_child(who: str, error: BaseException | None = None) -> NoReturn:
-    """In a child: prints why, and ends it without running exit handlers, which are its parent's."""
+    """Ends a child process: prints why, and runs no exit handlers, which are its parent's."""
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         os._exit(error.code or 0)
     said = "".join(traceback.format_exception(error)) if error is not None else ""
@@ -83,7 +83,7 @@ def _after_fork() -> None:
 
 
 def _end_in(loop: asyncio.AbstractEventLoop) -> None:
-    """In a child: ends it when its asyncio task returns or awaits, before the loop reads its parent's messages.
+    """Makes a child process end when its asyncio task returns or awaits, before it reads its parent's messages.
 
     Both make the loop call `call_soon`: for callbacks of the task, its next step, or a cancelled future that it awaits.
     """

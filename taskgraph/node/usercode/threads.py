@@ -26,7 +26,7 @@ class Work(Protocol[R]):
     """A call of a function in a thread, as the event loop sees it."""
 
     over: bool
-    """The function returned before `start` did, and all its calls of `tell` are done."""
+    """The function returned before `start` did, and all its calls of `post` are done."""
     took_s: float
     """How long the function ran, once it has returned."""
 
@@ -58,8 +58,8 @@ class Threads(Protocol):
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         """Starts `function` in a thread. Cancelling the future stops nothing that has begun."""
 
-    def tell(self, function: Callable[..., object], *args: object) -> None:
-        """Calls `function` on the event loop, from any thread, in the order of the calls of `tell`.
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Calls `function` on the event loop, from any thread, in the order of the calls of `post`.
 
         Calls that a function made are done before its result is known on the loop.
         """
@@ -162,7 +162,7 @@ class PooledThreads:
             thread.wake(work)
             over = ended.acquire(timeout=_GIVES_WAY_S)
         finally:
-            self._will_call = will_call  # the next `tell` wakes the loop
+            self._will_call = will_call  # the next `post` wakes the loop
         if self._calls:
             self._call_all()
         work.over = over
@@ -193,7 +193,7 @@ class PooledThreads:
                 )
             )
 
-    def tell(self, function: Callable[..., object], *args: object) -> None:
+    def post(self, function: Callable[..., object], *args: object) -> None:
         self._calls.append((function, args))
         if not self._will_call:
             self._will_call = True
@@ -201,7 +201,7 @@ class PooledThreads:
                 self._loop.call_soon_threadsafe(self._call_all)
 
     def _call_all(self) -> None:
-        """Calls, on the loop, the functions that threads passed to `tell`."""
+        """Calls, on the loop, the functions that threads passed to `post`."""
         self._will_call = False
         calls = self._calls
         while calls:
@@ -353,7 +353,7 @@ class _Work(Generic[R]):
     def end(self) -> None:
         self.ended = True
         if self._future is not None:  # otherwise `future` sees `ended`
-            self._pool.tell(self._settle)
+            self._pool.post(self._settle)
         if self.ending is not None:
             self.ending.release()
 
@@ -376,7 +376,7 @@ class _Work(Generic[R]):
         if self._given_up:
             self._settle()
         elif self.ended:
-            self._pool.tell(self._settle)  # after its calls of `tell`
+            self._pool.post(self._settle)  # after its calls of `post`
         return future
 
     def _settle(self) -> None:

@@ -70,7 +70,7 @@ def _many(seeds: range, limit_s: float | None, keep_going: bool, mistakes: bool)
 
 
 def describe(outcome: Outcome) -> str:
-    """One line."""
+    """Describes the outcome of a seed in one line."""
     end = f"PROBLEM: {outcome.problem}" if outcome.problem else outcome.ended
     return (
         f"seed {outcome.seed}: {end} ({outcome.described}; {outcome.virtual_s:.2f} virtual s, {outcome.steps} steps, "

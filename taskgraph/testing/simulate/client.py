@@ -1,4 +1,4 @@
-"""One process's connection to the simulated etcd: `coordination.api.Coordinator` and its leases."""
+"""Connects one process to the simulated etcd: `coordination.api.Coordinator` and its leases."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ class SimCoordinator:
         self._end("this handle was closed")
 
     def crash(self) -> None:
-        """The process dies. Requests on their way may still arrive."""
+        """Lets the process die. Requests on their way may still arrive."""
         self._end("this process is dead")
 
     def forget(self, lease: SimLease) -> None:

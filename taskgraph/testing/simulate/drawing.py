@@ -120,7 +120,7 @@ class Fault:
     lasts_s: float
     target: str  # "who", "peer", "leader", "talker", "primary", "member", "any"
     again: bool  # a dead node is replaced, by one of the same name; of some others: it is of all nodes
-    told_s: float | None  # when a launcher says that it is gone; None: never
+    gone_s: float | None  # when a launcher reports the node as gone; None: never
     until: str = ""  # the moment at which what is held back goes on, where that comes before `lasts_s`
     then: Fault | None = None  # what happens right after it
     to_peer: bool = False  # of a cut: what the target sends to the other node of that moment is what is held up
@@ -203,7 +203,7 @@ def draw(rng: random.Random, *, talks: bool, erratic: bool) -> list[Fault]:
 
 
 def draw_one(rng: random.Random, *, follows: bool) -> Fault:
-    """One failure, of any kind; `follows`: right after another one."""
+    """Draws one failure, of any kind; `follows`: right after another one."""
     weights = [_OFTEN.get(m, 1) for m in _MOMENTS]
     fault = Fault(
         kind=rng.choices(KINDS, _WEIGHTS)[0],
@@ -213,7 +213,7 @@ def draw_one(rng: random.Random, *, follows: bool) -> Fault:
         lasts_s=rng.choice((0.002, 0.02, 0.2, 1.0, 2.0, 3.0, 4.5)) * rng.uniform(0.5, 1.0),
         target=rng.choice(("who", "who", "who", "leader", "primary", "member", "any")),
         again=rng.random() < 0.7,
-        told_s=rng.choice((0.0, 0.005, 0.05, 0.3, 1.0, None)),
+        gone_s=rng.choice((0.0, 0.005, 0.05, 0.3, 1.0, None)),
     )
     if rng.random() < 0.3:
         # Two faults at one moment: the second may hit the same node, or one that reacts.
@@ -246,7 +246,7 @@ def _overtaken(rng: random.Random) -> list[Fault]:
     then.target = rng.choice(
         ("primary", "leader", "member") if first.moment == "sending commit" else ("who", "primary")
     )
-    then.told_s, then.lasts_s = rng.choice((0.0, 0.005)), 3.0
+    then.gone_s, then.lasts_s = rng.choice((0.0, 0.005)), 3.0
     first.then, then.then = then, None
     return [first]
 
@@ -258,13 +258,13 @@ def _late_change_of_members(rng: random.Random) -> list[Fault]:
     cause.kind = rng.choice(("freeze", "freeze", "isolation", "crash", "join", "drain"))
     cause.target, cause.count, cause.then = "member", rng.choice((1, 1, 2, 4)), None
     cause.moment = rng.choice(("point compose", "after admit", "message Offer", "after commit"))
-    cause.lasts_s, cause.told_s = rng.choice((2.2, 3.0, 4.0)), rng.choice((0.0, 0.005))
+    cause.lasts_s, cause.gone_s = rng.choice((2.2, 3.0, 4.0)), rng.choice((0.0, 0.005))
     late.lasts_s, late.then = rng.choice((0.3, 1.0, 2.0)), None
     _hold_back(late, rng, rng.choice(("sending evict", "sending evict", "sending admit")))
     late.count = rng.choice((1, 1, 2, 3))
     if rng.random() < 0.6:
         late.then = draw_one(rng, follows=True)
-        late.then.kind, late.then.target, late.then.told_s = rng.choice(("crash", "crash", "freeze")), "who", 0.0
+        late.then.kind, late.then.target, late.then.gone_s = rng.choice(("crash", "crash", "freeze")), "who", 0.0
         late.then.at_s, late.then.then = rng.choice((0.0, 0.01, 0.1)) * rng.random(), None
         late.then.lasts_s = 3.0
     return [cause, late]
@@ -277,7 +277,7 @@ def _deaf_witness(rng: random.Random) -> list[Fault]:
     first.moment = rng.choice(("point done", "point snapshot", "before commit", "sending commit", "message Report"))
     first.lasts_s = rng.choice((0.05, 0.3, 1.0))
     then.kind, then.target = "crash", rng.choice(("primary", "primary", "who"))
-    then.at_s, then.told_s = rng.choice((0.0, 0.01, 0.05)) * rng.random(), rng.choice((0.0, None))
+    then.at_s, then.gone_s = rng.choice((0.0, 0.01, 0.05)) * rng.random(), rng.choice((0.0, None))
     first.then, then.then = then, None
     return [first]
 
@@ -303,7 +303,11 @@ def _sent_again(rng: random.Random) -> list[Fault]:
 def _recomputed(rng: random.Random) -> list[Fault]:
     """A producer dies when consumers have pulled some of its items."""
     fault = draw_one(rng, follows=True)
-    fault.kind, fault.target, fault.told_s = rng.choice(("crash", "crash", "freeze")), "who", rng.choice((0.0, 0.05))
+    fault.kind, fault.target, fault.gone_s = (
+        rng.choice(("crash", "crash", "freeze")),
+        "who",
+        rng.choice((0.0, 0.05)),
+    )
     fault.moment = rng.choice(("answer Item", "answer Item", "message Pull", "point snapshot", "answer Report"))
     fault.lasts_s, fault.count = 3.0, rng.choice((1, 1, 2, 3, 5))
     return [fault]
@@ -327,10 +331,15 @@ def draw_around_forgetting(rng: random.Random) -> list[Fault]:
     node that ended is long on its way."""
     faults = [draw_one(rng, follows=True) for _ in range(rng.choice((2, 3, 4)))]
     for number, fault in enumerate(faults[1:]):
-        fault.kind, fault.target, fault.told_s, fault.then = rng.choice(("crash", "crash", "drain")), "any", 0.0, None
+        fault.kind, fault.target, fault.gone_s, fault.then = (
+            rng.choice(("crash", "crash", "drain")),
+            "any",
+            0.0,
+            None,
+        )
         fault.moment, fault.again, fault.at_s = "", True, (number + 1) * rng.choice((0.2, 1.0, 2.0)) * rng.random()
     late = faults[0]
-    late.target, late.again, late.then, late.told_s = "who", True, None, 0.0
+    late.target, late.again, late.then, late.gone_s = "who", True, None, 0.0
     late.moment = rng.choice(("after admit", "message Offer", "point compose", "after commit", "after register"))
     late.count = rng.choice((1, 1, 2, 4))
     if rng.random() < 0.7:
@@ -341,7 +350,7 @@ def draw_around_forgetting(rng: random.Random) -> list[Fault]:
         late.lasts_s, late.until = rng.uniform(1.0, 6.0), rng.choice(("after gone", "after forget", "after forget"))
         late.then = draw_one(rng, follows=True)
         late.then.kind, late.then.target, late.then.then = "crash", rng.choice(("who", "member")), None
-        late.then.at_s, late.then.told_s, late.then.again = 0.1 * rng.random(), rng.choice((0.0, 0.05)), True
+        late.then.at_s, late.then.gone_s, late.then.again = 0.1 * rng.random(), rng.choice((0.0, 0.05)), True
     return faults
 
 
@@ -349,7 +358,7 @@ def draw_with_moods(rng: random.Random) -> list[Fault]:
     """Faults of a job whose replicas disagree about its end: one dies when it has reported the end."""
     faults = [draw_one(rng, follows=True) for _ in range(rng.choice((1, 2)))]
     for fault in faults:
-        fault.kind, fault.target, fault.told_s, fault.then = "crash", "who", rng.choice((0.0, 0.005)), None
+        fault.kind, fault.target, fault.gone_s, fault.then = "crash", "who", rng.choice((0.0, 0.005)), None
         fault.moment, fault.count = "answer Report", rng.choice((1, 2, 3, 5, 8, 12))
     return faults
 
@@ -411,7 +420,7 @@ def draw_power_losses(rng: random.Random) -> list[Fault]:
     faults = [draw_one(rng, follows=False) for _ in range(rng.choice((1, 1, 2)))]
     for fault in faults:
         fault.kind, fault.until, fault.target = "power loss", "", rng.choice(("leader", "leader", "primary", "who"))
-        fault.told_s = rng.choice((None, None, 1.0, 0.05))  # mostly its launcher went with it
+        fault.gone_s = rng.choice((None, None, 1.0, 0.05))  # mostly its launcher went with it
     return faults
 
 
@@ -479,7 +488,7 @@ def draw_around_checkpoints(rng: random.Random) -> list[Fault]:
 
 
 def _after_a_loss(fault: Fault) -> Fault:
-    """It happens right after a file of the newest checkpoint was lost: there is to be gone back to that one."""
+    """Moves a fault to right after the loss of a file of the newest checkpoint, to which the job should go back."""
     lost = dataclasses.replace(fault, kind="place loses", saved=True, then=fault)
     fault.moment, fault.at_s = "", 0.0
     return lost
@@ -491,7 +500,7 @@ def _around_checkpoints(rng: random.Random, kind: str) -> Fault:
     if rng.random() < 0.8:
         fault.moment, fault.count = rng.choice(_CHECKPOINT_MOMENTS), rng.choice((1, 1, 1, 2, 2, 3, 4))
     if kind == "massacre":
-        fault.told_s = rng.choice((0.0, 0.0, 0.005, 0.05, 0.3, 1.0, None))
+        fault.gone_s = rng.choice((0.0, 0.0, 0.005, 0.05, 0.3, 1.0, None))
     return fault
 
 
@@ -501,7 +510,7 @@ def _late_around_a_roll_back(rng: random.Random) -> list[Fault]:
     _hold_back(late, rng, rng.choice(list(_OVERTAKEN_BY_ROLLBACKS)), _OVERTAKEN_BY_ROLLBACKS)
     late.lasts_s, late.count = rng.choice((0.1, 0.5, 2.0)) * rng.uniform(0.5, 1.0), rng.choice((1, 1, 2, 3))
     massacre.moment, massacre.at_s = "", rng.choice((0.0, 0.01, 0.1)) * rng.random()
-    massacre.told_s, massacre.then, late.then = rng.choice((0.0, 0.005)), None, massacre
+    massacre.gone_s, massacre.then, late.then = rng.choice((0.0, 0.005)), None, massacre
     return [late]
 
 
@@ -511,7 +520,7 @@ def _zombie_of_before_a_roll_back(rng: random.Random) -> list[Fault]:
     freeze.kind = rng.choice(("freeze", "freeze", "stuck loop", "isolation", "watch stall", "etcd cut"))
     freeze.target, freeze.lasts_s = rng.choice(("leader", "primary", "member", "who")), rng.choice((0.2, 1.5, 3.0, 4.5))
     massacre.moment, massacre.at_s = "", rng.choice((0.0, 0.01, 0.1)) * rng.random()
-    massacre.told_s, massacre.then, freeze.then = rng.choice((0.0, 0.005)), None, massacre
+    massacre.gone_s, massacre.then, freeze.then = rng.choice((0.0, 0.005)), None, massacre
     return [freeze]
 
 
@@ -540,7 +549,7 @@ def _late_seal(rng: random.Random) -> list[Fault]:
     """A seal is on its way to a task, and somebody who was idle, too, is replaced; its successor sends more."""
     faults = []
     crash = draw_one(rng, follows=True)
-    crash.kind, crash.target, crash.told_s, crash.then = "crash", "talker", 0.0, None
+    crash.kind, crash.target, crash.gone_s, crash.then = "crash", "talker", 0.0, None
     crash.at_s = rng.choice((0.0, 0.0, 0.001, 0.01)) * rng.random()
     first, last = rng.choice((1, 1, 2, 3, 5)), rng.choice((1, 2, 3))
     for count in range(first, first + 4):
@@ -571,7 +580,7 @@ def _newer_checkpoint(rng: random.Random) -> list[Fault]:
     # The job goes back only after the leases of dead nodes have ended.
     late.until, late.count, late.lasts_s = "", rng.choice((2, 2, 3)), rng.uniform(2.0, 3.0)
     slow.kind, slow.again, slow.lasts_s, slow.at_s = "place slow", True, rng.choice((1.0, 3.0)), 0.0
-    massacre.moment, massacre.at_s, massacre.told_s, massacre.then = "", 0.0, 0.0, None
+    massacre.moment, massacre.at_s, massacre.gone_s, massacre.then = "", 0.0, 0.0, None
     late.then, slow.then = slow, massacre
     return [late]
 
@@ -600,7 +609,7 @@ def _gone_candidate(rng: random.Random) -> list[Fault]:
     late, crash = draw_one(rng, follows=True), draw_one(rng, follows=True)
     _hold_back(late, rng, "sending admit")
     late.until, late.count, late.lasts_s = "after gone", rng.choice((1, 1, 2, 3)), 1.5
-    crash.kind, crash.target, crash.at_s, crash.told_s = "crash", "peer", 0.0, rng.choice((0.0, 0.05))
+    crash.kind, crash.target, crash.at_s, crash.gone_s = "crash", "peer", 0.0, rng.choice((0.0, 0.05))
     crash.then, late.then = None, crash
     return [late]
 

@@ -47,7 +47,7 @@ class SimStore(MemoryStore):
             super()._on_timer()
 
     def _deleted_at(self, lease: StoredLease) -> float:
-        """Etcd looks for ended leases twice a second, a moment after each at the earliest."""
+        """Returns when etcd deletes a lease's keys: it looks for ended leases twice a second."""
         return math.ceil(super()._deleted_at(lease) / _LOOKS_EVERY_S) * _LOOKS_EVERY_S
 
     def renew(self, lease_id: int) -> bool:
@@ -208,7 +208,7 @@ class SimEtcd:
         return self.lag_s * self.rng.random() ** 3
 
     def later(self, delay_s: float, function: Callable[..., Any], *args: Any) -> None:
-        """Outside of every process."""
+        """Calls a function later, outside of every process."""
         later(delay_s, function, *args)
 
     # -- what clients send ------------------------------------------------------------------------
@@ -235,11 +235,11 @@ class SimEtcd:
     # -- faults -----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """As SIGSTOP: requests wait, leases do not expire, and watches get no events."""
+        """Stops the server like SIGSTOP: requests wait, leases do not expire, and watches get no events."""
         self.paused = self.store.stopped = True
 
     def resume(self) -> None:
-        """As SIGCONT. Leases that ended meanwhile expire now, before or after the requests that waited."""
+        """Lets the server go on. Leases that ended meanwhile expire now, before or after the requests that waited."""
         if not self.paused:
             return
         self.paused = False
@@ -257,7 +257,7 @@ class SimEtcd:
         self._backlog.clear()
 
     def start(self) -> None:
-        """The server comes back with its data. Leases get their whole TTL again, and watches reconnect."""
+        """Starts the server again, with its data. Leases get their whole TTL again, and watches reconnect."""
         if not self.down:
             return  # it was started before its time, as all failures ended
         self.down = False

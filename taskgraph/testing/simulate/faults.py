@@ -27,13 +27,13 @@ class Faults:
         self._waiting: list[Fault] = []
         self._over = False
         self._peer = ""  # the other node at the moment that just came
-        self._held: list[tuple[str, Callable[[], None]]] = []  # what goes on at which moment
-        self.bold = False  # the same, once there is a checkpoint
+        self._held: list[tuple[str, Callable[[], None]]] = []  # (moment, function): what was held back until then
+        self.bold = False  # True: spares no node once there is a checkpoint
         self.add(faults)
         world.moment = self._moment
 
     def add_around_checkpoints(self, faults: list[Fault]) -> None:
-        """Adds faults. Those that lose all replicas of a task wait until there is a checkpoint."""
+        """Adds faults. Those that lose all replicas of a task wait for the first checkpoint."""
         self.bold = any(f.kind == "massacre" or (f.then is not None and f.then.kind == "massacre") for f in faults)
         self.add(faults)
 
@@ -86,7 +86,7 @@ class Faults:
         return known if known is not None and known.exists else self._rng.choice(nodes)
 
     def _other(self, node: SimNode, *, certain: bool = False) -> SimNode | None:
-        """Another node, mostly the peer of the moment.
+        """Picks another node, mostly the peer of the moment.
 
         Args:
             certain: always the peer, if there is one.
@@ -146,15 +146,15 @@ class Faults:
             return
         self._note(fault, target.id)
         self.kill(target, host=host)
-        if fault.told_s is not None:
-            self._later(fault.told_s, self._world.say_gone, target.id, "killed")
+        if fault.gone_s is not None:
+            self._later(fault.gone_s, self._world.say_gone, target.id, "killed")
         if fault.again:
             self._later(self._rng.uniform(0.0, 0.5), self._replace, target.name)
         elif len(self._world.existing()) < 2:
             self._later(0.1, self._replace, "")
 
     def kill(self, target: SimNode, *, host: bool) -> None:
-        """As `kill -9`, or as a host that loses power."""
+        """Kills a node like `kill -9`, or like a host that loses power."""
         target.dead = True
         target.coordinator.crash()
         self._world.network.crash(target.id, host=host)
@@ -163,7 +163,7 @@ class Faults:
         target.threads.thaw(self._world.loop)
 
     def _massacre(self, fault: Fault, target: SimNode) -> None:
-        """All holders of a task die."""
+        """Kills all holders of a task."""
         task = self._rng.randrange(self._world.workload.tasks)
         holders = [self._world.nodes[name] for name in self._world.invariants.view.in_sync(task)]
         for holder in holders:
@@ -174,7 +174,7 @@ class Faults:
         self._crash(fault, target, host=True)
 
     def _power_loss(self, fault: Fault, target: SimNode) -> None:
-        """All nodes of a host die at once, and etcd's next answers to some other nodes get lost."""
+        """Kills all nodes of a host at once, and loses etcd's next answers to some other nodes."""
         nodes = self._world.existing()
         together = [node for node in nodes if node.node.host == target.node.host]
         if not self._survivable(*together):
@@ -307,9 +307,9 @@ class Faults:
         speaks, hears = self._rng.choice(((False, False), (True, False), (False, True)))
         self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s: speaks {speaks}, hears {hears}")
         target.coordinator.cut(speaks=speaks, hears=hears)
-        self._later(fault.lasts_s, self._mend, target)
+        self._later(fault.lasts_s, self._reconnect, target)
 
-    def _mend(self, target: SimNode) -> None:
+    def _reconnect(self, target: SimNode) -> None:
         target.coordinator.cut(speaks=True, hears=True)
 
     def _etcd_compaction(self, fault: Fault, target: SimNode) -> None:
@@ -345,7 +345,7 @@ class Faults:
             self._cut_link(other, target, fault.lasts_s)
 
     def _isolation(self, fault: Fault, target: SimNode) -> None:
-        """From all nodes, and perhaps from etcd."""
+        """Cuts a node off from all others, and perhaps from etcd."""
         also = self._rng.random() < 0.5
         self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s{', also from etcd' if also else ''}")
         for other in self._world.existing():
@@ -354,7 +354,7 @@ class Faults:
                 self._cut_link(other, target, fault.lasts_s)
         if also:
             target.coordinator.cut(speaks=False, hears=False)
-            self._later(fault.lasts_s, self._mend, target)
+            self._later(fault.lasts_s, self._reconnect, target)
 
     def _reset(self, fault: Fault, target: SimNode) -> None:
         other = self._other(target)
@@ -381,7 +381,7 @@ class Faults:
                 self._later(self._rng.uniform(0.0, 1.0), self._replace, "")
 
     def _place_slow(self, fault: Fault, target: SimNode) -> None:
-        """Whatever it asks of the place of checkpoints takes long, or whatever anybody asks."""
+        """Slows the place of checkpoints down, for one node or for all."""
         whose = "all nodes" if fault.again else target.id
         self._note(fault, f"{whose}, up to {fault.lasts_s:.3f} s for {2 * fault.lasts_s:.3f} s")
         place = self._world.place if fault.again else target.place
@@ -389,7 +389,7 @@ class Faults:
         self._later(2 * fault.lasts_s, place.mend)
 
     def _place_full(self, fault: Fault, target: SimNode) -> None:
-        """It cannot write there."""
+        """Refuses a node's writes to the place of checkpoints."""
         self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s")
         target.place.full = True
         self._later(fault.lasts_s, target.place.mend)
@@ -412,7 +412,7 @@ class Faults:
             place.lost_in_use.add(name)
 
     def _keys_deleted(self, fault: Fault, target: SimNode) -> None:
-        """By somebody: of this node, or of all."""
+        """Deletes keys of this node, or of all, as a careless person would."""
         world = self._world
         self._note(fault, "of all nodes" if fault.again else target.id)
         key = Delete(world.keys.nodes, prefix=True) if fault.again else Delete(world.keys.node(target.id))
@@ -422,12 +422,12 @@ class Faults:
     # -- the end ----------------------------------------------------------------------------------
 
     def go_on(self, faults: list[Fault]) -> None:
-        """There are failures again."""
+        """Adds failures again."""
         self._over = False
         self.add(faults)
 
     def end(self, *, heal: bool) -> None:
-        """No failure more; with `heal`, those that last end now."""
+        """Adds no more failures; with `heal`, lasting ones end now."""
         self._over = True
         if not heal:
             return

@@ -251,7 +251,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def plan(
         self, at: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None
     ) -> asyncio.TimerHandle:
-        """As `call_at`, by the loop's own time."""
+        """Schedules like `call_at`, by the loop's own time."""
         handle = _Later(at, callback, args, self, context)
         self._count += 1
         heappush(self._timers, (at, self._count, handle))
@@ -265,7 +265,7 @@ class SimLoop(asyncio.BaseEventLoop):
         pass
 
     def _run_once(self) -> None:
-        """As often as there is something to be done: to come back here for each moment took a while, too."""
+        """Runs steps while any is due: a return to the caller after each step would be slow."""
         while not self._stopping:  # type: ignore[attr-defined]
             self._run_moment()
 

@@ -21,7 +21,7 @@ from taskgraph.protocol.records import name_of
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.loop import Process, later, own_time, plan
-from taskgraph.testing.simulate.pace import Links, Memory, Starving
+from taskgraph.testing.simulate.pace import Memory, SlowLink, Starving
 from taskgraph.transport.api import OnLost, Peer, PendingReply, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_all_now, answer_quietly, call_self, describe, unwrap
 
@@ -73,7 +73,7 @@ class SimNetwork:
         slips: Slips | None = None,
         starving: Starving | None = None,
         memory: Memory | None = None,
-        links: Links | None = None,
+        links: SlowLink | None = None,
     ) -> None:
         self.rng = rng
         self.settings = settings
@@ -130,7 +130,7 @@ class SimNetwork:
                     self._at(connection, node, self.settings.ping_timeout_s, "no keep-alive came back")
 
     def crash(self, node: str, *, host: bool) -> None:
-        """The process dies. If its host dies too, no port refuses and no connection is reset: there is silence."""
+        """Lets a process die. If its host dies too, no port refuses and no connection is reset: there is silence."""
         transport = self.transports.pop(node, None)
         if transport is None:
             return
@@ -247,7 +247,7 @@ class SimNetwork:
             )
 
     def _end(self, connection: _Connection, node: str, why: str, *, clean: bool) -> None:
-        """This end learns that the connection is over."""
+        """Ends one end of a connection."""
         if not connection.open[node]:
             return
         connection.open[node] = False
@@ -441,7 +441,7 @@ class SimTransport:
         raise TimeoutError
 
     def _greet(self, connection: _Connection, greeted: asyncio.Future[None]) -> None:
-        """At the acceptor: the hello arrived."""
+        """Handles a hello, at the acceptor."""
         if not connection.probe:
             self._open.setdefault(connection.dialler, {})[connection] = None
 
@@ -467,7 +467,7 @@ class SimTransport:
     # -- serving ----------------------------------------------------------------------------------
 
     def _accept(self, connection: _Connection, number: int, message: Call, quiet: bool) -> None:
-        """In this process: a call arrived."""
+        """Handles a call that arrived in this process."""
         if self._down:
             return
         self.network.on_message(connection.dialler, self.node, message)
@@ -476,7 +476,7 @@ class SimTransport:
         self._begin(connection, number, self._answer(connection, number, message, quiet))
 
     def _accept_all(self, connection: _Connection, first: int, pull: Pull) -> None:
-        """The same with one that is of several epochs."""
+        """Handles a pull of several epochs that arrived."""
         if self._down:
             return
         self.network.on_message(connection.dialler, self.node, pull)
@@ -551,7 +551,7 @@ class SimTransport:
 
 
 class _OneOfSeveral(asyncio.Future[Reply]):
-    """One call of several: who made them has no task that waits for it."""
+    """One call of several: no asyncio task of its caller waits for it alone."""
 
     def set_result(self, reply: Reply, /) -> None:
         if isinstance(reply, Refusal):

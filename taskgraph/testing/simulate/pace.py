@@ -16,7 +16,7 @@ from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.loop import Clock
 from taskgraph.testing.simulate.threads import Ends
 
-__all__ = ["Clocks", "Links", "Memory", "Pace", "Starving", "Steps"]
+__all__ = ["Clocks", "Memory", "Pace", "SlowLink", "Starving", "Steps"]
 
 SLIPPING = 0.3
 """Share of the seeds with reads of etcd that are lost or late, or probes that take long."""
@@ -72,7 +72,7 @@ class Steps:
         self._long = rng.choice(_LONG_STEPS)
 
     def end(self) -> None:
-        """From now on steps take no time."""
+        """Makes later steps take no time."""
         self.drawn = False
 
     def step_s(self) -> float:
@@ -112,7 +112,7 @@ class Starving:
         self._last: dict[str, tuple[float, float]] = {}  # actor -> how late it is, and until when
 
     def end(self) -> None:
-        """From now on no actor is late."""
+        """Makes no actor late from now on."""
         self._changes.clear()
         self._last.clear()
 
@@ -156,7 +156,7 @@ class Memory:
         self._from = rng.choice((0, 0, 1, 3))  # an epoch
 
     def end(self) -> None:
-        """From now on no node lacks memory, except one that never has any."""
+        """Gives all nodes memory from now on, except one that never has any."""
         self.drawn = self.drawn and self.lasts
 
     def lacks(self, node: str, message: object) -> bool:
@@ -187,7 +187,7 @@ class Clocks:
         return self._of.get(host, Clock())
 
 
-class Links:
+class SlowLink:
     """One link, between two names of nodes, that is slower than the others in both directions.
 
     Args:
@@ -216,7 +216,7 @@ class Pace:
     starving: Starving
     memory: Memory
     clocks: Clocks
-    links: Links
+    links: SlowLink
 
     @classmethod
     def draw(cls, seed: int, now: Callable[[], float]) -> Pace:
@@ -229,16 +229,16 @@ class Pace:
         steps, ends = Steps(of("steps"), share=STEPPING), Ends(of("ends"), share=ENDING)
         memory = Memory(of("memory"), share=SHORT)
         starving = Starving(of("who comes last"), share=STARVING, now=now)
-        clocks, links = Clocks(of("clocks"), share=DRIFTING), Links(of("links"), share=LINKING)
+        clocks, links = Clocks(of("clocks"), share=DRIFTING), SlowLink(of("links"), share=LINKING)
         return cls(slips, steps, ends, starving, memory, clocks, links)
 
     @classmethod
     def none(cls) -> Pace:
-        """Nothing is held up."""
+        """Returns a pace without any delay."""
         rng = random.Random(0)
         slips, steps = Slips(rng, share=0.0, writes=rng, writes_share=0.0), Steps(rng, share=0.0)
         starving = Starving(rng, share=0.0, now=lambda: 0.0)
-        clocks, links = Clocks(rng, share=0.0), Links(rng, share=0.0)
+        clocks, links = Clocks(rng, share=0.0), SlowLink(rng, share=0.0)
         return cls(slips, steps, Ends(rng, share=0.0), starving, Memory(rng, share=0.0), clocks, links)
 
     @property

@@ -63,7 +63,7 @@ class SimPlace:
         return NodePlace(self, node)
 
     def lags(self, rng: random.Random | None, lag_s: float = 0.0) -> None:
-        """From now on listings are up to `lag_s` old; without a generator they are new."""
+        """Makes later listings up to `lag_s` old; without a generator they are new."""
         self._lags, self._lag_s = rng, lag_s
 
     @property

@@ -84,7 +84,7 @@ class Runs:
         self._runs[key] = Run(*key, steps, last_commit)
 
     def began(self, epoch: Any, steps: tuple[Step, ...]) -> None:
-        """`composed`, of a task whose `compose` is not called in every epoch: by each of its computes."""
+        """Records like `composed`, for a task whose `compose` is not called in every epoch: called by each compute."""
         work = epoch._work
         if isinstance(work, Attempt):
             key = (work.task, work.stamp, work.term)
@@ -140,7 +140,7 @@ class Runs:
     def finished(self, epoch: Any) -> None:
         self._of(epoch).finishes = True
 
-    def told_committed(self, task: int, number: int, state: int | None) -> None:
+    def on_committed(self, task: int, number: int, state: int | None) -> None:
         self._commit_calls.append((task, number, state))
 
     def torn_down(self, task: int) -> None:
@@ -180,7 +180,7 @@ class Runs:
         return calls
 
     def committed(self, stamp: Stamp, terms: dict[int, int], states: dict[int, int], base: int) -> dict[int, int]:
-        """An epoch committed with these terms. Returns task -> state after it.
+        """Checks an epoch that committed with these terms. Returns task -> state after it.
 
         Args:
             states: task -> the state of the boundary before.

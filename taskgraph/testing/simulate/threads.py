@@ -22,7 +22,7 @@ _LONG_S = 2.0
 
 
 class Ends:
-    """When functions run within their time: in some of the seeds not only at its end.
+    """Draws when functions run within their time: in some seeds not only at its end.
 
     Args:
         late_s: how much later than it would a function ends.
@@ -133,7 +133,7 @@ class InlineThreads:
         loop.call_later(takes_s * share, step)
         return future
 
-    def tell(self, function: Callable[..., object], *args: object) -> None:
+    def post(self, function: Callable[..., object], *args: object) -> None:
         raise RuntimeError("there is no thread here but the event loop's")
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:

@@ -31,7 +31,7 @@ class Transcript:
         self.states[kind] += 1
 
     def text(self, *, messages: bool = True) -> str:
-        """Everything, one line each; without messages it is what a person reads first."""
+        """Returns all entries, one line each; without messages it is what a person reads first."""
         lines = []
         for at, who, what, detail in self._lines:
             if messages or who != "net":
@@ -39,5 +39,5 @@ class Transcript:
         return "\n".join(lines)
 
     def digest(self) -> str:
-        """Equal for two runs with the same events at the same times."""
+        """Returns a digest that is equal for two runs with the same events at the same times."""
         return hashlib.blake2b(self.text().encode(), digest_size=16).hexdigest()

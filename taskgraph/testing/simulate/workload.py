@@ -92,7 +92,7 @@ class Mistake:
         return f"a mistake in {self.where} of task {self.task}"
 
     def made(self, where: str, task: int) -> None:
-        """This is called now."""
+        """Counts the call of a place in user code, and raises if the mistake is due there."""
         if (where, task) == (self.where, self.task):
             self.calls += 1
             if self.first <= self.calls < self.first + self.times:
@@ -128,7 +128,7 @@ class Recorder(Protocol):
     def handled(self, epoch: Any, sender: int, value: int, answer: int) -> None: ...
     def ended(self, epoch: Any, state: int) -> None: ...
     def finished(self, epoch: Any) -> None: ...
-    def told_committed(self, task: int, number: int, state: int | None) -> None: ...
+    def on_committed(self, task: int, number: int, state: int | None) -> None: ...
     def torn_down(self, task: int) -> None: ...
 
 
@@ -246,7 +246,7 @@ class Workload:
         return drawn
 
     def draw_moods(self, rng: random.Random) -> None:
-        """Of a job that talks: one task alone has something to say, in one run of an epoch, and not in another.
+        """Draws moods for a job that talks: only one task sends, in one run of an epoch, and not in another.
 
         So a replaced primary took no message that its successor must know, and the epoch goes on.
         """
@@ -311,17 +311,17 @@ class Workload:
         return _KINDS[self.talks, task not in self.without_state, task in self.listening]
 
     def relay(self, task: int) -> int:
-        """Whom a task flags that got a flag or a request; it may be itself."""
+        """Returns the task that a task flags after a flag or a request arrived; it may be itself."""
         assert self.relays is not None
         return (task + self.relays) % self.tasks
 
     def asked_on(self, task: int) -> int:
-        """Whom a task asks that is asked itself; it may be itself."""
+        """Returns the task that a task asks while it answers a request; it may be itself."""
         assert self.asks_on is not None
         return (task + self.asks_on) % self.tasks
 
     def opening(self, epoch: int, task: int, state: int) -> tuple[int, int]:
-        """Whom a task flags where it composes an epoch, and with what."""
+        """Returns the task that a task flags where it composes an epoch, and the flag's value."""
         return (task + 1) % self.tasks, mix(self.seed, state, epoch, task, _OPENED)
 
     def expected(self) -> list[list[int]]:
@@ -626,7 +626,7 @@ class _Listening(_NoState):
 
     def on_commit(self, number: int, state: Any) -> None:
         self.last_commit = number
-        self._recorder.told_committed(self.task_id, number, None if state is None else int(state["value"][0]))
+        self._recorder.on_committed(self.task_id, number, None if state is None else int(state["value"][0]))
 
 
 class _ListeningPlain(_Listening, _Plain):

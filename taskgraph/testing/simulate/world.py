@@ -1,4 +1,4 @@
-"""Everything one seed needs: an etcd, a network, a job, and nodes that come and go."""
+"""Simulates what one seed needs: an etcd, a network, a job, and nodes that come and go."""
 
 from __future__ import annotations
 

@@ -119,9 +119,9 @@ async def test_brief_function_is_over_at_once(pool: PooledThreads) -> None:
     told: list[object] = []
 
     def brief() -> int:
-        pool.tell(told.append, 1)
-        pool.tell(told.append, threading.get_ident())
-        pool.tell(lambda: told.append(threading.get_ident()))
+        pool.post(told.append, 1)
+        pool.post(told.append, threading.get_ident())
+        pool.post(lambda: told.append(threading.get_ident()))
         return threading.get_ident()
 
     for _ in range(3):
@@ -150,8 +150,8 @@ async def test_failing_callback_stops_no_other(pool: PooledThreads) -> None:
     told: list[int] = []
 
     def function() -> None:
-        pool.tell(lambda: 1 / 0)
-        pool.tell(told.append, 1)
+        pool.post(lambda: 1 / 0)
+        pool.post(told.append, 1)
 
     await pool.run(function)
     assert told == [1]
