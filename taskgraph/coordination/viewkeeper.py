@@ -33,6 +33,9 @@ _REST_S = 1.0
 _READ_RESTS = 10
 """Likewise, a re-read that took 1 s is followed by 10 s without one. The watch delivers the changes in between."""
 _READ_REST_S = 5.0
+_READ_REST_PER_KEY_S = 0.0002
+"""No such pause is longer for each key. To list some dozen keys costs little, and takes long only if the host is busy:
+a takeover or a node that joins must not wait for that."""
 
 _Waiters = dict["asyncio.Future[None]", Callable[[JobView], bool]]  # in the order they began to wait
 
@@ -95,7 +98,8 @@ class ViewKeeper:
                 raise Lost(str(why)) from None
             self.notify()
         now = self._coordinator.now()
-        self._read_rested_at = now + min(_READ_RESTS * (now - since), _READ_REST_S)
+        longest_s = min(_READ_REST_PER_KEY_S * len(listing.items), _READ_REST_S)
+        self._read_rested_at = now + min(_READ_RESTS * (now - since), longest_s)
 
     @property
     def waits(self) -> tuple[str, ...]:

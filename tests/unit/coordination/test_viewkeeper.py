@@ -439,16 +439,22 @@ async def test_waits_cost_nothing_per_event_key(job: Job, node: Coordinator) -> 
     waiting.cancel()
 
 
-async def test_slow_listing_delays_no_later_re_read() -> None:
-    """A listing that took long is followed by a pause; a wait that begins after that pause re-reads in time."""
+@pytest.mark.parametrize(("keys", "later_s", "re_reads"), [(10, 0.0, True), (2000, 0.0, False), (2000, 60.0, True)])
+async def test_re_read_after_a_slow_listing(keys: int, later_s: float, re_reads: bool) -> None:
+    """The pause after a listing is for large jobs, not for a busy host, and ends."""
     etcd = Slow()
     keeper = ViewKeeper(etcd, "fit", refresh_s=0.01)
+    events = tuple(Put(keeper.view.keys.event(str(number)), b"{}") for number in range(keys))
+    for first in range(0, keys, 100):
+        await etcd.txn(Txn(success=events[first : first + 100]))
     loading = asyncio.ensure_future(keeper.load())
     await asyncio.sleep(0)
     etcd.at_s = 100.0
     etcd.go_on.set()
     await loading
-    etcd.at_s = 200.0
-    revision = (await etcd.txn(Txn(success=(Put(keeper.view.keys.event("1"), b"{}"),)))).revision
-    async with asyncio.timeout(2.0):
-        await keeper.caught_up(revision)  # no watch runs
+    etcd.at_s += later_s
+    revision = (await etcd.txn(Txn(success=events[:1]))).revision
+    reading = asyncio.ensure_future(keeper.caught_up(revision))  # no watch runs
+    done, _ = await asyncio.wait([reading], timeout=0.2)
+    assert bool(done) is re_reads
+    reading.cancel()
