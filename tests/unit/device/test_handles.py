@@ -336,6 +336,19 @@ def test_fetch_while_others_withdraw() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
+def test_silent_client_is_given_up(offered: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handles, "_CLIENT_S", 3.0)
+    with client(offered) as silent:
+        began = time.monotonic()
+        os.close(fetch(offered))
+        assert 2.5 < time.monotonic() - began < 30
+        assert silent.recv(1) == b""
+    began = time.monotonic()
+    os.close(fetch(offered))
+    assert time.monotonic() - began < 2.5
+
+
 @pytest.mark.parametrize("said", [b"", b"abc", b"\xff" * 8, bytes(8), b"x" * 100_000])
 def test_wrong_request(offered: bytes, said: bytes) -> None:
     with client(offered) as bad, contextlib.suppress(ConnectionError):
