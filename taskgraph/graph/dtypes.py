@@ -45,7 +45,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ITEM)]
 
 
 class _SubArray(msgspec.Struct, array_like=True, tag="a"):
-    shape: tuple[_Count, ...]
+    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)]
     base: str | _SubArray | _Record
 
 

@@ -94,6 +94,7 @@ NUMPY_STR_EXT: Final = 12  # UTF-8 with lone surrogates
 NUMPY_BYTES_EXT: Final = 13
 
 _Count = Annotated[int, Meta(ge=0)]
+_Shape = Annotated[tuple[_Count, ...], Meta(max_length=64)]  # numpy has no more axes; their product is bounded
 
 
 class ArrayHead(msgspec.Struct, array_like=True, frozen=True, gc=False, omit_defaults=True):
@@ -111,7 +112,7 @@ class ArrayHead(msgspec.Struct, array_like=True, frozen=True, gc=False, omit_def
     buffer: _Count
     at: _Count
     dtype: bytes
-    shape: tuple[_Count, ...]
+    shape: _Shape
     order: bytes = b""
 
 
@@ -119,7 +120,7 @@ to_bytes: Final = Encoder().encode
 read_array_head: Final = Decoder(ArrayHead).decode
 read_two: Final = Decoder(tuple[bytes, bytes]).decode
 read_named: Final = Decoder(tuple[str, msgspec.Raw]).decode
-_read_shape: Final = Decoder(tuple[bytes, tuple[_Count, ...]]).decode
+_read_shape: Final = Decoder(tuple[bytes, _Shape]).decode
 
 
 def tree_decoder(extension: Callable[[int, memoryview], Any]) -> Callable[[bytes | memoryview], Any]:

@@ -279,3 +279,11 @@ def test_outline_of_huge_key() -> None:
     for key, name in ((10**5000, "key0"), (-(10**5000), "key0"), (7, "7"), (True, "True")):
         (found,) = outline(encode({key: np.zeros(3)}))
         assert found.path == (name,)
+
+
+@pytest.mark.parametrize("axes", [65, 2_000])
+def test_shape_of_too_many_axes(axes: int) -> None:
+    head = layout.to_bytes((0, 0, 0, b"<f8", (2**63 - 1,) * axes))
+    tree = layout.to_bytes(layout.Ext(layout.ARRAY_EXT, head))
+    with pytest.raises(DecodeError, match="64"):
+        decode(Encoded(layout.TREE_HEAD.pack(layout.TREE, 0, 0) + tree + bytes(4), (), b""))
