@@ -11,7 +11,7 @@ from taskgraph.launch.follow import Follower, follow_events, kept_events
 from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import StatusRecord
+from taskgraph.protocol.records import EpochRecord, StatusRecord
 
 JOB = "job"
 
@@ -61,8 +61,12 @@ async def test_events_come_in_the_order_of_what_happened_also_where_a_clock_is_o
 async def test_failure_reported_by_two_launchers_is_shown_once() -> None:
     coordinator, keys = MemoryCoordinator(MemoryStore()), Keys(JOB)
     spec = JobSpec.local(tg.Job(tasks=1, epochs=1, builder=tg.Task, name=JOB))
-    await coordinator.txn(Txn(success=(Put(keys.spec, spec.to_bytes()),)))
-    await coordinator.txn(Txn(success=(Put(keys.status, StatusRecord(state="running").to_bytes()),)))
+    begun = {
+        keys.spec: spec.to_bytes(),
+        keys.status: StatusRecord(state="running").to_bytes(),
+        keys.epoch: EpochRecord(epoch=0, attempt=1, writer="w").to_bytes(),
+    }
+    await coordinator.txn(Txn(success=tuple(Put(key, value) for key, value in begun.items())))
     seen: list[str] = []
     follower = Follower(coordinator, spec, b"")
     await follower.start(lambda event: seen.append(event.text))
