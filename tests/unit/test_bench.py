@@ -139,7 +139,7 @@ def test_gpu_bench_runs_on_the_host(tmp_path: Path) -> None:
     assert process.returncode == 0, text
     assert len(re.findall(r"median \d+\.\d{3} ", text)) == 3, text
     assert left(tmp_path) == []
-    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir() and "locks" not in path.parts] == []
 
 
 @pytest.mark.slow
