@@ -14,7 +14,7 @@ from taskgraph.errors import DecodeError, Unavailable
 from taskgraph.observe.events import Event, EventLog, in_order, keep_events, many
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
-from taskgraph.protocol.numbers import Numbers, held
+from taskgraph.protocol.numbers import Numbers, compact
 from taskgraph.testing.clock import FastForwardLoop
 
 JOB = "job"
@@ -296,7 +296,7 @@ def test_memory_for_events_is_bounded(fields: int, remembered: int, monkeypatch:
 
 def test_packed_fields_travel() -> None:
     fields, events = {f"loss of part {part}": part / 8 for part in range(50)}, EventLog("n1")
-    for beside in (fields, held(fields)):
+    for beside in (fields, compact(fields)):
         events.emit("commit", "an epoch", epoch=1, transient=True, fields=beside)
     found = events.recent()
     assert [type(event.fields) for event in found] == [dict, Numbers]

@@ -14,7 +14,6 @@ from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Stamp
-from taskgraph.protocol.placement import Wish
 from taskgraph.results import JobResult
 
 __all__ = ["blindable", "gated", "joining"]
@@ -22,9 +21,7 @@ __all__ = ["blindable", "gated", "joining"]
 
 def wish_away_and_back(node: Node) -> None:
     """Placement changes its mind twice: the replica is dropped and wished for again."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node, "wish", lambda task: Wish(primary="n1-local", backups=()))
-        node.reconciler._drop_replicas()
+    node.roles.drop(0)
     assert 0 not in node.roles.replicas
 
 
