@@ -1,15 +1,15 @@
-"""One task's state as a file: a safetensors file that other tools open, and a value of ours that comes back exactly.
+"""One task's state as a safetensors file: other tools read its arrays, and taskgraph reads the exact value.
 
-The value is encoded already (`graph.values`): meta and buffers. Meta is a tensor of bytes called `taskgraph.value`, and
-each buffer is a tensor. A buffer that is one array has the array's name, dtype and shape (`theta`, `layers.0.weight`),
-if safetensors has such a dtype; other buffers are tensors of bytes. Small arrays are inside meta or share a buffer, so
-they are written a second time under their names, for other tools alone.
+An encoded value (`graph.values`) has meta and buffers. Meta becomes the tensor `taskgraph.value`, and each buffer
+becomes a tensor. A buffer that is one array keeps the array's name, dtype and shape (`theta`, `layers.0.weight`) if
+safetensors has that dtype; otherwise its tensor has bytes. Small arrays are inside meta or share a buffer, so
+they are written once more under their names, for other tools only.
 
-The digest of a file is in the manifest of its checkpoint. It is against accidents, not against forgers.
+The manifest of the checkpoint has the digest of the file. It protects from accidents, not from forgery.
 
-The format, from https://github.com/huggingface/safetensors: the header's length as 8 bytes, little-endian; the header,
-JSON; the data. The package of that name would copy a state twice before it writes, so this module writes and reads the
-format itself.
+The format (https://github.com/huggingface/safetensors): the header's length, 8 bytes, little-endian; the header, JSON;
+the data. The safetensors package copies a state before it writes, so this module writes and reads the format
+itself.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from taskgraph.protocol.messages import Encoded
 __all__ = ["FORMAT", "FileInfo", "Label", "pack", "unpack"]
 
 FORMAT: Final = "taskgraph checkpoint 5"
-"""Of files and manifests; any other is refused."""
+"""The format of files and manifests; other formats are refused."""
 _VALUE: Final = "taskgraph.value"
 _ALIGN: Final = 64
 _MAX_HEADER: Final = 100_000_000
-"""Other readers take no longer header."""
+"""Other tools refuse longer headers."""
 _NAMES_BYTES: Final = 64_000_000
-"""Bytes of the header for the names of arrays. The rest is for large arrays that then have no name of their own."""
+"""The part of the header for named arrays. The rest is for large arrays beyond that, which get no name."""
 _ENTRY_BYTES: Final = 400
-"""Bytes that a name costs in the header beside itself, at most."""
+"""Limit on an array's entry in the header, without its name."""
 _U64 = struct.Struct("<Q")
 
 _NAMES: Final = {
@@ -53,7 +53,7 @@ _NAMES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """Says whose state a file holds; written to the file for people and other tools."""
+    """Identifies the state in a file, for people and other tools."""
 
     job: str
     fingerprint: str
@@ -66,7 +66,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """A written file, as a manifest lists it."""
+    """A file's entry in the manifest."""
 
     task: int
     size: int
@@ -82,10 +82,10 @@ class _Tensor:
 
 
 def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
-    """Returns the file as parts, to be written one after the other. Buffers are not copied.
+    """Returns the file's entry and its parts in order. Copies no buffers.
 
     Raises:
-        CheckpointError: the header would be too long for readers.
+        CheckpointError: the header would be too long.
     """
     names: dict[str, int] = {_VALUE: 0, "__metadata__": 0}
     named = _named(value)
@@ -99,7 +99,7 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
         *(_tensor(one.data, one, "", names) for one in named if one.buffer is None),
         _Tensor(_VALUE, "U8", (len(value.meta),), memoryview(value.meta)),
     ]
-    tensors.sort(key=lambda tensor: -_item_bytes(tensor.dtype))  # so that all of them are aligned; bytes come last
+    tensors.sort(key=lambda tensor: -_item_bytes(tensor.dtype))  # aligns every tensor: wide items first
     about = {
         "format": FORMAT,
         "value_digest": value.digest.hex(),
@@ -125,19 +125,19 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
 
 
 def _tensor(data: memoryview, named: Named | None, otherwise: str, names: dict[str, int]) -> _Tensor:
-    """A tensor of an array, or of bytes that have no name of their own."""
+    """Makes a tensor of a named array, or else of bytes named `otherwise`."""
     if named is None:
         return _Tensor(_unused(otherwise, names), "U8", (data.nbytes,), data)
     return _Tensor(_unused(_tensor_name(named), names), _safe_name(named.dtype), named.shape, data)
 
 
 def _named(value: Encoded) -> list[Named]:
-    """The arrays that become a tensor of their own, large ones first: as many as the header has room for."""
+    """Returns the arrays that get a tensor with their name: large ones first, until the header is full."""
     found = [one for one in outline(value) if _safe_name(one.dtype) and one.data.nbytes]
     found.sort(key=lambda one: one.buffer is None)
     room = _NAMES_BYTES
     for at, one in enumerate(found):
-        # A large array's name is in the list of buffers, too, where escapes are escaped again.
+        # The list of buffers has a large array's name again, with its escapes escaped.
         room -= 3 * len(json.dumps(_tensor_name(one))) + 20 * len(one.shape) + _ENTRY_BYTES
         if room < 0:
             return found[:at]
@@ -145,10 +145,10 @@ def _named(value: Encoded) -> list[Named]:
 
 
 def unpack(data: memoryview, info: FileInfo, *, path: str) -> Encoded:
-    """Returns the value of a file. The value shares the file's memory.
+    """Returns the value in a file; its buffers share the file's memory.
 
     Raises:
-        CheckpointError: the file at `path` is not the one that was written, byte by byte.
+        CheckpointError: the bytes of the file at `path` differ from those that were written.
     """
     if data.nbytes != info.size:
         raise CheckpointError(f"{path} is torn: it has {data.nbytes} bytes, {info.size} were written")
@@ -177,7 +177,7 @@ def _digest(parts: Iterable[memoryview]) -> str:
 
 
 def _safe_name(dtype: np.dtype[Any]) -> str:
-    """The dtype's name in safetensors; "" if it has none, or its bytes are in another order."""
+    """Returns the dtype's name in safetensors; "" for other dtypes and byte orders."""
     if not dtype.isnative or sys.byteorder != "little":
         return ""
     return _NAMES.get(dtype.num, "")
@@ -188,9 +188,9 @@ def _item_bytes(dtype: str) -> int:
 
 
 def _tensor_name(named: Named) -> str:
-    """Returns the path to an array within the state. Arrays beside the state (reports) are under `taskgraph`.
+    """Returns an array's path within the state, with dots. Names outside the state (reports) begin with `taskgraph`.
 
-    Other tools read JSON that is Unicode: a lone surrogate in a key, which Python's json passes on, is written out.
+    Escapes lone surrogates in keys: Python's json accepts them, other tools do not.
     """
     first, *rest = named.path or ("state",)
     name = ".".join(rest) or first if first == "state" else ".".join(("taskgraph", first, *rest))
@@ -198,7 +198,7 @@ def _tensor_name(named: Named) -> str:
 
 
 def _unused(name: str, names: dict[str, int]) -> str:
-    """The name, with a number if another array has it (the keys 1 and "1", "a.b" and "a" of "b")."""
+    """Returns the name, with a number if it is taken (keys 1 and "1"; "a.b" and "b" inside "a")."""
     while name in names:
         names[name] += 1
         name = f"{name}~{names[name]}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import xxhash
 
 from taskgraph.checkpoint.files import FORMAT, FileInfo, Label
@@ -20,13 +21,13 @@ _NAME = re.compile(r"s(\d{4,9})-a(\d{6,18})-e(\d{9,18})-([0-9a-z]{1,16})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Name:
-    """A checkpoint's name, which is also that of its directory.
+    """The name of a checkpoint and of its directory.
 
-    The order is that of the job's history: a series is begun by every start from the beginning, and an attempt of one
-    series never comes again, also after a roll-back and a resumed run.
+    Names sort by the job's history: every start at epoch 0 begins another series, and within a series the attempt
+    grows, also after a roll-back and in a resumed run.
 
     Attributes:
-        run: of the run that wrote it, so that what an earlier run left unfinished is never mixed with it.
+        run: the run that wrote it, so that files of two runs are never in one checkpoint.
     """
 
     series: int
@@ -39,18 +40,18 @@ class Name:
 
     @classmethod
     def parse(cls, text: str) -> Name | None:
-        """The name, or None: it is not one of a checkpoint."""
+        """Parses the name of a checkpoint; None for other texts."""
         found = _NAME.fullmatch(text)
         return cls(int(found[1]), int(found[2]), int(found[3]), found[4]) if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The job to which checkpoints belong. Those of another job, or of another version of its driver, are foreign.
+    """The job that a checkpoint must belong to.
 
     Attributes:
-        any_driver: what another version of the driver wrote is this job's, too.
-        epochs: the number of epochs of a job that is resumed: a checkpoint at its end or beyond is of no use. None: no
+        any_driver: accept checkpoints of another version of the driver.
+        epochs: the number of epochs of a resumed job, which has no use for a checkpoint at its end or later. None: no
             limit, or the job is not resumed.
     """
 
@@ -62,19 +63,19 @@ class Origin:
 
 
 class ChangedJob(CheckpointError):
-    """A checkpoint of this job that was written with another driver, or another number of tasks."""
+    """Another driver, or another number of tasks, wrote this job's checkpoint."""
 
 
 class ChangedDriver(ChangedJob):
-    """The number of tasks is the same."""
+    """Another driver wrote the checkpoint, with the right number of tasks."""
 
 
 class OtherFormat(CheckpointError):
-    """A checkpoint that another version of taskgraph wrote, in another format."""
+    """Another version of taskgraph wrote the checkpoint, in another format."""
 
 
 class MissingFile(CheckpointError):
-    """A file that should be there, and is not."""
+    """A file of the checkpoint is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +83,8 @@ class Manifest:
     """A checkpoint's list of files.
 
     Attributes:
-        files: of every task that has state, and of task 0 for what was reported.
-        before: names of the checkpoints before it, the newest first: if this one is corrupt, they are used.
+        files: one for every task with state, and one for task 0, with the reports.
+        before: names of earlier checkpoints, newest first; used if this one is corrupt.
     """
 
     name: str
@@ -118,8 +119,11 @@ class Manifest:
         )
 
     def check_origin(self, origin: Origin, path: str) -> None:
-        """Raises CheckpointError where it is not this job's, or none to go on from; ChangedJob where only the job is
-        not as it was.
+        """Refuses a checkpoint that the job cannot use.
+
+        Raises:
+            ChangedJob: the job has changed since.
+            CheckpointError: the checkpoint is another job's, or leaves the job nothing to do.
         """
         if self.job != origin.job:
             raise CheckpointError(f"{path} is foreign: job is {self.job}, here it is {origin.job}")
@@ -139,14 +143,14 @@ class Manifest:
             )
 
     def to_bytes(self) -> bytes:
-        raw = {"format": FORMAT, **asdict(self)}
+        raw = {"format": FORMAT, **msgspec.to_builtins(self)}
         return json.dumps({**raw, "digest": _digest(raw)}, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, *, path: str) -> Manifest:
-        """Reads one; raises CheckpointError, naming `path`, where it is torn, corrupt or of another version."""
+        """Reads a manifest. Raises CheckpointError, with `path`, if it is torn, corrupt or of another format."""
         try:
-            raw: dict[str, Any] = json.loads(data)
+            raw = msgspec.json.decode(data, type=dict[str, Any])
             digest = raw.pop("digest", None)
             if raw.get("format") != FORMAT:
                 raise OtherFormat(
@@ -155,11 +159,8 @@ class Manifest:
                 )
             if digest != _digest(raw):
                 raise CheckpointError(f"{path} is corrupt: it does not match its digest")
-            known = {f.name for f in fields(cls)}
-            made = cls(**{key: value for key, value in raw.items() if key in known})
-            files = tuple(FileInfo(**info) for info in raw["files"])
-            made = replace(made, files=files, before=tuple(made.before))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            made = msgspec.convert(raw, cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CheckpointError(f"{path} is torn or corrupt: {error!r}") from error
         if Name.parse(made.name) is None:
             raise CheckpointError(f"{path} is corrupt: {made.name!r} is not the name of a checkpoint")

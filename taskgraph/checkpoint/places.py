@@ -1,8 +1,8 @@
 """Places for checkpoints: a local directory, or a file system of fsspec. They hold bytes under paths.
 
-A file appears whole or not at all: on local file systems it is written beside its place, synced and renamed. Elsewhere
-that is up to the store behind fsspec (object stores put whole objects); what is torn all the same does not match its
-digest.
+A file appears whole or not at all. In a directory it is written under a temporary name, synced and renamed; fsspec
+does not sync local files, so directories have code of their own. Other stores put whole objects; if one tears a file
+all the same, the file does not match its digest.
 """
 
 from __future__ import annotations
@@ -29,62 +29,91 @@ __all__ = ["Bytes", "Directory", "FsspecPlace", "NoFile", "Place", "check_url", 
 Bytes = bytes | memoryview
 _LOCAL: Final = ("file", "local", "")
 _BESIDE: Final = re.compile(r"\.(.+)\.([0-9a-z]*)\.[0-9a-f]{12}\.tmp")
-"""The name of a file while it is written: its later name, the writer, and a random part."""
+"""The temporary name of a file: its final name, its writer, a random part."""
 
 
 class NoFile(OSError):
-    """The path is no regular file, or the file is longer than any that was written."""
+    """The path is no regular file, or the file is longer than the checkpoint's."""
 
 
 class Place(Protocol):
     """Bytes under relative paths, with `/` between their parts. Calls block; they raise OSError."""
 
     def write(self, path: str, parts: Iterable[Bytes]) -> None:
-        """Puts a whole file, over one that is there."""
+        """Writes a whole file, and replaces an existing one."""
 
     def read(self, path: str, limit_bytes: int) -> memoryview:
-        """A whole file; FileNotFoundError where there is none, NoFile where what is there was never written here.
+        """Returns a whole file. Takes memory for the file's size, and never for more than the limit.
 
-        Memory is taken for what the file has, and never for more than the limit.
+        Raises:
+            FileNotFoundError: there is no such file.
+            NoFile: it is no regular file, or longer than the limit.
         """
 
     def names(self, path: str) -> list[str]:
-        """The entries of a directory, sorted; none if it does not exist."""
+        """Lists a directory, sorted; a missing one is empty."""
 
     def sizes(self, path: str) -> dict[str, int | None]:
-        """The entries of a directory, with their sizes in bytes if the place knows them."""
+        """Lists a directory: name -> size in bytes, or None if the place does not know the size."""
 
     def remove(self, path: str) -> None:
-        """Removes a file, or a directory with all that is in it; nothing where there is none."""
+        """Removes a file, or a directory with its content, if it exists."""
 
     def remove_empty(self, path: str) -> None:
-        """Removes a directory where there is nothing in it, not even what is being written."""
+        """Removes a directory if it is empty."""
 
 
 def check_url(url: str) -> None:
     """Refuses a wrong URL when the job is made, before it fails in every node.
 
     Raises:
-        JobError: not a place that every node can find.
+        JobError: the URL names no place that every node can find, or needs a package that is not installed.
     """
     if not isinstance(url, str) or not url:
         raise JobError(f"Job(checkpoint={url!r}): must be a URL, e.g. 'file:///scratch/checkpoints'")
+    if _local_path(url) is None:
+        _fsspec(url)
+
+
+def open_place(url: str, by: str = "") -> Place:
+    """Returns the place that a URL names; makes and reads nothing yet.
+
+    Args:
+        by: the writer; see `Directory`.
+
+    Raises:
+        JobError: as `check_url`.
+    """
+    check_url(url)
     local = _local_path(url)
-    if local is not None:
-        if not os.path.isabs(local):
-            raise JobError(
-                f"Job(checkpoint={url!r}): nodes do not share a working directory; give the whole path, e.g. "
-                f"'{_whole(local.removeprefix('file:'))}'"
-            )
-        if (rest := local.lstrip("/")).partition("/")[0] == "~":
-            raise JobError(
-                f"Job(checkpoint={url!r}): ~ is not expanded there, and means a directory of that name; give the whole "
-                f"path, e.g. '{_whole(rest)}'"
-            )
-        if not _is_path(local):
-            raise JobError(f"Job(checkpoint={url!r}): no path of a file: it has a NUL, or what is no Unicode")
-        return
-    _fsspec(url)
+    return Directory(Path(local), by) if local is not None else FsspecPlace(url)
+
+
+def written_by(name: str) -> tuple[str, str] | None:
+    """Splits a temporary name into the file's final name and its writer; None for other names."""
+    found = _BESIDE.fullmatch(name)
+    return (found[1], found[2]) if found else None
+
+
+def _local_path(url: str) -> str | None:
+    """Returns the path of a directory of this host; None if the URL names another kind of place.
+
+    Raises:
+        JobError: the path is relative, begins with a home, or is none.
+    """
+    scheme, has_scheme, rest = url.partition("://")
+    if not has_scheme:
+        path = url.removeprefix("file:")
+    elif scheme.lower() in _LOCAL:  # the path may have a # or a ?: a file has no query and no fragment
+        path = unquote(rest[len("localhost") :] if rest.startswith("localhost/") else rest)
+    else:
+        return None
+    if os.path.isabs(path) and path.lstrip("/").partition("/")[0] != "~" and _is_path(path):
+        return path
+    raise JobError(
+        f"Job(checkpoint={url!r}): not the whole path of a directory, as in {_whole_path(path)!r}. Nodes share no "
+        f"working directory, ~ is not expanded, and file:// is followed by a slash."
+    )
 
 
 def _is_path(text: str) -> bool:
@@ -95,50 +124,12 @@ def _is_path(text: str) -> bool:
         return False
 
 
-def _whole(path: str) -> str:
-    """The URL of a path of this host that is relative, or begins with a home."""
+def _whole_path(path: str) -> str:
+    """Returns the URL that the user probably meant."""
     if not _is_path(path):
         return "file:///scratch/checkpoints"
-    return Path(os.path.abspath(os.path.expanduser(path))).as_uri()
-
-
-def open_place(url: str, by: str = "") -> Place:
-    """Returns the place that a URL names. Nothing is made or read yet.
-
-    Args:
-        by: see `Directory`.
-
-    Raises:
-        JobError: the URL is none, or needs a package that is not installed.
-    """
-    check_url(url)
-    local = _local_path(url)
-    return Directory(Path(local), by) if local is not None else FsspecPlace(url)
-
-
-def written_by(name: str) -> tuple[str, str] | None:
-    """Splits a name that a directory lists into the file's final name and its writer; None for other names."""
-    found = _BESIDE.fullmatch(name)
-    return (found[1], found[2]) if found else None
-
-
-def _local_path(url: str) -> str | None:
-    """The path that the URL names on this host, or None: it is not one of this host's."""
-    scheme, has_scheme, rest = url.partition("://")
-    if not has_scheme:
-        return url
-    if scheme.lower() not in _LOCAL:
-        return None
-    host, slash, path = rest.partition("/")  # a path may have a # or a ?: a file has no query and no fragment
-    if host not in ("", "localhost"):
-        named, whole = f"it names the host {host!r}", _whole(unquote(f"{host}{slash}{path}"))
-        if host.startswith((".", "~")):
-            raise JobError(f"Job(checkpoint={url!r}): {named}; give the whole path, e.g. '{whole}'")
-        raise JobError(
-            f"Job(checkpoint={url!r}): {named}; a path has three slashes, and is the whole one, e.g. "
-            f"'file:///{host}{slash}{path}', or, from this directory, '{whole}'"
-        )
-    return unquote(slash + path)
+    from_home = path.lstrip("/") if path.lstrip("/").startswith("~") else path
+    return Path(os.path.abspath(os.path.expanduser(from_home))).as_uri()
 
 
 def _fsspec(url: str) -> tuple[Any, str]:
@@ -153,15 +144,16 @@ def _fsspec(url: str) -> tuple[Any, str]:
         return found
     except (ValueError, ImportError) as error:
         raise JobError(f"Job(checkpoint={url!r}): {error}") from error
-    except Exception as error:  # some connect when they are made, and raise what their client does
+    except Exception as error:  # some file systems connect at once, and raise their client's errors
         raise JobError(f"Job(checkpoint={url!r}): {worded(error)}") from error
 
 
 class Directory:
-    """A directory of this host, or one that a network file system shows to all of them.
+    """A directory of this host, or of a network file system that all hosts mount.
 
     Args:
-        by: who writes, in small letters and digits: of what is left half written that is to be seen.
+        by: the writer, in lower-case letters and digits. Temporary names have it, so that half-written files show
+            their writer.
     """
 
     def __init__(self, root: Path, by: str = "") -> None:
@@ -173,9 +165,9 @@ class Directory:
 
     def write(self, path: str, parts: Iterable[Bytes]) -> None:
         target = self._root / path
-        # Two writers of one file (a zombie, and who came after it) must not write into one another.
+        # Two writers of one file (an old primary and its successor) need different temporary files.
         beside = target.with_name(f".{target.name}.{self._by}.{uuid.uuid4().hex[:12]}.tmp")
-        target.parent.mkdir(parents=True, exist_ok=True)  # raises, if there cannot be one, another error than below
+        target.parent.mkdir(parents=True, exist_ok=True)  # outside `try`: it raises FileNotFoundError, too
         try:
             with _create(beside) as file:
                 for part in parts:
@@ -185,8 +177,8 @@ class Directory:
             _sync_directory(target.parent)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{target.parent} was removed while {target.name} was written there, by another run that keeps its "
-                f"checkpoints in the same place, or by hand"
+                f"{target.parent} was removed while {target.name} was written there, by hand or by another run "
+                f"that keeps its checkpoints in the same place"
             ) from error
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
@@ -215,7 +207,7 @@ class Directory:
     def sizes(self, path: str) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
         for name in self.names(path):
-            with contextlib.suppress(FileNotFoundError):  # one that was still under its other name
+            with contextlib.suppress(FileNotFoundError):  # a temporary file was renamed meanwhile
                 found[name] = (self._root / path / name).stat().st_size
         return found
 
@@ -236,17 +228,17 @@ class Directory:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens without waiting: a pipe would wait for its writer."""
+    """Opens a path; a pipe does not wait for its writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _check_size(size_bytes: int, limit_bytes: int) -> None:
     if size_bytes > limit_bytes:
-        raise NoFile(f"it has {size_bytes} bytes, and {limit_bytes} at most were written")
+        raise NoFile(f"it has {size_bytes} bytes, and the checkpoint's at most {limit_bytes}")
 
 
 def _create(path: Path) -> FileIO:
-    """Creates a file. Tries twice, as another process may remove the directory while it is empty."""
+    """Creates a file. Tries twice, since another process may remove the directory while that is empty."""
     try:
         return open(path, "xb", buffering=0)
     except FileNotFoundError:
@@ -261,7 +253,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _sync_directory(path: Path) -> None:
-    """A rename is durable only once its directory is."""
+    """Makes renames in this directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -270,7 +262,7 @@ def _sync_directory(path: Path) -> None:
 
 
 class FsspecPlace:
-    """A place in one of fsspec's file systems."""
+    """A folder in one of fsspec's file systems."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -294,7 +286,7 @@ class FsspecPlace:
         with _as_os_error(path):
             data = bytes(self._fs.cat_file(self._path(path), end=limit_bytes + 1))
         if len(data) > limit_bytes:
-            raise NoFile(f"it has more than the {limit_bytes} bytes that at most were written")
+            raise NoFile(f"it has more than {limit_bytes} bytes, and the checkpoint's at most that")
         return memoryview(data)
 
     def names(self, path: str) -> list[str]:
@@ -320,7 +312,7 @@ class FsspecPlace:
 
 @contextlib.contextmanager
 def _as_os_error(path: str) -> Iterator[None]:
-    """Turns errors of the stores behind fsspec, which have no common base class, into OSError."""
+    """Turns errors of fsspec's stores, which have no common base class, into OSError."""
     try:
         yield
     except OSError:

@@ -1,12 +1,16 @@
-"""A job's checkpoints in their place: written, read, listed, and the old ones removed.
+"""A job's checkpoints in their place: writes, reads and lists them, and removes old ones.
 
-    {place}/{job}/{name}/task-000003.safetensors      one per task that has state, and task 0's
-    {place}/{job}/{name}/manifest.staged.json         all of them are written
-    {place}/{job}/{name}/manifest.json                and etcd's pointer says so: it is complete
-    {place}/{job}/s0002-begun                         a series was begun over the checkpoints of those before it
+    {place}/{job}/{name}/task-000003.safetensors      one for each task with state, and one for task 0
+    {place}/{job}/{name}/manifest.staged.json         all these files are written
+    {place}/{job}/{name}/manifest.json                the pointer in etcd names this checkpoint: it is complete
+    {place}/{job}/s0002-begun                         series 2 began at epoch 0, beside older checkpoints
 
-The staged manifest is written before the pointer and the final one after it. A running job believes the pointer; one
-that is resumed when its etcd is gone believes the final manifests. Every call blocks, and is made in a thread.
+The states of a checkpoint, and what makes each step durable:
+
+    files ──► staged manifest ──► pointer in etcd ──► final manifest
+
+A running job trusts the pointer. A resumed job whose etcd is gone trusts the final manifests; so none is written before
+the pointer. Every call blocks; callers make it in a thread.
 """
 
 from __future__ import annotations
@@ -29,10 +33,10 @@ __all__ = ["Found", "Store"]
 log = logging.getLogger("taskgraph.checkpoint")
 
 _PAUSES_S = (0.1, 0.4, 1.0)
-"""Between tries to read a file."""
-_FOR_GOOD = (NoFile, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Pauses between attempts to read a file."""
+_LASTING = (NoFile, PermissionError, IsADirectoryError, NotADirectoryError)
 _MANIFEST_BYTES = 128 << 20
-"""At most: some 100 for each task, of which no job has a million."""
+"""Limit: about 100 bytes for each task, and no job has a million tasks."""
 _FINAL = "manifest.json"
 _STAGED = "manifest.staged.json"
 _BEGUN = re.compile(r"s(\d{4,9})-begun")
@@ -41,11 +45,11 @@ _TASK = re.compile(r"task-(\d{6,9})\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest checkpoint that can be used.
+    """The newest usable checkpoint.
 
     Attributes:
-        refused: why those after it cannot, each by name; the newest first.
-        kinds: of the errors that this was.
+        refused: why each newer checkpoint cannot be used; the newest first.
+        kinds: the types of these errors.
     """
 
     manifest: Manifest | None = None
@@ -53,7 +57,7 @@ class Found:
     kinds: frozenset[type[CheckpointError]] = frozenset()
 
     def refused_as(self, kind: type[CheckpointError]) -> bool:
-        """True if a checkpoint was refused for an error of this kind."""
+        """True if a checkpoint was refused because of such an error."""
         return any(issubclass(each, kind) for each in self.kinds)
 
 
@@ -61,11 +65,11 @@ class Store:
     """The checkpoints of one job.
 
     Args:
-        place: what `url` names, where that is known already.
-        by: who writes; see `checkpoint.places.Directory`.
+        place: used in place of the one that `url` names.
+        by: the writer; see `checkpoint.places.Directory`.
 
     Raises:
-        JobError: the URL is none, or needs a package that is not installed.
+        JobError: as `checkpoint.places.check_url`.
     """
 
     def __init__(self, url: str, origin: Origin, *, place: Place | None = None, by: str = "") -> None:
@@ -84,7 +88,7 @@ class Store:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def manifest(self, name: Name, files: Iterable[FileInfo] = (), before: Iterable[str] = ()) -> Manifest:
-        """A manifest of this job, not written yet."""
+        """Makes a manifest of this job; writes nothing."""
         return Manifest(
             name=str(name),
             job=self._origin.job,
@@ -98,15 +102,15 @@ class Store:
         """Writes one task's boundary.
 
         Raises:
-            CheckpointError: it makes no file that could be read again.
-            OSError: it cannot be written.
+            CheckpointError: the boundary does not fit into a file that can be read again.
+            OSError: the file cannot be written.
         """
         info, parts = pack(value, self.manifest(name).label(task))
         self._place.write(self._file(str(name), task), parts)
         return info
 
     def unseen(self, manifest: Manifest) -> list[tuple[FileInfo, str]]:
-        """Lists once. Returns the missing or damaged files of a manifest, and what is wrong with each.
+        """Compares a manifest with one listing. Returns missing or damaged files, and what is wrong with each.
 
         Raises:
             OSError: the place cannot be listed.
@@ -123,15 +127,15 @@ class Store:
         return found
 
     def stage(self, manifest: Manifest) -> None:
-        """Writes the manifest as staged, after all its files. Raises OSError."""
+        """Writes the staged manifest; all its files must have been written. Raises OSError."""
         self._place.write(self._path(manifest.name, _STAGED), [manifest.to_bytes()])
 
     def finish(self, name: str) -> None:
-        """Marks a checkpoint complete in its place, after the pointer in etcd named it. May be repeated.
+        """Writes the final manifest; the pointer in etcd must name the checkpoint. May be repeated.
 
         Raises:
-            CheckpointError: it was not staged.
-            OSError: it cannot be written.
+            CheckpointError: there is no staged manifest.
+            OSError: the manifest cannot be written.
         """
         if _FINAL in self._place.names(self._path(name)):
             return
@@ -139,54 +143,58 @@ class Store:
         self._place.write(self._path(name, _FINAL), [manifest.to_bytes()])
 
     def discard(self, name: Name, still: Callable[[], bool] = lambda: True) -> None:
-        """Removes what was written of one that will not become complete. What is still being written stays.
+        """Removes the files of a checkpoint that will not become complete, except those that are being written.
 
-        All of it stays if there is a manifest: the caller may be behind, while another leader makes the checkpoint
-        complete. So that is looked at before each file: by the staged manifest, which is written
-        before the final one. A listing each time would be as many as there are files, of all that are left.
+        Removes nothing once a manifest is staged: the caller may be slow, and another leader may have completed the
+        checkpoint meanwhile. So it looks for the staged manifest before each file. (Listing the directory before each
+        file would cost the square of their number.)
 
         Args:
-            still: whether the caller still knows that it will not become complete; asked before each file is removed.
+            still: true while the caller knows that the checkpoint will not become complete; called before each file.
 
         Raises:
-            OSError: it cannot be removed.
+            OSError: a file cannot be removed.
         """
-        folder = self._path(str(name))
-        files = self._place.names(folder)
-        if _FINAL in files:
-            return
-        for file in files:
-            if file.startswith("."):  # by that name a directory's files are written
-                continue
-            if not still() or self._is_staged(str(name)):
-                return
-            self._place.remove(f"{folder}/{file}")
-        self._place.remove_empty(folder)
+
+        def may() -> bool:
+            return still() and not self._is_staged(str(name))
+
+        self._clear(name, lambda file: not file.startswith("."), may)
 
     def remove_unfinished(
         self, name: Name, writes: Callable[[int, str], bool], still: Callable[[], bool] = lambda: True
     ) -> None:
-        """Removes what there is of one that becomes complete under no leader, this one or a later one.
+        """Removes all files of a checkpoint that no leader, present or future, will complete.
 
-        Unlike `discard`, also a manifest that was only staged, and what was left half written. What is complete stays.
+        Unlike `discard` it removes staged manifests and files that their writers left half written.
 
         Args:
-            writes: whether somebody may still write a task's file, of whom is told what `Store` was told by `by`.
-            still: whether the caller is still the one to do this; asked before each file is removed.
+            writes: true if this writer (the `by` of its `Store`) may still be writing the file of this task.
+            still: true while the caller may do this; called before each file.
 
         Raises:
-            OSError: it cannot be removed.
+            OSError: a file cannot be removed.
         """
+
+        def useless(file: str) -> bool:
+            if not file.startswith("."):
+                return True
+            writer = written_by(file)
+            if writer is None:
+                return False
+            task = _TASK.fullmatch(writer[0])
+            return task is None or not writes(int(task[1]), writer[1])
+
+        self._clear(name, useless, still)
+
+    def _clear(self, name: Name, useless: Callable[[str], bool], may: Callable[[], bool]) -> None:
+        """Removes useless files of an incomplete checkpoint, then its directory if that is empty."""
         folder = self._path(str(name))
         files = self._place.names(folder)
         if _FINAL in files:
             return
-        for file in files:
-            if file.startswith("."):
-                writer = written_by(file)
-                if writer is None or ((of := _TASK.fullmatch(writer[0])) and writes(int(of[1]), writer[1])):
-                    continue
-            if not still():
+        for file in filter(useless, files):
+            if not may():
                 return
             self._place.remove(f"{folder}/{file}")
         self._place.remove_empty(folder)
@@ -201,42 +209,41 @@ class Store:
         return True
 
     def begin(self, series: int, run: str) -> None:
-        """A series is begun over the checkpoints of earlier ones: who resumes the job must not go back to those.
+        """Notes that a series began at epoch 0, so that `--resume` does not go back to earlier series.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the note cannot be written.
         """
         text = f"run {run} began at epoch 0; this is removed with its first checkpoint\n"
         self._place.write(self._path(f"s{series:04d}-begun"), [text.encode()])
 
     def keep_only(self, names: Iterable[str], current: str) -> list[str]:
-        """Removes what is older than `current` and not among `names`: old checkpoints, and what never was completed.
+        """Removes checkpoints older than `current`, complete or not, except `names`. Returns the removed names.
 
-        Returns the names of those removed. That its series was begun is seen by `current` from now on. What comes after
-        `current` may be being written.
+        Removes notes of `begin`, too: `current` now shows its series. Newer checkpoints may be in progress, and stay.
 
         Raises:
-            OSError: some cannot be removed; all others were.
+            OSError: some cannot be removed; all others are.
         """
         kept, newest = set(names), Name.parse(current)
-        removed, stays = [], None
+        removed, failure = [], None
         for name in self._names():
             if newest is not None and name < newest and str(name) not in kept:
                 try:
-                    # Its manifest goes first: without one the rest of it does not pass for a checkpoint.
+                    # The manifest goes first: a checkpoint of which only a part is left must not look complete.
                     self._place.remove(self._path(str(name), _FINAL))
                     self._place.remove(self._path(str(name)))
                     removed.append(str(name))
-                except OSError as error:  # it must not make the place full of those after it
-                    stays = stays or error
+                except OSError as error:  # remove the others all the same, or the place fills up
+                    failure = failure or error
         for series in self._begun():
             if newest is not None and series <= newest.series:
                 try:
                     self._place.remove(self._path(f"s{series:04d}-begun"))
                 except OSError as error:
-                    stays = stays or error
-        if stays is not None:
-            raise stays
+                    failure = failure or error
+        if failure is not None:
+            raise failure
         return removed
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -246,7 +253,7 @@ class Store:
         return sorted(n for text in self._place.names(self._origin.job) if (n := Name.parse(text)) is not None)
 
     def _begun(self) -> list[int]:
-        """Series that were begun over earlier ones."""
+        """Returns the series that `begin` noted."""
         return [int(found[1]) for text in self._place.names(self._origin.job) if (found := _BEGUN.fullmatch(text))]
 
     def of_run(self, series: int, run: str) -> list[Name]:
@@ -273,16 +280,16 @@ class Store:
         return [name for name in reversed(self._names()) if seems_complete(name)]
 
     def highest(self) -> tuple[int, int]:
-        """The highest series ever begun here, and the highest attempt of all; (0, 0) where there is none."""
+        """Returns the highest series and the highest attempt in the place; (0, 0) in an empty one."""
         found = self._names()
         series = max((*(n.series for n in found), *self._begun()), default=0)
         return series, max((n.attempt for n in found), default=0)
 
     def open(self, name: str) -> Manifest:
-        """The manifest of one that is complete, or that the pointer names.
+        """Returns the manifest of a checkpoint: the final one, or else the staged one.
 
         Raises:
-            CheckpointError: it is missing, torn, corrupt or foreign.
+            CheckpointError: both are missing, torn, corrupt or of another job.
         """
         try:
             manifest = self._read_manifest(name, _FINAL)
@@ -304,24 +311,24 @@ class Store:
         return Manifest.from_bytes(bytes(self._read(path, _MANIFEST_BYTES)), path=f"{self._place}/{path}")
 
     def _read(self, path: str, limit_bytes: int) -> memoryview:
-        """Tries again where it may be the network: a refused checkpoint costs all epochs since the one before."""
+        """Reads a file. Retries errors that may pass, since a refused checkpoint costs many epochs."""
         for pause_s in (*_PAUSES_S, None):
             try:
                 return self._place.read(path, limit_bytes)
             except FileNotFoundError as error:
                 raise MissingFile(f"{self._place}/{path} is missing") from error
             except OSError as error:
-                if pause_s is None or isinstance(error, _FOR_GOOD):
+                if pause_s is None or isinstance(error, _LASTING):
                     raise CheckpointError(f"{self._place}/{path} cannot be read: {error}") from error
                 log.info("%s/%s cannot be read, trying again: %s", self._place, path, error)
                 time.sleep(pause_s)
         raise AssertionError
 
     def read(self, manifest: Manifest, task: int) -> Encoded | None:
-        """A task's boundary, verified; None where the checkpoint has none of this task.
+        """Returns a task's boundary, verified; None if the checkpoint has no file of the task.
 
         Raises:
-            CheckpointError: the file is missing, torn, corrupt or foreign.
+            CheckpointError: the file is missing, torn, corrupt or of another job.
         """
         info = manifest.file_of(task)
         if info is None:
@@ -330,12 +337,12 @@ class Store:
         return unpack(self._read(path, info.size), info, path=f"{self._place}/{path}")
 
     def verify(self, manifest: Manifest) -> None:
-        """Reads every file; raises CheckpointError for the first that cannot be used."""
+        """Reads every file. Raises CheckpointError for the first that cannot be used."""
         for info in manifest.files:
             self.read(manifest, info.task)
 
     def newest(self, names: Iterable[str]) -> Found:
-        """The first of these that can be used, every file of it read, and why those before it cannot."""
+        """Finds the first usable checkpoint of `names`; reads every file of it."""
         refused: list[str] = []
         kinds: set[type[CheckpointError]] = set()
         for name in names:

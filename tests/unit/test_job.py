@@ -93,7 +93,7 @@ def test_name_may_have_letters_of_any_language(name: str) -> None:
         ({"requires_gpu": "yes"}, r"requires_gpu='yes'\): must be a bool, or a function"),
         ({"settings": {}}, r"takes tg\.Settings\(\.\.\.\), not dict"),
         ({"settings": tg.Settings(min_in_sync=2), "backups": 0}, "set backups to at least 1"),
-        ({"checkpoint": "checkpoints"}, "nodes do not share a working directory"),
+        ({"checkpoint": "checkpoints"}, "not the whole path of a directory"),
     ],
 )
 def test_bad_values_are_named(changes: dict[str, Any], complaint: str) -> None:

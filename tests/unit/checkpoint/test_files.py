@@ -107,7 +107,7 @@ def test_others_see_arrays_by_name(tmp_path: Any) -> None:
     assert np.array_equal(alone["state"], weights)
 
 
-@pytest.mark.parametrize("room", [0, 1_000, 3_000, 10_000])
+@pytest.mark.parametrize("room", [0, 3_000])
 @pytest.mark.parametrize("name", STATES)
 def test_arrays_without_room_for_names(name: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taskgraph.checkpoint.files._NAMES_BYTES", room)

@@ -155,15 +155,17 @@ def test_older_checkpoint_is_used(tmp_path: Path) -> None:
     assert "corrupt" in found.refused[2]
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "task-000002.safetensors"])
-@pytest.mark.parametrize("became", ["huge", "pipe", "endless"])
+@pytest.mark.parametrize(
+    ("file", "became"),
+    [("manifest.json", "huge"), ("task-000002.safetensors", "pipe"), ("task-000002.safetensors", "endless")],
+)
 def test_wrong_kinds_of_files(tmp_path: Path, file: str, became: str) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     good, bad = (save(store, epoch) for epoch in (10, 20))
     path = tmp_path / "fit" / bad.name / file
     if became == "huge":
         os.truncate(path, 1 << 42)  # sparse
-        told = rf"{path} cannot be read: it has {1 << 42} bytes, and \d+ at most were written"
+        told = rf"{path} cannot be read: it has {1 << 42} bytes, and the checkpoint's at most \d+"
     else:
         path.unlink()
         os.mkfifo(path) if became == "pipe" else path.symlink_to("/dev/zero")
@@ -183,7 +185,7 @@ def test_fsspec_reads_within_limit() -> None:
         file.write(b"more")
     found = store.newest([bad.name, good.name])
     assert found.manifest == good
-    assert re.search(r"cannot be read: it has more than the \d+ bytes that at most were written", found.refused[0])
+    assert re.search(r"cannot be read: it has more than \d+ bytes", found.refused[0])
 
 
 def test_no_memory_for_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,64 +251,36 @@ def test_torn_final_manifest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("origin", "text"),
+    ("origin", "kind", "text"),
     [
-        (
-            Origin(job="fit", fingerprint="f2", tasks=3),
-            "foreign: the driver's fingerprint is f1, here it is f2 (the driver, what it imports from its own "
-            "directory, or taskgraph was changed since)",
-        ),
-        (
-            Origin(job="fit", fingerprint="local", tasks=3),
-            "foreign: the driver's fingerprint is f1, here it is local (a job in one process, nodes=0, cannot use "
-            "those of nodes)",
-        ),
-        (
-            Origin(job="fit", fingerprint="f1", tasks=4),
-            "foreign: tasks is 3, here it is 4 (the number of tasks was changed)",
-        ),
-        (Origin(job="fit", fingerprint="f2", tasks=4), "was changed since), and tasks is 3, here it is 4"),
+        (Origin(job="fit", fingerprint="f2", tasks=3), ChangedDriver, "or taskgraph was changed since)"),
+        (Origin(job="fit", fingerprint="local", tasks=3), ChangedDriver, "(a job in one process, nodes=0, cannot use"),
+        (Origin(job="fit", fingerprint="f1", tasks=4), ChangedJob, "(the number of tasks was changed)"),
+        (Origin(job="fit", fingerprint="f2", tasks=4), ChangedJob, "was changed since), and tasks is 3, here it is 4"),
+        (Origin(job="fit", fingerprint="f2", tasks=4, any_driver=True), ChangedJob, "foreign: tasks is 3"),
+        (Origin(job="fit", fingerprint="f1", tasks=3, epochs=10), CheckpointError, "(epochs=11 would have)"),
     ],
 )
-def test_checkpoint_of_changed_job(store: Store, tmp_path: Path, origin: Origin, text: str) -> None:
-    name = save(store, 10).name
-    store._origin = origin
-    found = store.newest([name])
-    assert found.manifest is None and found.refused_as(ChangedJob)
+def test_checkpoint_of_changed_job(tmp_path: Path, origin: Origin, kind: type[CheckpointError], text: str) -> None:
+    name = save(Store(str(tmp_path), ORIGIN), 10).name
+    found = Store(str(tmp_path), origin).newest([name])
+    assert found.manifest is None and found.kinds == {kind}
     assert text in found.refused[0]
 
 
 @pytest.mark.parametrize(
-    ("origin", "why"),
+    "origin",
     [
-        (Origin(job="fit", fingerprint="f2", tasks=3, any_driver=True), None),
-        (Origin(job="fit", fingerprint="local", tasks=3, any_driver=True), None),
-        (Origin(job="fit", fingerprint="f2", tasks=4, any_driver=True), "foreign: tasks is 3, here it is 4"),
-        (Origin(job="fit", fingerprint="f1", tasks=3, epochs=11), None),
-        (Origin(job="fit", fingerprint="f1", tasks=3, epochs=10), "is of epoch 10, and a job of 10 epochs has nothing"),
-        (Origin(job="fit", fingerprint="f1", tasks=3, epochs=5), "has nothing to do from there on (epochs=11 would"),
+        Origin(job="fit", fingerprint="local", tasks=3, any_driver=True),
+        Origin(job="fit", fingerprint="f1", tasks=3, epochs=11),
     ],
 )
-def test_checkpoint_of_another_driver(store: Store, tmp_path: Path, origin: Origin, why: str | None) -> None:
-    name = save(store, 10).name
-    store._origin = origin
+def test_checkpoint_of_accepted_job(tmp_path: Path, origin: Origin) -> None:
+    name = save(Store(str(tmp_path), ORIGIN), 10).name
+    store = Store(str(tmp_path), origin)
     found = store.newest([name])
-    if why is None:
-        assert found.manifest is not None and found.manifest.fingerprint == "f1"
-        assert store.read(found.manifest, 2) is not None
-    else:
-        assert found.manifest is None and why in found.refused[0]
-
-
-@pytest.mark.parametrize(
-    ("fingerprint", "tasks", "driver_changed"), [("f2", 3, True), ("f1", 4, False), ("f2", 4, False)]
-)
-def test_only_driver_changed(store: Store, fingerprint: str, tasks: int, driver_changed: bool) -> None:
-    name = save(store, 10).name
-    store._origin = Origin(job="fit", fingerprint=fingerprint, tasks=tasks)
-    found = store.newest([name])
-    assert found.refused_as(ChangedJob)
-    assert found.refused_as(ChangedDriver) == driver_changed
+    assert found.manifest is not None and found.manifest.fingerprint == "f1"
+    assert store.read(found.manifest, 2) is not None
 
 
 def test_checkpoint_of_an_earlier_format(tmp_path: Path) -> None:
@@ -604,7 +578,7 @@ def test_directory_removed_during_write(tmp_path: Path) -> None:
         yield b"a" * 1000
         place.remove("name")
 
-    with pytest.raises(OSError, match=rf"^{tmp_path}/name was removed while f was written there, by another run"):
+    with pytest.raises(OSError, match=rf"^{tmp_path}/name was removed while f was written there"):
         place.write("name/f", removed())
     place.write("name/f", [b"x"])
 
@@ -624,52 +598,55 @@ def test_what_other_runs_wrote_is_found(store: Store) -> None:
     assert store.of_others("mine", [str(others[0])]) == others[1:]
 
 
-@pytest.mark.parametrize("url", ["file:///scratch/x", "/scratch/~/x", "file://localhost/scratch/x", "memory://x"])
-def test_urls(url: str) -> None:
-    check_url(url)
+def test_url_of_fsspec() -> None:
+    check_url("memory://x")
 
 
-@pytest.mark.parametrize("name", ["ck#1?a", "ck?", "ck#", "#?", "a b", "x;y=1", "ü"])
-@pytest.mark.parametrize("prefix", ["file://", "FILE://", "file://localhost", "local://", ""])
-def test_path_of_url(name: str, prefix: str, tmp_path: Path) -> None:
-    """It was cut at a # or a ?, and places that differ behind it were one."""
+@pytest.mark.parametrize(
+    ("prefix", "name"),
+    [
+        ("file://", "ck#1?a"),
+        ("FILE://", "ck?"),
+        ("file://localhost", "#?"),
+        ("local://", "a b"),
+        ("", "x;y=1"),
+        ("", "ü"),
+        ("", "~"),
+    ],
+)
+def test_path_of_url(prefix: str, name: str, tmp_path: Path) -> None:
+    """Paths were cut at a # or a ?, so different places were the same."""
     open_place(f"{prefix}{tmp_path}/{name}").write("f", [b"x"])
     assert os.listdir(tmp_path) == [name]
 
 
 @pytest.mark.parametrize(
-    ("url", "text"),
+    ("url", "suggested"),
     [
-        ("", "must be a URL"),
-        (
-            "check points",
-            "nodes do not share a working directory; give the whole path, e.g. 'file:///w/check%20points'",
-        ),
-        ("file://scratch/x", "e.g. 'file:///scratch/x', or, from this directory, 'file:///w/scratch/x'"),
-        ("./ck/../x", "e.g. 'file:///w/x'"),
-        ("file:ck", "e.g. 'file:///w/ck'"),
-        ("file://a\ud800b", "'file:///scratch/checkpoints'"),
-        ("a\0\ud800b", "'file:///scratch/checkpoints'"),
-        ("file://./ck", "it names the host '.'; give the whole path, e.g. 'file:///w/ck'"),
-        ("~/ck", "e.g. 'file:///home/me/ck'"),
-        ("file://~/ck", "it names the host '~'; give the whole path, e.g. 'file:///home/me/ck'"),
-        (
-            "file:///~/ck",
-            "~ is not expanded there, and means a directory of that name; give the whole path, e.g. 'file:///home",
-        ),
-        ("/~", "e.g. 'file:///home/me'"),
-        ("nosuch://x", "nosuch"),
-        ("file:///a%00b", "no path of a file"),
-        ("/a\ud800b", "no path of a file"),
+        ("check points", "file:///w/check%20points"),
+        ("./ck/../x", "file:///w/x"),
+        ("file:ck", "file:///w/ck"),
+        ("file://scratch/x", "file:///w/scratch/x"),
+        ("file://localhosts/x", "file:///w/localhosts/x"),
+        ("~/ck", "file:///home/me/ck"),
+        ("file://~/ck", "file:///home/me/ck"),
+        ("file:///~/ck", "file:///home/me/ck"),
+        ("/~", "file:///home/me"),
+        ("file:///a%00b", "file:///scratch/checkpoints"),
+        ("/a\ud800b", "file:///scratch/checkpoints"),
     ],
 )
-def test_wrong_urls(url: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A place that is suggested is the one that was meant: of a relative path it was one in the root directory."""
+def test_wrong_paths(url: str, suggested: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setattr(os, "getcwd", lambda: "/w")
-    with pytest.raises(JobError, match=r"Job\(checkpoint=") as caught:
+    with pytest.raises(JobError, match=rf"not the whole path of a directory, as in '{suggested}'\."):
         check_url(url)
-    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(("url", "text"), [("", "must be a URL"), ("nosuch://x", "nosuch")])
+def test_wrong_urls(url: str, text: str) -> None:
+    with pytest.raises(JobError, match=rf"Job\(checkpoint=.*{text}"):
+        check_url(url)
 
 
 def test_places_that_need_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
