@@ -22,7 +22,7 @@ from taskgraph.observe.screen import say
 from taskgraph.protocol.keys import NAME_RULE, is_name
 from taskgraph.protocol.reach import host_of, unix_socket
 from taskgraph.protocol.records import NodeRecord, name_of
-from taskgraph.protocol.takeover import held_alone, who_stays
+from taskgraph.protocol.takeover import remaining_nodes, sole_copies
 from taskgraph.protocol.view import JobView
 from taskgraph.system import host
 from taskgraph.transport.endpoints import host_key
@@ -87,7 +87,7 @@ async def kill(options: argparse.Namespace) -> int:
         if fails and not options.force:
             status = f"`taskgraph status {reached.name}`"
             instead = f"wait until {status} shows one more in sync, or " if reached.spec.backups else ""
-            if instead and not who_stays(view, reached.spec.run, node):
+            if instead and not remaining_nodes(view, reached.spec.run, node):
                 instead = f"start another node (`taskgraph launch {reached.name}`) and {instead}"
             raise JobError(f"{risk}: {instead}kill it with --force")
         try:
@@ -122,7 +122,7 @@ def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -
         if pointer is not None
         else "the job fails"
     )
-    if pointer is not None and not who_stays(view, spec.run, node):
+    if pointer is not None and not remaining_nodes(view, spec.run, node):
         then += " once another node is there; without --replace its launcher fails the job"
     if again:
         return f"{has}, and the node is leaving: a second {number.name} may end it at once: {then}", pointer is None
@@ -290,8 +290,8 @@ async def drain(options: argparse.Namespace) -> int:
 
 def drain_risk(view: JobView, spec: JobSpec, node: str) -> str:
     """Returns which tasks are lost if this node leaves and no other node comes; "" if none."""
-    alone = held_alone(view, spec.tasks, node)
-    if not alone or who_stays(view, spec.run, node):
+    alone = sole_copies(view, spec.tasks, node)
+    if not alone or remaining_nodes(view, spec.run, node):
         return ""
     tasks = f"task{'s' * (len(alone) > 1)} {ids_text(alone)}"
     return (

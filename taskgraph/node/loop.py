@@ -8,7 +8,7 @@ from typing import Any
 import uvloop
 
 from taskgraph.errors import JobError, class_name, worded
-from taskgraph.node.usercode.ended import as_expected, unnoticed
+from taskgraph.node.usercode.uncaught import is_expected_end, report_uncaught
 
 __all__ = ["NodeLoop"]
 
@@ -18,9 +18,9 @@ class NodeLoop(uvloop.Loop):
 
     def default_exception_handler(self, context: Any) -> None:
         """Logs errors that were never retrieved, unless they are expected. Not called if user code sets a handler."""
-        if not as_expected(context.get("exception")):
+        if not is_expected_end(context.get("exception")):
             super().default_exception_handler(context)
-            unnoticed(context.get("exception"), "an asyncio task or callback")
+            report_uncaught(context.get("exception"), "an asyncio task or callback")
 
     def stop(self) -> None:
         """Ends `run_forever`, unless an asyncio task calls it, as user code would.

@@ -20,11 +20,11 @@ from taskgraph.node.answers import node_status, task_results
 from taskgraph.node.core import Point, ended_itself
 from taskgraph.node.membership.arithmetic import arithmetic
 from taskgraph.node.membership.draining import Draining
+from taskgraph.node.membership.failed_setups import FailedSetUps
 from taskgraph.node.membership.fatal import FatalCode
-from taskgraph.node.membership.noticing import Noticing
+from taskgraph.node.membership.notices import Notices
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.membership.suspicion import Suspicion
-from taskgraph.node.membership.unable import SetUps
 from taskgraph.node.primary.takeovers import TakeOvers
 from taskgraph.node.reconciler import Reconciler
 from taskgraph.node.roles import Roles
@@ -75,15 +75,17 @@ class Node(NodeServices):
         )
         fatal_code = FatalCode(self, self.roles.reconsider)
         self.takeovers = TakeOvers(self, self.roles, suspicion=self.suspicion, fatal_code=fatal_code)
-        self.set_ups = SetUps(self, lambda: bool(self.roles.primaries or self.roles.runs or self.takeovers.under_way))
-        self.noticing = Noticing(self, self.roles)
+        self.failed_set_ups = FailedSetUps(
+            self, lambda: bool(self.roles.primaries or self.roles.runs or self.takeovers.under_way)
+        )
+        self.notices = Notices(self, self.roles)
         self.reconciler = Reconciler(
             self,
             self.roles,
             suspicion=self.suspicion,
             fatal_code=fatal_code,
             takeovers=self.takeovers,
-            noticing=self.noticing,
+            notices=self.notices,
         )
         self.registration = Registration(self, suspicion=self.suspicion, reconcile=self.reconciler.reconcile)
         self.serving = Serving(self, self.roles, self.takeovers)
@@ -135,8 +137,8 @@ class Node(NodeServices):
                     self._child(group, self.keeper.run(), "view"),
                     self._child(group, self.registration.run(), "lease"),
                     self._child(group, self.suspicion.watch_absent(), "absent nodes"),
-                    self._child(group, self.suspicion.overdue.watch(), "leases"),
-                    self._child(group, self.noticing.watch(), "noticing"),
+                    self._child(group, self.suspicion.ended_leases.watch(), "leases"),
+                    self._child(group, self.notices.watch(), "notices"),
                     self._child(group, self.reconciler.run(), "reconcile"),
                 ]
                 if self.draining:
@@ -298,7 +300,7 @@ class Node(NodeServices):
             *self.keeper.waits,
             *self.writes.waits,
             *self.roles.waits,
-            *self.noticing.waits,
+            *self.notices.waits,
             *self.serving.waits,
         )
         return node_status(self, self.roles, waits)

@@ -47,9 +47,9 @@ from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphEr
 from taskgraph.graph.values import digesting, verify
 from taskgraph.jobs import Job
 from taskgraph.network.tls import Tls
+from taskgraph.node.certificate_watch import CertificateWatch
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.control import ControlServer
-from taskgraph.node.expiring import Expiring
 from taskgraph.node.forkserver import serve
 from taskgraph.node.garbage import search_garbage_less_often
 from taskgraph.node.inject import injected
@@ -58,7 +58,7 @@ from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
 from taskgraph.node.sockets import keep_sockets
 from taskgraph.node.usercode import lastwords
-from taskgraph.node.usercode.ended import pass_ended_threads_over, tell_unnoticed
+from taskgraph.node.usercode.uncaught import on_uncaught, silence_expected_ends
 from taskgraph.observe.events import EventLog, keep_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Get, Txn
@@ -249,12 +249,12 @@ async def _run(
         loop = asyncio.get_running_loop()
         if untaken is not None:
             untaken.report_to(partial(_emit_soon, loop, events, "log"))
-        tell_unnoticed(partial(_emit_soon, loop, events, "raised"))
-        stack.callback(tell_unnoticed, None)
+        on_uncaught(partial(_emit_soon, loop, events, "raised"))
+        stack.callback(on_uncaught, None)
         if folder is not None:
             await stack.enter_async_context(_while(keep_sockets(folder, (transport, control), events)))
         if tls is not None:
-            await stack.enter_async_context(_while(Expiring(tls, events, config.name, node.host).watch()))
+            await stack.enter_async_context(_while(CertificateWatch(tls, events, config.name, node.host).watch()))
         kept = job.settings.events_kept
         keeping = keep_events(
             events, coordinator, spec.name, spec_revision=spec_revision, node_id=config.node_id, kept=kept
@@ -443,7 +443,7 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
     log_to_stderr()
     with contextlib.suppress(OSError):  # a copy, since user code may replace standard error
         faulthandler.enable(os.dup(2), all_threads=False)
-    pass_ended_threads_over()
+    silence_expected_ends()
     allow_more_files()
     search_garbage_less_often()  # a driver may change that later
     if config.devices is not None:

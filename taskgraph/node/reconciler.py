@@ -16,7 +16,7 @@ import asyncio
 
 from taskgraph.errors import TaskGraphError
 from taskgraph.node.membership.fatal import FatalCode
-from taskgraph.node.membership.noticing import Noticing
+from taskgraph.node.membership.notices import Notices
 from taskgraph.node.membership.suspicion import Suspicion
 from taskgraph.node.primary.takeovers import TakeOvers
 from taskgraph.node.roles import Roles
@@ -44,14 +44,14 @@ class Reconciler:
         suspicion: Suspicion,
         fatal_code: FatalCode,
         takeovers: TakeOvers,
-        noticing: Noticing,
+        notices: Notices,
     ) -> None:
         self._node = node
         self._roles = roles
         self._suspicion = suspicion
         self._fatal_code = fatal_code
         self._takeovers = takeovers
-        self._noticing = noticing
+        self._notices = notices
         self._followed = 0  # the last revision of `epoch` that the replicas here followed
 
     def follow(self) -> None:
@@ -108,7 +108,7 @@ class Reconciler:
             self._takeovers.tell_unseated()
             self._set_up_backups()
         self._drop_replicas()
-        self._noticing.look()
+        self._notices.look()
         node.keeper.notify_later()
 
     def _set_up_backups(self) -> None:

@@ -117,7 +117,7 @@ class Roles:
 
     @property
     def leader(self) -> LeaderRole | None:
-        """The node's leader role; primaries see only `Leading`."""
+        """The node's leader role; primaries see only `LeaderInterface`."""
         leader = self._node.leader
         assert leader is None or isinstance(leader, LeaderRole)
         return leader

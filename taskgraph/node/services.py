@@ -10,10 +10,10 @@ from taskgraph.errors import TaskGraphError
 from taskgraph.node.core import CoreArguments, NodeCore
 from taskgraph.node.epochs.sharing import Sharing
 from taskgraph.node.membership.deviceloss import DeviceLoss
-from taskgraph.node.membership.unable import SetUps
+from taskgraph.node.membership.failed_setups import FailedSetUps
 from taskgraph.node.membership.wishes import Wishes
 from taskgraph.node.primary.checkpoint_reader import FILES_AT_A_TIME, CheckpointReader
-from taskgraph.node.primary.gathering import Gathering
+from taskgraph.node.primary.commit_interval import CommitInterval
 from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import UserCodeError, cuda_error
 from taskgraph.node.usercode.threads import PooledThreads, Threads
@@ -21,7 +21,7 @@ from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.placement import Wish
 
 if TYPE_CHECKING:
-    from taskgraph.node.primary.leading import Leading
+    from taskgraph.node.primary.leader_interface import LeaderInterface
 
 __all__ = ["NodeServices", "ServicesArguments"]
 
@@ -40,22 +40,22 @@ class NodeServices(NodeCore):
         replicas: the tasks that are here. Filled by `Roles`.
         leader: the leader's role, if it is here. Set by `Roles`.
         sharing: how the primaries here share memory for uncommitted epochs.
-        set_ups: decides whether a failed set-up ends the node. Set by `Node`.
-        emitted_unheld: events about attributes outside of snapshots (`Unheld`), once for all tasks of a class.
+        failed_set_ups: decides whether a failed set-up ends the node. Set by `Node`.
+        emitted_unsaved: events about attributes outside of snapshots (`UnsavedState`), once for all tasks of a class.
     """
 
-    set_ups: SetUps
+    failed_set_ups: FailedSetUps
 
     def __init__(
         self, *, file_threads: Threads | None = None, place: Place | None = None, **core: Unpack[CoreArguments]
     ) -> None:
         super().__init__(**core)
         self.replicas: dict[int, Replica] = {}
-        self.leader: Leading | None = None
+        self.leader: LeaderInterface | None = None
         self.sharing = Sharing()
-        self.emitted_unheld: set[str] = set()
+        self.emitted_unsaved: set[str] = set()
         self.wishes = Wishes(self)
-        self.gathering = Gathering(self)
+        self.commit_interval = CommitInterval(self)
         self.device_loss = DeviceLoss(self, self.replicas)
         # Own threads: a place that hangs must not block user code.
         own = file_threads or core.get("threads")
@@ -90,7 +90,7 @@ class NodeServices(NodeCore):
 
     async def fail_set_up(self, error: UserCodeError | TaskGraphError, task: int) -> None:
         """Handles a failed set-up of a backup: ends this node if the job can do without it; otherwise `fail_early`."""
-        if cuda_error(error) is not None or not self.set_ups.ends(error, task):
+        if cuda_error(error) is not None or not self.failed_set_ups.ends(error, task):
             await self.fail_early(error, task)
 
     async def fail_early(self, error: UserCodeError | TaskGraphError, task: int, *, finished: bool = False) -> bool:

@@ -46,25 +46,26 @@ _REPORTED = 1024
 
 @dataclass(slots=True)
 class _Incident:
-    """The facts about one failed node.
+    """The facts about one failed node. Times are those of events, except the two that name this process's clock.
 
     Attributes:
-        noticed: when the first node reported it.
-        seen: when this process heard of it, by its own clock; `heard`: when it last did.
-        moved: tasks that other nodes took over; `takers`: the names of these nodes.
-        taken, backed_up: when the last takeover, and the last admission of a backup, happened.
+        noticed_at: when the first node reported the failure.
+        opened_at, last_event_at: when this process got the first and the latest event, by its own clock.
+        moved: number of tasks that other nodes took over.
+        takers: the names of these nodes.
+        last_takeover_at, last_admission_at: when a node last took a task over; when a backup was last admitted.
         redone: epochs that started again.
     """
 
     node: str
-    noticed: float
-    seen: float
-    heard: float
+    noticed_at: float
+    opened_at: float
+    last_event_at: float
     cause: str = ""
     moved: int = 0
     takers: set[str] = field(default_factory=set)
-    taken: float = 0.0
-    backed_up: float = 0.0
+    last_takeover_at: float = 0.0
+    last_admission_at: float = 0.0
     redone: set[int] = field(default_factory=set)
     reported: bool = False
 
@@ -105,12 +106,12 @@ class Incidents:
             incident = self._of(event, "from")
             incident.moved += many(event)
             incident.takers.add(event.node)
-            incident.taken = max(incident.taken, float(event.fields.get("until", event.at)))
+            incident.last_takeover_at = max(incident.last_takeover_at, float(event.fields.get("until", event.at)))
         elif event.kind == "admitted":
             self._reported.pop(str(event.fields.get("of")), None)
             for incident in self._open.values():
-                incident.backed_up = max(incident.backed_up, float(event.fields.get("until", event.at)))
-                incident.heard = self._clock()
+                incident.last_admission_at = max(incident.last_admission_at, float(event.fields.get("until", event.at)))
+                incident.last_event_at = self._clock()
         elif event.kind in ("restart", "rolled back") and event.epoch is not None:
             for incident in self._open.values():
                 incident.redone.add(event.epoch)
@@ -124,7 +125,7 @@ class Incidents:
     def _of(self, event: Event, field_name: str) -> _Incident:
         node, now = str(event.fields[field_name]), self._clock()
         incident = self._open.setdefault(node, _Incident(node, event.at, now, now))
-        incident.noticed, incident.heard = min(incident.noticed, event.at), now
+        incident.noticed_at, incident.last_event_at = min(incident.noticed_at, event.at), now
         return incident
 
     def committed(self, at: float) -> None:
@@ -139,9 +140,9 @@ class Incidents:
         """
         now, found = self._clock(), []
         for node, incident in list(self._open.items()):
-            lasted = now - incident.seen
+            lasted = now - incident.opened_at
             late = self._commit_after(incident) is None and lasted < _SLOW_S
-            quiet = now - incident.heard >= _QUIET_S
+            quiet = now - incident.last_event_at >= _QUIET_S
             if over or lasted >= _LONG_S or (quiet and not late and self._is_whole(incident, view)):
                 self._close(node)
                 if incident.moved or not over:  # nodes leave when a job ends
@@ -150,7 +151,7 @@ class Incidents:
                 incident.reported = True
                 if any(primary.record.node == node for primary in view.primaries.values()):
                     text = f"{_what(incident, view)}: some of its tasks have not moved yet"
-                    found.append(Event(incident.noticed, "launcher", "waits", text))
+                    found.append(Event(incident.noticed_at, "launcher", "waits", text))
         return found
 
     def _is_whole(self, incident: _Incident, view: JobView) -> bool:
@@ -160,12 +161,12 @@ class Incidents:
         return all(len(holders(view, task)) >= wanted for task in range(self._tasks))
 
     def _commit_after(self, incident: _Incident) -> float | None:
-        since = max(incident.noticed, incident.taken)
+        since = max(incident.noticed_at, incident.last_takeover_at)
         at = bisect_right(self._commits, since)
         return self._commits[at] if at < len(self._commits) else None
 
     def _event(self, incident: _Incident, view: JobView, *, over: bool) -> Event:
-        began, commit = incident.noticed, self._commit_after(incident)
+        began, commit = incident.noticed_at, self._commit_after(incident)
         fields: dict[str, str | int | float] = {
             "node": incident.node,
             "cause": incident.cause,
@@ -173,8 +174,8 @@ class Incidents:
             "epochs_redone": len(incident.redone),
         }
         parts = []
-        if incident.taken:
-            fields["takeover_ms"] = _ms(incident.taken - began)
+        if incident.last_takeover_at:
+            fields["takeover_ms"] = _ms(incident.last_takeover_at - began)
         if commit is not None:
             fields["next_commit_ms"] = _ms(commit - began)
             redone = f", {counted(len(incident.redone), 'epoch')} redone" if incident.redone else ""
@@ -182,9 +183,9 @@ class Incidents:
         elif view.running and not over:
             parts.append("no commit yet")
         lacking = self._lacking(view)
-        if not lacking and incident.backed_up >= began:
-            fields["backed_up_ms"] = _ms(incident.backed_up - began)
-            parts.append(f"all tasks backed up again after {incident.backed_up - began:.2f} s")
+        if not lacking and incident.last_admission_at >= began:
+            fields["backed_up_ms"] = _ms(incident.last_admission_at - began)
+            parts.append(f"all tasks backed up again after {incident.last_admission_at - began:.2f} s")
         elif lacking:
             parts.append(f"{counted(lacking, 'task')} without a backup")
         what = _what(incident, view)

@@ -241,7 +241,7 @@ def _node_state(said: NodeStatus | TaskGraphError | None, record: NodeRecord) ->
     if isinstance(said, TaskGraphError):
         return "does not answer"
     words = [word for word, on in (("leader", said and said.leader), ("paused", said and said.paused)) if on]
-    words += [word for word, on in (("draining", record.draining), ("short of memory", record.left)) if on]
+    words += [word for word, on in (("draining", record.draining), ("short of memory", record.given_up)) if on]
     return ", ".join(words) or "ok"
 
 

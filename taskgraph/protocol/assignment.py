@@ -18,13 +18,13 @@ class Seat:
     """A node that may have replicas: registered, not gone, not draining.
 
     Attributes:
-        left: tasks that the node gave up for lack of memory, once for each time.
+        given_up: tasks that the node gave up for lack of memory, once for each time.
     """
 
     node: str
     host: str
     devices: int = 0
-    left: tuple[int, ...] = ()
+    given_up: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ class Assignment:
         self.size = backups + 1
         self.device_seats = [i for i in range(self.seats) if by_id[self.names[i]].devices > 0]
         self.has_device = [n not in by_id or by_id[n].devices > 0 for n in self.names]
-        self.left = [Counter(by_id[n].left if n in by_id else ()) for n in self.names]
-        self.short = [bool(left) for left in self.left]
+        self.given_up = [Counter(by_id[n].given_up if n in by_id else ()) for n in self.names]
+        self.short = [bool(left) for left in self.given_up]
         self.needs = [needs_device(t) for t in range(tasks)]
         self.primary = [-1] * tasks
         self.backups: list[list[int]] = [[] for _ in range(tasks)]
-        self.held: list[list[int]] = [[] for _ in range(tasks)]  # current replicas by admission; constant
+        self.current: list[list[int]] = [[] for _ in range(tasks)]  # current replicas by admission; constant
         self.held_at: list[set[int]] = [set() for _ in self.names]  # tasks by the nodes of their current replicas
         self.led: list[set[int]] = [set() for _ in self.names]  # tasks by the node of their primary
         self.backed: list[set[int]] = [set() for _ in self.names]  # tasks by the nodes of their backups
@@ -92,7 +92,7 @@ class Assignment:
                 continue
             order = holding.members if holding.primary in holding.members else (holding.primary, *holding.members)
             held = [numbers[name] for name in dict.fromkeys(order) if name in numbers]
-            self.held[task] = held = [i for i in held if self.eligible(task, i)]
+            self.current[task] = held = [i for i in held if self.eligible(task, i)]
             if holding.primary in numbers and numbers[holding.primary] in held:
                 self.lead(task, numbers[holding.primary])
             for node in held:
@@ -153,7 +153,7 @@ class Assignment:
     def wishes(self) -> dict[int, Wish]:
         wishes: dict[int, Wish] = {}
         for task, primary in enumerate(self.primary):
-            rank = {node: n for n, node in enumerate(self.held[task])}
+            rank = {node: n for n, node in enumerate(self.current[task])}
             backups = sorted(self.backups[task], key=lambda i: (rank.get(i, len(rank)), i))
             wishes[task] = Wish(self.names[primary] if primary >= 0 else None, tuple(self.names[i] for i in backups))
         return wishes

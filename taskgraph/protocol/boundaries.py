@@ -57,14 +57,14 @@ class Boundaries:
     """The boundaries of one replica."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, int, int], Boundary] = {}
+        self._stored: dict[tuple[int, int, int], Boundary] = {}
         self.committed: Boundary | None = None
         """The boundary of the last epoch read as committed, if this replica has it."""
         self._floor = 0
 
     @property
     def pending(self) -> tuple[Boundary, ...]:
-        return tuple(self._held[key] for key in sorted(self._held))
+        return tuple(self._stored[key] for key in sorted(self._stored))
 
     def hold(self, boundary: Boundary, *, committed: bool) -> bool:
         """Stores a boundary. `committed`: its primary read it as committed, so it replaces pending ones.
@@ -76,7 +76,7 @@ class Boundaries:
         if committed:
             if self.committed is None or boundary.stamp.epoch >= self.committed.stamp.epoch:
                 self.committed = boundary
-                self._held = {k: b for k, b in self._held.items() if b.stamp.epoch > boundary.stamp.epoch}
+                self._stored = {k: b for k, b in self._stored.items() if b.stamp.epoch > boundary.stamp.epoch}
             return True
         key = boundary.key
         if self.committed is not None:
@@ -89,7 +89,7 @@ class Boundaries:
                 # Its primary started from the boundary before, read in etcd, so the stored one did not commit. This
                 # replica was evicted when it took the stored one for committed, and is invited again now.
                 self.committed = None
-        self._held[key] = boundary
+        self._stored[key] = boundary
         return True
 
     def until(self, epoch: int) -> tuple[Boundary, ...]:
@@ -99,9 +99,9 @@ class Boundaries:
         """
         first = self.committed.stamp.epoch if self.committed is not None else -1
         best: dict[int, Boundary] = {}
-        for key in sorted(self._held):
+        for key in sorted(self._stored):
             if first < key[0] <= epoch:
-                best[key[0]] = self._held[key]
+                best[key[0]] = self._stored[key]
         return tuple(best.values())
 
     def read_epoch(self, epoch: int) -> Boundary | None:
@@ -109,14 +109,14 @@ class Boundaries:
         if self.committed is not None and self.committed.stamp.epoch >= epoch:
             return None
         best, later = None, {}
-        for key, boundary in self._held.items():
+        for key, boundary in self._stored.items():
             if key[0] > epoch:
                 later[key] = boundary
             elif key[0] == epoch and (best is None or key > best):
                 best = key
         if best is None:
             return None  # not a member at that time: its older boundaries are of no use
-        self.committed, self._held = self._held[best], later
+        self.committed, self._stored = self._stored[best], later
         return self.committed
 
     def holds(self, epoch: int) -> bool:
@@ -125,7 +125,7 @@ class Boundaries:
 
     def drop_pending(self) -> None:
         """Frees pending boundaries: their attempt ended without a commit."""
-        self._held.clear()
+        self._stored.clear()
 
     def roll_back(self, lineage: int) -> None:
         """The job went back to a checkpoint: frees all boundaries of attempts before `lineage`.
@@ -133,11 +133,11 @@ class Boundaries:
         The boundary of the checkpoint, too: it is restored as one of attempt `lineage`.
         """
         self._floor = max(self._floor, lineage)
-        self._held = {key: b for key, b in self._held.items() if b.stamp.attempt >= self._floor}
+        self._stored = {key: b for key, b in self._stored.items() if b.stamp.attempt >= self._floor}
         if self.committed is not None and self.committed.stamp.attempt < self._floor:
             self.committed = None
 
     def clear(self) -> None:
         """Frees all boundaries: the replica is not a member, or boundary 0 is made again."""
-        self._held.clear()
+        self._stored.clear()
         self.committed = None

@@ -88,7 +88,7 @@ class _Plan(Assignment):
 
     def lead_orphans(self) -> None:
         """Makes a member primary of each task that lost its primary. An absent one only if there is no other."""
-        for task, held in enumerate(self.held):
+        for task, held in enumerate(self.current):
             if self.primary[task] < 0 and held:
                 # Then by admission.
                 heir = min(held, key=lambda i: (i >= self.seats, *self._lack(task, i), self.leads(i)))
@@ -109,7 +109,7 @@ class _Plan(Assignment):
         """Moves given-up tasks to the replica that gave them up least often. Returns the steps."""
         steps = 0
         for task, primary in enumerate(self.primary):
-            if primary >= 0 and task in self.left[primary]:
+            if primary >= 0 and task in self.given_up[primary]:
                 able = [i for i in self.backups[task] if i < self.seats]
                 heir = min(able, key=lambda i: self._lack(task, i), default=primary)
                 if self._lack(task, heir)[0] < self._lack(task, primary)[0]:
@@ -119,7 +119,7 @@ class _Plan(Assignment):
 
     def _lack(self, task: int, node: int) -> tuple[int, bool]:
         """Orders nodes by their lack of memory for a task."""
-        return self.left[node][task], self.short[node]
+        return self.given_up[node][task], self.short[node]
 
     def trim(self) -> None:
         """Drops surplus members: absent ones first, then on a host with another replica, then on the fullest seat."""
@@ -165,7 +165,7 @@ class _Plan(Assignment):
                 free = [i for i in self.eligible_seats(task) if self.hosts[i] not in taken]
                 if not doubles or not free:
                     break
-                self.drop(task, max(doubles, key=lambda i: (i not in self.held[task], self.replicas(i))))
+                self.drop(task, max(doubles, key=lambda i: (i not in self.current[task], self.replicas(i))))
                 self.back(task, min(free, key=lambda i: (self.replicas(i), self.turn(task, i))))
 
     def even_replicas(self) -> None:
@@ -214,7 +214,7 @@ class _Plan(Assignment):
         able = [t for t in self.led[full] if self.eligible(t, empty) and empty not in self.backups[t]]
         if not able or self.short[empty]:
             return False
-        self._relocate(min(able, key=lambda t: (empty not in self.held[t], t)), empty)
+        self._relocate(min(able, key=lambda t: (empty not in self.current[t], t)), empty)
         return True
 
     def _relocate(self, task: int, to: int) -> None:
@@ -254,7 +254,7 @@ class _Plan(Assignment):
     def _cheapest(self, giver: int, to: int, needs: bool) -> int:
         """The task of `giver` that is cheapest to be led by `to`."""
         able = (t for t in self.led[giver] if self.needs[t] is needs)
-        return min(able, key=lambda t: (to not in self.held[t], to not in self.backups[t], t))
+        return min(able, key=lambda t: (to not in self.current[t], to not in self.backups[t], t))
 
     def hand_over(self, held_only: bool) -> int:
         """Hands primaries over along chains from fuller to emptier seats. Returns the number of chains.
@@ -319,7 +319,7 @@ class _Ways:
         giver = self._plan.primary[task]
         if not 0 <= giver < self._plan.seats:
             return []  # the primary is absent
-        held = self._plan.held[task]
+        held = self._plan.current[task]
         return [
             (to, giver)
             for to in self._plan.backups[task]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["LEFT_S", "heir_of"]
+__all__ = ["GIVE_UP_S", "heir_of"]
 
-LEFT_S = 120.0
+GIVE_UP_S = 120.0
 """Time without memory before another node gets the task. Other users of the memory mostly end by then. Not sooner: the
 other node may lack memory, too, and an error of user code there fails the job."""
 _RARER = 4
@@ -26,4 +26,4 @@ def heir_of(mine: int, others: Mapping[str, int], short_s: float) -> str | None:
         return None
     heir = min(others, key=others.__getitem__)
     least = others[heir]
-    return heir if mine <= least and short_s >= LEFT_S * _RARER**least else None
+    return heir if mine <= least and short_s >= GIVE_UP_S * _RARER**least else None

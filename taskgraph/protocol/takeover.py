@@ -19,7 +19,7 @@ from enum import StrEnum
 
 from taskgraph.protocol.view import JobView
 
-__all__ = ["Move", "Succession", "held_alone", "stranded", "succession", "who_stays"]
+__all__ = ["Move", "Succession", "remaining_nodes", "sole_copies", "stranded", "succession"]
 
 
 class Move(StrEnum):
@@ -99,11 +99,11 @@ def stranded(view: JobView) -> int | None:
     return None
 
 
-def who_stays(view: JobView, run: str, node: str) -> list[str]:
+def remaining_nodes(view: JobView, run: str, node: str) -> list[str]:
     """Returns the nodes that can take over the tasks of a leaving node."""
     return [other for other, record in view.live_nodes(run).items() if other != node and not record.draining]
 
 
-def held_alone(view: JobView, tasks: int, node: str) -> list[int]:
+def sole_copies(view: JobView, tasks: int, node: str) -> list[int]:
     """Returns the tasks of `node` whose state no other living node has."""
     return [t for t in range(tasks) if view.primary_node(t) == node and not set(view.in_sync(t)) - {node, *view.gone}]

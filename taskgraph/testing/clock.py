@@ -15,7 +15,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from taskgraph.node.usercode.ended import as_expected
+from taskgraph.node.usercode.uncaught import is_expected_end
 
 __all__ = ["SPEED", "FastForwardLoop", "Turn", "frame_of"]
 
@@ -117,7 +117,7 @@ class FastForwardLoop(asyncio.SelectorEventLoop):
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         """Logs an error that no code handled, unless it is expected, as a node's own loop does."""
-        if not as_expected(context.get("exception")):
+        if not is_expected_end(context.get("exception")):
             super().default_exception_handler(context)
 
     def stand_still(self, for_s: float) -> None:

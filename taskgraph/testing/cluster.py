@@ -19,7 +19,7 @@ from taskgraph.launch.inprocess import InProcessCluster, ended_by_users
 from taskgraph.node.garbage import searching_garbage_less_often
 from taskgraph.node.node import Point
 from taskgraph.node.usercode.actor import call_under_way
-from taskgraph.node.usercode.ended import passing_ended_threads_over
+from taskgraph.node.usercode.uncaught import expected_ends_silenced
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.testing.clock import SPEED, FastForwardLoop, Turn
@@ -105,7 +105,7 @@ def run(
     settings = dataclasses.replace(job.settings, strict=strict or job.settings.strict)
     job = dataclasses.replace(job, backups=backups, settings=settings)
     with contextlib.ExitStack() as until_over:
-        until_over.enter_context(passing_ended_threads_over())
+        until_over.enter_context(expected_ends_silenced())
         until_over.enter_context(searching_garbage_less_often())
         if job.checkpoint is not None:  # what a real run goes on from is none of a test's
             place = until_over.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))

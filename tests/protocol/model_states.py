@@ -136,7 +136,7 @@ class Slot:
         held, role = self.boundaries, self.role
         return (
             held.committed and held.committed.key,
-            tuple(sorted(held._held)),
+            tuple(sorted(held._stored)),
             role and _role_key(role),
             self.answers,
         )
@@ -144,7 +144,7 @@ class Slot:
     def copy(self) -> Slot:
         """A twin, for a step to change."""
         role, held = self.role, _twin(self.boundaries)
-        held._held = dict(held._held)
+        held._stored = dict(held._stored)
         if role is not None:
             insync = _twin(role.insync)
             insync._place = dict(insync._place)

@@ -200,11 +200,11 @@ def the_first_pending_boundary(self: Boundaries, epoch: int) -> Boundary | None:
     """Of several pending boundaries of an epoch the lowest is taken for the committed one."""
     if self.committed is not None and self.committed.stamp.epoch >= epoch:
         return None
-    best = min((key for key in self._held if key[0] == epoch), default=None)
+    best = min((key for key in self._stored if key[0] == epoch), default=None)
     if best is None:
         return None
-    self.committed = self._held[best]
-    self._held = {key: b for key, b in self._held.items() if key[0] > epoch}
+    self.committed = self._stored[best]
+    self._stored = {key: b for key, b in self._stored.items() if key[0] > epoch}
     return self.committed
 
 

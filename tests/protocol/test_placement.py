@@ -338,10 +338,10 @@ def test_device_tasks_change_places_with_others() -> None:
 def test_short_node_gets_no_new_primaries(situation: tuple, data: st.DataObject) -> None:
     seats, tasks, backups, holdings, needs_device, keep = situation
     lists = st.lists(st.integers(0, 5), max_size=3)
-    seats = [replace(s, left=tuple(data.draw(lists)) if data.draw(st.booleans()) else ()) for s in seats]
+    seats = [replace(s, given_up=tuple(data.draw(lists)) if data.draw(st.booleans()) else ()) for s in seats]
     wishes = place(seats, tasks, backups, holdings, needs_device, keep)
     assert place(seats, tasks, backups, adopted(wishes), needs_device, keep) == wishes
-    left = {s.node: s.left for s in seats}
+    left = {s.node: s.given_up for s in seats}
     for t, w in wishes.items():
         able = {s.node for s in seats if s.devices or not needs_device(t)}
         if w.primary not in left:
@@ -358,12 +358,12 @@ def test_short_node_gets_no_new_primaries(situation: tuple, data: st.DataObject)
 
 def test_short_node_gets_nothing_in_return() -> None:
     """User code may lack memory there, too."""
-    seats = [Seat("a", "h"), Seat("b", "h", left=(1,))]
+    seats = [Seat("a", "h"), Seat("b", "h", given_up=(1,))]
     before = {0: Holding("a", ("a", "b")), 1: Holding("b", ("b", "a"))}
     wishes = place(seats, 2, 1, before)
     assert wishes == {0: Wish("a", ("b",)), 1: Wish("a", ("b",))}
     assert place(seats, 2, 1, adopted(wishes)) == wishes
-    both = [Seat("a", "h", left=(1, 1)), Seat("b", "h", left=(1,))]
+    both = [Seat("a", "h", given_up=(1, 1)), Seat("b", "h", given_up=(1,))]
     assert place(both, 2, 1, adopted(wishes))[1] == Wish("b", ("a",)), "it left it less often"
     assert place([*both, Seat("c", "h")], 2, 1, adopted(wishes))[1].primary == "c"
 
@@ -499,5 +499,5 @@ def test_placement_is_fast(nodes: int, limit_s: float) -> None:
     assert best_s(seats, 1000, 1, before) < limit_s * slack
     assert best_s([*seats, Seat("x", "h")], 1000, 1, before) < limit_s * slack
     assert best_s(seats[1:], 1000, 1, before) < limit_s * slack
-    poor = [replace(seat, left=tuple(sorted(seat_holds(before, seat.node)) * 9)) for seat in seats]
+    poor = [replace(seat, given_up=tuple(sorted(seat_holds(before, seat.node)) * 9)) for seat in seats]
     assert best_s(poor, 1000, 1, before) < limit_s * slack

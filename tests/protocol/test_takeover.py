@@ -6,7 +6,7 @@ import pytest
 from protocol_kit import World
 
 from taskgraph.protocol.records import CheckpointRecord
-from taskgraph.protocol.takeover import Move, Succession, held_alone, stranded, succession
+from taskgraph.protocol.takeover import Move, Succession, sole_copies, stranded, succession
 from taskgraph.protocol.view import JobView
 
 NOTHING = Succession(Move.NOTHING)
@@ -156,13 +156,13 @@ def test_lost_state_is_reported_without_an_heir(world: World) -> None:
 
 def test_gone_member_counts_for_nothing(world: World) -> None:
     """Its key of a member stays in a job that has finished: no commit follows that ends what it holds."""
-    assert held_alone(world.view(), 1, "a") == []
+    assert sole_copies(world.view(), 1, "a") == []
     for left in "bc":
         world.evict(0, "a", left)
-        assert held_alone(world.view(), 1, "a") == []
+        assert sole_copies(world.view(), 1, "a") == []
         world.die(left)
-    assert held_alone(world.view(), 1, "a") == [0]
-    assert held_alone(world.view(), 1, "b") == []
+    assert sole_copies(world.view(), 1, "a") == [0]
+    assert sole_copies(world.view(), 1, "b") == []
 
 
 def test_stranded_task_is_found(world: World) -> None:

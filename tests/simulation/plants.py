@@ -361,11 +361,11 @@ def of_several_pending_boundaries_the_first_is_taken(patch: pytest.MonkeyPatch) 
     def read_epoch(self: Boundaries, epoch: int) -> Boundary | None:
         if self.committed is not None and self.committed.stamp.epoch >= epoch:
             return None
-        first = min((key for key in self._held if key[0] == epoch), default=None)
+        first = min((key for key in self._stored if key[0] == epoch), default=None)
         if first is None:
             return None
-        self.committed = self._held[first]
-        self._held = {key: b for key, b in self._held.items() if key[0] > epoch}
+        self.committed = self._stored[first]
+        self._stored = {key: b for key, b in self._stored.items() if key[0] > epoch}
         return self.committed
 
     patch.setattr(Boundaries, "read_epoch", read_epoch)

@@ -35,7 +35,7 @@ WORK = suite.Work(
 )
 
 
-def rounds_of(**rates: dict[int, float]) -> figures.Rounds:
+def rounds_of(**rates: dict[int, float]) -> figures.RenewalSchedule:
     return {name: {number: {"rate": rate} for number, rate in of.items()} for name, of in rates.items()}
 
 

@@ -33,12 +33,12 @@ import grpc
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, judge, why
-from taskgraph.coordination.etcd.login import Entered, Login, LoginFailed, credentials
+from taskgraph.coordination.etcd.login import LoggedIn, Login, LoginFailed, credentials
 from taskgraph.coordination.etcd.methods import LEASE_KEEP_ALIVE
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread
 
-__all__ = ["EtcdLease", "Rounds"]
+__all__ = ["EtcdLease", "RenewalSchedule"]
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ _JOIN_S = 2.0
 _UNCLOSABLE: list[grpc.Channel] = []
 
 
-class Rounds:
+class RenewalSchedule:
     """Decides when a lease is renewed next, and at which endpoint; has no clock of its own.
 
     Args:
@@ -87,7 +87,7 @@ class Rounds:
         self._move_on()
         self.next_at = min(self.next_at, now + self._interval_s / 4)
 
-    def entered(self, now: float, *, failed: bool) -> None:
+    def logged_in(self, now: float, *, failed: bool) -> None:
         """The login that the renewal waited for ended: renew at once; if it `failed`, soon and at another endpoint."""
         self.next_at = now
         if failed:
@@ -137,7 +137,7 @@ class EtcdLease:
         self._endpoint = options.endpoints.index(endpoint)
         self._cluster = cluster
         self._login = login
-        self._entering: Future[Entered] | None = None  # the login that the next stream waits for
+        self._login_under_way: Future[LoggedIn] | None = None  # the login that the next stream waits for
         self._refused: str | None = None  # the token that etcd refused to a stream of ours
         self._valid_until = sent_at + ttl_s
         self._lost = False
@@ -161,7 +161,7 @@ class EtcdLease:
 
     def trouble(self) -> str:
         """Returns why the last renewal failed; "" if it succeeded."""
-        return (self._login.waits() if self._entering is not None else "") or self._trouble
+        return (self._login.waits() if self._login_under_way is not None else "") or self._trouble
 
     def tick(self) -> None:
         """Says that the main loop is alive."""
@@ -196,7 +196,7 @@ class EtcdLease:
 
     def _renew(self) -> None:
         stream: _Stream | None = None
-        rounds = Rounds(self.ttl_s, len(self._options.endpoints), self._endpoint, time.monotonic())
+        rounds = RenewalSchedule(self.ttl_s, len(self._options.endpoints), self._endpoint, time.monotonic())
         try:
             while not self._closing and not self._lost:
                 look_at = rounds.next_at if stream is None else min(rounds.next_at, stream.silent_at())
@@ -209,12 +209,12 @@ class EtcdLease:
                     stream.close()
                     stream = None
                     rounds.broke(now)
-                if self._entering is not None and self._entering.done():
-                    failed, self._entering = self._entering.exception(), None
+                if self._login_under_way is not None and self._login_under_way.done():
+                    failed, self._login_under_way = self._login_under_way.exception(), None
                     if stream is None:
                         if isinstance(failed, LoginFailed):
                             self._say_failed(failed.endpoint, str(failed))
-                        rounds.entered(now, failed=isinstance(failed, LoginFailed))
+                        rounds.logged_in(now, failed=isinstance(failed, LoginFailed))
                 if self._closing or self._lost or not rounds.due(now):
                     continue
                 if now - self._ticked_at > self._stall_limit_s:
@@ -244,9 +244,9 @@ class EtcdLease:
         if token is None and self._login.last != self._refused:
             token = self._login.last  # many versions of etcd check no token of a renewal
         if token is None and self._login.needed:
-            if self._entering is None:
-                self._entering = self._login.begin(endpoint)
-                self._entering.add_done_callback(lambda _: self._wake.set())
+            if self._login_under_way is None:
+                self._login_under_way = self._login.begin(endpoint)
+                self._login_under_way.add_done_callback(lambda _: self._wake.set())
             return None
         try:
             first_s = min(_MOST_FIRST_S, self.ttl_s * _FIRST_ANSWER * 2 ** min(self._login.broken_streams, 10))

@@ -27,7 +27,7 @@ from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread
 
-__all__ = ["Entered", "Login", "LoginFailed", "credentials"]
+__all__ = ["LoggedIn", "Login", "LoginFailed", "credentials"]
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class LoginFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
+class LoggedIn:
     """A login that got a token."""
 
     endpoint: Endpoint
@@ -84,8 +84,8 @@ class Login:
         self._lock = threading.Lock()
         self.last: str | None = None
         self.broken_streams = 0
-        self._entered: Entered | None = None
-        self._under_way: Future[Entered] | None = None
+        self._logged_in: LoggedIn | None = None
+        self._under_way: Future[LoggedIn] | None = None
         self._since: float | None = None  # when the first of several logins that timed out began
         self._channel: grpc.Channel | None = None
         self._closed = False
@@ -98,28 +98,28 @@ class Login:
     @property
     def token(self) -> str | None:
         """The token, unless there is none or etcd refused it."""
-        entered = self._entered
-        return None if entered is None else entered.answer.token
+        logged_in = self._logged_in
+        return None if logged_in is None else logged_in.answer.token
 
     def refused(self, token: str | None) -> None:
         """Drops a token that etcd refused: the next call that needs one logs in."""
         with self._lock:
             if token == self.token:  # else another login replaced it
-                self._entered = None
+                self._logged_in = None
 
     def waits(self) -> str:
         """Returns why calls wait for a token, for people; "" if they do not."""
         since = self._since
         return "" if since is None else f"logging in to etcd takes {time.monotonic() - since:.0f} s"
 
-    def begin(self, endpoint: Endpoint) -> Future[Entered]:
+    def begin(self, endpoint: Endpoint) -> Future[LoggedIn]:
         """Joins the login that is under way, or begins one at `endpoint`. Its exception is a `LoginFailed`."""
         with self._lock:
             if self._under_way is not None:
                 return self._under_way
-            future: Future[Entered] = Future()
-            if self._entered is not None:  # a login ended after the caller looked
-                future.set_result(self._entered)
+            future: Future[LoggedIn] = Future()
+            if self._logged_in is not None:  # a login ended after the caller looked
+                future.set_result(self._logged_in)
                 return future
             future.set_running_or_notify_cancel()  # a caller that gives up does not cancel it
             thread = threading.Thread(target=self._run, args=(endpoint, future), name="taskgraph-login", daemon=True)
@@ -146,10 +146,10 @@ class Login:
 
     # The thread of one login.
 
-    def _run(self, endpoint: Endpoint, future: Future[Entered]) -> None:
-        entered = failed = None
+    def _run(self, endpoint: Endpoint, future: Future[LoggedIn]) -> None:
+        logged_in = failed = None
         try:
-            entered = Entered(endpoint, self._ask(endpoint))
+            logged_in = LoggedIn(endpoint, self._ask(endpoint))
         except LoginFailed as error:
             failed = error
         except grpc.RpcError as error:
@@ -172,13 +172,13 @@ class Login:
             self._under_way = None
             if not timed_out:
                 self._since = None
-            self._entered = entered
-            if entered is not None:
-                self.last = entered.answer.token
+            self._logged_in = logged_in
+            if logged_in is not None:
+                self.last = logged_in.answer.token
         if failed is not None:
             future.set_exception(failed)
-        elif entered is not None:
-            future.set_result(entered)
+        elif logged_in is not None:
+            future.set_result(logged_in)
 
     def _ask(self, endpoint: Endpoint) -> v3.AuthenticateResponse:
         channel = self._options.sync_channel(endpoint)

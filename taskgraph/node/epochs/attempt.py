@@ -165,7 +165,7 @@ class Attempt:
         try:
             if injects:
                 await primary.node.point("compose", self.task, self.number)
-            state = primary.unheld.state_now()
+            state = primary.unsaved.state_now()
             graph = self.replica.standing
             if graph is None:
                 graph = await self._compose()
@@ -189,7 +189,7 @@ class Attempt:
             if injects:
                 await primary.node.point("sync", self.task, self.number)
             if state is not None:
-                primary.unheld.look_at_state(state, self.number)
+                primary.unsaved.look_at_state(state, self.number)
             for processor in graph.sync_points:
                 await self._process(processor)
             if quiet.busy or quiet.open_holds:

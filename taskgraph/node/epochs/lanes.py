@@ -104,7 +104,7 @@ class Lanes:
         self._loop = asyncio.get_running_loop()
         self._count = _lanes_of(primary)
         self._several = self._count > 1
-        self._checks = primary.node.settings.strict or primary.unheld.begin()
+        self._checks = primary.node.settings.strict or primary.unsaved.begin()
         shape, settings, epochs = primary.replica.shape, primary.node.settings, primary.replica.job.epochs
         # A seal and a call of `on_commit` belong to a committed epoch; strict mode replays the epoch at work.
         alone = settings.strict or shape.receives or "on_commit" in shape.overrides
@@ -246,7 +246,7 @@ class Lanes:
             )
             self._room.clear()
             if self._next == stamp.epoch:
-                self._primary.backups.gathered.flush()  # the commit that it waits for needs these
+                self._primary.backups.unsent.flush()  # the commit that it waits for needs these
             await self._room.wait()
         if waiting and self._reported.at == stamp.epoch:
             last = Stamp(stamp.attempt, stamp.epoch - 1)
@@ -362,7 +362,7 @@ class Lanes:
     def _gather_by(self, ahead: int) -> None:
         """Reports and offers are gathered over a part of the epochs that the task may be ahead."""
         self._primary.reporter.gather_by(ahead)
-        self._primary.backups.gathered.gather_by(ahead)
+        self._primary.backups.unsent.gather_by(ahead)
         if self._task == 0 and self._node.leader is not None:
             self._node.leader.gather_by(ahead)
 
@@ -422,7 +422,7 @@ class Lanes:
         gathers = self._room.is_set() or self._may_begin(self._next)
         shared = backups.pending(boundary, gathers=gathers)
         if self._task == 0 and node.leader is not None and node.leader.lacks_own():
-            backups.gathered.flush_soon()  # others wait for nothing else
+            backups.unsent.flush_soon()  # others wait for nothing else
         at = self._keeper.view.epoch
         admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
         finished.since = attempt.traced and clock()
@@ -432,7 +432,7 @@ class Lanes:
             self.awaiting_acks.add(finished)
             return not attempt.cancelled and self._may_begin(self._next)
         if shared or admit_wait_s:
-            backups.gathered.flush()
+            backups.unsent.flush()
             await backups.until_acknowledged(boundary.key, admit_wait_s=admit_wait_s)
         return await self._report(finished)
 
@@ -515,7 +515,7 @@ class Lanes:
             attempt.recording.numbers, attempt.recording.finishing = attempt.numbers, attempt.finishing
             await self._primary.strict.check(attempt.recording)
         else:
-            self._checks = self._primary.unheld.look(attempt.number)
+            self._checks = self._primary.unsaved.look(attempt.number)
 
 
 def _lanes_of(primary: Primary) -> int:

@@ -15,7 +15,7 @@ from taskgraph.protocol.messages import Call, Reply, Stamp
 if TYPE_CHECKING:
     from taskgraph.node.epochs.attempt import Attempt
     from taskgraph.node.epochs.attempts import Attempts
-    from taskgraph.node.epochs.unheld import Unheld
+    from taskgraph.node.epochs.unsaved import UnsavedState
 
 __all__ = ["Term"]
 
@@ -41,7 +41,7 @@ class Term(Protocol):
     @property
     def pulls(self) -> Pulls: ...
     @property
-    def unheld(self) -> Unheld: ...
+    def unsaved(self) -> UnsavedState: ...
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
     @property

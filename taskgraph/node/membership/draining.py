@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taskgraph.observe.format import ids_text
-from taskgraph.protocol.takeover import held_alone, who_stays
+from taskgraph.protocol.takeover import remaining_nodes, sole_copies
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
@@ -64,7 +64,7 @@ class Draining:
     def _given_up(self) -> str:
         """Returns what was not handed over, why, and what follows; "": everything was, as far as this node knows."""
         node, view = self._node, self._node.keeper.view
-        alone = held_alone(view, node.job.tasks, node.id)
+        alone = sole_copies(view, node.job.tasks, node.id)
         others = [t for t in range(node.job.tasks) if view.primary_node(t) == node.id and t not in alone]
         if not alone and not others:
             return ""
@@ -84,7 +84,7 @@ class Draining:
 
     def _others(self) -> list[str]:
         node = self._node
-        return who_stays(node.keeper.view, node.spec.run, node.id)
+        return remaining_nodes(node.keeper.view, node.spec.run, node.id)
 
     @property
     def over(self) -> bool:

@@ -69,7 +69,7 @@ class Registration:
             self._record,
             lease=self._lease.id,
             draining=self._node.draining,
-            left=self._node.left,
+            given_up=self._node.given_up,
             writer=self._node.writer(),
         )
 
@@ -400,7 +400,7 @@ class Registration:
         known = node.keeper.view.nodes.get(node.id)
         if known is None or known.mod_revision != node.node_revision:
             return False
-        return (known.record.draining, known.record.left) == (node.draining, node.left)
+        return (known.record.draining, known.record.given_up) == (node.draining, node.given_up)
 
     async def _announce(self) -> None:
         while True:

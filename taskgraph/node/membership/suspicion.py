@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import CoordinationError, PeerGone, TransportError
-from taskgraph.node.membership.overdue import Overdue
+from taskgraph.node.membership.ended_leases import EndedLeases
 from taskgraph.protocol import transactions
 from taskgraph.protocol.records import GoneRecord, name_of
 
@@ -75,7 +75,7 @@ class Suspicion:
         self._changed = changed
         self._refused: dict[str, Refusal] = {}
         self._outlived: set[str] = set()  # nodes that proved alive although their port refuses
-        self.overdue = Overdue(node, self._lease_changed)
+        self.ended_leases = EndedLeases(node, self._lease_changed)
         self._absent_since: dict[str, float] = {}
         self._absent_before: frozenset[str] | None = None  # absent nodes when this node paused; None: that is long ago
         self._coming_back: asyncio.Task[None] | None = None
@@ -213,7 +213,9 @@ class Suspicion:
             self._forget(named)
         if self._absent_before is not None:
             absent &= self._absent_before
-        self._node.suspects = frozenset(absent | self._refused.keys() | (self._node.gone & named) | self.overdue.nodes)
+        self._node.suspects = frozenset(
+            absent | self._refused.keys() | (self._node.gone & named) | self.ended_leases.nodes
+        )
 
     def _named(self) -> set[str]:
         """Nodes that hold tasks or are to hold some; an absent one counts until it is back or gone."""

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from taskgraph.errors import Refused, TransportError
 from taskgraph.node.backoff import Backoff
-from taskgraph.node.primary.gathered import Gathered, message_of
 from taskgraph.node.primary.tender import Tender
+from taskgraph.node.primary.unsent_offers import UnsentOffers, message_of
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary
@@ -68,13 +68,13 @@ class Backups:
         self._watching: list[asyncio.Future[None]] = []  # waits for the next change of the set
         self._poked = False
         self._blocked: dict[Key, Callable[[], str]] = {}  # boundaries that are waited for -> what is lacking
-        self.gathered = Gathered(node, self._offer_all)
+        self.unsent = UnsentOffers(node, self._offer_all)
         """Pending boundaries that were not offered yet."""
 
     @property
     def blocked(self) -> str:
         """Names what the earliest pending boundary waits for, for `status`; gathered ones do not count."""
-        waits = self._blocked.keys() - self.gathered.boundaries.keys()
+        waits = self._blocked.keys() - self.unsent.boundaries.keys()
         return self._blocked[min(waits)]() if waits else ""
 
     @property
@@ -101,7 +101,7 @@ class Backups:
                 del self._boundaries[key]
         self._boundaries[boundary.key] = boundary
         self._insync.keep_from(epoch)
-        self.gathered.committed(goes_on=goes_on)
+        self.unsent.committed(goes_on=goes_on)
         if not self._insync.add(boundary.key):
             return  # no other nodes
         self._withdraw_history()
@@ -111,13 +111,13 @@ class Backups:
     def rolled_back(self, boundary: Boundary) -> None:
         """The job went back to a checkpoint: `boundary` is the committed one, all others are undone."""
         self._boundaries = {}
-        self.gathered.clear()
+        self.unsent.clear()
         self._insync.forget_boundaries()
         self.committed(boundary)
 
     def drop_pending(self) -> None:
         """The attempt of the pending boundaries is over."""
-        self.gathered.clear()
+        self.unsent.clear()
         self._insync.drop_pending(self._committed_epoch)
         self._boundaries = {k: b for k, b in self._boundaries.items() if k[0] <= self._committed_epoch}
         self._withdraw_history()
@@ -135,10 +135,10 @@ class Backups:
         self._boundaries[key] = boundary
         if not self._insync.add(key):
             return self._node.settings.min_in_sync > 1
-        if self.gathered.takes(boundary.value):
-            self.gathered.add(boundary, goes_on=gathers)
+        if self.unsent.takes(boundary.value):
+            self.unsent.add(boundary, goes_on=gathers)
         else:
-            self.gathered.flush()
+            self.unsent.flush()
             self._offer_all([boundary])
         return True
 
@@ -288,7 +288,7 @@ class Backups:
                 await asyncio.Event().wait()  # until the term ends; the tenders do the work
             finally:
                 stop()
-                self.gathered.clear()
+                self.unsent.clear()
                 self._group = None
                 for tender in self._tenders.values():
                     tender.withdraw()
@@ -323,7 +323,7 @@ class Backups:
 
     def _look(self) -> None:
         """Follows a change of the view or of a suspicion: invites wished-for nodes, tends all."""
-        self.gathered.flush()  # nodes come or go: the next commit should wait for nothing else
+        self.unsent.flush()  # nodes come or go: the next commit should wait for nothing else
         self._changed()
         for tender in self._tenders.values():
             tender.look()
@@ -407,7 +407,7 @@ class Backups:
 
     def _to_offer(self, tender: Tender) -> Key | None:
         """The first boundary that the node has not acknowledged and is not receiving."""
-        offered, gathered = tender.offered, self.gathered.boundaries
+        offered, gathered = tender.offered, self.unsent.boundaries
         missing = self._insync.missing(tender.node)
         return next((key for key in missing if key not in offered and key not in gathered), None)
 

@@ -105,7 +105,7 @@ class LeaderRole:
         self.checkpointer = Checkpointer(node, primary)
         self._commit_again_at = self._clock()
         self._commit_of = 0  # the revision of `generation` that the last commit rests on
-        self._gathering: asyncio.TimerHandle | None = None
+        self._gather_timer: asyncio.TimerHandle | None = None
         self._acting = False  # a transaction is under way
         self._came = False  # a report came meanwhile
         self._gathered_by = self._ahead  # the last argument of `gather_by`
@@ -139,7 +139,7 @@ class LeaderRole:
             if leader.ready:
                 self._wake_if_due()
             if self.lacks_own():
-                self._primary.backups.gathered.flush_soon()
+                self._primary.backups.unsent.flush_soon()
         return self._accepted
 
     def lacks_own(self) -> bool:
@@ -279,21 +279,21 @@ class LeaderRole:
         """True if the last commit is recent and no takeover came since. The role is woken when that ends."""
         if self._node.keeper.view.generation_revision != self._commit_of:
             return False
-        if self._gathering is not None:
+        if self._gather_timer is not None:
             return True
         left_s = self._commit_again_at - self._clock()
         if left_s <= _TIMER_S:
             return False
-        self._gathering = asyncio.get_running_loop().call_later(left_s, self._enough_gathered)
+        self._gather_timer = asyncio.get_running_loop().call_later(left_s, self._enough_gathered)
         return True
 
     def _stop_gathering(self) -> None:
-        if self._gathering is not None:
-            self._gathering.cancel()
-            self._gathering = None
+        if self._gather_timer is not None:
+            self._gather_timer.cancel()
+            self._gather_timer = None
 
     def _enough_gathered(self) -> None:
-        self._gathering = None
+        self._gather_timer = None
         self._wake.set()
 
     async def _commit(self, commit: Commit) -> None:
@@ -328,7 +328,7 @@ class LeaderRole:
             return
         self._backoff.reset()
         self._refused = ((), 0)
-        self._commit_again_at = self._clock() + node.gathering.seconds(self._gathered_by)
+        self._commit_again_at = self._clock() + node.commit_interval.seconds(self._gathered_by)
         self._commit_of = generation
         self._stop_gathering()
         if self._lineage() == lineage:  # else a roll-back undid the commit before its answer came

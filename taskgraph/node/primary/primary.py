@@ -23,7 +23,7 @@ from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.node.epochs.lanes import Lanes
 from taskgraph.node.epochs.pulls import Pulls
 from taskgraph.node.epochs.strict import StrictMode
-from taskgraph.node.epochs.unheld import Unheld
+from taskgraph.node.epochs.unsaved import UnsavedState
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.checkpoint_writer import CheckpointWriter
 from taskgraph.node.primary.reporter import Reporter
@@ -76,7 +76,7 @@ class Primary:
             node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=insync
         )
         self.strict = StrictMode(replica, node.log)
-        self.unheld = Unheld(node, replica, taken.term)
+        self.unsaved = UnsavedState(node, replica, taken.term)
         self.attempts = Attempts(node.keeper, replica.task, taken.term)
         settings = node.settings
         ahead = 1 if settings.strict else max(1, settings.epochs_ahead)
@@ -649,20 +649,20 @@ class Primary:
             short_s: how long memory has been lacking.
         """
         node, task, view = self.node, self.task, self.node.keeper.view
-        wish, mine = node.wish(task), node.left.count(task)
+        wish, mine = node.wish(task), node.given_up.count(task)
         if wish is not None and wish.primary == node.id:
-            others = {n: view.nodes[n].record.left.count(task) for n in wish.backups if self._able(n)}
+            others = {n: view.nodes[n].record.given_up.count(task) for n in wish.backups if self._able(n)}
             if (heir := heir_of(mine, others, short_s)) is not None:
-                node.left += (task,) * (others[heir] + 1 - mine)
+                node.given_up += (task,) * (others[heir] + 1 - mine)
                 to = name_of(heir)
                 text = f"{node.name} leaves task {task} to {to}, as it had no memory for {what} for {short_s:.0f} s"
                 node.events.emit("waits", f"{text}: {refused}", task=task, epoch=node.epoch, fields={"left_to": to})
                 node.own(node.announce(), f"leave task {task} to another node")
-        left = node.left.count(task)
+        left = node.given_up.count(task)
 
         def announced(view: JobView) -> bool:
             known = view.nodes.get(node.id)
-            return known is None or known.record.left.count(task) >= left
+            return known is None or known.record.given_up.count(task) >= left
 
         await node.keeper.wait_until(announced)
 

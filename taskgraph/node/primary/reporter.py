@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from taskgraph.node.primary.due import Due
+from taskgraph.node.primary.send_deadline import SendDeadline
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Reply, Report, Reports
 
@@ -44,7 +44,7 @@ class Reporter:
         self._leads = leads
         self._loop = asyncio.get_running_loop()
         self._enough = 1
-        self._due = Due(node, _SHORTLY_BEFORE)
+        self._deadline = SendDeadline(node, _SHORTLY_BEFORE)
         self._reports: dict[int, _Sent] = {}  # epoch -> the latest
         self._gathered: list[_Sent] = []  # sent when there are enough, or by the timer
         self._timer: asyncio.TimerHandle | None = None
@@ -53,7 +53,7 @@ class Reporter:
 
     def gather_by(self, ahead: int) -> None:
         """Sets how many reports are gathered for a message: half of the epochs that the task may be ahead."""
-        self._due.ahead = ahead
+        self._deadline.ahead = ahead
         self._enough = 1 if self._leads or not self._node.settings.gather_s else max(1, ahead // 2)
 
     def set(self, report: Report) -> None:
@@ -71,7 +71,7 @@ class Reporter:
         # Gathered if neither the task nor the job waits for this epoch's commit.
         waited_for = not report.ahead or report.finish
         enough = len(gathered) >= self._enough
-        if waited_for or enough or at is None or (report.stamp <= at and not self._due.early(view)):
+        if waited_for or enough or at is None or (report.stamp <= at and not self._deadline.early(view)):
             self._send()
             return
         sent.leader = leader.mod_revision if leader is not None else 0
@@ -80,15 +80,15 @@ class Reporter:
 
     def _arm(self) -> None:
         """Sets the timer for gathered reports."""
-        self._timer = self._loop.call_at(self._due.at(_FIRST), self._send)
+        self._timer = self._loop.call_at(self._deadline.at(_FIRST), self._send)
 
     def forget(self, before: int | None = None) -> None:
         """Drops reports of epochs before `epoch`, which is at work; None: all."""
         reports = self._reports
         if before is None:
-            self._due.forget()
+            self._deadline.forget()
         else:
-            self._due.committed()
+            self._deadline.committed()
         for epoch in tuple(reports):
             if before is None or epoch < before:
                 sent = reports.pop(epoch)
@@ -137,7 +137,7 @@ class Reporter:
             self._timer.cancel()
             self._timer = None
         gathered, self._gathered = self._gathered, []
-        self._due.mark_sent()
+        self._deadline.mark_sent()
         node, reply = self._node, None
         leader, since = node.keeper.view.primaries.get(0), node.tracing.on and clock()
         if leader is not None and not node.paused:

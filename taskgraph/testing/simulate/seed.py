@@ -24,7 +24,7 @@ from taskgraph.coordination import viewkeeper
 from taskgraph.errors import JobRunning
 from taskgraph.node import reconciler, replica
 from taskgraph.node.epochs import inbound, pulls
-from taskgraph.node.primary import forgetting, gathered, primary
+from taskgraph.node.primary import forgetting, primary, unsent_offers
 from taskgraph.protocol import shortage
 from taskgraph.protocol.records import State
 from taskgraph.testing.simulate.drawing import (
@@ -212,7 +212,7 @@ def _large(outcome: Outcome) -> Iterator[None]:
         if outcome.large:
             stack.enter_context(mock.patch.object(replica, "_SMALL_BYTES", -1))
             if sizes.random() < 0.5:
-                stack.enter_context(mock.patch.object(gathered, "_SMALL_BYTES", -1))
+                stack.enter_context(mock.patch.object(unsent_offers, "_SMALL_BYTES", -1))
             if sizes.random() < 0.5:
                 stack.enter_context(mock.patch.object(pulls, "LARGE_BYTES", -1))
                 stack.enter_context(mock.patch.object(inbound, "LARGE_BYTES", -1))
@@ -222,7 +222,7 @@ def _large(outcome: Outcome) -> Iterator[None]:
 @contextlib.contextmanager
 def _soon() -> Iterator[None]:
     """Shortens the retries of a node without memory, so that it leaves a task within a seed."""
-    with mock.patch.object(primary, "_SHORT_S", SHORT_S), mock.patch.object(shortage, "LEFT_S", 120 * SHORT_S):
+    with mock.patch.object(primary, "_SHORT_S", SHORT_S), mock.patch.object(shortage, "GIVE_UP_S", 120 * SHORT_S):
         yield
 
 

@@ -23,7 +23,7 @@ from taskgraph.launch import resuming
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.resuming import begin, plan
 from taskgraph.launch.submit import Beginning, submit
-from taskgraph.node.membership.unable import NotSetUp
+from taskgraph.node.membership.failed_setups import SetUpFailed
 from taskgraph.node.node import Node, Point
 from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import TaskResult
@@ -294,7 +294,7 @@ class World:
             point=self._point(node_id),
         )
         node: Node = process.fresh().run(making)  # it looks at its clock
-        node.set_ups.alone = True  # as in a process of its own
+        node.failed_set_ups.alone = True  # as in a process of its own
         run = self.loop.create_task(self._run(node), name=f"node {name}", context=process.fresh())
         known = self.nodes[node_id] = SimNode(
             node_id, name, self.spec.run, process, threads, coordinator, place, node, run
@@ -329,7 +329,7 @@ class World:
             if not known.dead:
                 self.transcript.add(node.id, "ended", str(error))
                 self.say_gone(node.id, "it ended")
-        except NotSetUp as error:
+        except SetUpFailed as error:
             self.transcript.add(node.id, "ended", str(error))
             self.transcript.state("a node ended that could not set up a backup")
             mistake = self.workload.mistake

@@ -91,7 +91,7 @@ def etcd(monkeypatch: pytest.MonkeyPatch) -> FakeEtcd:
     return FakeEtcd(monkeypatch)
 
 
-async def entered(login: Login) -> str | None:
+async def logged_in(login: Login) -> str | None:
     """Logs in once."""
     await asyncio.wrap_future(login.begin(OPTIONS.endpoints[0]))
     return login.token
@@ -103,11 +103,11 @@ async def test_callers_share_one_login_that_outlasts_them(etcd: FakeEtcd) -> Non
     for _ in range(3):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await entered(login)
+                await logged_in(login)
         assert login.token is None and TOLD.fullmatch(login.waits())
     etcd.slow.set()
-    assert await entered(login) == "worker.0" and len(etcd.limits) == 1
-    assert await entered(login) == "worker.0" and len(etcd.limits) == 1, "it had ended since they looked"
+    assert await logged_in(login) == "worker.0" and len(etcd.limits) == 1
+    assert await logged_in(login) == "worker.0" and len(etcd.limits) == 1, "it had ended since they looked"
     assert login.waits() == ""
     await login.close()
 
@@ -116,18 +116,18 @@ async def test_login_that_times_out_says_how_long_it_takes(etcd: FakeEtcd, caplo
     login, etcd.outcomes = Login(OPTIONS), iter([Failed(Code.DEADLINE_EXCEEDED)] * 2)
     for _ in range(2):
         with pytest.raises(LoginFailed, match=TOLD) as caught:
-            await entered(login)
+            await logged_in(login)
         assert caught.value.code is Code.DEADLINE_EXCEEDED and login.waits()
     assert "did not answer a login within 120 s" in caplog.text and "--bcrypt-cost" in caplog.text
-    assert await entered(login) == "worker.0" and login.waits() == ""
+    assert await logged_in(login) == "worker.0" and login.waits() == ""
 
 
 async def test_refused_token_is_replaced_once(etcd: FakeEtcd) -> None:
     login = Login(OPTIONS)
-    first = await entered(login)
+    first = await logged_in(login)
     login.refused(first)
     assert login.token is None
-    second = await entered(login)
+    second = await logged_in(login)
     login.refused(first)
     assert login.token == second != first
 
@@ -135,7 +135,7 @@ async def test_refused_token_is_replaced_once(etcd: FakeEtcd) -> None:
 async def test_wrong_password_fails_at_once(etcd: FakeEtcd) -> None:
     login, etcd.outcomes = Login(OPTIONS), iter([Failed(Code.INVALID_ARGUMENT, "etcdserver: authentication failed")])
     with pytest.raises(LoginFailed, match="authentication failed"):
-        await entered(login)
+        await logged_in(login)
     assert login.waits() == ""
 
 
@@ -152,10 +152,10 @@ async def test_silent_member_is_left_before_the_login(etcd: FakeEtcd, found: Exc
     login = Login(EtcdOptions.make("127.0.0.1:1,127.0.0.1:2", username="worker", password="word"))
     etcd.probes = iter([found])
     if gone_on:
-        assert await entered(login) == "worker.0"
+        assert await logged_in(login) == "worker.0"
         return
     with pytest.raises(LoginFailed) as caught:
-        await entered(login)
+        await logged_in(login)
     assert caught.value.code is Code.UNAVAILABLE and not etcd.limits
 
 
@@ -179,15 +179,15 @@ async def test_login_without_a_thread_is_tried_again(etcd: FakeEtcd, monkeypatch
 
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(LoginFailed, match=r"can't start new thread: a limit .*`ulimit -u`"):
-            await entered(login)
-    assert await entered(login) == "worker.0"
+            await logged_in(login)
+    assert await logged_in(login) == "worker.0"
 
 
 async def test_lease_logs_in_while_the_loop_is_blocked(
     etcd: FakeEtcd,
 ) -> None:
     login = Login(OPTIONS)
-    await entered(login)
+    await logged_in(login)
     lease = lease_of(OPTIONS, login)
     lease.start()
     try:
@@ -207,7 +207,7 @@ async def test_lease_logs_in_while_the_loop_is_blocked(
 
 async def test_lease_needs_no_login_if_etcd_checks_no_token(etcd: FakeEtcd) -> None:
     login, etcd.looks = Login(OPTIONS), False
-    login.refused(await entered(login))
+    login.refused(await logged_in(login))
     etcd.slow = threading.Event()
     login.begin(OPTIONS.endpoints[0])
     lease = lease_of(OPTIONS, login)

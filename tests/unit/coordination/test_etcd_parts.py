@@ -22,7 +22,7 @@ from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection, OtherCluster, pause_s
 from taskgraph.coordination.etcd.convert import event, key_value, range_of, txn_request, writes
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
-from taskgraph.coordination.etcd.lease import EtcdLease, Rounds
+from taskgraph.coordination.etcd.lease import EtcdLease, RenewalSchedule
 from taskgraph.coordination.etcd.login import Login
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, LeaseGone
@@ -80,14 +80,14 @@ def test_unreadable_tls_file_is_named() -> None:
 
 
 def test_a_lease_is_renewed_five_times_in_its_ttl() -> None:
-    rounds = Rounds(5.0, endpoints=1, endpoint=0, now=10.0)
+    rounds = RenewalSchedule(5.0, endpoints=1, endpoint=0, now=10.0)
     assert rounds.next_at == 11.0 and not rounds.due(10.9)
     assert rounds.due(11.0) and rounds.next_at == 12.0
     assert rounds.due(14.5) and rounds.next_at == 15.5, "from when it was sent: what was missed is not made up for"
 
 
 def test_broken_stream_moves_to_the_next_endpoint() -> None:
-    rounds = Rounds(5.0, endpoints=3, endpoint=1, now=10.0)
+    rounds = RenewalSchedule(5.0, endpoints=3, endpoint=1, now=10.0)
     rounds.broke(10.1)
     assert rounds.endpoint == 2 and rounds.next_at == 10.35
     rounds.broke(10.2)
@@ -96,17 +96,17 @@ def test_broken_stream_moves_to_the_next_endpoint() -> None:
 
 
 def test_renewal_after_a_login() -> None:
-    rounds = Rounds(5.0, endpoints=2, endpoint=0, now=10.0)
-    rounds.entered(10.5, failed=False)
+    rounds = RenewalSchedule(5.0, endpoints=2, endpoint=0, now=10.0)
+    rounds.logged_in(10.5, failed=False)
     assert rounds.endpoint == 0 and rounds.due(10.5)
-    rounds.entered(10.6, failed=True)
+    rounds.logged_in(10.6, failed=True)
     assert rounds.endpoint == 1 and not rounds.due(10.8) and rounds.due(10.85)
 
 
 def test_single_endpoint_is_kept() -> None:
-    rounds = Rounds(5.0, endpoints=1, endpoint=0, now=10.0)
+    rounds = RenewalSchedule(5.0, endpoints=1, endpoint=0, now=10.0)
     rounds.broke(10.0)
-    rounds.entered(10.0, failed=True)
+    rounds.logged_in(10.0, failed=True)
     assert rounds.endpoint == 0
 
 

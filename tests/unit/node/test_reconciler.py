@@ -22,7 +22,7 @@ class Looking(Reconciler):
         self.changed, now = asyncio.Event(), asyncio.get_running_loop().time
         node, roles, other = SimpleNamespace(now=now), SimpleNamespace(changed=self.changed), cast(Any, None)
         super().__init__(
-            cast(Any, node), cast(Any, roles), suspicion=other, fatal_code=other, takeovers=other, noticing=other
+            cast(Any, node), cast(Any, roles), suspicion=other, fatal_code=other, takeovers=other, notices=other
         )
 
     def reconcile(self) -> None:

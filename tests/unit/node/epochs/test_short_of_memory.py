@@ -107,7 +107,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(Router, "_call", calling)
     monkeypatch.setattr(Router, "begin", lambda *args, **options: None)
     monkeypatch.setattr(Router, "begin_all", lambda *args: None)
-    monkeypatch.setattr(shortage, "LEFT_S", 30.0)
+    monkeypatch.setattr(shortage, "GIVE_UP_S", 30.0)
     return poor
 
 

@@ -120,7 +120,7 @@ def test_restart_drops_gathered_boundaries(sent: list[Offer | Offers]) -> None:
             if epoch.number == 20 and epoch.attempt == 1:
                 node = nodes[0]
                 primary = node.roles.primaries[0]
-                assert primary.backups.gathered.boundaries
+                assert primary.backups.unsent.boundaries
                 at = primary.attempts.latest
                 assert at is not None
                 primary.ask_restart(at, "a test asks for it")
@@ -150,7 +150,7 @@ def test_unoffered_epochs_are_recomputed_after_kill() -> None:
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         node = await primary_at(cluster, 5)
         await asyncio.sleep(0.05)
-        assert len(node.roles.primaries[0].backups.gathered.boundaries) >= 3
+        assert len(node.roles.primaries[0].backups.unsent.boundaries) >= 3
         cluster.crash(node.id)
         return await cluster.result()
 

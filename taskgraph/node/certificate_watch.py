@@ -15,7 +15,7 @@ from taskgraph.errors import TransportError
 from taskgraph.network.tls import Tls
 from taskgraph.observe.events import EventLog
 
-__all__ = ["Expiring"]
+__all__ = ["CertificateWatch"]
 
 _PART = 10
 """Warns when less than this part of the validity is left,"""
@@ -26,7 +26,7 @@ _LOOK_S = 60.0
 _LEAST_S = 0.1
 
 
-class Expiring:
+class CertificateWatch:
     """One node's certificates.
 
     Args:

@@ -8,10 +8,10 @@ from typing import Protocol
 from taskgraph.node.reports import Rows
 from taskgraph.protocol.messages import Accepted, Report, Reports, Stamp
 
-__all__ = ["Leading"]
+__all__ = ["LeaderInterface"]
 
 
-class Leading(Protocol):
+class LeaderInterface(Protocol):
     """The interface of `LeaderRole`, for primaries."""
 
     def gather_by(self, ahead: int) -> None:

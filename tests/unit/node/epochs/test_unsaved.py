@@ -13,7 +13,7 @@ from cluster_kit import Counting, job, play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.epochs.unheld import written_outside
+from taskgraph.node.epochs.unsaved import written_outside
 from taskgraph.observe.events import Event
 
 

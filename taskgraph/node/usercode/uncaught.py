@@ -16,27 +16,27 @@ from taskgraph.driver.loading import place_of
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import worded
 
-__all__ = ["as_expected", "pass_ended_threads_over", "passing_ended_threads_over", "tell_unnoticed", "unnoticed"]
+__all__ = ["expected_ends_silenced", "is_expected_end", "on_uncaught", "report_uncaught", "silence_expected_ends"]
 
 _MAX_PLACES = 20
 """Places in user code that a node reports, at most: a thread may raise in each epoch."""
-_on_unnoticed: Callable[[str], object] | None = None
+_on_uncaught: Callable[[str], object] | None = None
 _places: set[str] = set()
 
 
-def as_expected(error: object) -> bool:
+def is_expected_end(error: object) -> bool:
     """True if the error ended code that held an epoch open, when its attempt ended."""
     return isinstance(error, AttemptEnded) and error.held
 
 
-def tell_unnoticed(tell: Callable[[str], object] | None) -> None:
+def on_uncaught(report: Callable[[str], object] | None) -> None:
     """Sets what is called, in any thread, with errors that no code handles; None for nothing."""
-    global _on_unnoticed
-    _on_unnoticed = tell
+    global _on_uncaught
+    _on_uncaught = report
     _places.clear()
 
 
-def unnoticed(error: object, what: str) -> None:
+def report_uncaught(error: object, what: str) -> None:
     """Reports an error that ended a thread or asyncio task of user code, once per place in that code.
 
     SystemExit is not reported, as Python does not print it.
@@ -44,59 +44,59 @@ def unnoticed(error: object, what: str) -> None:
     Args:
         what: what ended, in words.
     """
-    if _on_unnoticed is None or not isinstance(error, BaseException) or isinstance(error, AttemptEnded | SystemExit):
+    if _on_uncaught is None or not isinstance(error, BaseException) or isinstance(error, AttemptEnded | SystemExit):
         return
     place = place_of(error)
     if place and place not in _places and len(_places) < _MAX_PLACES:
         _places.add(place)
-        _on_unnoticed(
+        _on_uncaught(
             f"{what} of the job's own code ended with {worded(error)}{place}: what waits for it, as a hold, waits on; "
             f"the log of this node has the traceback"
         )
 
 
-def pass_ended_threads_over() -> None:
+def silence_expected_ends() -> None:
     """Silences expected ends of threads in this process; called before user code is loaded, which may set a hook."""
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _tell
 
 
 def _tell(args: threading.ExceptHookArgs) -> None:
-    if not as_expected(args.exc_value):
+    if not is_expected_end(args.exc_value):
         threading.__excepthook__(args)
-        unnoticed(args.exc_value, "a thread")
+        report_uncaught(args.exc_value, "a thread")
 
 
-class _Passing:
-    """A hook for all blocks of `passing_ended_threads_over`, which calls the hook before it."""
+class _Filter:
+    """A hook for all blocks of `expected_ends_silenced`, which calls the hook before it."""
 
     def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
         self.before = before
         self.blocks = 0
 
     def __call__(self, args: threading.ExceptHookArgs) -> None:
-        if not as_expected(args.exc_value):
+        if not is_expected_end(args.exc_value):
             self.before(args)
 
 
-_hooking = threading.Lock()
+_hook_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def passing_ended_threads_over() -> Iterator[None]:
+def expected_ends_silenced() -> Iterator[None]:
     """Silences expected ends of threads within the block, in a process of the user; its hook gets all others.
 
     Blocks in several threads share one hook, since they end in any order.
     """
-    with _hooking:
+    with _hook_lock:
         hook = threading.excepthook
-        if not isinstance(hook, _Passing):
-            hook = threading.excepthook = _Passing(hook)
+        if not isinstance(hook, _Filter):
+            hook = threading.excepthook = _Filter(hook)
         hook.blocks += 1
     try:
         yield
     finally:
-        with _hooking:
+        with _hook_lock:
             hook.blocks -= 1
             if not hook.blocks and threading.excepthook is hook:  # otherwise a later hook may call this one
                 threading.excepthook = hook.before

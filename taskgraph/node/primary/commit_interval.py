@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
     from taskgraph.protocol.records import NodeRecord
 
-__all__ = ["Gathering", "longer"]
+__all__ = ["CommitInterval", "adapted"]
 
 _NODES_A_CORE = 2
 _MOST = 5
 
 
-def longer(gather_s: float, nodes: int, cores: int) -> float:
+def adapted(gather_s: float, nodes: int, cores: int) -> float:
     """Adapts `gather_s` to the number of nodes and cores."""
     return gather_s * min(_MOST, max(1.0, nodes / (_NODES_A_CORE * cores)))
 
 
-class Gathering:
+class CommitInterval:
     """The commit interval for one node. It counts the nodes on the leader's host, and assumes its own number of cores
     there.
 
@@ -58,8 +58,8 @@ class Gathering:
                 leader = view.nodes.get(view.primary_node(0) or "")
                 at: NodeCore | NodeRecord = leader.record if leader is not None else node
                 live, set_s = view.live_nodes(node.spec.run).values(), node.settings.gather_s
-                self._seconds = longer(set_s, sum(1 for known in live if known.host == at.host), allowed_cores())
+                self._seconds = adapted(set_s, sum(1 for known in live if known.host == at.host), allowed_cores())
                 if at.machine:
                     beside = sum(1 for known in live if known.machine == at.machine)
-                    self._seconds = max(self._seconds, longer(set_s, beside, all_cores()))
+                    self._seconds = max(self._seconds, adapted(set_s, beside, all_cores()))
         return self._seconds

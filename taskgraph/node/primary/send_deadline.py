@@ -1,4 +1,4 @@
-"""The deadline for what is gathered for a commit; `gathering.py` computes the interval."""
+"""The deadline for what is gathered for a commit; `commit_interval.py` computes the interval."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from taskgraph.node.services import NodeServices
     from taskgraph.protocol.view import JobView
 
-__all__ = ["Due"]
+__all__ = ["SendDeadline"]
 
 
-class Due:
+class SendDeadline:
     """The deadline for what is gathered for the next commit: some time before the leader commits again.
 
     Args:
@@ -60,4 +60,4 @@ class Due:
         return self._at if self._at > now else now + overdue * self._seconds()
 
     def _seconds(self) -> float:
-        return self._node.gathering.seconds(self.ahead)
+        return self._node.commit_interval.seconds(self.ahead)

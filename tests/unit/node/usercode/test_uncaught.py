@@ -12,7 +12,7 @@ import uvloop
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.node.loop import NodeLoop
-from taskgraph.node.usercode.ended import pass_ended_threads_over, tell_unnoticed
+from taskgraph.node.usercode.uncaught import on_uncaught, silence_expected_ends
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(threading, "__excepthook__", lambda args: None)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     texts: list[str] = []
-    pass_ended_threads_over()
-    tell_unnoticed(texts.append)
+    silence_expected_ends()
+    on_uncaught(texts.append)
     yield texts
-    tell_unnoticed(None)
+    on_uncaught(None)
 
 
 def raises(error: BaseException) -> None:

@@ -12,14 +12,14 @@ from taskgraph.protocol.setups import job_goes_on
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
 
-__all__ = ["NotSetUp", "SetUps"]
+__all__ = ["FailedSetUps", "SetUpFailed"]
 
 
-class NotSetUp(TaskGraphError):
+class SetUpFailed(TaskGraphError):
     """The node ends: it cannot set up a replica, and others can."""
 
 
-class SetUps:
+class FailedSetUps:
     """One node's failed set-ups. A node that shares its process does not end: the others lack the same.
 
     Args:
@@ -30,7 +30,7 @@ class SetUps:
         self._node = node
         self._busy = busy
         self.alone = node.own_process
-        self._error: NotSetUp | None = None
+        self._error: SetUpFailed | None = None
 
     def ends(self, error: UserCodeError | TaskGraphError, task: int) -> bool:
         """True if this node ends instead of the job. Of several failed set-ups the first is reported."""
@@ -42,7 +42,7 @@ class SetUps:
         settings = node.settings
         if not job_goes_on(node.keeper.view, node.id, task, suspects=node.suspects, min_in_sync=settings.min_in_sync):
             return False
-        self._error = NotSetUp(
+        self._error = SetUpFailed(
             f"{node.name}{node.place} cannot hold a backup of task {task}: {error.where!r} raised "
             f"{worded(error.error)}; it ends, and the job goes on without it"
         )

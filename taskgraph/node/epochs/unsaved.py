@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from taskgraph.node.replica import Replica
     from taskgraph.node.services import NodeServices
 
-__all__ = ["Unheld", "written_outside"]
+__all__ = ["UnsavedState", "written_outside"]
 
 _EPOCHS = 2
 """Epochs of a term that are checked: in the first one there may be nothing to add up."""
@@ -55,7 +55,7 @@ _Same = Callable[[object], bool]
 """Whether an attribute has the value that it had."""
 
 
-class Unheld:
+class UnsavedState:
     """Checks the first epochs of one task in one term."""
 
     def __init__(self, node: NodeServices, replica: Replica, term: int) -> None:
@@ -129,12 +129,12 @@ class Unheld:
         self._left, self._before, self._state_left = 0, {}, 0
         kind = class_name(type(self._replica.user_task))
         text = f"{kind} is no longer checked for changes that no snapshot has: {worded(error)}"
-        if text not in self._node.emitted_unheld:
-            self._node.emitted_unheld.add(text)
+        if text not in self._node.emitted_unsaved:
+            self._node.emitted_unsaved.add(text)
             self._node.log.warning("task %d: %s", self._replica.task, text)
 
     def _tell_outside(self) -> None:
-        kind, seen = type(self._replica.user_task), self._node.emitted_unheld
+        kind, seen = type(self._replica.user_task), self._node.emitted_unsaved
         if (checked := f"class {id(kind)}") in seen:
             return
         seen.add(checked)
@@ -165,8 +165,8 @@ class Unheld:
     def _tell_once(self, text: str, epoch: int | None = None) -> None:
         """Emits the event once per node, though many tasks of a class do the same."""
         task = self._replica.task
-        if text not in self._node.emitted_unheld:
-            self._node.emitted_unheld.add(text)
+        if text not in self._node.emitted_unsaved:
+            self._node.emitted_unsaved.add(text)
             self._node.events.emit("unheld", f"task {task}: {text}", task=task, epoch=epoch, term=self._term)
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taskgraph.graph.values import joined
-from taskgraph.node.primary.due import Due
+from taskgraph.node.primary.send_deadline import SendDeadline
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, Offer, Offers
 
 if TYPE_CHECKING:
     from taskgraph.node.services import NodeServices
 
-__all__ = ["Gathered", "message_of"]
+__all__ = ["UnsentOffers", "message_of"]
 
 _IN_TIME = 0.6
 """Deadline, as a share of the commit interval: boundaries offered by then are acknowledged when reports have to go."""
@@ -22,10 +22,10 @@ _OVERDUE = 0.1
 """How long a boundary waits for others if the next commit is overdue, as a share of the interval."""
 _SMALL_BYTES = 16 << 10
 """Larger boundaries are offered at once, each in its own message."""
-_GATHERED_BYTES = 64 << 10
+_MESSAGE_BYTES = 64 << 10
 
 
-class Gathered:
+class UnsentOffers:
     """Pending boundaries of one task that were not offered yet.
 
     They go in time to be acknowledged and reported for the leader's next commit; earlier if there are enough, or if
@@ -42,7 +42,7 @@ class Gathered:
         self._node = node
         self._offer = offer
         self._loop = asyncio.get_running_loop()
-        self._due = Due(node, _IN_TIME)
+        self._deadline = SendDeadline(node, _IN_TIME)
         self._bytes = 0
         self._last: Encoded | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -51,7 +51,7 @@ class Gathered:
 
     def gather_by(self, ahead: int) -> None:
         """The task may be this many epochs ahead of the commit; half as many fill a message."""
-        self._due.ahead = ahead
+        self._deadline.ahead = ahead
         self._enough = max(1, ahead // 2) if self._node.settings.gather_s else 1
 
     @staticmethod
@@ -70,12 +70,12 @@ class Gathered:
         if value is not self._last:  # else it will not be sent twice
             self._last = value
             self._bytes += value.size_bytes
-        if not goes_on or len(self.boundaries) >= self._enough or self._bytes > _GATHERED_BYTES:
+        if not goes_on or len(self.boundaries) >= self._enough or self._bytes > _MESSAGE_BYTES:
             self.flush()
-        elif view.stamp is not None and key[0] == view.stamp.epoch + 1 and not self._due.early(view):
+        elif view.stamp is not None and key[0] == view.stamp.epoch + 1 and not self._deadline.early(view):
             self.flush_soon()  # the leader waits for it, perhaps also for others made right now
         elif self._timer is None:
-            self._arm(self._due.at(_OVERDUE))
+            self._arm(self._deadline.at(_OVERDUE))
 
     def committed(self, *, goes_on: bool) -> None:
         """A commit was read: the next deadline counts from it.
@@ -84,18 +84,18 @@ class Gathered:
             goes_on: so does the attempt; False: no deadline is known.
         """
         if goes_on:
-            self._due.committed()
+            self._deadline.committed()
         else:
-            self._due.forget()
+            self._deadline.forget()
         if self.boundaries:
-            self._arm(self._due.at(_OVERDUE))
+            self._arm(self._deadline.at(_OVERDUE))
 
     def flush(self) -> None:
         """Offers everything gathered."""
         if self.boundaries:
             gathered = list(self.boundaries.values())
             self.clear()
-            self._due.mark_sent()
+            self._deadline.mark_sent()
             self._offer(gathered)
 
     def flush_soon(self) -> None:

@@ -12,7 +12,7 @@ from cluster_kit import IN_STEP, Gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.membership.unable import NotSetUp
+from taskgraph.node.membership.failed_setups import SetUpFailed
 from taskgraph.node.node import Node
 
 
@@ -41,7 +41,7 @@ def lacking() -> type[Lacking]:
 def joins(cluster: InProcessCluster) -> Node:
     """Adds a node as if it had its own process; its end does not fail the cluster."""
     node = cluster.node(cluster.add())
-    node.own_process = node.set_ups.alone = True
+    node.own_process = node.failed_set_ups.alone = True
     cluster._members[node.id].crashed = True
     return node
 
@@ -65,7 +65,7 @@ def test_node_that_cannot_set_up_ends(lacking: type[Lacking]) -> None:
         await left.keeper.wait_until(lambda view: new.id in view.gone)
         where = f"n3 (host {new.host}, working directory {os.getcwd()})"
         why = f"{where} cannot hold a backup of task 0: 'setup' raised FileNotFoundError: data/x.npy; it ends"
-        with pytest.raises(NotSetUp, match="the job goes on without it"):
+        with pytest.raises(SetUpFailed, match="the job goes on without it"):
             await new._failure
         assert left.keeper.view.gone[new.id].record.reason.startswith(f"ended itself: {why}")
         assert not left.keeper.view.gone[new.id].record.ran, "it is not the code that is to blame"
@@ -86,9 +86,9 @@ def test_job_that_needs_failing_node_fails(why: str, lacking: type[Lacking]) -> 
         lacking.lacks = True
         new = joins(cluster)
         if why == "shared process":
-            new.set_ups.alone = new.own_process = False
+            new.failed_set_ups.alone = new.own_process = False
         elif why == "primary":
-            new.set_ups._busy = lambda: True
+            new.failed_set_ups._busy = lambda: True
         elif why == "suspected":
             new.suspects = frozenset({left.id})
             new.suspicion.update = lambda: None  # type: ignore[method-assign]

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from taskgraph.node.primary.primary import Primary
     from taskgraph.node.roles import Roles
 
-__all__ = ["Noticing"]
+__all__ = ["Notices"]
 
 
-class Noticing:
+class Notices:
     """Informs the primaries here, and the event log; decides nothing."""
 
     def __init__(self, node: NodeCore, roles: Roles) -> None:

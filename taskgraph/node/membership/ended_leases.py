@@ -17,13 +17,13 @@ from taskgraph.protocol.lease_end import LeaseEnd
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
 
-__all__ = ["Overdue"]
+__all__ = ["EndedLeases"]
 
 _LEAST_TTL_S = 2.0
 """etcd grants no shorter lease."""
 
 
-class _Asked:
+class _LeaseQuery:
     """One lease that etcd is asked about."""
 
     def __init__(self, lease: int, ttl_s: float) -> None:
@@ -32,7 +32,7 @@ class _Asked:
         self.next_at = 0.0
 
 
-class Overdue:
+class EndedLeases:
     """The leases of other nodes, as far as this node asked.
 
     Args:
@@ -42,7 +42,7 @@ class Overdue:
     def __init__(self, node: NodeCore, changed: Callable[[str, int, bool], None]) -> None:
         self._node = node
         self._changed = changed
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, _LeaseQuery] = {}
         self._epoch = -1
         self._moved_at = 0.0
 
@@ -75,9 +75,9 @@ class Overdue:
         if missing:
             for name in self._partners():
                 if name in view.nodes and name not in self._asked:
-                    self._asked[name] = _Asked(view.nodes[name].record.lease, self._node.settings.lease_ttl_s)
+                    self._asked[name] = _LeaseQuery(view.nodes[name].record.lease, self._node.settings.lease_ttl_s)
 
-    def _current(self, name: str, asked: _Asked) -> bool:
+    def _current(self, name: str, asked: _LeaseQuery) -> bool:
         known = self._node.keeper.view.nodes.get(name)
         return known is not None and known.record.lease == asked.lease
 
@@ -91,7 +91,7 @@ class Overdue:
         found.pop(me, None)
         return list(found)
 
-    async def _ask(self, name: str, asked: _Asked) -> None:
+    async def _ask(self, name: str, asked: _LeaseQuery) -> None:
         coordinator, before = self._node.coordinator, asked.end.ended
         sent_at = coordinator.now()
         try:
