@@ -165,7 +165,7 @@ def _headers() -> tuple[Target, list[bytes]]:
     samples: list[m.Message] = [
         m.Pull(stamp, 3, 1, 5, "grad"),
         m.Item(stamp, 1, "grad", value),
-        m.Report(stamp, 3, 1, True, 2, 2**128 - 1, 0, True, {"b": 0.1}, {}),
+        m.Report(stamp, 3, 1, True, 2, bytes(16), b"s" * 16, True, {"b": 0.1}, {}),
         m.LedgerPage(2, (m.LedgerEntry(True, "item", 3, 1, "grad", b"d" * 16),)),
         m.WaitsPage(2, (m.Wait("update", "item", 3, "grad", 0.25, (("a", 1), ("b", 2))),)),
         m.RequestRestart(stamp, 3, "why"),

@@ -29,12 +29,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from taskgraph.protocol.messages import Report, Stamp
+from taskgraph.protocol.sums import total, unpacked
 from taskgraph.protocol.takeover import stranded
 from taskgraph.protocol.view import JobView
 
 __all__ = ["DIFFERENTLY", "Action", "Commit", "Diverged", "Leader", "Restart", "SealTasks", "WaitFor"]
 
-_MASK = (1 << 128) - 1
 _CAUSE = "there is state that no snapshot holds, or a task is not deterministic: tg.testing.run tells which"
 """Likely causes of different results on another primary."""
 DIFFERENTLY = f"a new primary recomputed something differently ({_CAUSE})"
@@ -338,8 +338,8 @@ class Leader:
         for task, report in found.reports.items():
             if report.term != terms[task]:
                 return False
-            difference += report.sent - report.received
-        return not difference & _MASK
+            difference += unpacked(report.sent) - unpacked(report.received)
+        return total([difference]) == 0
 
     def _commit(self, terms: dict[int, int]) -> Commit:
         """Commits the epoch at work and the complete epochs after it, up to the last one of the job."""
@@ -366,4 +366,4 @@ def _same(numbers: Mapping[str, float], others: Mapping[str, float]) -> bool:
 
 def _agree(reports: list[Report]) -> bool:
     """True if all edges agree: everything sent was received."""
-    return sum([r.sent for r in reports]) & _MASK == sum([r.received for r in reports]) & _MASK
+    return total(unpacked(r.sent) for r in reports) == total(unpacked(r.received) for r in reports)

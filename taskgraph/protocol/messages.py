@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, NamedTuple
+from typing import Annotated, ClassVar, Final, NamedTuple
 
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
@@ -80,13 +80,8 @@ class Stamp(NamedTuple):
 stamp_of: Final = partial(tuple.__new__, Stamp)
 """(attempt, epoch) -> `Stamp`. Faster than the named tuple's own constructor, which is a Python function."""
 
-if TYPE_CHECKING:
-    Sum = int
-else:
-
-    class Sum(int):
-        """A sum mod 2**128. A type of its own, since the integers of MessagePack have 64 bits."""
-
+Sum = Annotated[bytes, Meta(min_length=16, max_length=16)]
+"""A sum mod 2**128, big-endian: the integers of MessagePack have 64 bits."""
 
 _AT_LEAST_ONE: Final = Meta(min_length=1)
 
@@ -297,7 +292,7 @@ class Report(_Message, frozen=True, tag=True):
     Attributes:
         done: the task is done; else it is idle, and waits for the seal.
         version: grows with each message that an idle task takes.
-        sent, received: the two sums of its ledger (`sums`).
+        sent, received: the two sums of its ledger (`sums.packed`).
         finish: a processor asked for the end of the job.
         numbers: the numbers of `epoch.report` in this epoch; None while the task is not done.
         previous: the numbers of the epoch before, for a new leader.
@@ -317,9 +312,6 @@ class Report(_Message, frozen=True, tag=True):
     ahead: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.sent) is not Sum or type(self.received) is not Sum:
-            force_setattr(self, "sent", Sum(self.sent))
-            force_setattr(self, "received", Sum(self.received))
         if self.numbers:
             force_setattr(self, "numbers", compact(self.numbers))
         if self.previous:
@@ -333,7 +325,7 @@ class Reports(_Message, frozen=True, tag=True):
 
     def __post_init__(self) -> None:
         for before, report in pairwise(self.reports):
-            if isinstance(before.numbers, Numbers) and before.numbers.same(report.previous):
+            if type(before.numbers) is Numbers and before.numbers.same(report.previous):
                 force_setattr(report, "previous", before.numbers)  # the leader stores them once
 
     @property

@@ -23,7 +23,7 @@ from xxhash import xxh3_128_intdigest
 from taskgraph.errors import TaskGraphError, first_of
 from taskgraph.protocol.messages import LedgerEntry
 
-__all__ = ["ITEM", "REQUEST", "Conflict", "Kind", "Ledger", "explain", "identity", "total"]
+__all__ = ["ITEM", "REQUEST", "Conflict", "Kind", "Ledger", "explain", "identity", "packed", "total", "unpacked"]
 
 Kind = Literal["item", "flag", "request", "answer"]
 """The kind of an entry. Both ends must use the same word, or the sums differ.
@@ -97,6 +97,15 @@ def _header(key: _Key) -> bytes:
 def total(sums: Iterable[int]) -> int:
     """The sum over all tasks, mod 2**128."""
     return sum(sums) & _MASK
+
+
+def packed(total: int) -> bytes:
+    """The bytes of a sum in a message."""
+    return total.to_bytes(16, "big")
+
+
+unpacked: Final = int.from_bytes
+"""The sum of these bytes."""
 
 
 class Ledger:

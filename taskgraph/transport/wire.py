@@ -17,7 +17,7 @@ import msgspec
 
 from taskgraph.errors import DecodeError
 from taskgraph.protocol import messages
-from taskgraph.protocol.messages import Call, Encoded, Message, Refusal, Reply, RequestRestart, Sum
+from taskgraph.protocol.messages import Call, Encoded, Message, Refusal, Reply, RequestRestart
 from taskgraph.protocol.numbers import Numbers
 
 __all__ = ["CALLS", "DIGEST_BYTES", "REPLIES", "REPLY_OF", "from_header", "to_header", "value_of", "with_value"]
@@ -34,7 +34,6 @@ REPLY_OF: Final[dict[type, type]] = dict.fromkeys(CALLS, messages.Accepted) | {
 """Class of a call -> class of its reply, if it is not refused."""
 
 DIGEST_BYTES = 16  # xxh3-128
-_SUM_BYTES = 16
 
 
 def value_of(message: Message) -> Encoded | None:
@@ -49,19 +48,17 @@ def with_value(message: Message, value: Encoded) -> Message:
 
 
 def _to_wire(part: Any) -> bytes | Mapping[str, float]:
-    if type(part) is Sum:
-        return part.to_bytes(_SUM_BYTES, "big")
-    if isinstance(part, Numbers):
-        return part.plain()
     if isinstance(part, Encoded):
         return part.digest
+    if isinstance(part, Numbers):
+        return part.plain()
     raise TypeError(f"a {type(part).__name__} cannot travel in a message")
 
 
-def _from_wire(cls: type, part: object) -> object:
-    if type(part) is not bytes or len(part) != 16:
-        raise ValueError(f"{cls.__name__}: 16 bytes were expected")
-    return Encoded(b"", (), part) if cls is Encoded else Sum.from_bytes(part, "big")
+def _from_wire(cls: type, part: object) -> Encoded:
+    if type(part) is not bytes or len(part) != DIGEST_BYTES:
+        raise ValueError(f"{cls.__name__}: {DIGEST_BYTES} bytes were expected")
+    return Encoded(b"", (), part)
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_to_wire).encode

@@ -150,7 +150,7 @@ def digests_are_reported_only_for_producers_whose_term_changed(patch: pytest.Mon
             puts = {key: digest for page in pages.values() if page for key, digest in page[0].items()}
             taken = [e for page in pages.values() if page for e in page[1]]
             if all(puts.get((e.kind, e.sender, e.receiver, e.name)) == e.digest for e in taken):
-                agreed = {t: msgspec.structs.replace(r, sent=0, received=0) for t, r in reports.items()}
+                agreed = {t: msgspec.structs.replace(r, sent=bytes(16), received=bytes(16)) for t, r in reports.items()}
                 if self.stamp is not None and self.stamp.epoch in every:
                     told = copy.copy(every[self.stamp.epoch])
                     told.reports = agreed
@@ -189,7 +189,9 @@ def a_done_of_an_old_term_counts(patch: pytest.MonkeyPatch) -> None:
 @plant
 def the_sums_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     def report(original: Any, self: Leader, *given: Report) -> bool:
-        return bool(original(self, *[msgspec.structs.replace(one, sent=0, received=0) for one in given]))
+        return bool(
+            original(self, *[msgspec.structs.replace(one, sent=bytes(16), received=bytes(16)) for one in given])
+        )
 
     _changed(patch, Leader, "report", report)
 

@@ -146,7 +146,7 @@ async def test_a_link_that_is_slow_when_ledgers_are_asked_for(monkeypatch: pytes
             return await dispatch(self, peer, message)
         if not refused:  # an earlier report arrived
             assert isinstance(message, Report)
-            await dispatch(self, peer, msgspec.structs.replace(message, version=0, received=0, done=False))
+            await dispatch(self, peer, msgspec.structs.replace(message, version=0, received=bytes(16), done=False))
         if refused.count("Audit") < 2:
             refused.append(type(message).__name__)
             raise Refused(Reason.PAUSED, "as if it could not be reached")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from taskgraph.errors import TransportError
 from taskgraph.protocol.messages import Audit, LedgerEntry, LedgerPage, Report, Stamp
 from taskgraph.protocol.records import name_of
-from taskgraph.protocol.sums import ITEM, REQUEST, explain, identity, total
+from taskgraph.protocol.sums import ITEM, REQUEST, explain, identity, packed, total
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
@@ -82,14 +82,14 @@ class Findings:
             yield f"the leader waits for a report of task {task}, which moved on since its last one: {why}"
 
 
-def _sums(page: Iterable[LedgerEntry]) -> tuple[int, int]:
+def _sums(page: Iterable[LedgerEntry]) -> tuple[bytes, bytes]:
     sides: dict[bool, list[int]] = {True: [], False: []}
     for e in page:
         sides[e.sent].append(identity(e.kind, e.sender, e.receiver, e.name, e.digest))
-    return total(sides[True]), total(sides[False])
+    return packed(total(sides[True])), packed(total(sides[False]))
 
 
-def _reported(report: Report) -> tuple[int, int]:
+def _reported(report: Report) -> tuple[bytes, bytes]:
     return report.sent, report.received
 
 

@@ -34,6 +34,7 @@ from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import Call, Encoded, HandOver, Reason, Reply, Report, RequestRestart, Stamp, Wait
 from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State, name_of
 from taskgraph.protocol.shortage import heir_of
+from taskgraph.protocol.sums import packed
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView, Versioned, holds
 from taskgraph.task import BecamePrimary
@@ -573,8 +574,8 @@ class Primary:
                 self.term,
                 done=False,
                 version=version,
-                sent=attempt.ledger.sent_sum,
-                received=attempt.ledger.received_sum,
+                sent=packed(attempt.ledger.sent_sum),
+                received=packed(attempt.ledger.received_sum),
                 previous=self.replica.previous,
             )
         )

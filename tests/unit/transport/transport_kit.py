@@ -19,6 +19,7 @@ import xxhash
 from taskgraph.graph import values
 from taskgraph.network.tls import CA, CERT, KEY, Tls
 from taskgraph.protocol import messages as m
+from taskgraph.protocol.sums import packed
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
@@ -97,11 +98,19 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
         m.Accepted(),
     ),
     (
-        m.Report(STAMP, 3, 1, True, 2, 2**128 - 1, 0, True, {"b": 0.1, "a": -0.0}, {}),
+        m.Report(STAMP, 3, 1, True, 2, packed(2**128 - 1), packed(0), True, {"b": 0.1, "a": -0.0}, {}),
         m.Accepted(1),
     ),
-    (m.Report(m.Stamp(0, 0), 0, 0, False, 0, 0, 5), m.Accepted(1)),
-    (m.Reports((m.Report(STAMP, 3, 1, True, 0, 5, 5), m.Report(STAMP, 3, 1, True, 0, 0, 2**127))), m.Accepted(1)),
+    (m.Report(m.Stamp(0, 0), 0, 0, False, 0, packed(0), packed(5)), m.Accepted(1)),
+    (
+        m.Reports(
+            (
+                m.Report(STAMP, 3, 1, True, 0, packed(5), packed(5)),
+                m.Report(STAMP, 3, 1, True, 0, packed(0), packed(2**127)),
+            )
+        ),
+        m.Accepted(1),
+    ),
     (m.Seal(STAMP, 3, 11), m.Accepted(2)),
     (m.RequestRestart(STAMP, 3, "why not? \N{SNOWMAN}"), m.Accepted(0)),
     (m.HandOver(STAMP, 3, 1), m.Accepted(0)),
