@@ -25,7 +25,7 @@ BY_HINT: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     str: text,
     bytes: st.binary(),
-    m.Sum: st.integers(0, 2**128 - 1),
+    m.Sum: st.binary(min_size=16, max_size=16),
     m.Stamp: st.builds(m.Stamp, int64, int64),
     m.Encoded: values,
     Mapping[str, float] | None: st.none() | st.dictionaries(text, st.floats(allow_nan=False), max_size=9),
