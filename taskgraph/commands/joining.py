@@ -40,7 +40,7 @@ from taskgraph.launch.access import connect
 from taskgraph.launch.begin import command, options
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import Follower, if_etcd_answers
-from taskgraph.launch.kept import job_failed, lost_text, why_not_kept
+from taskgraph.launch.kept import collected_record, job_failed, lost_text
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import Shown
@@ -156,7 +156,7 @@ async def _launch(options: argparse.Namespace) -> int:
                 status, result = await work
             if status.state != State.RUNNING and not reached.entry.embedded:  # else the run keeps the end
                 asks = f"`taskgraph result {reached.name} --etcd {entry.etcd}` asks the job's etcd for them"
-                await follower.keep_end(status, follower.not_kept or follower.only_there or asks)
+                await follower.keep_end(status, asks)
         except asyncio.CancelledError:
             say(await _left_text("were ended", reached, follower))
             return 130
@@ -183,11 +183,11 @@ async def _print_end(
     Args:
         left: the nodes started here were asked to leave.
     """
-    name = reached.name
+    name, lost = reached.name, follower.kept.not_kept
     if result is not None:
         print_result(result, as_json=False, kept=True)
-    if status.state == State.FINISHED and follower.not_kept:
-        say(f"job {name} finished, but its values are lost: {follower.not_kept}")
+    if status.state == State.FINISHED and lost:
+        say(f"job {name} finished, but its values are lost: {lost}")
         return 1
     if result is not None:
         if follower.only_there:
@@ -235,11 +235,10 @@ def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follo
 
 async def _values_text(reached: Reached) -> str:
     """Returns where the values of a finished job are, if another command collected them or gave them up."""
-    keys = Keys(reached.name)
     async with if_etcd_answers(_LAST_LOOK_S):
-        found, collected = await reached.coordinator.get(keys.result), await reached.coordinator.get(keys.collected)
-        if found is None and collected is not None and (why := why_not_kept(collected)):
-            return f"its values are not kept: {why}"
+        found = await reached.coordinator.get(Keys(reached.name).collected)
+        if found is not None and not (kept := collected_record(found)).result and kept.not_kept:
+            return f"its values are not kept: {kept.not_kept}"
     here = reached.entry.embedded or Runtime().finished(reached.name, reached.spec.run) is not None
     where = "" if here else f" --etcd {reached.entry.etcd}"  # without --etcd this host may find an earlier run
     return f"its values: `taskgraph result {reached.name}{where}`"

@@ -11,16 +11,16 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import uvloop
+from msgspec import structs
 
 from taskgraph.commands.common import Reached, check_launcher, etcd_of, known_at, launcher_gone, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, Unavailable, UnknownJob
-from taskgraph.launch.follow import client_of, follow_events, kept_events, node_statuses
-from taskgraph.launch.kept import KeptJob, kept_in_etcd
+from taskgraph.launch.follow import client_of, find_kept, follow_events, kept_events, node_statuses
+from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import clock_text, counted, fitted, kept_json, status_json
@@ -175,11 +175,12 @@ def _ended_here(entry: JobEntry) -> KeptJob | None:
 
 
 def _print_finished(name: str, kept: KeptJob, *, as_json: bool) -> None:
+    found = kept.parsed_result if kept.result else None
     if as_json:
-        print(json.dumps(kept_json(name, kept.status, kept.result)))
+        print(json.dumps(kept_json(name, kept.status, found)))
         return
     reason = kept.status.reason if kept.status is not None else ""
-    done = f"   {counted(kept.result['epochs'], 'epoch')}" if kept.result else ""
+    done = f"   {counted(found['epochs'], 'epoch')}" if found else ""
     print(f"{name}  {kept.state or 'unknown'}{done}" + (f"\n  {printable(reason)}" if reason else ""))
 
 
@@ -250,82 +251,40 @@ def print_event(event: Event, *, as_json: bool) -> None:
 
 def result(options: argparse.Namespace) -> int:
     """Prints the result of an ended job."""
-    only_there = None
     if (kept := _finished(options)) is not None:
-        found = kept.result_of(options.job)
-    else:
-        found, only_there = uvloop.run(_result(options))
-    if options.json:
-        print(json.dumps(found), flush=True)
-        if only_there is not None:  # not before all of it is written
-            uvloop.run(_let_go(options, only_there))
+        _print_result(kept.result_of(options.job), as_json=options.json)
         return 0
+    return uvloop.run(_result(options))
+
+
+def _print_result(found: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found), flush=True)
+        return
     if found["values"]:
         from taskgraph.observe.values_text import values_text
 
         print(values_text({int(task): value for task, value in found["values"].items()}))
     if left_out := found.get("left_out"):
         print(left_out, file=sys.stderr)
-    if only_there is not None:
-        print(only_there.text, file=sys.stderr)
-    return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _OnlyThere:
-    """A result that only the job's nodes keep.
-
-    Attributes:
-        why: why no other place keeps it.
-        text: the same for people, and how to take it.
-    """
-
-    run: str
-    why: str
-    text: str
-
-
-async def _let_go(options: argparse.Namespace, of: _OnlyThere) -> None:
-    """Tells the nodes that their values were taken, so that they may leave."""
+async def _result(options: argparse.Namespace) -> int:
     async with reach(options) as reached:
-        if reached.spec.run != of.run:
-            return
-        from taskgraph.launch.collector import Collector  # loads numpy, with the values of a job
-
-        follower = Collector(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
-        await follower.start()
-        try:
-            await follower.tell_taken(of.why)
-        finally:
-            await follower.stop()
-
-
-async def _result(options: argparse.Namespace) -> tuple[dict[str, Any], _OnlyThere | None]:
-    async with reach(options) as reached:
-        kept = await kept_in_etcd(reached.coordinator, reached.name)
+        kept = await find_kept(reached.coordinator, reached.name)
         if kept is None:
             raise UnknownJob(f"job {reached.name!r} was deleted")
         if kept.state == State.RUNNING:
             raise _still_running(reached.name)
-        if kept.result is None and kept.state == State.FINISHED:
-            here = Runtime().finished(reached.name, reached.spec.run)
-            if here is not None and here.result is not None:
-                return here.result, None
-            collected, lost, only_there = await _collect(reached)
-            if collected is not None:
-                return collected, only_there
-            # Another command may have collected it meanwhile, or a `result()` raised.
-            kept = await kept_in_etcd(reached.coordinator, reached.name) or KeptJob()
-            kept = replace(kept, not_kept=lost or kept.not_kept)
-        return kept.result_of(reached.name), None
+        if kept.result or kept.state != State.FINISHED:
+            _print_result(kept.result_of(reached.name), as_json=options.json)
+        else:
+            await _collect_and_print(reached, as_json=options.json)
+        return 0
 
 
-async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str, _OnlyThere | None]:
-    """Collects the result of a submitted job from its nodes, unless a `run` follows the job and does that.
-
-    Returns:
-        The result, or None and why it is lost; and what to say if only the nodes keep it.
-    """
+async def _collect_and_print(reached: Reached, *, as_json: bool) -> None:
+    """Collects the result of a submitted job from its nodes, unless a `run` follows the job and does that."""
     from taskgraph.launch.collector import Collector  # loads numpy, with the values of a job
 
     follower = Collector(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
@@ -337,16 +296,22 @@ async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str, _OnlyT
             collected = await follower.collect(let_go=not reached.spec.expected_nodes)
         if collected is None and follower.view.running:
             raise _still_running(reached.name)
+        if collected is None:  # another command may have collected it meanwhile, or a `result()` raised
+            kept = await find_kept(reached.coordinator, reached.name) or KeptJob()
+            lost = follower.kept.not_kept or kept.not_kept
+            found = structs.replace(kept, not_kept=lost).result_of(reached.name)
+        else:
+            found = follower.kept.parsed_result if follower.kept.result else json.loads(collected.to_json())
+        _print_result(found, as_json=as_json)
+        if follower.only_there and as_json:  # not before all of it is written
+            await follower.mark_taken()
+        elif follower.only_there:
+            print(follower.only_there_text(), file=sys.stderr)
     except TimeoutError:
         why = follower.unreachable or "they are still computing it"
         raise JobError(f"the nodes of job {reached.name!r} keep its result, but did not send it: {why}") from None
     finally:
         await follower.stop()
-    if collected is None:
-        return None, follower.not_kept, None
-    why, text = follower.only_there, follower.only_there_text()
-    only_there = _OnlyThere(reached.spec.run, why, text) if why else None
-    return json.loads(follower.kept_json or collected.to_json()), "", only_there
 
 
 def _still_running(name: str) -> JobError:

@@ -171,7 +171,7 @@ class _Run:
         """Returns what is left of the job, and how to continue it."""
         name = self._job.name
         notes = getattr(interrupted, "__notes__", ())  # from --nodes 0, or about an etcd that does not answer
-        if self._finished and self._follower is not None and self._follower.kept_json:
+        if self._finished and self._follower is not None and self._follower.kept.result:
             left = f"; job {name!r} had finished, and `taskgraph result {name}` has its values; nothing is left behind"
         elif self._finished:
             left = f"; job {name!r} had finished, and its values were not collected; nothing is left behind"

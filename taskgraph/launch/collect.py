@@ -1,41 +1,29 @@
-"""Makes a job's result out of the results of its tasks, and the JSON copies of it that are kept."""
+"""Makes a job's result from the results of its tasks, and the copies of it that are kept as JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from taskgraph.errors import worded
 from taskgraph.graph.values import decode, verify
+from taskgraph.launch.kept import KeptJob
 from taskgraph.node.reports import PlainRows, ReportLog
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.records import PrimaryRecord
 from taskgraph.protocol.view import Versioned
 from taskgraph.results import EpochReport, JobResult, declared, json_pieces
 
-__all__ = [
-    "KeptCopy",
-    "assemble",
-    "complete",
-    "damaged",
-    "kept_copy",
-    "mib",
-    "size_bytes",
-]
+__all__ = ["assemble", "complete", "copies", "damaged", "mib", "size_bytes"]
 
-T = TypeVar("T")
-
-_SUMMARY_BYTES = 1 << 20
-"""etcd limits requests to 1.5 MiB. Of a larger result etcd keeps the values alone, if they are smaller."""
-_KEPT_BYTES = 64 << 20
-"""Larger values are not written as JSON; nor are reports that make the JSON larger."""
-_KEPT_ELEMENTS = 1 << 20
-"""Nor are values of more numbers: json blocks all threads, for half a second with so many numbers, and takes 60 times
-the memory of an array."""
+_HOST_BYTES = 64 << 20
+_ETCD_BYTES = 1 << 20
+"""etcd limits requests to 1.5 MiB."""
+_NUMBERS = 1 << 20
+"""Values of more numbers are not written as JSON: json blocks all threads, for half a second with so many numbers, and
+takes 60 times the memory of an array."""
 
 
 def complete(found: Sequence[TaskResult], tasks: int) -> bool:
@@ -89,46 +77,50 @@ def mib(size: int) -> str:
     return f"{size / (1 << 20):.1f} MiB"
 
 
-@dataclass(frozen=True, slots=True)
-class KeptCopy:
-    """A result as JSON.
+def copies(result: JobResult, size: int) -> tuple[KeptJob, KeptJob]:
+    """Makes the copies of a result for this host and for etcd; never raises.
 
-    Attributes:
-        here: for this host; None: `not_here` says why not.
-        in_etcd: for etcd, without reports if it is too large with them; None: `not_in_etcd` says why not.
-    """
-
-    here: str | None
-    not_here: str
-    in_etcd: str | None
-    not_in_etcd: str
-
-
-def kept_copy(result: JobResult, size: int, *, whole: bool = False) -> KeptCopy:
-    """Makes the copy that is kept of a result, or says why there is none; never raises.
+    A copy without reports says in `not_kept` why; one without values, too.
 
     Args:
         size: the encoded size of the values, in bytes.
-        whole: no other process has the result: `here` has all reports, however many.
     """
-    if size >= _KEPT_BYTES:
-        return _no_copy(f"they take {mib(size)}, and less than {mib(_KEPT_BYTES)} is kept")
     try:
-        if (many := _elements(result.values, _KEPT_ELEMENTS)) > _KEPT_ELEMENTS:
-            least = f"{many:,} numbers or texts or more, and no more than {_KEPT_ELEMENTS:,} are kept"
-            return _no_copy(f"they have {least}")
-        text = _written(result, None if whole else _KEPT_BYTES)
-        if text is not None:
-            return KeptCopy(text, "", *_shortened(result, text))
-        left_out = f"reports left out: they are more than {mib(_KEPT_BYTES)}, and no more is kept"
-        text = _without_reports(result, left_out)
-        return KeptCopy(text, "", *_small(text))
+        if size >= _HOST_BYTES:
+            neither = f"they take {mib(size)}, and less than {mib(_HOST_BYTES)} is kept"
+        elif (count := _elements(result.values, _NUMBERS)) > _NUMBERS:
+            neither = f"they have {count:,} numbers or texts or more, and no more than {_NUMBERS:,} are kept"
+        else:
+            here = _copy(result, _HOST_BYTES, "this host")
+            return here, here if _size(here.result) < _ETCD_BYTES else _copy(result, _ETCD_BYTES, "etcd")
     except Exception as error:  # a user's type may raise anything
-        return _no_copy(f"they cannot be written as JSON ({worded(error)})")
+        neither = f"they cannot be written as JSON ({worded(error)})"
+    return KeptJob(not_kept=neither), KeptJob(not_kept=neither)
 
 
-def _no_copy(why: str) -> KeptCopy:
-    return KeptCopy(None, why, None, why)
+def _copy(result: JobResult, limit: int, place: str) -> KeptJob:
+    """Copies a result of less than `limit` bytes, else its values, if they are smaller."""
+    less = f"and {place} keeps less than {mib(limit)}"
+    if (text := _written(result, limit)) is not None:
+        return KeptJob(result=text)
+    if (text := _written(dataclasses.replace(result, reports=()), limit)) is not None:
+        return KeptJob(result=text, not_kept=f"reports left out: with them the result is larger, {less}")
+    return KeptJob(not_kept=f"as JSON they are larger, {less}")
+
+
+def _written(result: JobResult, limit: int) -> str | None:
+    """Writes a result as JSON, or returns None as soon as it takes `limit` bytes."""
+    pieces, size = [], 0
+    for piece in json_pieces(result):
+        pieces.append(piece)
+        if (size := size + _size(piece)) >= limit:
+            return None
+    return "".join(pieces)
+
+
+def _size(text: str) -> int:
+    """Returns the bytes that ASCII text takes in a record, which is JSON itself."""
+    return len(text) + text.count('"') + text.count("\\")
 
 
 def _elements(value: Any, limit: int) -> int:
@@ -151,36 +143,3 @@ def _elements(value: Any, limit: int) -> int:
         return 1
     size = getattr(value, "size", None)
     return size if isinstance(size, int) else int(value.nbytes)  # torch's `size` is a method
-
-
-def _written(result: JobResult, limit: int | None) -> str | None:
-    """Writes a result as JSON, or returns None as soon as its reports take more than `limit` characters."""
-    reports = json_pieces(result)
-    pieces, written = [next(reports)], 0  # the values come first
-    for piece in reports:
-        pieces.append(piece)
-        written += len(piece)
-        if limit is not None and written > limit:
-            return None
-    return "".join(pieces)
-
-
-def _without_reports(result: JobResult, why: str) -> str:
-    bare = json.loads(dataclasses.replace(result, reports=()).to_json())
-    return json.dumps({**bare, "left_out": why})
-
-
-def _shortened(result: JobResult, text: str) -> tuple[str | None, str]:
-    """Returns a result as JSON for etcd and "", or None and why its values alone are too large."""
-    if len(text) < _SUMMARY_BYTES:  # it is ASCII
-        return text, ""
-    left_out = (
-        f"reports left out: with them it was {mib(len(text))}, and less than {mib(_SUMMARY_BYTES)} is kept in etcd"
-    )
-    return _small(_without_reports(result, left_out) if result.reports else text)
-
-
-def _small(text: str) -> tuple[str | None, str]:
-    if len(text) < _SUMMARY_BYTES:
-        return text, ""
-    return None, f"as JSON they take {mib(len(text))}, and less than {mib(_SUMMARY_BYTES)} is kept in etcd"

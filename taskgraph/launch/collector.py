@@ -1,15 +1,14 @@
 """Collects the result of a finished job from its nodes. Once the result is kept, the nodes may leave.
 
-Whoever runs the job (`tg.run`, `taskgraph run`) goes first: `results`, then `let_go`. Others who look at the job call
-`collect`, which waits a while for the run, keeps the result on this host, and then lets the nodes go. In etcd this is
-the key `collected`: nodes leave when they see it, and its text says where the values are.
+A run (`tg.run`, `taskgraph run`) goes first: it calls `results`, then `let_go`. Other commands call `collect`, which
+waits a while for the run, keeps the result on this host, and then lets the nodes go. In etcd this is the key
+`collected`: nodes leave when they see it. It has the result, or says where that is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import os
@@ -18,12 +17,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from msgspec import structs
+
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
-from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, size_bytes
+from taskgraph.launch.collect import assemble, complete, copies, damaged, size_bytes
 from taskgraph.launch.follow import Follower, client_of, if_etcd_answers
-from taskgraph.launch.kept import kept_record, lost_text, why_given_up
+from taskgraph.launch.kept import KeptJob, collected_record, lost_text
 from taskgraph.launch.runtime import Runtime
 from taskgraph.network.tls import Tls
 from taskgraph.observe.control_client import StillAtWork
@@ -42,7 +43,7 @@ log = logging.getLogger("taskgraph.follow")
 T = TypeVar("T")
 
 _RETRY_S = 0.1
-_REST_S = 1.0
+_REST_S = 2.0
 """How long etcd is asked for the events that are kept beside a result."""
 _UNCOLLECTED_S = 5.0
 """After this time an event says why the results cannot be collected."""
@@ -52,26 +53,22 @@ _COLLECTED_S = 10.0
 """A caller that has the result waits for etcd no longer than this."""
 _OTHERS_FIRST_S = 15.0
 """How long the run has to collect its results before others do it."""
-_RAN_GOT = "the run has returned them"
-"""Said by `tg.run` and `taskgraph run` only: others keep what they collect."""
 _DAMAGED_TRIES = 3
 """A value that a network damaged arrives whole the next time; one that a memory damaged never does."""
 
 
 class Collector(Follower):
-    """Follows one job, and collects its result. It writes nothing but `collected` and `result`.
+    """Follows one job, and collects its result. It writes no key but `collected`.
 
     Attributes:
-        kept_json: the collected result as JSON; None: it is not collected, or too large.
-        not_kept: why a collected result has no `kept_json`, or why it will never be collected.
+        kept: the result that was collected, or why it will never be.
         only_there: why the job's nodes alone keep a result that was collected; they were not let go.
         unreachable: why the last node that was asked did not answer; None: it computes its results.
     """
 
     def __init__(self, coordinator: Coordinator, spec: JobSpec, token: bytes, tls: Tls | None = None) -> None:
         super().__init__(coordinator, spec, token, tls)
-        self.kept_json: str | None = None
-        self.not_kept = ""
+        self.kept = KeptJob()
         self.only_there = ""
         self.unreachable: TaskGraphError | None = None
 
@@ -97,7 +94,7 @@ class Collector(Follower):
             if complete(found, self._spec.tasks):
                 broken = damaged(found)
                 if not broken:
-                    await self.tell_rest()
+                    await self.report_last_events()
                     return found
                 damaged_tries += 1
                 self._report_damaged(broken[0], damaged_tries)
@@ -139,7 +136,7 @@ class Collector(Follower):
     async def collect(self, here: asyncio.Future[Any] | None = None, *, let_go: bool = True) -> JobResult | None:
         """Returns the result of a finished job. Once the result is kept, its nodes are let go.
 
-        Returns None if another process collected it; if its nodes are gone, as `not_kept` says; or if the job is no
+        Returns None if another process collected it; if its nodes are gone, as `kept` says; or if the job is no
         longer finished, because it failed, or because it computes lost results again.
 
         Args:
@@ -158,7 +155,7 @@ class Collector(Follower):
                     await self.keeper.wait_until(over, structure=True)
         found = None if over(self.view) else await self._results_unless(over)
         if found is None:
-            await self.tell_rest()
+            await self.report_last_events()
             await self._note_lost()
             return None
         result = self.assemble(found, max(each.lasted_s for each in found))  # this process may have come just now
@@ -176,57 +173,61 @@ class Collector(Follower):
         return assemble(self._spec.name, found, self.view.primaries.values(), wall_s)
 
     async def let_go(self, found: list[TaskResult], result: JobResult) -> None:
-        """Keeps a copy of the run's result, if possible, and lets the nodes go.
+        """Takes a copy of the run's result, and lets the nodes go.
 
         If etcd does not take it, the nodes leave after `results_kept_s`.
         """
-        copy = await _in_thread(lambda: kept_copy(result, size_bytes(found)))
-        self.kept_json, self.not_kept = copy.here, copy.not_here and f"{copy.not_here}: {_RAN_GOT}"
-        await self._tell_collected(copy.in_etcd, copy.not_in_etcd and f"{copy.not_in_etcd}: {_RAN_GOT}")
+        here, in_etcd = await _in_thread(lambda: copies(result, size_bytes(found)))
+        returned = ": the run has returned them"
+        self.kept = _noting(here, returned)
+        await self._mark_collected(_noting(in_etcd, returned))
 
     async def _keep_and_let_go(self, found: list[TaskResult], result: JobResult) -> None:
         """Keeps a result that no other process may have, on this host, and then lets the nodes go.
 
-        If it cannot be kept, the nodes stay, and `only_there` says why.
+        If not all of it can be kept, the nodes stay, and `only_there` says why.
         """
-        copy = await _in_thread(lambda: kept_copy(result, size_bytes(found), whole=True))
-        self.kept_json, self.only_there = copy.here, copy.not_here
-        if copy.here is not None:
-            try:
-                await self._keep_here(copy.here, self.status or StatusRecord(state=State.FINISHED))
-            except (OSError, TaskGraphError) as error:  # a full disk
-                log.warning("the result of job %s is not kept on this host: %s", self._spec.name, error)
-                if copy.in_etcd != copy.here:
-                    self.only_there = f"they are not kept on this host ({error})"
-        if not self.only_there:
-            where = f"`taskgraph result {self._spec.name}` has them on host {os.uname().nodename}"
-            await self._tell_collected(copy.in_etcd, copy.not_in_etcd and f"{copy.not_in_etcd}; {where}")
+        here, in_etcd = await _in_thread(lambda: copies(result, size_bytes(found)))
+        if here.not_kept:
+            self.only_there = here.not_kept
+            return
+        try:
+            await self._keep_here(here, self.status or StatusRecord(state=State.FINISHED))
+        except (OSError, TaskGraphError) as error:  # a full disk
+            log.warning("the result of job %s is not kept on this host: %s", self._spec.name, error)
+            if in_etcd.not_kept:
+                self.only_there = f"they are not kept on this host ({error})"
+                return
+        self.kept = here
+        where = f"; `taskgraph result {self._spec.name}` has them on host {os.uname().nodename}"
+        await self._mark_collected(_noting(in_etcd, where))
 
-    async def keep_end(self, status: StatusRecord, not_kept: str) -> None:
-        """Keeps on this host how the job ended, unless something of this run is kept here.
+    async def keep_end(self, status: StatusRecord | None, otherwise: str = "", *, etcd: bool = True) -> None:
+        """Keeps on this host how the job ended.
 
         Otherwise the end and the values of an earlier run of this name would be taken for this one's.
 
         Args:
-            not_kept: where the values are, if the job finished.
+            otherwise: why the values of a finished job are not kept, if this process does not know another reason.
+            etcd: False: there is none to read events from.
         """
-        if Runtime().finished(self._spec.name, self._spec.run) is not None:
-            return
+        kept = self.kept
+        if not kept.result:
+            kept = KeptJob(not_kept=kept.not_kept or self.only_there or otherwise)
         try:
-            await self._keep_here(None, status, not_kept)
+            await self._keep_here(kept, status, etcd=etcd)
         except (OSError, TaskGraphError) as error:  # a full disk: what became of the job counts for more
-            log.warning("how job %s ended is not kept on this host: %s", self._spec.name, error)
+            log.warning("what is left of job %s is not kept on this host: %s", self._spec.name, error)
 
-    async def _keep_here(self, text: str | None, status: StatusRecord | None, not_kept: str = "") -> None:
-        """Writes the record; raises OSError or TaskGraphError if that fails."""
+    async def _keep_here(self, kept: KeptJob, status: StatusRecord | None, *, etcd: bool = True) -> None:
+        """Writes a record on this host, with the job's status and events; raises OSError or TaskGraphError."""
         events: list[Event] = []
-        async with if_etcd_answers(_REST_S):
-            events = await self.kept()
-
-        def keep() -> None:
-            Runtime().keep_finished(self._spec.name, kept_record(self._spec.run, status, not_kept, events), text)
-
-        await _in_thread(keep)
+        if etcd:
+            async with if_etcd_answers(_REST_S):
+                events = await self.own_events()
+        lines = tuple(event.to_json() for event in events)
+        kept = structs.replace(kept, run=self._spec.run, status=status, event_lines=lines)
+        await _in_thread(lambda: Runtime().keep_finished(self._spec.name, kept))
 
     def only_there_text(self) -> str:
         """Says which nodes have a result that is kept nowhere else, and how to get it."""
@@ -236,9 +237,9 @@ class Collector(Follower):
             f"(results_kept_s): `taskgraph result {self._spec.name} --json > FILE` takes them"
         )
 
-    async def tell_uncollected(self, why: str) -> None:
+    async def mark_uncollected(self, why: str) -> None:
         """Writes why the values of a finished job are not kept, once no node is left that has them."""
-        await self._tell_collected(None, why)
+        await self._mark_collected(KeptJob(not_kept=why))
 
     async def taken(self, here: asyncio.Future[Any]) -> None:
         """Reports `only_there_text`, and waits until the result is collected or given up.
@@ -251,25 +252,26 @@ class Collector(Follower):
         await self._note_lost()
 
     async def _note_lost(self) -> None:
-        """Sets `not_kept` if the values of a finished job are lost."""
+        """Notes in `kept` why the values of a finished job are lost, if they are."""
         view = self.view
         if self.finished and not view.collected and not view.live_nodes(self._spec.run):
-            self.not_kept = lost_text(self._spec.name, view.checkpoint)
+            self.kept = KeptJob(not_kept=lost_text(self._spec.name, view.checkpoint))
         elif self.finished and view.collected:
             async with if_etcd_answers(_REST_S):
-                self.not_kept = why_given_up(await self._coordinator.get(view.keys.collected))
+                found = collected_record(await self._coordinator.get(view.keys.collected))
+                if found.writer:
+                    self.kept = KeptJob(not_kept=found.not_kept)
 
-    async def tell_taken(self, why: str) -> None:
-        """Lets the nodes go once a user's file has the values; `why`: nothing else keeps them."""
-        await self._tell_collected(None, f"{why}; `taskgraph result --json` wrote them on host {os.uname().nodename}")
+    async def mark_taken(self) -> None:
+        """Lets the nodes go once a user's file has the values, which nothing else keeps."""
+        where = f"; `taskgraph result --json` wrote them on host {os.uname().nodename}"
+        await self._mark_collected(KeptJob(not_kept=self.only_there + where))
 
-    async def _tell_collected(self, kept: str | None, not_kept: str) -> None:
+    async def _mark_collected(self, kept: KeptJob) -> None:
         """Writes `collected`: the nodes may leave, and others read where the values are."""
         keys = self.view.keys
-        puts = [Put(keys.result, kept.encode())] if kept is not None else []
-        puts.append(Put(keys.collected, json.dumps({"by": "launcher", "not_kept": not_kept}).encode()))
         # Not if another run was submitted under this name meanwhile.
-        txn = Txn((Compare(keys.spec, self._run_at),), tuple(puts))
+        txn = Txn((Compare(keys.spec, self._run_at),), (Put(keys.collected, kept.to_bytes()),))
         try:
             async with asyncio.timeout(_COLLECTED_S):
                 while True:
@@ -281,6 +283,11 @@ class Collector(Follower):
             log.warning(
                 "that the results were collected is not known to nodes elsewhere: %s", str(error) or "no answer"
             )
+
+
+def _noting(kept: KeptJob, where: str) -> KeptJob:
+    """Adds to what is not kept where that is."""
+    return structs.replace(kept, not_kept=kept.not_kept + where) if kept.not_kept else kept
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

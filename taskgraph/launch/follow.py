@@ -11,11 +11,14 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 
+from msgspec import structs
+
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, OutcomeUnknown, TaskGraphError
-from taskgraph.launch.kept import way_on
+from taskgraph.launch.kept import KeptJob, collected_record, way_on
+from taskgraph.launch.runtime import Runtime
 from taskgraph.network.tls import Tls
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.events import GATHERED, Event, careful, in_order, put_events, readable_events
@@ -29,7 +32,7 @@ from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside, any_done, ended
 from taskgraph.transport.endpoints import host_key
 
-__all__ = ["DELETED", "Follower", "client_of", "if_etcd_answers", "kept_events", "node_statuses"]
+__all__ = ["DELETED", "Follower", "client_of", "find_kept", "if_etcd_answers", "kept_events", "node_statuses"]
 
 log = logging.getLogger("taskgraph.follow")
 
@@ -63,6 +66,23 @@ async def if_etcd_answers(within_s: float) -> AsyncIterator[None]:
 async def kept_events(coordinator: Coordinator, job: str) -> list[Event]:
     """Returns the events in etcd, in the order they were written."""
     return list(readable_events(kv.value for kv in in_order(await coordinator.list(Keys(job).events))))
+
+
+async def find_kept(coordinator: Coordinator, name: str) -> KeptJob | None:
+    """Returns what etcd has of a job, also while the job runs; None: there is no such job.
+
+    If etcd does not have the whole result, and this host keeps that of the same run, that is returned.
+    """
+    keys = Keys(name)
+    spec, status = await coordinator.get(keys.spec), await coordinator.get(keys.status)
+    kept = collected_record(await coordinator.get(keys.collected))
+    if status is None:
+        return None
+    if (kept.not_kept or not kept.result) and spec is not None:
+        here = Runtime().finished(name, JobSpec.from_bytes(spec.value).run)
+        if here is not None and here.result:
+            return here
+    return structs.replace(kept, status=StatusRecord.from_bytes(status.value))
 
 
 async def node_statuses(
@@ -127,8 +147,8 @@ class Follower:
         status = self.view.status
         return status.record if status is not None and self._is_ours else None
 
-    async def kept(self) -> list[Event]:
-        """The followed run's events in etcd; none if its keys are gone.
+    async def own_events(self) -> list[Event]:
+        """Returns the followed run's events in etcd; none if its keys are gone.
 
         Raises:
             CoordinationError: etcd does not answer.
@@ -205,13 +225,13 @@ class Follower:
             log.warning("%s", text)
         self._report(Event(time.time(), "launcher", kind, text))
 
-    async def tell_rest(self) -> None:
+    async def report_last_events(self) -> None:
         """Reports the last events from etcd: a job may end before they are read."""
         if self._on_event is None:
             return
         try:
             async with asyncio.timeout(_REST_S):
-                found = await self.kept()
+                found = await self.own_events()
         except (CoordinationError, TimeoutError) as error:
             log.warning("the last events of job %r were not read: %s", self._spec.name, str(error) or "no answer")
             return

@@ -36,15 +36,14 @@ from taskgraph.errors import (
 from taskgraph.jobs import Job, check_job
 from taskgraph.launch.access import Access, connect, etcd_access, node_access
 from taskgraph.launch.collector import Collector
-from taskgraph.launch.follow import Follower
+from taskgraph.launch.follow import Follower, find_kept
 from taskgraph.launch.forkserver import ForkServer
-from taskgraph.launch.kept import KeptJob, kept_in_etcd
+from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.resuming import Resume, begin, plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import Shown
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.network import rpc
-from taskgraph.protocol.keys import Keys
 from taskgraph.results import JobResult
 from taskgraph.transport.hello import mark
 
@@ -360,8 +359,4 @@ def result(name: str, etcd: str | None = None) -> JobResult:
 
 async def _kept(name: str, etcd: str) -> KeptJob | None:
     async with await connect(etcd, etcd_access()) as coordinator:
-        kept, spec = await kept_in_etcd(coordinator, name), await coordinator.get(Keys(name).spec)
-    if kept is not None and kept.result is None and spec is not None:
-        # etcd may have had no room for the result; it may be kept here.
-        return Runtime().finished(name, JobSpec.from_bytes(spec.value).run) or kept
-    return kept
+        return await find_kept(coordinator, name)

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -23,7 +22,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from taskgraph.errors import DecodeError, JobError, TaskGraphError
 from taskgraph.launch.entries import JobEntry, locked, own_entries, read_entry, remove_entry, write_entry
@@ -250,12 +248,10 @@ class Runtime:
         except OSError as error:
             log.info("logs of nodes that ended stay: %s", error)
 
-    def keep_finished(self, name: str, record: dict[str, Any], result: str | None = None) -> None:
-        """Keeps what is left of a job; removes the oldest jobs.
+    def keep_finished(self, name: str, kept: KeptJob) -> None:
+        """Keeps what is left of a job, and its logs; removes the oldest jobs.
 
-        Args:
-            record: a `kept_record`.
-            result: as JSON; None: the result is not kept.
+        A record that another launcher of the same run wrote stays, unless this one has the result.
 
         Raises:
             OSError: the record could not be written. The logs are kept all the same, if possible.
@@ -264,15 +260,13 @@ class Runtime:
         folder = self._made(self.root / "finished")
         file = folder / f"{name}.json"
         try:
-            text = json.dumps({"result": None, **record})
-            if result is not None:  # not parsed and written again: that would take many times its bytes
-                text = f'{json.dumps(record)[:-1]}, "result": {result}}}'
-            write_whole(file, text.encode())
+            if kept.result or not kept.run or self.finished(name, kept.run) is None:
+                write_whole(file, kept.to_bytes())
         except OSError:
             file.unlink(missing_ok=True)  # an earlier job's record would be taken for this one's
             raise
         finally:
-            self._keep_logs(name, record.get("run", ""))
+            self._keep_logs(name, kept.run)
         for path in sorted(folder.glob("*.json"), key=_written_at)[:-_FINISHED_KEPT]:
             path.unlink(missing_ok=True)
             shutil.rmtree(path.with_suffix(".logs"), ignore_errors=True)
@@ -313,8 +307,8 @@ class Runtime:
         if not is_name(name) or (not run and self.killed(name) is not None):
             return None
         try:
-            found = KeptJob.from_json((self.root / "finished" / f"{name}.json").read_text())
-        except (FileNotFoundError, UnicodeDecodeError, DecodeError):
+            found = KeptJob.from_bytes((self.root / "finished" / f"{name}.json").read_bytes())
+        except (FileNotFoundError, DecodeError):
             return None
         return found if run in ("", found.run) else None
 

@@ -81,7 +81,6 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
                 Delete(keys.tasks, prefix=True),
                 Delete(keys.events, prefix=True),
                 Delete(keys.collected),
-                Delete(keys.result),
                 checkpoint,
                 Put(keys.spec, spec.to_bytes()),
                 Put(keys.epoch, epoch.to_bytes()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -15,9 +14,9 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.launch.collector import Collector
-from taskgraph.launch.follow import DELETED, if_etcd_answers, node_statuses
+from taskgraph.launch.follow import DELETED, find_kept, if_etcd_answers, node_statuses
 from taskgraph.launch.forkserver import ForkServer, NotStarted
-from taskgraph.launch.kept import job_failed, kept_in_etcd, kept_record
+from taskgraph.launch.kept import KeptJob, job_failed
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import with_stands
@@ -182,12 +181,12 @@ class Supervisor:
         """Waits for the job's end; returns the results of its tasks, and the job's."""
         status = await self._follower.ended()
         if status.state != State.FINISHED:
-            await self._follower.tell_rest()
+            await self._follower.report_last_events()
             raise self._noted(job_failed(self._spec.name, with_stands(status, self._nodes.stands)))
         async with alongside(self._failed_after_all(), self._follower.results()) as (failed, collecting):
             await any_done(failed, collecting)
             if failed.done():
-                await self._follower.tell_rest()
+                await self._follower.report_last_events()
                 raise self._noted(job_failed(self._spec.name, failed.result()))
             found = collecting.result()
         return found, self._follower.assemble(found, time.monotonic() - self._began)
@@ -252,21 +251,21 @@ class Supervisor:
     async def _others_text(self) -> str:
         """Says where the results of a finished job are that another process collected."""
         await self._take_others()
-        text = f"job {self._spec.name!r} has finished, but this run did not collect its results: "
-        if self._follower.kept_json is None:
-            return f"{text}{self._follower.not_kept}"
-        return f"{text}another process collected them first, and `taskgraph result {self._spec.name}` has its values"
+        kept = self._follower.kept
+        has = f"another process collected them first, and `taskgraph result {self._spec.name}` has its values"
+        return (
+            f"job {self._spec.name!r} has finished, but this run did not collect its results: "
+            f"{has if kept.result else kept.not_kept}"
+        )
 
     async def _take_others(self) -> None:
-        """Keeps here the results that another process collected, or notes why not."""
-        kept = self._runtime.finished(self._spec.name, self._spec.run)
-        if kept is None or kept.result is None:
-            async with if_etcd_answers(_LAST_WORDS_S):
-                kept = await kept_in_etcd(self._coordinator, self._spec.name)
-        if kept is not None and kept.result is not None:
-            self._follower.kept_json = json.dumps(kept.result)
-        else:
-            self._follower.not_kept = (kept.not_kept if kept is not None else "") or "another process collected them"
+        """Keeps the results that another process collected, or notes why not."""
+        kept = None
+        async with if_etcd_answers(_LAST_WORDS_S):
+            kept = await find_kept(self._coordinator, self._spec.name)
+        if kept is None or not (kept.result or kept.not_kept):
+            kept = KeptJob(not_kept="another process collected them")
+        self._follower.kept = kept
 
     def _noted(self, error: E) -> E:
         """Adds a note to the error that says how the job can be continued."""
@@ -312,11 +311,11 @@ class Supervisor:
 
     async def _note_uncollected(self) -> None:
         """Notes why the values were not collected, unless nodes elsewhere still keep them."""
-        self._follower.not_kept = self._uncollected
+        self._follower.kept = KeptJob(not_kept=self._uncollected)
         if self._without_etcd or self._follower.view.live_nodes(self._spec.run):
             return
         async with if_etcd_answers(_LAST_WORDS_S):
-            await self._follower.tell_uncollected(self._uncollected)
+            await self._follower.mark_uncollected(self._uncollected)
 
     async def _others_left(self, within_s: float) -> None:
         """Nodes of other launchers read in our etcd that nobody needs them any more: it stays until they have left."""
@@ -331,28 +330,20 @@ class Supervisor:
     async def _finish(self, grace_s: float, others_s: float) -> None:
         follower = self._follower
         await self._nodes.stop(grace_s, tell=not self._without_etcd)
-        events: list[Event] = []
         if not self._without_etcd:  # else the last known view is kept
             async with if_etcd_answers(_LAST_WORDS_S):
                 await follower.keeper.load()
             await self._others_left(others_s)
-        if not self._without_etcd:
-            async with if_etcd_answers(_LAST_WORDS_S):
-                events = await follower.kept()
         view, status = follower.view, follower.status
-        collected = follower.kept_json is not None or follower.not_kept
+        collected = follower.kept.result or follower.kept.not_kept
         if follower.finished and self._uncollected and not collected:
             await (self._take_others() if view.collected else self._note_uncollected())
-        if status is None and follower.kept_json is not None:
+        if status is None and follower.kept.result:
             status = StatusRecord(state=State.FINISHED)
         if self._without_etcd and view.running:
             reason = f"its embedded etcd {self._without_etcd}"
             status = StatusRecord(state=State.FAILED, reason=reason, writer="launcher")
-        kept = kept_record(self._spec.run, status, follower.not_kept, events)
-        try:
-            self._runtime.keep_finished(self._spec.name, kept, follower.kept_json)
-        except (OSError, TaskGraphError) as error:  # a full disk; the result counts for more
-            log.warning("what is left of job %s is not kept on this host: %s", self._spec.name, error)
+        await follower.keep_end(status, etcd=not self._without_etcd)
 
 
 def _why_uncollected(error: BaseException) -> str:
@@ -434,7 +425,7 @@ async def launch_nodes(
         replace: start another node in place of one that died, while the job runs.
 
     Returns:
-        The job's status, and its result, if this process collected it; else `not_kept` of the follower says why. If
+        The job's status, and its result, if this process collected it; else `kept` of the follower says why not. If
         the job goes on, the status's reason is why the nodes here do not; "": they were asked to leave.
     """
     listening.check(count)

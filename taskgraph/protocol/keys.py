@@ -29,7 +29,6 @@ class Keys:
         self.generation = self.root + "generation"
         self.checkpoint = self.root + "checkpoint"
         self.collected = self.root + "collected"
-        self.result = self.root + "result"
         self.names = self.root + "names"
         self.nodes = self.root + "nodes/"
         self.gone_nodes = self.root + "gone/"

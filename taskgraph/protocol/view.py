@@ -229,7 +229,7 @@ class JobView:
             case ["tasks", task, "members", node]:
                 self.members.setdefault(int(task), {})[node] = _versioned(MemberRecord, kv)
             case _:
-                pass  # events and results are not needed here
+                pass  # events are not needed here
 
     def _delete(self, key: str) -> None:
         match self._split(key):

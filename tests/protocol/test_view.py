@@ -35,7 +35,6 @@ def busy_world() -> World:
     world.die("a")
     world.take_over(0, "b")
     world.put(world.keys.event("1"), b"not for the view")
-    world.put(world.keys.result, b"neither")
     world.put(world.keys.collected, b"{}")
     world.put(world.keys.checkpoint, CheckpointRecord(epoch=1, attempt=1, name="x").to_bytes())
     world.delete(world.keys.collected)

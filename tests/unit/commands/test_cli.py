@@ -27,7 +27,9 @@ from taskgraph.commands.common import access_of, etcd_of, find_entry, token_for,
 from taskgraph.commands.running import job_of, print_result
 from taskgraph.coordination.api import AccessRefused
 from taskgraph.errors import DecodeError, JobError, JobRunning, Unavailable, UnknownJob
+from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.system.environment import THREADS
 
 
@@ -310,7 +312,7 @@ def gone(name: str, *, embedded: bool) -> JobEntry:
 
 def test_ended_jobs_are_named() -> None:
     for number, name in enumerate(("a", "b", "c", "d", "e", "f")):
-        Runtime().keep_finished(name, {"status": {"state": "finished"}, "result": None, "events": []})
+        Runtime().keep_finished(name, KeptJob(status=StatusRecord(state=State.FINISHED)))
         os.utime(Runtime().root / "finished" / f"{name}.json", (number, number))
     found = "No job runs here. Ended here: f, e, d, c, b, ... Elsewhere: give its name and --etcd."
     with pytest.raises(UnknownJob, match=re.escape(found)):
@@ -324,7 +326,7 @@ def test_ended_jobs_are_named() -> None:
 @pytest.mark.parametrize("embedded", [True, False])
 def test_killed_launcher_hides_earlier_run(embedded: bool, capsys: pytest.CaptureFixture[str]) -> None:
     runtime = Runtime()
-    runtime.keep_finished("fit", {"status": {"state": "finished"}, "result": None, "events": []})
+    runtime.keep_finished("fit", KeptJob(status=StatusRecord(state=State.FINISHED)))
     runtime.put(killed := gone("fit", embedded=embedded))
     (runtime.folder("fit") / "n1.log").write_text("hello")
     for command in ("status", "events", "result"):
@@ -347,7 +349,7 @@ def test_job_ends_while_command_connects(
         if then != "runs":
             runtime.remove("fit")
         if then == "finished":
-            runtime.keep_finished("fit", {"status": {"state": "finished"}, "result": None, "events": []})
+            runtime.keep_finished("fit", KeptJob(status=StatusRecord(state=State.FINISHED)))
         elif then == "began again":
             runtime.put(replace(found, etcd="127.0.0.1:8"))
         elif then == "killed":

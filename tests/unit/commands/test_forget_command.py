@@ -12,6 +12,7 @@ from taskgraph.cli import parser
 from taskgraph.commands.acting import forget
 from taskgraph.coordination.memory import MemoryCoordinator
 from taskgraph.errors import JobError, UnknownJob
+from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
@@ -33,7 +34,7 @@ async def names(etcd: MemoryCoordinator) -> list[str]:
 
 
 async def test_forget_skips_refused_jobs(etcd: MemoryCoordinator, capsys: pytest.CaptureFixture[str]) -> None:
-    Runtime().keep_finished("two", {"status": {"state": "failed"}, "result": None, "run": ""})
+    Runtime().keep_finished("two", KeptJob(status=StatusRecord(state=State.FAILED)))
     jobs = ("one", "fit", "", "two", "three")
     with pytest.raises(UnknownJob, match="nothing is kept in etcd of a job 'three'"):
         await forget(parser().parse_args(["forget", *jobs, "--etcd", ETCD]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from taskgraph.commands.common import Reached
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
 from taskgraph.launch.collector import Collector
+from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.protocol import transactions
@@ -71,17 +71,16 @@ async def test_finished_job_names_its_values(
     started: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished = StatusRecord(state=State.FINISHED)
-    kept = (Put(KEYS.collected, b"{}"), Put(KEYS.result, b"{}"))
-    assert await launched(monkeypatch, finished, *kept) == 0
+    kept = Put(KEYS.collected, KeptJob(result="{}").to_bytes())
+    assert await launched(monkeypatch, finished, kept) == 0
     says = "has finished already: no nodes were started; its values: `taskgraph result fit{}`"
     assert says.format(" --etcd a:1") in capsys.readouterr().err
     for run, where in (("before", " --etcd a:1"), ("r", "")):  # an earlier run's values are not this one's
-        Runtime().keep_finished("fit", {"run": run, "status": {"state": State.FINISHED}, "result": None})
-        assert await launched(monkeypatch, finished, *kept) == 0
+        Runtime().keep_finished("fit", KeptJob(run=run, status=finished))
+        assert await launched(monkeypatch, finished, kept) == 0
         assert says.format(where) in capsys.readouterr().err
-    assert (
-        await launched(monkeypatch, finished, Put(KEYS.collected, json.dumps({"not_kept": "too many"}).encode())) == 0
-    )
+    too_many = Put(KEYS.collected, KeptJob(not_kept="too many").to_bytes())
+    assert await launched(monkeypatch, finished, too_many) == 0
     assert "no nodes were started; its values are not kept: too many" in capsys.readouterr().err
     assert not started
 
@@ -105,7 +104,7 @@ async def test_lost_values_fail_launch(
         if how == "given up":
             await coordinator.txn(transactions.give_results_up(follower.view, "nobody came", by="launcher", writer="w"))
         elif how == "taken":
-            await follower.tell_taken(follower.only_there)
+            await follower.mark_taken()
         else:
             here.set_result(None)
             follower.keeper.notify_later()
@@ -126,8 +125,8 @@ async def test_lost_values_fail_launch(
 async def test_result_is_of_the_last_run(
     state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    earlier = json.loads(JobResult(name="fit", values={0: 1.5}).to_json())
-    Runtime().keep_finished("fit", {"run": "before", "status": {"state": State.FINISHED}, "result": earlier})
+    earlier = JobResult(name="fit", values={0: 1.5}).to_json()
+    Runtime().keep_finished("fit", KeptJob(run="before", status=StatusRecord(state=State.FINISHED), result=earlier))
 
     async def launch_nodes(*arguments: object, **options: object) -> tuple[StatusRecord, None]:
         return StatusRecord(state=state, reason="for a reason"), None

@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
-import math
 import os
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +17,8 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import DecodeError
 from taskgraph.graph.values import encode
-from taskgraph.launch import collect
-from taskgraph.launch.collect import damaged, kept_copy
+from taskgraph.launch.collect import damaged
 from taskgraph.launch.collector import Collector
-from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.node.control import ControlServer
 from taskgraph.observe.events import Event, EventLog, keep_events
@@ -33,7 +27,6 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.records import NodeRecord, PrimaryRecord
-from taskgraph.results import json_pieces
 
 TOKEN = bytes(range(32))
 GOOD = encode(np.arange(10_000.0))
@@ -183,91 +176,3 @@ async def test_fast_job_shows_each_event_once(tmp_path: Path) -> None:
         holder.events.emit("finished", "the job finished")
         await follower.results()
     assert told == ["the job began", "epoch 0", "the job finished"]
-
-
-def test_kept_result_has_its_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir(mode=0o700)
-    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path / "run"))
-    reports = (tg.EpochReport(0, {"loss": math.inf}, {1: {"loss": math.inf}}),)
-    left = tg.JobResult(name="fit", values={0: 1.5}, reports=reports, epochs=1)
-    Runtime().keep_finished("fit", {"run": "r", "status": {"state": "finished"}, "result": json.loads(left.to_json())})
-    assert tg.result("fit") == left
-
-
-def test_result_without_reports_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "run").mkdir(mode=0o700)
-    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path / "run"))
-    raw = json.loads(tg.JobResult(name="fit", values={0: 1.5}, epochs=9).to_json())
-    kept = {"run": "r", "status": {"state": "finished"}, "result": {**raw, "left_out": "reports left out: all"}}
-    Runtime().keep_finished("fit", kept)
-    assert tg.result("fit").value == 1.5
-    assert "of job 'fit': reports left out: all" in caplog.text
-    Runtime().keep_finished("fit", {**kept, "result": None, "not_kept": "they take 90.0 MiB"})
-    with pytest.raises(tg.UnknownJob, match=r"are not kept: they take 90\.0 MiB"):
-        tg.result("fit")
-    Runtime().keep_finished("fit", {**kept, "result": None})
-    with pytest.raises(tg.UnknownJob, match="are not kept: the process that collected them has them, if one did"):
-        tg.result("fit")
-
-
-@pytest.mark.parametrize("etcd", [None, "127.0.0.1:1"])
-@pytest.mark.parametrize("name", [None, 3, b"fit"])
-def test_result_needs_a_name(name: Any, etcd: str | None) -> None:
-    with pytest.raises(tg.JobError, match=r"tg\.result takes the name of a job, not "):
-        tg.result(name, etcd=etcd)
-
-
-class Untold:
-    tolist = None  # looks like an array, and is none
-
-
-def test_result_that_cannot_be_kept_says_why() -> None:
-    copy = kept_copy(tg.JobResult(name="fit", values={0: Untold()}), 8)
-    assert copy.here is None and copy.in_etcd is None
-    assert copy.not_here == copy.not_in_etcd
-    assert copy.not_here.startswith("they cannot be written as JSON (AttributeError: ")
-
-
-class ManyInside: ...
-
-
-tg.codec(ManyInside, lambda _: [np.ones(1 << 21)], lambda _: ManyInside())
-
-
-@pytest.mark.parametrize("in_etcd", [True, False])
-def test_too_many_reports_are_left_out(monkeypatch: pytest.MonkeyPatch, in_etcd: bool) -> None:
-    written = []
-
-    def counted(result: tg.JobResult) -> Iterator[str]:
-        for piece in json_pieces(result):
-            written.append(len(piece))
-            yield piece
-
-    monkeypatch.setattr(collect, "json_pieces", counted)
-    monkeypatch.setattr(collect, "_KEPT_BYTES", 100_000)
-    monkeypatch.setattr(collect, "_SUMMARY_BYTES", 50_000 if in_etcd else 10)
-    reports = tuple(tg.EpochReport(epoch, {"loss": 0.5}, {0: {"loss": 0.5}}) for epoch in range(20_000))
-    copy = kept_copy(tg.JobResult(name="fit", values={0: 1.5}, reports=reports, epochs=20_000), 8)
-    assert sum(written[:-1]) <= 100_000
-    assert copy.here is not None and copy.not_here == ""
-    kept = json.loads(copy.here)
-    assert kept["left_out"] == "reports left out: they are more than 0.1 MiB, and no more is kept"
-    assert tg.JobResult.from_json(copy.here) == tg.JobResult(name="fit", values={0: 1.5}, epochs=20_000)
-    assert copy.in_etcd == (copy.here if in_etcd else None)
-    assert bool(copy.not_in_etcd) is not in_etcd
-
-
-async def test_event_loop_runs_while_a_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticked = threading.Event()
-
-    def json_pieces(result: tg.JobResult) -> Iterator[str]:
-        assert ticked.wait(30), "the loop stands still"
-        yield "{}"
-
-    monkeypatch.setattr(collect, "json_pieces", json_pieces)
-    async with following(Holder(GOOD), tmp_path) as follower:
-        asyncio.get_running_loop().call_soon(ticked.set)
-        await follower.let_go([], tg.JobResult(name="fit"))
-    assert follower.kept_json == "{}"

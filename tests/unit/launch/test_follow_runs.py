@@ -25,19 +25,15 @@ from taskgraph.coordination.etcd.failures import refusal
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, OutcomeUnknown, Unavailable
-from taskgraph.graph.values import encode
-from taskgraph.launch import run as launch_run
 from taskgraph.launch.collector import Collector
-from taskgraph.launch.kept import why_not_kept
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.run import _cancel_unbegun
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor
-from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue, Put, Txn, TxnResult
-from taskgraph.protocol.records import CheckpointRecord, NodeRecord, PrimaryRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, PrimaryRecord, State, StatusRecord
 from taskgraph.results import JobResult
 
 NAME = "again"
@@ -134,36 +130,12 @@ async def test_who_wakes_up_late_neither_ends_nor_collects_the_run_that_has_the_
         assert not await follower.cancel_job("it did not end within 5 s")
         assert await state(coordinator) == State.RUNNING
         await follower.let_go([], RESULT)
-        assert await coordinator.get(KEYS.collected) is None and await coordinator.get(KEYS.result) is None
+        assert await coordinator.get(KEYS.collected) is None
     async with followed(coordinator, second) as follower:
         await follower.let_go([], RESULT)
         assert await coordinator.get(KEYS.collected) is not None
         assert await follower.cancel_job("it did not end within 5 s")
         assert await state(coordinator) == State.CANCELLED
-
-
-def reported(values: object, epochs: int) -> JobResult:
-    reports = tuple(tg.EpochReport(e, {"loss": 0.5}, {0: {"loss": 0.5}}) for e in range(epochs))
-    return JobResult(name=NAME, values={0: values}, reports=reports, epochs=epochs)
-
-
-async def kept(result: JobResult) -> tuple[MemoryCoordinator, Collector]:
-    """An etcd that keeps what it does of this result, and who collected it."""
-    coordinator, run = MemoryCoordinator(MemoryStore()), spec()
-    await submit(coordinator, run)
-    found = [TaskResult(0, result.epochs, 1, encode(result.values[0]), ())]
-    async with followed(coordinator, run) as follower:
-        await follower.let_go(found, result)
-    return coordinator, follower
-
-
-async def shown(coordinator: MemoryCoordinator, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """`taskgraph result`, of a job that finished and whose nodes are gone."""
-    finished = StatusRecord(state=State.FINISHED, reason="", writer="")
-    await coordinator.txn(Txn(success=(Put(KEYS.status, finished.to_bytes()),)))
-    await reached_by(coordinator, monkeypatch)
-    options = cli.parser().parse_args(["result", NAME, "--etcd", "a:1", *arguments])
-    return await asyncio.to_thread(looking.result, options)
 
 
 async def reached_by(coordinator: MemoryCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,17 +194,6 @@ async def test_status_ends_where_it_does_not_watch_or_etcd_has_lost_the_job(
         await looking._status(cli.parser().parse_args(["status", NAME, "--etcd", "a:1", *arguments]))
 
 
-@pytest.mark.parametrize("limit", ["executors", "threads"])
-def test_a_result_is_kept_where_no_thread_can_be_started_any_more(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread's run outlives the main thread. Which of both is so by then depends on the version."""
-    if limit == "executors":
-        monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
-    else:
-        monkeypatch.setattr(threading.Thread, "start", no_thread)
-    _, follower = asyncio.run(kept(RESULT))
-    assert follower.kept_json == RESULT.to_json() and follower.not_kept == ""
-
-
 @pytest.mark.parametrize("nodes", [0, 2])
 def test_a_run_is_refused_where_no_thread_can_be_started_any_more(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", no_thread)
@@ -244,47 +205,6 @@ def test_a_limit_of_threads_is_not_taken_for_the_end(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(threading.Thread, "start", lambda thread: no_thread(thread, "can't start new thread"))
     with pytest.raises(tg.JobFailed, match=r"can't start new thread: a limit of this process"):
         tg.run(tg.Job(tasks=1, epochs=1, builder=tg.Task, name=NAME), nodes=0)
-
-
-async def test_where_the_reports_are_too_large_the_values_are_kept_and_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = reported(1.5, 20_000)
-    coordinator, follower = await kept(result)
-    assert follower.kept_json == result.to_json(), "on this host all of it is kept"
-    left_out = f"reports left out: with them it was {len(result.to_json()) / (1 << 20):.1f} MiB, and less than 1.0 MiB"
-    assert await shown(coordinator, monkeypatch) == 0
-    told = capsys.readouterr()
-    assert told.out == "1.5\n" and told.err.startswith(left_out)
-    assert await shown(coordinator, monkeypatch, "--json") == 0
-    read = json.loads(capsys.readouterr().out)
-    assert read["values"] == {"0": 1.5} and read["reports"] == [] and read["left_out"].startswith(left_out)
-
-
-async def test_a_small_result_is_kept_with_its_reports(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = reported(1.5, 10)
-    coordinator, _ = await kept(result)
-    assert await shown(coordinator, monkeypatch, "--json") == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(result.to_json())
-
-
-async def test_values_that_are_too_large_are_not_kept_and_the_message_says_how_large_they_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    coordinator, follower = await kept(reported("x" * (3 << 19), 10))
-    assert follower.kept_json is not None and follower.not_kept == "" and await coordinator.get(KEYS.result) is None
-    with pytest.raises(
-        tg.UnknownJob, match=r"as JSON they take 1\.5 MiB, and less than 1\.0 MiB is kept in etcd: the run"
-    ):
-        await shown(coordinator, monkeypatch)
-    monkeypatch.setattr("taskgraph.launch.collect._KEPT_BYTES", 1 << 20)
-    coordinator, follower = await kept(reported("x" * (3 << 19), 0))
-    assert follower.kept_json is None
-    assert follower.not_kept == "they take 1.5 MiB, and less than 1.0 MiB is kept: the run has returned them"
-    with pytest.raises(tg.UnknownJob, match=follower.not_kept):
-        await shown(coordinator, monkeypatch)
 
 
 FINISHED = Put(KEYS.status, StatusRecord(state=State.FINISHED).to_bytes())
@@ -305,47 +225,6 @@ async def test_what_nodes_that_leave_take_with_them_is_not_what_a_checkpoint_has
     await coordinator.close()
 
 
-async def test_of_values_that_went_with_the_nodes_it_is_said_how_they_are_computed_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    coordinator = MemoryCoordinator(MemoryStore())
-    await submit(coordinator, spec())
-    with pytest.raises(tg.UnknownJob, match=r"its last node left before anyone collected them$"):
-        await shown(coordinator, monkeypatch)
-    await coordinator.txn(Txn(success=(CHECKPOINT,)))
-    way = "epoch 20 is complete: go on from there with --resume .*, or with new nodes .*`taskgraph launch again`"
-    with pytest.raises(tg.UnknownJob, match=way):
-        await shown(coordinator, monkeypatch)
-
-
-async def test_who_collects_tells_nodes_that_are_gone_from_somebody_else_who_was_first() -> None:
-    """Both were taken for the latter: of a job whose values were lost it was said where they are."""
-    coordinator, run = MemoryCoordinator(MemoryStore()), spec()
-    await submit(coordinator, run)
-    await coordinator.txn(Txn(success=(FINISHED,)))
-    async with asyncio.timeout(30), followed(coordinator, run) as follower:
-        assert await follower.collect() is None
-        assert follower.not_kept == "its last node left before anyone collected them"
-    async with asyncio.timeout(30), followed(coordinator, run) as follower:
-        here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        collecting = asyncio.ensure_future(follower.collect(here))
-        await asyncio.sleep(0.01)
-        assert not collecting.done(), "a node that this process started may be about to register"
-        await coordinator.txn(Txn(success=(Put(KEYS.collected, b"{}"),)))
-        assert await collecting is None and follower.not_kept == ""
-
-
-async def test_who_collects_stops_where_the_job_runs_again() -> None:
-    coordinator, run = MemoryCoordinator(MemoryStore()), spec()
-    await submit(coordinator, run)
-    await coordinator.txn(Txn(success=(FINISHED,)))
-    async with asyncio.timeout(30), followed(coordinator, run) as follower:
-        collecting = asyncio.ensure_future(follower.collect(asyncio.get_running_loop().create_future()))
-        await asyncio.sleep(0.01)
-        await coordinator.txn(Txn(success=(Put(KEYS.status, StatusRecord(state=State.RUNNING).to_bytes()),)))
-        assert await collecting is None and follower.not_kept == "" and not follower.finished
-
-
 async def test_who_read_nothing_of_its_runs_end_does_not_follow_the_next_one() -> None:
     store = MemoryStore()
     coordinator = MemoryCoordinator(store)
@@ -362,23 +241,6 @@ async def test_who_read_nothing_of_its_runs_end_does_not_follow_the_next_one() -
         async with asyncio.timeout(30):
             status = await ended
         assert status.state == State.CANCELLED and "another one was submitted under its name" in status.reason
-
-
-@pytest.mark.parametrize(("error", "why"), [(Unavailable("away"), "away"), (OutcomeUnknown("full"), "no answer")])
-async def test_a_result_that_is_here_does_not_get_lost_with_etcd(
-    error: Exception, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("taskgraph.launch.collector._COLLECTED_S", 0.5)
-    coordinator = Deaf(MemoryStore())
-    run = spec()
-    await submit(coordinator, run)
-    async with followed(coordinator, run) as follower:
-        coordinator.error = error
-        async with asyncio.timeout(30):
-            await follower.let_go([], RESULT)
-        assert follower.kept_json is not None
-    (record,) = caplog.records
-    assert "collected is not known" in record.message and record.message.endswith(f": {why}")
 
 
 async def test_a_submit_that_is_too_large_for_etcd_says_how_large_it_is_and_what_to_pass() -> None:
@@ -452,140 +314,3 @@ async def test_a_run_that_gives_up_says_that_a_job_may_be_left_only_where_it_may
     await _cancel_unbegun(Collector(coordinator, spec(), b""), ENTRY, type(why), why, None)
     notes = getattr(why, "__notes__", [])
     assert notes == [] if not says else notes[0].startswith(says)
-
-
-LARGE = reported("x" * (3 << 19), 0)
-"""Of more than etcd keeps."""
-
-
-async def finished_on_a_node(expected_nodes: int = 0) -> tuple[MemoryCoordinator, JobSpec]:
-    """A job that has finished, with one node that keeps its results."""
-    coordinator, run = MemoryCoordinator(MemoryStore()), dataclasses.replace(spec(), expected_nodes=expected_nodes)
-    await submit(coordinator, run)
-    record = NodeRecord(
-        name="n1", run=run.run, host="h", pid=1, endpoints=("unix:x",), control="", fingerprint=run.fingerprint, lease=0
-    )
-    await coordinator.txn(Txn(success=(FINISHED, Put(KEYS.node("n1"), record.to_bytes()))))
-    return coordinator, run
-
-
-@pytest.fixture
-def on_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nodes tell `LARGE`; what is kept is kept in a place of the test's own."""
-    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("taskgraph.launch.collector._OTHERS_FIRST_S", 0.01)
-
-    async def results(self: Collector) -> list[TaskResult]:
-        return [TaskResult(0, LARGE.epochs, 1, encode(LARGE.values[0]), (), (), 12.5)]
-
-    monkeypatch.setattr(Collector, "results", results)
-
-
-@pytest.mark.usefixtures("on_this_host")
-async def test_how_long_a_job_lasted_is_told_by_its_nodes_whatever_the_time_is_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The time here was compared with that of who submitted it: it had lasted minus an hour, or a day."""
-    coordinator, run = await finished_on_a_node()
-    monkeypatch.setattr(time, "time", lambda: 86_400.0)
-    async with asyncio.timeout(30), followed(coordinator, run) as follower:
-        collected = await follower.collect()
-    assert collected is not None and collected.wall_s == 12.5
-    assert follower.kept_json is not None and json.loads(follower.kept_json)["wall_s"] == 12.5
-
-
-def values_in(told: str) -> object:
-    return json.loads(told)["values"]
-
-
-@pytest.mark.usefixtures("on_this_host")
-async def test_what_etcd_cannot_keep_is_kept_on_the_host_of_whoever_collects_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It was shown in short, and gone: nobody could ask for it again."""
-    coordinator, run = await finished_on_a_node()
-    async with asyncio.timeout(30), followed(coordinator, run) as follower:
-        assert await follower.collect() is not None and follower.only_there == ""
-    for _ in range(2):
-        assert await shown(coordinator, monkeypatch, "--json") == 0
-        assert values_in(capsys.readouterr().out) == {"0": LARGE.values[0]}
-    assert "etcd; `taskgraph result again` has them on host" in why_not_kept(await coordinator.get(KEYS.collected))
-
-    async def connect(*_: object) -> contextlib.nullcontext[MemoryCoordinator]:
-        return contextlib.nullcontext(coordinator)
-
-    monkeypatch.setattr(launch_run, "connect", connect)
-    assert (await asyncio.to_thread(tg.result, NAME, "a:1")).value == LARGE.value
-
-
-@pytest.mark.usefixtures("on_this_host")
-async def test_what_is_kept_nowhere_is_let_go_only_once_all_of_it_was_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("taskgraph.launch.collect._KEPT_BYTES", 1 << 20)
-    coordinator, run = await finished_on_a_node()
-    assert await shown(coordinator, monkeypatch) == 0
-    way = "alone keep its values (they take 1.5 MiB, and less than 1.0 MiB is kept), for 300 s (results_kept_s): "
-    assert way + "`taskgraph result again --json > FILE` takes them" in capsys.readouterr().err
-    with monkeypatch.context() as full:
-        full.setattr(looking, "print", gone, raising=False)
-        with pytest.raises(BrokenPipeError):
-            await shown(coordinator, full, "--json")
-    assert await coordinator.get(KEYS.collected) is None
-    async with asyncio.timeout(30), followed(coordinator, run) as follower:
-        assert await follower.collect() is not None
-        waiting = asyncio.ensure_future(follower.taken(asyncio.get_running_loop().create_future()))
-        assert await shown(coordinator, monkeypatch, "--json") == 0
-        await waiting
-    assert values_in(capsys.readouterr().out) == {"0": LARGE.values[0]}
-    assert "kept; `taskgraph result --json` wrote them on" in why_not_kept(await coordinator.get(KEYS.collected))
-
-
-def gone(*_: object, **__: object) -> None:
-    raise BrokenPipeError
-
-
-@pytest.mark.usefixtures("on_this_host")
-@pytest.mark.parametrize("ours", [True, False])
-async def test_very_many_reports_are_kept_whole_where_nobody_else_has_them(
-    monkeypatch: pytest.MonkeyPatch, ours: bool
-) -> None:
-    """Of a job that was submitted; whoever runs one has them. Values were lost with them, of whatever size."""
-    monkeypatch.setattr("taskgraph.launch.collect._KEPT_BYTES", 100_000)
-    coordinator, run, result = MemoryCoordinator(MemoryStore()), spec(), reported(1.5, 20_000)
-    await submit(coordinator, run)
-    found = [TaskResult(0, result.epochs, 1, encode(1.5), ())]
-    async with followed(coordinator, run) as follower:
-        await (follower.let_go if ours else follower._keep_and_let_go)(found, result)
-    assert await coordinator.get(KEYS.collected) is not None and not follower.only_there
-    in_etcd = await coordinator.get(KEYS.result)
-    assert in_etcd is not None and json.loads(in_etcd.value)["values"] == {"0": 1.5}
-    assert follower.kept_json is not None
-    kept = tg.JobResult.from_json(follower.kept_json)
-    assert kept.values == {0: 1.5} and len(kept.reports) == (0 if ours else 20_000)
-    if not ours:
-        assert Runtime().finished(NAME) is not None
-
-
-@pytest.mark.usefixtures("on_this_host")
-async def test_a_host_that_has_no_room_lets_no_node_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Runtime, "keep_finished", full)
-    coordinator, run = await finished_on_a_node()
-    async with asyncio.timeout(30), followed(coordinator, run) as follower:
-        assert await follower.collect() is not None
-        assert "No space left on device" in follower.only_there
-    assert await coordinator.get(KEYS.collected) is None
-
-
-@pytest.mark.usefixtures("on_this_host")
-async def test_who_looks_at_the_result_of_a_job_that_somebody_runs_leaves_its_nodes_to_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run that had not collected after some 15 s was told that its nodes had ended, and failed."""
-    coordinator, _ = await finished_on_a_node(expected_nodes=1)
-    assert await shown(coordinator, monkeypatch, "--json") == 0
-    assert values_in(capsys.readouterr().out) == {"0": LARGE.values[0]}
-    assert await coordinator.get(KEYS.collected) is None and Runtime().finished(NAME) is None

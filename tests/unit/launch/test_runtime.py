@@ -209,7 +209,7 @@ def test_directory_that_cannot_be_made_says_what_to_set(tmp_path: Path, below: s
 @pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "../../etc", "a\0b", "x" * 101, "\udce4"])
 def test_wrong_name_touches_no_file(runtime: Runtime, name: str) -> None:
     assert runtime.find(name) is None and runtime.finished(name) is None
-    for act in (runtime.folder, runtime.sockets, runtime.remove, lambda n: runtime.keep_finished(n, {})):
+    for act in (runtime.folder, runtime.sockets, runtime.remove, lambda n: runtime.keep_finished(n, KeptJob())):
         with pytest.raises(JobError, match="is no job's name"):
             act(name)
     assert not runtime.root.exists()
@@ -346,11 +346,11 @@ def test_last_finished_jobs_are_kept_with_their_logs(runtime: Runtime) -> None:
     for number in range(34):
         name = f"job{number:02}"
         (runtime.folder(name) / "n1.log").write_text("it said this")
-        runtime.keep_finished(name, {"status": {}, "result": {"number": number}, "events": []})
+        runtime.keep_finished(name, KeptJob(result=str(number)))
         os.utime(runtime.root / "finished" / f"{name}.json", (number, number))
     assert runtime.finished("job00") is None and runtime.finished("job01") is None
     for number in (2, 33):
-        assert (runtime.finished(f"job{number:02}") or KeptJob()).result == {"number": number}
+        assert (runtime.finished(f"job{number:02}") or KeptJob()).result == str(number)
     logs = sorted(path.name for path in (runtime.root / "finished").glob("*.logs"))
     assert len(logs) == 32 and logs[0] == "job02.logs"
     assert (runtime.root / "finished" / "job33.logs" / "n1.log").read_text() == "it said this"
@@ -361,13 +361,13 @@ def test_launchers_of_a_run_keep_the_logs_of_all(runtime: Runtime, run: str) -> 
     """With `run` and `launch` on one host the first took the logs of all nodes, and the other removed them."""
     for name, text in (("n1.log", "it said this"), ("n2.log", "and that"), ("n3.log", "")):
         (runtime.folder("fit") / name).write_text(text)
-    runtime.keep_finished("fit", {"run": "one"})
+    runtime.keep_finished("fit", KeptJob(run="one"))
     (runtime.folder("fit") / "n3.log").write_text("it ended later")
-    runtime.keep_finished("fit", {"run": run})
+    runtime.keep_finished("fit", KeptJob(run=run))
     logs = {path.name: path.read_text() for path in runtime.kept_logs("fit").glob("n*.log")}
     later = {"n3.log": "it ended later"}
     assert logs == ({"n1.log": "it said this", "n2.log": "and that", **later} if run else later)
-    runtime.keep_finished("fit", {"run": "another"})
+    runtime.keep_finished("fit", KeptJob(run="another"))
     assert not runtime.kept_logs("fit").exists(), "logs of an earlier run are not this run's"
 
 
@@ -375,21 +375,21 @@ def test_launcher_does_not_wait_forever_to_keep_logs(runtime: Runtime, monkeypat
     monkeypatch.setattr(runtime_module, "_LOCK_WAIT_S", 0.05)
     (runtime.folder("fit") / "n1.log").write_text("it said this")
     with runtime.claim("fit"), locked(runtime.root / "locks" / "logs"):
-        runtime.keep_finished("fit", {"run": "one"})
+        runtime.keep_finished("fit", KeptJob(run="one"))
     assert (runtime.kept_logs("fit") / "n1.log").read_text() == "it said this"
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "3", '"status"', "{}", '{"status": {}}', '{"result": 1}', '{"status": 1, "result": 1}']
+    "text", ["", "[]", "3", '"status"', '{"status": {}}', '{"result": 1}', '{"status": 1, "result": ""}']
 )
 def test_broken_record_of_a_finished_job_is_ignored(runtime: Runtime, text: str) -> None:
-    runtime.keep_finished("fit", {"status": {}})
+    runtime.keep_finished("fit", KeptJob())
     (runtime.root / "finished" / "fit.json").write_text(text)
     assert runtime.finished("fit") is None
 
 
 def test_full_disk_keeps_logs_and_no_earlier_job(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime.keep_finished("fit", {"number": 1})
+    runtime.keep_finished("fit", KeptJob(result="1"))
     (runtime.folder("fit") / "n1.log").write_text("it said this")
 
     def full(path: Path, data: bytes) -> None:
@@ -397,6 +397,6 @@ def test_full_disk_keeps_logs_and_no_earlier_job(runtime: Runtime, monkeypatch: 
 
     monkeypatch.setattr(runtime_module, "write_whole", full)
     with pytest.raises(OSError, match="No space left on device"):
-        runtime.keep_finished("fit", {"number": 2})
+        runtime.keep_finished("fit", KeptJob(result="2"))
     assert runtime.finished("fit") is None
     assert (runtime.kept_logs("fit") / "n1.log").read_text() == "it said this"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 from pathlib import Path
@@ -238,7 +237,7 @@ async def test_lost_results_are_computed_again(monkeypatch: pytest.MonkeyPatch, 
         launched.nodes.kill_now()
         status, _ = await launched.ended()
         assert status is not None and status.state == State.FINISHED
-        assert follower.not_kept == "its last node left before anyone collected them"
+        assert follower.kept.not_kept == "its last node left before anyone collected them"
     finally:
         await follower.stop()
 
@@ -270,10 +269,10 @@ async def test_run_says_who_collected_its_results(kept: bool, monkeypatch: pytes
     monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
     etcd, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
     await submit(etcd, SPEC)
-    values = Put(keys.result, RESULT.to_json().encode())
-    why = json.dumps({"by": "n1", "not_kept": "nobody collected them within 300 s"}).encode()
+    record = KeptJob(result=RESULT.to_json()) if kept else KeptJob(not_kept="nobody collected them within 300 s")
+    collected = Put(keys.collected, record.to_bytes())
     finished = Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes())
-    await etcd.txn(Txn(success=(finished, Put(keys.collected, why), *([values] if kept else []))))
+    await etcd.txn(Txn(success=(finished, collected)))
     follower = Collector(etcd, SPEC, b"")
     await follower.start()
     try:
@@ -290,9 +289,9 @@ async def test_run_says_who_collected_its_results(kept: bool, monkeypatch: pytes
         failed.value
     )
     left = Runtime().finished("fit")
-    assert left is not None and left.result == (json.loads(RESULT.to_json()) if kept else None)
+    assert left is not None and left.result == (RESULT.to_json() if kept else "")
     found = await etcd.get(keys.collected)
-    assert found is not None and found.value == why, "what the other one said of it stays"
+    assert found is not None and found.value == collected.value, "what the other one said of it stays"
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -306,16 +305,16 @@ async def test_next_runs_events_are_not_kept(again: bool, monkeypatch: pytest.Mo
     follower = Collector(etcd, SPEC, b"")
     await follower.start()
     try:
-        follower.kept_json = RESULT.to_json()
+        follower.kept = KeptJob(result=RESULT.to_json())
         if again:
             await submit(etcd, dataclasses.replace(SPEC, run="another"))
             await etcd.txn(Txn(success=(Put(keys.event("2"), Event(2.0, "n1", "lost", "").to_bytes()),)))
         await Supervisor(SPEC, ENTRY, etcd, follower, Hooks())._finish(0.0, 0.0)
         left = Runtime().finished("fit")
-        await follower._keep_here(RESULT.to_json(), follower.status)
+        await follower.keep_end(follower.status)
     finally:
         await follower.stop()
-    assert left is not None and left.state == "finished" and left.result is not None
+    assert left is not None and left.state == "finished" and left.result
     assert [event.kind for event in left.events] == ([] if again else ["began"])
     assert (Runtime().finished("fit") or KeptJob()).events == left.events
 

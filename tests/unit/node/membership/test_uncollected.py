@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from cluster_kit import Counting, blindable, eyes, job, play
+from msgspec import structs
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.launch.kept import KeptJob, why_not_kept
+from taskgraph.launch.kept import collected_record
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import State, StatusRecord
 
@@ -35,7 +36,7 @@ def why_none(cluster: InProcessCluster) -> str:
     found = [*cluster.store.select(cluster.keys.collected, prefix=False), None]
     finished = StatusRecord(state=State.FINISHED)
     with pytest.raises(tg.UnknownJob) as told:
-        KeptJob(status=finished, not_kept=why_not_kept(found[0])).result_of(cluster.spec.name)
+        structs.replace(collected_record(found[0]), status=finished).result_of(cluster.spec.name)
     return str(told.value)
 
 
