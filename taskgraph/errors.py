@@ -66,7 +66,7 @@ def class_name(kind: type) -> str:
     return name
 
 
-def said(error: BaseException) -> str:
+def message_text(error: BaseException) -> str:
     """The text of a user's exception, also if its `__str__` fails."""
     try:
         return str(error)
@@ -79,20 +79,20 @@ def kind_of(error: BaseException) -> str:
     return class_name(type(error))
 
 
-def worded(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The text of a user's exception after its class: `ValueError: no such key`."""
-    text = said(error)
+    text = message_text(error)
     return f"{kind_of(error)}: {text}" if text else kind_of(error)
 
 
-def first_of(lines: Sequence[str], most: int) -> list[str]:
+def first_lines(lines: Sequence[str], most: int) -> list[str]:
     """The first lines, and a last line that counts the others."""
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
-def named(names: Sequence[str], most: int) -> str:
+def first_names(names: Sequence[str], most: int) -> str:
     """The first names, and a count of the others: `a, b and 3 more`."""
-    return " ".join([", ".join(names[:most]), *first_of(names, most)[most:]])
+    return " ".join([", ".join(names[:most]), *first_lines(names, most)[most:]])
 
 
 USED_UP: Final = (
@@ -103,7 +103,7 @@ USED_UP: Final = (
 
 def no_thread(error: BaseException) -> str:
     """The message if the system refused a thread; "" for any other error."""
-    if not isinstance(error, RuntimeError) or said(error) != "can't start new thread":
+    if not isinstance(error, RuntimeError) or message_text(error) != "can't start new thread":
         return ""
     return f"can't start new thread: {USED_UP}"
 

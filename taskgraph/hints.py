@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from taskgraph.channels import Inputs, Outputs
 from taskgraph.epoch import Epoch, Hold, Reply, Scratch
-from taskgraph.errors import kind_of, said
+from taskgraph.errors import kind_of, message_text
 
 __all__ = ["hint"]
 
@@ -51,17 +51,17 @@ def hint(error: BaseException) -> str:
     if _asks(error) and not _terminal():
         return _TERMINAL
     if isinstance(error, ValueError):
-        return _READ_ONLY if "read-only" in said(error) else ""
+        return _READ_ONLY if "read-only" in message_text(error) else ""
     if isinstance(error, AttributeError):
         return _of_attribute(error.obj)
     if isinstance(error, TypeError):
-        return _of_type(said(error))
+        return _of_type(message_text(error))
     return ""
 
 
 def _asks(error: BaseException) -> bool:
     """True if `breakpoint()` or `input()` raised this, because there is no terminal."""
-    return kind_of(error) == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in said(error))
+    return kind_of(error) == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in message_text(error))
 
 
 def _terminal() -> bool:

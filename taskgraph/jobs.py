@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, Self, cast
 
-from taskgraph.errors import JobError, worded
+from taskgraph.errors import JobError, error_text
 from taskgraph.options import OptionInfo, check_fields, options_of, options_text, parse, plain
 from taskgraph.protocol.keys import NAME_RULE, is_name
 from taskgraph.settings import Settings
@@ -120,7 +120,7 @@ class Job:
             try:
                 yield bool(asked(task_id)) if callable(asked) else bool(asked)
             except Exception as error:
-                raise JobError(f"Job(requires_gpu=...): for task {task_id} it raises {worded(error)}") from error
+                raise JobError(f"Job(requires_gpu=...): for task {task_id} it raises {error_text(error)}") from error
 
     def build(self, task_id: int) -> Task:
         """Calls the task builder."""

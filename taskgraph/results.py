@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from taskgraph.errors import DecodeError, JobError, named, worded
+from taskgraph.errors import DecodeError, JobError, error_text, first_names
 from taskgraph.graph.codecs import Codec, codec_of
 
 __all__ = ["EpochReport", "JobResult", "json_pieces", "plain_value"]
@@ -80,7 +80,7 @@ class JobResult:
     def value(self) -> Any:
         """The only value. Raises JobError if there is none, or more than one."""
         if len(self.values) != 1:
-            tasks = named([*map(str, self.values)], _NAMED)
+            tasks = first_names([*map(str, self.values)], _NAMED)
             which = f"tasks {tasks} returned one each" if self.values else "no task returned one from result()"
             raise JobError(f"JobResult.value is for jobs with one value; {which}: use .values")
         return next(iter(self.values.values()))
@@ -200,7 +200,7 @@ def declared(value: Any) -> Codec | None:
 
 
 def _unsaid(value: Any, error: Exception) -> str:
-    return f"<{type(value).__name__}: {worded(error)}>"
+    return f"<{type(value).__name__}: {error_text(error)}>"
 
 
 def _has_digits(value: int) -> bool:

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from taskgraph.errors import JobError, worded
+from taskgraph.errors import JobError, error_text
 
 __all__ = ["Bytes", "Directory", "FsspecPlace", "NoFile", "Place", "check_url", "open_place", "written_by"]
 
@@ -145,7 +145,7 @@ def _fsspec(url: str) -> tuple[Any, str]:
     except (ValueError, ImportError) as error:
         raise JobError(f"Job(checkpoint={url!r}): {error}") from error
     except Exception as error:  # some file systems connect at once, and raise their client's errors
-        raise JobError(f"Job(checkpoint={url!r}): {worded(error)}") from error
+        raise JobError(f"Job(checkpoint={url!r}): {error_text(error)}") from error
 
 
 class Directory:

@@ -114,7 +114,7 @@ def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -
         return drain_risk(view, spec, node), False
     alone = [task for task in range(spec.tasks) if view.primaries.get(task) and _has_alone(view, task, node)]
     at, pointer = view.stamp.epoch if view.stamp is not None else 0, view.checkpoint
-    if not alone or at == 0 or view.covered:
+    if not alone or at == 0 or view.is_checkpointed:
         return "", False  # boundary 0 can be made again, and files have that of the checkpoint
     has = f"only {name_of(node)} has the state of task{'s' * (len(alone) > 1)} {ids_text(alone)}"
     then = (

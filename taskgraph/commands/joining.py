@@ -117,7 +117,7 @@ async def _launch(options: argparse.Namespace) -> int:
         )
         follower = Collector(reached.coordinator, reached.spec, entry.token_bytes, entry.node_access)
         await follower.keeper.load_persistently()
-        if (found := follower.view.status) is not None and not follower.view.open:
+        if (found := follower.view.status) is not None and not follower.view.has_work:
             return await _print_ended(reached, found.record)
         reached.spec.check_protocol()  # the job would refuse each of its nodes
         runtime = Runtime()
@@ -150,7 +150,7 @@ async def _launch(options: argparse.Namespace) -> int:
                 await any_done(work, gone)
                 if not work.done():  # the work may still read how the job ended
                     await asyncio.wait([work], timeout=_LAST_LOOK_S)
-                if not work.done() and follower.view.open:
+                if not work.done() and follower.view.has_work:
                     leave.set()  # there is no etcd to hand over by
                     raise _without_launcher(reached)
                 status, result = await work

@@ -26,7 +26,7 @@ from taskgraph.observe.events import Event
 from taskgraph.observe.format import clock_text, counted, fitted, kept_json, status_json
 from taskgraph.observe.screen import one_line, printable, say, takes_codes
 from taskgraph.observe.status import NodeStatus
-from taskgraph.observe.status_text import Picture, nobody_text, status_text
+from taskgraph.observe.status_text import StatusData, no_node_text, status_text
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside, any_done
@@ -117,7 +117,7 @@ def _tasks_of(options: argparse.Namespace, tasks: int) -> Sequence[int]:
 
 async def _picture(
     reached: Reached, view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError], etcd_s: float
-) -> Picture:
+) -> StatusData:
     spec, logs = reached.spec, Runtime().logs(reached.name)
     leader = next((node for node, said in statuses.items() if isinstance(said, NodeStatus) and said.leader), None)
     commits: list[Event] = []
@@ -127,7 +127,7 @@ async def _picture(
             async with client_of(view.nodes[leader].record, entry.token_bytes, entry.node_access) as client:
                 recent = [event async for event, _ in client.events(follow=False, last=_COMMITS)]
                 commits = [event for event in recent if event.kind == "commit"]
-    return Picture(
+    return StatusData(
         name=spec.name,
         tasks=spec.tasks,
         epochs=spec.epochs,
@@ -137,14 +137,14 @@ async def _picture(
         commits=commits,
         kept=await kept_events(reached.coordinator, reached.name),
         etcd_s=etcd_s,
-        nobody=_nobody(reached, view),
+        no_node_text=_nobody(reached, view),
         logs=str(logs) if logs is not None else "",
     )
 
 
 def _nobody(reached: Reached, view: JobView) -> str:
     spec, known = reached.spec, known_at(reached.name, reached.entry.etcd, reached.spec.run)
-    return nobody_text(
+    return no_node_text(
         view,
         reached.name,
         expected=spec.expected_nodes,

@@ -18,9 +18,9 @@ __all__ = [
     "WAITED_OUT",
     "AccessRefused",
     "Coordinator",
+    "DataLost",
     "Lease",
     "Listing",
-    "Lost",
     "TooLarge",
     "WatchBatch",
     "WatchCompacted",
@@ -55,7 +55,7 @@ class TooLarge(CoordinationError):
     """A transaction has more bytes than the coordinator accepts: nothing was done."""
 
 
-class Lost(CoordinationError):
+class DataLost(CoordinationError):
     """The coordinator lost writes that it had acknowledged.
 
     Args:

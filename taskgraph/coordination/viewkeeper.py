@@ -15,8 +15,8 @@ import itertools
 import logging
 from collections.abc import Callable
 
-from taskgraph.coordination.api import WAITED_OUT, Coordinator, Lost, WatchCompacted
-from taskgraph.protocol.view import JobView, WentBack
+from taskgraph.coordination.api import WAITED_OUT, Coordinator, DataLost, WatchCompacted
+from taskgraph.protocol.view import JobView, StaleListing
 
 __all__ = ["ViewKeeper"]
 
@@ -84,7 +84,7 @@ class ViewKeeper:
 
         Raises:
             Unavailable: etcd does not answer.
-            Lost: etcd holds less than it had acknowledged.
+            DataLost: etcd holds less than it had acknowledged.
         """
         self._listings.append(since := self._coordinator.now())
         try:
@@ -94,8 +94,8 @@ class ViewKeeper:
         if listing.revision >= self.view.revision:
             try:
                 self.view.reset(listing.revision, listing.items)
-            except WentBack as why:
-                raise Lost(str(why)) from None
+            except StaleListing as why:
+                raise DataLost(str(why)) from None
             self.notify()
         now = self._coordinator.now()
         longest_s = min(_READ_REST_PER_KEY_S * len(listing.items), _READ_REST_S)

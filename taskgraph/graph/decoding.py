@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from taskgraph.device.api import Device
 from taskgraph.device.buffers import DeviceBuffer
-from taskgraph.errors import DecodeError, worded
+from taskgraph.errors import DecodeError, error_text
 from taskgraph.graph import arrays, codecs, dtypes, layout, orders
 from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.layout import MAX_DEPTH, TREE_HEAD
@@ -136,7 +136,7 @@ class Reader:
         try:
             found = dict(zip(keys, values, strict=True))
         except Exception as error:  # a message's own __hash__ and __eq__ are user code
-            raise DecodeError(f"a dict has a key that cannot be one: {worded(error)}") from error
+            raise DecodeError(f"a dict has a key that cannot be one: {error_text(error)}") from error
         if len(found) != len(keys):
             raise DecodeError(f"a dict of {len(keys)} keys has {len(found)} different ones")
         return found
@@ -168,7 +168,7 @@ class Reader:
                 if getattr(made, field, made) is not value:  # not of __init__, or changed
                     object.__setattr__(made, field, value)
         except Exception as error:
-            raise DecodeError(f"message {name!r} cannot be made of what came: {worded(error)}") from error
+            raise DecodeError(f"message {name!r} cannot be made of what came: {error_text(error)}") from error
         return made
 
     def _fields(self, known: codecs.Message, packed: msgspec.Raw) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Reader:
         try:
             return known.decode(inner)
         except Exception as error:
-            raise DecodeError(f"the codec {name!r} cannot decode what came: {worded(error)}") from error
+            raise DecodeError(f"the codec {name!r} cannot decode what came: {error_text(error)}") from error
 
     def _protobuf(self, payload: memoryview) -> Any:
         from google.protobuf import descriptor_pool, message_factory

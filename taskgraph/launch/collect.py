@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from taskgraph.errors import worded
+from taskgraph.errors import error_text
 from taskgraph.graph.values import decode, verify
 from taskgraph.launch.kept import KeptJob
 from taskgraph.node.reports import PlainRows, ReportLog
@@ -94,7 +94,7 @@ def copies(result: JobResult, size: int) -> tuple[KeptJob, KeptJob]:
             here = _copy(result, _HOST_BYTES, "this host")
             return here, here if _size(here.result) < _ETCD_BYTES else _copy(result, _ETCD_BYTES, "etcd")
     except Exception as error:  # a user's type may raise anything
-        neither = f"they cannot be written as JSON ({worded(error)})"
+        neither = f"they cannot be written as JSON ({error_text(error)})"
     return KeptJob(not_kept=neither), KeptJob(not_kept=neither)
 
 

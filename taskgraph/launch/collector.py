@@ -27,7 +27,7 @@ from taskgraph.launch.follow import Follower, client_of, if_etcd_answers
 from taskgraph.launch.kept import KeptJob, collected_record, lost_text
 from taskgraph.launch.runtime import Runtime
 from taskgraph.network.tls import Tls
-from taskgraph.observe.control_client import StillAtWork
+from taskgraph.observe.control_client import StillComputing
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import Compare, Put, Txn
@@ -112,7 +112,7 @@ class Collector(Follower):
                     found = await client.results(silent_s=_SILENT_S)
                 if sorted(each.task for each in found) == self._tasks_of(node):
                     kept |= {each.task: each for each in found}
-            except StillAtWork:
+            except StillComputing:
                 self.unreachable = None
             except TaskGraphError as error:  # others take its tasks over, and are asked
                 self.unreachable = failed = error

@@ -21,7 +21,7 @@ from taskgraph.launch.kept import KeptJob, collected_record, way_on
 from taskgraph.launch.runtime import Runtime
 from taskgraph.network.tls import Tls
 from taskgraph.observe.control_client import ControlClient, control_address
-from taskgraph.observe.events import GATHERED, Event, careful, in_order, put_events, readable_events
+from taskgraph.observe.events import GATHERED, Event, guarded_listener, in_order, put_events, readable_events
 from taskgraph.observe.incidents import FAILOVER, Incidents
 from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol import transactions
@@ -134,7 +134,7 @@ class Follower:
     @property
     def open(self) -> bool:
         """True if the followed run's nodes have something to do."""
-        return self.view.open and self.view.spec_revision == self._run_at
+        return self.view.has_work and self.view.spec_revision == self._run_at
 
     @property
     def finished(self) -> bool:
@@ -163,7 +163,7 @@ class Follower:
 
         Args:
             on_event: gets every event once, and every commit at least once: a new leader may repeat the last. If it
-                raises, it gets no more events (`careful`).
+                raises, it gets no more events (`guarded_listener`).
         """
         await self.keeper.load_persistently()
         if self._is_ours:
@@ -171,7 +171,7 @@ class Follower:
         loop = asyncio.get_running_loop()
         self._services.append(loop.create_task(self.keeper.run(), name="view"))
         if on_event is not None:
-            self._on_event = on_event = careful(on_event)
+            self._on_event = on_event = guarded_listener(on_event)
             self._services.append(loop.create_task(self._follow_kept(), name="events"))
             self._services.append(loop.create_task(self._follow_leader(on_event), name="commits"))
             self._services.append(loop.create_task(self._report_incidents(), name="incidents"))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.device.cuda import device_count
 from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, worded
+from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, error_text
 from taskgraph.jobs import Job
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.kept import job_failed, way_on
@@ -25,7 +25,7 @@ from taskgraph.node.garbage import searching_garbage_less_often
 from taskgraph.node.node import Node, Point
 from taskgraph.node.usercode.errors import cancelled_by_users
 from taskgraph.node.usercode.threads import PooledThreads, Threads
-from taskgraph.observe.events import Event, EventLog, careful
+from taskgraph.observe.events import Event, EventLog, guarded_listener
 from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
@@ -88,7 +88,7 @@ class InProcessCluster:
         self._threads = threads
         self._devices = device_count()
         self._point = point
-        self._on_event = careful(on_event) if on_event is not None else None
+        self._on_event = guarded_listener(on_event) if on_event is not None else None
         self._members: dict[str, _Member] = {}
         self._count = itertools.count(1)
         self._events: list[Event] = []
@@ -136,7 +136,9 @@ class InProcessCluster:
             await node.run()
         except Exception as error:
             if not self._members[node.id].crashed and not self._node_failed.done():
-                ours = error if isinstance(error, TaskGraphError) else TaskGraphError(f"{node.name}: {worded(error)}")
+                ours = (
+                    error if isinstance(error, TaskGraphError) else TaskGraphError(f"{node.name}: {error_text(error)}")
+                )
                 self._node_failed.set_result(ours)
             if not isinstance(error, TaskGraphError):
                 raise

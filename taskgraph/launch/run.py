@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from taskgraph.coordination.api import AccessRefused, Lost
+from taskgraph.coordination.api import AccessRefused, DataLost
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.driver.loading import check_no_loop, check_not_importing
 from taskgraph.driver.spec import JobSpec
@@ -308,7 +308,7 @@ async def _cancel_unbegun(
         async with asyncio.timeout(_CANCEL_S):
             await follower.cancel_job(end_reason(error))
     except (CoordinationError, TimeoutError) as failed:
-        if isinstance(error, Lost):  # with the job
+        if isinstance(error, DataLost):  # with the job
             return
         if follower.view.status is None:
             if isinstance(error, JobError | AccessRefused):  # it was not submitted

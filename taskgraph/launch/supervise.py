@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, worded
+from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, error_text
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.follow import DELETED, find_kept, if_etcd_answers, node_statuses
 from taskgraph.launch.forkserver import ForkServer, NotStarted
@@ -320,7 +320,7 @@ class Supervisor:
     async def _others_left(self, within_s: float) -> None:
         """Nodes of other launchers read in our etcd that nobody needs them any more: it stays until they have left."""
         keeper, run = self._follower.keeper, self._spec.run
-        if self._etcd_ended is None or keeper.view.open:
+        if self._etcd_ended is None or keeper.view.has_work:
             return
         ours = self._nodes.ids()
         left = keeper.wait_until(lambda view: view.live_nodes(run).keys() <= ours, structure=True)
@@ -352,14 +352,14 @@ def _why_uncollected(error: BaseException) -> str:
         return "the run was interrupted before they were collected"
     if isinstance(error, JobTimeout):
         return "the run had no more time to collect them (timeout_s)"
-    return f"the run ended before they were collected: {worded(error).splitlines()[0]}"
+    return f"the run ended before they were collected: {error_text(error).splitlines()[0]}"
 
 
 def end_reason(error: BaseException) -> str:
     """Says why a launcher ended a job."""
     if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
         return _INTERRUPTED
-    return f"its launcher could not go on: {worded(error)}"
+    return f"its launcher could not go on: {error_text(error)}"
 
 
 def _report_deaths(nodes: LocalNodes) -> None:

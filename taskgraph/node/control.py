@@ -26,7 +26,7 @@ import xxhash
 from taskgraph.errors import TaskGraphError, TransportError
 from taskgraph.network.listening import ANY_PORT
 from taskgraph.network.tls import Tls, check_listener
-from taskgraph.node.tracing import Traced, traced
+from taskgraph.node.tracing import TracedNode, stream_spans
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.control_client import SERVICE, TOKEN_KEY, credential
@@ -38,7 +38,7 @@ from taskgraph.system.files import remove_file
 from taskgraph.transport.endpoints import host_key, is_free, no_free_port, tcp_endpoint, unix_endpoint
 from taskgraph.transport.refusals import Refusals
 
-__all__ = ["ControlServer", "Controlled"]
+__all__ = ["ControlServer", "ControlledNode"]
 
 log = logging.getLogger("taskgraph.control")
 
@@ -70,7 +70,7 @@ _PINGS_APART_MS = 1_000
 """A client that pings more often is cut off. Ours ping every 5 s; by default gRPC allows it every five minutes."""
 
 
-class Controlled(Traced, Protocol):
+class ControlledNode(TracedNode, Protocol):
     """The interface of a node that the service needs."""
 
     def status(self) -> NodeStatus: ...
@@ -91,7 +91,7 @@ class ControlServer:
         self._credential = credential(token).encode()
         self._refusals = Refusals(log, time.monotonic)
         self._host_key = host_key()
-        self._node: Controlled | None = None
+        self._node: ControlledNode | None = None
         self._servers: list[grpc.aio.Server] = []
         self._path: Path | None = None
         self._followers: set[_Follower] = set()
@@ -99,7 +99,7 @@ class ControlServer:
         self._ending = False
         self._end = asyncio.Event()
 
-    def attach(self, node: Controlled) -> None:
+    def attach(self, node: ControlledNode) -> None:
         """Makes later calls ask `node`."""
         self._node = node
 
@@ -207,13 +207,15 @@ class ControlServer:
 
     # -- before a call -----------------------------------------------------------------------------------
 
-    async def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> Controlled:
+    async def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> ControlledNode:
         if self._node is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the node is starting: try again")
         assert self._node is not None
         return self._node
 
-    def _checked(self, function: Callable[[Controlled, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _checked(
+        self, function: Callable[[ControlledNode, Any], Awaitable[Any]]
+    ) -> Callable[[Any, Any], Awaitable[Any]]:
         async def checked(request: Any, context: Any) -> Any:
             node = await self._check(context)
             try:
@@ -224,7 +226,7 @@ class ControlServer:
         return checked
 
     def _checked_stream(
-        self, function: Callable[[Controlled, Any], AsyncGenerator[Any, None]]
+        self, function: Callable[[ControlledNode, Any], AsyncGenerator[Any, None]]
     ) -> Callable[[Any, Any], AsyncGenerator[Any, None]]:
         async def checked(request: Any, context: Any) -> AsyncGenerator[Any, None]:
             node = await self._check(context)
@@ -240,10 +242,10 @@ class ControlServer:
 
     # -- the calls ---------------------------------------------------------------------------------------
 
-    async def _status(self, node: Controlled, request: pb.StatusRequest) -> pb.StatusReply:
+    async def _status(self, node: ControlledNode, request: pb.StatusRequest) -> pb.StatusReply:
         return _status_reply(node.status())
 
-    async def _kill(self, node: Controlled, request: pb.KillRequest) -> pb.KillReply:
+    async def _kill(self, node: ControlledNode, request: pb.KillRequest) -> pb.KillReply:
         number = signal.Signals(request.signal)
         obey: Callable[[], object] = partial(os.kill, os.getpid(), number)
         if host.first():
@@ -262,11 +264,11 @@ class ControlServer:
         asyncio.get_running_loop().call_later(after_s, obey)
         return pb.KillReply(pid=os.getpid())
 
-    async def _drain(self, node: Controlled, request: pb.DrainRequest) -> pb.DrainReply:
+    async def _drain(self, node: ControlledNode, request: pb.DrainRequest) -> pb.DrainReply:
         node.drain(request.why or "asked to")
         return pb.DrainReply()
 
-    async def _follow(self, node: Controlled, request: pb.EventsRequest) -> AsyncGenerator[pb.EventReply, None]:
+    async def _follow(self, node: ControlledNode, request: pb.EventsRequest) -> AsyncGenerator[pb.EventReply, None]:
         follower = _Follower()
         for event in self._events.recent()[-request.last :]:
             follower.take(event)
@@ -283,7 +285,7 @@ class ControlServer:
             follower.end()
             self._followers.discard(follower)
 
-    async def _results(self, node: Controlled, request: pb.ResultsRequest) -> AsyncGenerator[pb.ResultChunk, None]:
+    async def _results(self, node: ControlledNode, request: pb.ResultsRequest) -> AsyncGenerator[pb.ResultChunk, None]:
         found = await node.results()
         await self._events.kept()
         for result in found:
@@ -308,18 +310,18 @@ class ControlServer:
             for rows in _row_chunks(result.reports):
                 yield pb.ResultChunk(reports=rows)
 
-    async def _clock(self, node: Controlled, request: pb.ClockRequest) -> pb.ClockReply:
+    async def _clock(self, node: ControlledNode, request: pb.ClockRequest) -> pb.ClockReply:
         return pb.ClockReply(at_ns=clock(), host_key=self._host_key)
 
     async def _trace(
-        self, node: Controlled, requests: AsyncIterator[pb.TraceRequest]
+        self, node: ControlledNode, requests: AsyncIterator[pb.TraceRequest]
     ) -> AsyncGenerator[pb.TraceChunk, None]:
         call = asyncio.current_task()
         assert call is not None
         self._traces.add(call)
         over = False
         try:
-            async with contextlib.aclosing(traced(node, self._events, requests, self._end)) as chunks:
+            async with contextlib.aclosing(stream_spans(node, self._events, requests, self._end)) as chunks:
                 async for chunk in chunks:
                     yield chunk
                     over = chunk.over
@@ -486,11 +488,11 @@ def _bytes(message: Any) -> bytes:
 
 
 def _sealed(
-    chunks: Callable[[Controlled, Any], AsyncGenerator[pb.ResultChunk, None]],
-) -> Callable[[Controlled, Any], AsyncGenerator[bytes, None]]:
+    chunks: Callable[[ControlledNode, Any], AsyncGenerator[pb.ResultChunk, None]],
+) -> Callable[[ControlledNode, Any], AsyncGenerator[bytes, None]]:
     """Yields the messages, then their digest: without TLS, damaged bytes may still parse as a message."""
 
-    async def sealed(node: Controlled, request: Any) -> AsyncGenerator[bytes, None]:
+    async def sealed(node: ControlledNode, request: Any) -> AsyncGenerator[bytes, None]:
         whole = xxhash.xxh3_128()
         async with contextlib.aclosing(chunks(node, request)) as found:
             async for chunk in found:

@@ -16,7 +16,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import TaskGraphError, Unavailable, said
+from taskgraph.errors import TaskGraphError, Unavailable, message_text
 from taskgraph.jobs import Job
 from taskgraph.node.membership.failing import failure_record
 from taskgraph.node.router import Router
@@ -27,7 +27,7 @@ from taskgraph.observe.events import EventLog
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Compare, Txn
-from taskgraph.protocol.records import ENDED_ITSELF, GoneRecord, Ran, StatusRecord
+from taskgraph.protocol.records import ENDED_ITSELF, GoneRecord, RanCode, StatusRecord
 from taskgraph.system.host import running
 from taskgraph.transport.api import Transport
 
@@ -128,7 +128,7 @@ class NodeCore:
         self._failure: asyncio.Future[None] | None = None
         self._broken: BaseException | None = None  # the first error of its asyncio tasks
         self._why_left = _LEFT
-        self._ran: tuple[Ran, ...] = ()
+        self._ran: tuple[RanCode, ...] = ()
 
     # -- where it is ------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class NodeCore:
         """True while everything here is brought to its end; nothing new may begin."""
         return self._leaving
 
-    def speaks(self) -> bool:
+    def emits_for_all(self) -> bool:
         """True for the first living node by name, which emits what all nodes see."""
         return min(self.keeper.view.live_nodes(self.spec.run), default="") == self.id
 
@@ -170,7 +170,7 @@ class NodeCore:
         """Returns when the node is not paused."""
         await self._proved.wait()
 
-    async def breathe(self) -> None:
+    async def short_pause(self) -> None:
         await asyncio.sleep(_RETRY_S)
 
     async def point(self, stage: str, task: int, epoch: int) -> None:
@@ -178,7 +178,7 @@ class NodeCore:
             await self._point(stage, task, epoch)
 
     @property
-    def place(self) -> str:
+    def place_text(self) -> str:
         """Host and working directory, to follow the node's name: other places may have what is missing here.
 
         "" for a node that shares its process.
@@ -207,7 +207,7 @@ class NodeCore:
                 if not logged:
                     self.log.warning("waiting for etcd: %s", error)
                     logged = True
-                await self.breathe()
+                await self.short_pause()
         return None
 
     async def transact(self, txn: Txn, *, key: str, writer: str) -> int | None:
@@ -261,7 +261,9 @@ class NodeCore:
             finished: True to fail also a job whose epochs are all committed (a `result()` that raises).
         """
         writer = self.writer()
-        status = failure_record(error, task, epoch, writer, also, node=f"{self.name}{self.place}" if self.place else "")
+        status = failure_record(
+            error, task, epoch, writer, also, node=f"{self.name}{self.place_text}" if self.place_text else ""
+        )
         view = self.keeper.view
         if view.status is None or not (view.running or (finished and view.finished)):
             return False
@@ -292,7 +294,7 @@ class NodeCore:
     def _emit_failed(self, status: StatusRecord) -> None:
         self.events.emit("failed", status.reason, task=status.task, epoch=status.epoch)
 
-    def end_with(self, error: TaskGraphError, ran: tuple[Ran, ...] = ()) -> None:
+    def end_with(self, error: TaskGraphError, ran: tuple[RanCode, ...] = ()) -> None:
         """Ends this node, which cannot go on.
 
         Args:
@@ -302,10 +304,10 @@ class NodeCore:
             self._why_left, self._ran = ended_itself(error), ran
             self._failure.set_exception(error)
 
-    def farewell(self) -> GoneRecord:
+    def gone_record(self) -> GoneRecord:
         """The record of this node's end, for others."""
         return GoneRecord(reason=self._why_left, ran=self._ran, writer=self.writer())
 
 
 def ended_itself(error: BaseException) -> str:
-    return f"{ENDED_ITSELF}: {said(error)}"[:_WHY_CHARS]
+    return f"{ENDED_ITSELF}: {message_text(error)}"[:_WHY_CHARS]

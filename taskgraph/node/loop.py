@@ -7,7 +7,7 @@ from typing import Any
 
 import uvloop
 
-from taskgraph.errors import JobError, class_name, worded
+from taskgraph.errors import JobError, class_name, error_text
 from taskgraph.node.usercode.uncaught import is_expected_end, report_uncaught
 
 __all__ = ["NodeLoop"]
@@ -56,7 +56,7 @@ class NodeLoop(uvloop.Loop):
                 self.call_soon(trial.close)  # after the first step of a task that a factory may have made and hidden
         except Exception as error:
             trial.close()
-            why = f"it cannot make them, {worded(error)}"
+            why = f"it cannot make them, {error_text(error)}"
         if started:
             why = "it begins them at once"
         if why:

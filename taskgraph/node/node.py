@@ -34,7 +34,7 @@ from taskgraph.node.usercode import lastwords
 from taskgraph.node.usercode.forks import kept_from_children
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
-from taskgraph.protocol.records import NodeRecord, Ran
+from taskgraph.protocol.records import NodeRecord, RanCode
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside, any_done
 
@@ -269,11 +269,11 @@ class Node(NodeServices):
 
     def _on_lost(self, node: str) -> None:
         if self.running:
-            self.suspicion.lost(node)
+            self.suspicion.connection_lost(node)
 
     def _on_gone(self, node: str) -> None:
         if self.running:
-            self.suspicion.uncallable(node)
+            self.suspicion.call_refused(node)
 
     def _cut_off(self) -> None:
         """Somebody cancelled the node. In a process of its own that was user code, of an unknown task."""
@@ -281,10 +281,10 @@ class Node(NodeServices):
             "was ended by user code (sys.exit in an asyncio task of its own, a cancel of all, or loop.stop)"
         )
         latest = {task: primary.attempts.latest for task, primary in self.roles.primaries.items()}
-        self._ran = tuple(Ran(_BESIDE, t, self.epoch if at is None else at.epoch) for t, at in latest.items())
+        self._ran = tuple(RanCode(_BESIDE, t, self.epoch if at is None else at.epoch) for t, at in latest.items())
         if lastwords.here is not None:  # this node may not be able to tell etcd
             for ran in self._ran:
-                lastwords.here.began((ran.task, -1), ran.task, ran.epoch, lastwords.named(_BESIDE))
+                lastwords.here.began((ran.task, -1), ran.task, ran.epoch, lastwords.encoded_name(_BESIDE))
         self.log.error("this node %s", self._why_left)
 
     # -- what control and tests ask ---------------------------------------------------------------

@@ -245,21 +245,21 @@ async def _run(
             kept_on=config.collects,
         )
         control.attach(node)
-        _obey(config, node)
+        _handle_signals(config, node)
         loop = asyncio.get_running_loop()
         if untaken is not None:
             untaken.report_to(partial(_emit_soon, loop, events, "log"))
         on_uncaught(partial(_emit_soon, loop, events, "raised"))
         stack.callback(on_uncaught, None)
         if folder is not None:
-            await stack.enter_async_context(_while(keep_sockets(folder, (transport, control), events)))
+            await stack.enter_async_context(_running(keep_sockets(folder, (transport, control), events)))
         if tls is not None:
-            await stack.enter_async_context(_while(CertificateWatch(tls, events, config.name, node.host).watch()))
+            await stack.enter_async_context(_running(CertificateWatch(tls, events, config.name, node.host).watch()))
         kept = job.settings.events_kept
         keeping = keep_events(
             events, coordinator, spec.name, spec_revision=spec_revision, node_id=config.node_id, kept=kept
         )
-        async with _while(keeping):
+        async with _running(keeping):
             gc.freeze()  # imported modules live as long as the process: no collection should look at them again
             await node.run()
         ended = node.keeper.view.status
@@ -282,7 +282,7 @@ def _emit_soon(loop: asyncio.AbstractEventLoop, events: EventLog, kind: str, tex
 
 
 @contextlib.asynccontextmanager
-async def _while(service: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def _running(service: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Runs a service within a block. An error of the service is logged, and costs the node nothing."""
     async with alongside(service) as (task,):
         task.add_done_callback(_log_failed)
@@ -336,7 +336,7 @@ _view: JobView | None = None
 """The view of the node here."""
 
 
-def _obey(config: NodeConfig, node: Node) -> None:
+def _handle_signals(config: NodeConfig, node: Node) -> None:
     """SIGTERM, SIGINT and the launcher drain the node; a later signal ends it at once."""
     global _leave, _view
     orders, drained = Orders(), False
@@ -385,19 +385,19 @@ def _end_with(gone: Callable[[], bool], config: NodeConfig) -> None:
     while not gone():
         time.sleep(_PARENT_CHECK_S)
     time.sleep(_LAST_READ_S)
-    if _view is None or _view.status is None or _view.open:  # else the node ends by itself
+    if _view is None or _view.status is None or _view.has_work:  # else the node ends by itself
         _remove_sockets(config)
         _exit(_say("the job has ended with its launcher, whose etcd it was in", UNREACHABLE))
 
 
-def _exit(code: int, *, meant: bool = True) -> NoReturn:
+def _exit(code: int, *, intended: bool = True) -> NoReturn:
     """Ends the process now: a compute that never returns must not keep it. Without a launcher, the children of this
     process are ended here.
 
     Args:
-        meant: False if user code may have ended the process.
+        intended: False if user code may have ended the process.
     """
-    if meant:
+    if intended:
         lastwords.intend_end()
     # The reader may be gone, and a signal may interrupt a write.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -455,22 +455,22 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
         threading.Thread(target=_follow_parent, args=(config,), name="launcher", daemon=True).start()
     if gone is not None:
         threading.Thread(target=_end_with, args=(gone, config), name="etcd", daemon=True).start()
-    code, meant = CANNOT_GO_ON, True
+    code, intended = CANNOT_GO_ON, True
     try:
         code = uvloop.run(run_node(config, untaken), loop_factory=NodeLoop)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except SystemExit as error:
         _say_last(f"user code called sys.exit({error.code!r}) in an asyncio task of its own, which ends the process")
-        meant = False
+        intended = False
     except BaseException as error:
         why = no_thread(error)
         _say_last(f"the node cannot go on: {why}" if why else f"the node cannot go on\n{traceback.format_exc()}")
-        meant = False
+        intended = False
     if code == OK:
         lastwords.intend_end()
         _run_exit_handlers()
-    _exit(code, meant=meant)
+    _exit(code, intended=intended)
 
 
 if __name__ == "__main__":

@@ -122,10 +122,10 @@ class Replica:
         self.previous: Mapping[str, float] = {}  # the task's own numbers of the epoch before
         self.graph: Graph | None = None
         """The last composed graph, if the next epoch may compose the same."""
-        self.standing: Graph | None = None
+        self.constant_graph: Graph | None = None
         """The graph of every epoch of this attempt, once known: see `Attempt._compose`."""
-        self.may_stand = False
-        """True if `standing` may become known in this attempt."""
+        self.graph_may_be_constant = False
+        """True if `constant_graph` may become known in this attempt."""
         self._xp = xp
         self.user_task: Task
         """The user's object, and its shape, after `build`."""
@@ -235,7 +235,7 @@ class Replica:
         """Encodes the task's state as a boundary, with the reports that travel in it.
 
         Args:
-            stays: device memory is only copied on the device; `hosted` completes the boundary.
+            stays: device memory is only copied on the device; `copied_to_host` completes the boundary.
         """
         task, shape = self.user_task, self.shape
 
@@ -258,7 +258,7 @@ class Replica:
             return await self.actor.here("snapshot", take)
         return await self.actor.call("snapshot", take)
 
-    async def hosted(self, value: Encoded) -> Encoded:
+    async def copied_to_host(self, value: Encoded) -> Encoded:
         """Copies such a snapshot to the host. The task computes on meanwhile."""
         copy = partial(hosted, value, allocate=self.router.allocate)
         try:

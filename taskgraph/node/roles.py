@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from taskgraph.device import shared
 from taskgraph.device.cuda import array_module
 from taskgraph.driver.loading import place_of
-from taskgraph.errors import TaskGraphError, worded
+from taskgraph.errors import TaskGraphError, error_text
 from taskgraph.node.garbage import search_garbage_for
 from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import StuckError, UserCodeError
 from taskgraph.protocol.messages import Release
-from taskgraph.protocol.records import Ran
+from taskgraph.protocol.records import RanCode
 from taskgraph.task import BecameBackup
 
 if TYPE_CHECKING:
@@ -84,10 +84,10 @@ class Roles:
             await primary.run()
         except Exception as error:
             node.log.exception("task %d, term %d: cannot go on", primary.task, primary.term)
-            why = str(error) if isinstance(error, StuckError | TaskGraphError) else worded(error)
+            why = str(error) if isinstance(error, StuckError | TaskGraphError) else error_text(error)
             failed = TaskGraphError(f"task {primary.task} on {node.name} cannot go on: {why}")
             at = primary.attempts.latest
-            node.end_with(failed, ran=(Ran("its primary", primary.task, node.epoch if at is None else at.epoch),))
+            node.end_with(failed, ran=(RanCode("its primary", primary.task, node.epoch if at is None else at.epoch),))
 
     def step_down(self, task: int) -> None:
         """The view shows another primary: this one's term is over."""
@@ -218,7 +218,7 @@ class Roles:
             await self._torn_down(replica)
         except UserCodeError as error:
             # The job has ended, so an event is the only way to report this.
-            what = f"task {replica.task}: teardown raised {worded(error.error)}{place_of(error.error)}"
+            what = f"task {replica.task}: teardown raised {error_text(error.error)}{place_of(error.error)}"
             text = f"{what}; the log of its node has the traceback"
             self._node.events.emit("teardown failed", text, task=replica.task)
             self._node.log.error("teardown of task %d raised:\n%s", replica.task, error.traceback_text)

@@ -46,7 +46,7 @@ _FORGOTTEN_S = 20.0
 """Failures to reach a node that are further apart are unrelated. One try may take `connect_s` (5 s) per address."""
 
 
-class _Failing(NamedTuple):
+class _FailedCalls(NamedTuple):
     """Failed calls to one node: `since` when, the `last` of them, and `why`."""
 
     since: float
@@ -75,7 +75,7 @@ class Router:
         self._looked_at = -1
         self._in_flight: dict[asyncio.Timeout, Callable[[JobView], bool]] = {}
         self._sweep_at = _SWEEP_AT
-        self._failing: dict[str, _Failing] = {}
+        self._failing: dict[str, _FailedCalls] = {}
         # The same without a task, grouped by when they began. Weak, since only the caller may keep a reply's value: its
         # memory takes the next one.
         self._groups: list[tuple[list[weakref.ref[asyncio.Future[Reply]]], Callable[[JobView], bool]]] = []
@@ -212,7 +212,7 @@ class Router:
     def _failed(self, node: str, error: TransportError) -> None:
         now, known = asyncio.get_running_loop().time(), self._failing.get(node)
         since = now if known is None or now - known.last > _FORGOTTEN_S else known.since
-        self._failing[node] = _Failing(since, now, str(error))
+        self._failing[node] = _FailedCalls(since, now, str(error))
         if isinstance(error, PeerGone):
             self.on_gone(node)
 

@@ -84,7 +84,7 @@ class NodeServices(NodeCore):
         """
         also: str | None = ""
         if task is not None:
-            error, task, epoch = self.device_loss.behind(error, task, epoch)
+            error, task, epoch = self.device_loss.root_error(error, task, epoch)
             also = self.device_loss.why_fail(error, task, epoch or 0)
         return also is not None and await self.fail_with(error, task, epoch, fences, also, finished=finished)
 

@@ -15,13 +15,13 @@ from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import EventLog
 from taskgraph.system.files import put_back
 
-__all__ = ["Listens", "keep_sockets"]
+__all__ = ["SocketListener", "keep_sockets"]
 
 _LOOK_S = 2.0
 """How often the files are checked: a few system calls."""
 
 
-class Listens(Protocol):
+class SocketListener(Protocol):
     """A service with such a file."""
 
     @property
@@ -29,7 +29,7 @@ class Listens(Protocol):
     async def listen_anew(self) -> None: ...
 
 
-async def keep_sockets(folder: Path, listeners: tuple[Listens, ...], events: EventLog) -> None:
+async def keep_sockets(folder: Path, listeners: tuple[SocketListener, ...], events: EventLog) -> None:
     """Lets services listen again whose files vanished from the node's folder, until cancelled. No other node has that
     path.
     """

@@ -13,14 +13,14 @@ from taskgraph.observe.events import EventLog
 from taskgraph.observe.trace import Tracing
 from taskgraph.system.alongside import alongside
 
-__all__ = ["Traced", "traced"]
+__all__ = ["TracedNode", "stream_spans"]
 
 _FETCH_S = 0.5
 """How often spans are sent. A node that is killed takes the spans of this long with it; a message takes as long as
 hundreds of spans, whatever its size."""
 
 
-class Traced(Protocol):
+class TracedNode(Protocol):
     """What the stream needs of a node. `epoch` is the committed one, `latest` the last that a task here began; -1:
     none."""
 
@@ -32,8 +32,8 @@ class Traced(Protocol):
     def latest(self) -> int: ...
 
 
-async def traced(
-    node: Traced, events: EventLog, requests: AsyncIterator[pb.TraceRequest], ending: asyncio.Event
+async def stream_spans(
+    node: TracedNode, events: EventLog, requests: AsyncIterator[pb.TraceRequest], ending: asyncio.Event
 ) -> AsyncGenerator[pb.TraceChunk, None]:
     """The spans of `node` from the first request until the requests or the node end.
 

@@ -31,7 +31,7 @@ class Writes:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self._tried: dict[_Tried, None] = {}
+        self._tried: dict[_RepeatedRequest, None] = {}
         self._let_in = False  # True once a write succeeded
 
     @property
@@ -111,8 +111,8 @@ class Writes:
                 return kv.mod_revision if kv is not None and json.loads(kv.value).get("writer") == writer else None
 
     @contextmanager
-    def _trying(self, since: float) -> Iterator[_Tried]:
-        tried = _Tried(self._coordinator, since)
+    def _trying(self, since: float) -> Iterator[_RepeatedRequest]:
+        tried = _RepeatedRequest(self._coordinator, since)
         self._tried[tried] = None
         try:
             yield tried
@@ -120,7 +120,7 @@ class Writes:
             del self._tried[tried]
 
 
-class _Tried:
+class _RepeatedRequest:
     """One request that is repeated until it is answered."""
 
     def __init__(self, coordinator: Coordinator, since: float) -> None:

@@ -31,7 +31,7 @@ __all__ = [
     "TOKEN_KEY",
     "ClockReading",
     "ControlClient",
-    "StillAtWork",
+    "StillComputing",
     "TraceCall",
     "control_address",
     "credential",
@@ -122,7 +122,7 @@ class TraceCall:
         return None if chunk is grpc.aio.EOF else self._readable(chunk)
 
 
-class StillAtWork(PeerLost):
+class StillComputing(PeerLost):
     """A node answers, and has no results yet."""
 
 
@@ -251,11 +251,11 @@ class ControlClient:
             silent_s: how long the node may send nothing; None: for ever.
 
         Raises:
-            StillAtWork: it sent nothing for this long, and it answers: it computes.
+            StillComputing: it sent nothing for this long, and it answers: it computes.
             DecodeError: the results were damaged on their way.
             TaskGraphError: the node does not answer, or not with results.
         """
-        found: list[_Arriving] = []
+        found: list[_IncomingResult] = []
         whole, digest = xxhash.xxh3_128(), b""
         async for data, chunk in self._stream("Results", pb.ResultsRequest(), _with_its_bytes, silent_s):
             if chunk.digest:
@@ -263,7 +263,7 @@ class ControlClient:
                 continue
             whole.update(data)
             if chunk.HasField("head"):
-                found.append(_Arriving(chunk.head))
+                found.append(_IncomingResult(chunk.head))
             elif not found:
                 raise DecodeError(f"the node at {self._address} sent a part of a result before its head")
             else:
@@ -335,7 +335,7 @@ class ControlClient:
             raise self._error(method, error) from error
         except TimeoutError:
             await self.clock(_BUSY_S)  # raises if it does not answer
-            raise StillAtWork(f"the node at {self._address} sent nothing of {method} for {silent_s:g} s") from None
+            raise StillComputing(f"the node at {self._address} sent nothing of {method} for {silent_s:g} s") from None
         finally:
             call.cancel()
 
@@ -407,7 +407,7 @@ def _with_its_bytes(data: bytes) -> tuple[bytes, pb.ResultChunk]:
     return data, pb.ResultChunk.FromString(data)
 
 
-class _Arriving:
+class _IncomingResult:
     """One task's result while its chunks come in. Each buffer gets memory of its own, aligned like any other."""
 
     def __init__(self, head: pb.ResultHead) -> None:

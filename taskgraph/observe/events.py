@@ -29,13 +29,13 @@ __all__ = [
     "GATHERED",
     "Event",
     "EventLog",
-    "careful",
     "gathered",
+    "guarded_listener",
     "in_order",
     "keep_events",
-    "many",
     "put_events",
     "readable_events",
+    "task_count",
 ]
 
 log = logging.getLogger("taskgraph.events")
@@ -125,7 +125,7 @@ def readable_events(kept: Iterable[bytes]) -> Iterator[Event]:
             log.warning("%s", error)
 
 
-def many(event: Event) -> int:
+def task_count(event: Event) -> int:
     """The number of tasks that an event of a `GATHERED` kind is about."""
     return int(event.fields.get("count", 1))
 
@@ -152,7 +152,7 @@ def _as_one(events: list[Event]) -> Event:
     return Event(first.at, first.node, first.kind, whole, epoch=last.epoch, attempt=last.attempt, fields=fields)
 
 
-def careful(listener: Callable[[Event], None]) -> Callable[[Event], None]:
+def guarded_listener(listener: Callable[[Event], None]) -> Callable[[Event], None]:
     """Wraps a user's listener: if it raises, the log says so, it gets no further events, and the job goes on."""
     failed = False
 
@@ -178,7 +178,7 @@ class EventLog:
         self._ring_fields = 0
         self._listeners: list[Callable[[Event], None]] = []
         self._durable_listeners: list[Callable[[Event], None]] = []
-        self._keepers: list[_Keeper] = []
+        self._keepers: list[_EventWriter] = []
 
     def emit(
         self,
@@ -225,7 +225,7 @@ class EventLog:
         return list(self._ring)
 
     @contextlib.contextmanager
-    def keeping(self, keeper: _Keeper) -> Iterator[None]:
+    def keeping(self, keeper: _EventWriter) -> Iterator[None]:
         """Gives `keeper` every event within a block."""
         stop = self.listen(keeper.take, transient=False)
         self._keepers.append(keeper)
@@ -257,7 +257,7 @@ def put_events(keys: Keys, spec_revision: int, events: Iterable[tuple[str, Event
     return Txn(as_read, tuple(Put(key, event.to_bytes()) for key, event in events))
 
 
-class _Keeper:
+class _EventWriter:
     """Durable events that wait to be written."""
 
     def __init__(self, keys: Keys, spec_revision: int, node_id: str) -> None:
@@ -350,7 +350,7 @@ async def keep_events(
         spec_revision: the revision of the run's `spec`.
     """
     keys = Keys(job)
-    keeper = _Keeper(keys, spec_revision, node_id)
+    keeper = _EventWriter(keys, spec_revision, node_id)
     for event in events.recent():
         keeper.take(event)
     with events.keeping(keeper):

@@ -49,7 +49,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def holders(view: JobView, task: int) -> list[str]:
     """The nodes with replicas of a task that count: in sync, registered and not evicted."""
-    return [n for n in view.staying(task) if n in view.nodes and n not in view.gone]
+    return [n for n in view.active_members(task) if n in view.nodes and n not in view.gone]
 
 
 def cut_lines(lines: Sequence[str], columns: int) -> list[str]:

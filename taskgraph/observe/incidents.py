@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from taskgraph.observe.events import Event, many
+from taskgraph.observe.events import Event, task_count
 from taskgraph.observe.format import counted, holders
 from taskgraph.protocol.records import name_of
 from taskgraph.protocol.view import JobView
@@ -104,7 +104,7 @@ class Incidents:
                 incident.cause = event.text.partition(": ")[2]
         elif event.kind == "takeover" and event.fields.get("from"):
             incident = self._of(event, "from")
-            incident.moved += many(event)
+            incident.moved += task_count(event)
             incident.takers.add(event.node)
             incident.last_takeover_at = max(incident.last_takeover_at, float(event.fields.get("until", event.at)))
         elif event.kind == "admitted":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from taskgraph.errors import PeerLost, first_of
+from taskgraph.errors import PeerLost, first_lines
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.cycles import who
 from taskgraph.protocol.messages import Encoded
@@ -119,7 +119,7 @@ def waits_text(statuses: Iterable[NodeStatus]) -> str:
     ]
     lines += found or [f"task {r.task}: {w}" for r in replicas if r.role == "primary" for w in r.waits]
     if lines:
-        return "it waits: " + "; ".join(first_of(tuple(dict.fromkeys(lines)), _SHOWN))
+        return "it waits: " + "; ".join(first_lines(tuple(dict.fromkeys(lines)), _SHOWN))
     if not statuses:
         return "no node had registered yet"
     if paused := [status.name for status in statuses if status.paused]:

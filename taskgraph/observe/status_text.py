@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from taskgraph.errors import FingerprintMismatch, TaskGraphError, named
+from taskgraph.errors import FingerprintMismatch, TaskGraphError, first_names
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import counted, cut_lines, holders, ids_text, last_text, reason_text, table
 from taskgraph.observe.incidents import FAILOVER
@@ -21,7 +21,7 @@ from taskgraph.protocol.records import NodeRecord, State, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.settings import Settings
 
-__all__ = ["Picture", "lacking_text", "nobody_text", "status_text"]
+__all__ = ["StatusData", "lacking_text", "no_node_text", "status_text"]
 
 _COLUMNS = 80
 _NODES = 6
@@ -39,7 +39,7 @@ _SILENT = "busy (a failover of many tasks takes seconds), stopped, or not reacha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class StatusData:
     """All that `status` knows of a job.
 
     Attributes:
@@ -47,7 +47,7 @@ class Picture:
         commits: the newest commits, as the leader reported them.
         kept: the events that etcd keeps.
         etcd_s: how long etcd took for an answer.
-        nobody: what to say if no node is registered.
+        no_node_text: what to say if no node is registered.
         logs: the folder with the logs of the nodes that this host started.
         now: the time, in seconds since 1970.
     """
@@ -61,7 +61,7 @@ class Picture:
     commits: Sequence[Event] = ()
     kept: Sequence[Event] = ()
     etcd_s: float | None = None
-    nobody: str = "no nodes are registered"
+    no_node_text: str = "no nodes are registered"
     logs: str = ""
     now: float = field(default_factory=time.time)
 
@@ -79,7 +79,7 @@ class Picture:
         return next((replica for replica in said.replicas if replica.task == task), None)
 
 
-def status_text(picture: Picture, shown: Sequence[int] = ()) -> str:
+def status_text(picture: StatusData, shown: Sequence[int] = ()) -> str:
     """The status of a job.
 
     Args:
@@ -88,7 +88,7 @@ def status_text(picture: Picture, shown: Sequence[int] = ()) -> str:
     view = picture.view
     lines = [*_head(picture), *_numbers(picture)]
     if not view.nodes:
-        lines += ["", *_wrapped(picture.nobody)]
+        lines += ["", *_wrapped(picture.no_node_text)]
         if view.status and not view.running:
             return "\n".join(lines)
     else:
@@ -103,7 +103,7 @@ def status_text(picture: Picture, shown: Sequence[int] = ()) -> str:
     return "\n".join(lines)
 
 
-def _head(picture: Picture) -> list[str]:
+def _head(picture: StatusData) -> list[str]:
     view = picture.view
     state = view.status.record.state if view.status else "unknown"
     words = [picture.name, state + _since(picture)]
@@ -120,12 +120,12 @@ def _head(picture: Picture) -> list[str]:
     return ["  ".join(words), *([f"  {printable(reason)}"] if reason else [])]
 
 
-def _since(picture: Picture) -> str:
+def _since(picture: StatusData) -> str:
     began = next((event.at for event in picture.kept if event.kind == "began"), None)
     return f" {_duration(picture.now - began)}" if began is not None and picture.view.running else ""
 
 
-def _pace(picture: Picture) -> list[str]:
+def _pace(picture: StatusData) -> list[str]:
     """Returns how fast the job is, and how long it will take."""
     commits = picture.commits
     if not commits:
@@ -149,7 +149,7 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _numbers(picture: Picture) -> list[str]:
+def _numbers(picture: StatusData) -> list[str]:
     """The numbers that tasks reported in the last epoch, and the failures so far."""
     numbers = ""
     if picture.commits:
@@ -169,7 +169,7 @@ def _numbers(picture: Picture) -> list[str]:
     return [both] if numbers and width(both) <= _COLUMNS else [line for line in (numbers, text) if line]
 
 
-def _safety(picture: Picture) -> list[str]:
+def _safety(picture: StatusData) -> list[str]:
     """`ok`, or `WARN` with what to do."""
     view, backups = picture.view, picture.backups
     live = [node for node in view.nodes if node not in view.gone]
@@ -200,7 +200,7 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
     return [indent + line for part in text.split("\n") for line in wrapped(part, _COLUMNS - len(indent))]
 
 
-def _node_table(picture: Picture, most: int | None) -> list[str]:
+def _node_table(picture: StatusData, most: int | None) -> list[str]:
     view, statuses = picture.view, picture.statuses
     primaries, backups = dict.fromkeys(view.nodes, 0), dict.fromkeys(view.nodes, 0)
     for task in range(picture.tasks):
@@ -245,17 +245,17 @@ def _node_state(said: NodeStatus | TaskGraphError | None, record: NodeRecord) ->
     return ", ".join(words) or "ok"
 
 
-def _unanswered(picture: Picture) -> list[str]:
+def _unanswered(picture: StatusData) -> list[str]:
     """Returns why nodes do not answer: one line for each reason."""
     by_reason: dict[str, list[str]] = {}
     for node, said in sorted(picture.statuses.items()):
         if isinstance(said, TaskGraphError) and node in picture.view.nodes:
             why = _SILENT if isinstance(said, NoAnswer) else reason_text(said)
             by_reason.setdefault(why, []).append(picture.view.nodes[node].record.name)
-    return [f"{named(names, _NAMED)}: {why}" for why, names in by_reason.items()]
+    return [f"{first_names(names, _NAMED)}: {why}" for why, names in by_reason.items()]
 
 
-def _waiting(picture: Picture) -> list[str]:
+def _waiting(picture: StatusData) -> list[str]:
     """Says what the job waits for: the leader's findings if an epoch is slow, else the task at work longest."""
     found = [w for said in picture.statuses.values() if isinstance(said, NodeStatus) for w in said.waits]
     working = sorted(
@@ -290,7 +290,7 @@ def _short(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-def _task_table(picture: Picture, shown: Sequence[int]) -> list[str]:
+def _task_table(picture: StatusData, shown: Sequence[int]) -> list[str]:
     view = picture.view
     rows = [["TASK", "PRIMARY", "BACKUPS", "TERM", "DOING"]]
     for task in shown:
@@ -315,7 +315,7 @@ def _doing(replica: ReplicaStatus | None) -> str:
     return "; ".join(replica.waits[:2]) or "-"
 
 
-def nobody_text(
+def no_node_text(
     view: JobView,
     name: str,
     *,
@@ -340,7 +340,7 @@ def nobody_text(
         if node not in view.gone
     }
     if members:
-        names = named(sorted(map(name_of, members)), _NAMED)
+        names = first_names(sorted(map(name_of, members)), _NAMED)
         return (
             f"{none}. {names} had the state of the tasks, and {'has' if len(members) == 1 else 'have'} lost contact "
             f"with etcd.\nA node that is only cut off comes back by itself: look first which processes live.\n"

@@ -78,14 +78,14 @@ class Assignment:
         self.device_seats = [i for i in range(self.seats) if by_id[self.names[i]].devices > 0]
         self.has_device = [n not in by_id or by_id[n].devices > 0 for n in self.names]
         self.given_up = [Counter(by_id[n].given_up if n in by_id else ()) for n in self.names]
-        self.short = [bool(left) for left in self.given_up]
+        self.short_of_memory = [bool(left) for left in self.given_up]
         self.needs = [needs_device(t) for t in range(tasks)]
         self.primary = [-1] * tasks
         self.backups: list[list[int]] = [[] for _ in range(tasks)]
         self.current: list[list[int]] = [[] for _ in range(tasks)]  # current replicas by admission; constant
-        self.held_at: list[set[int]] = [set() for _ in self.names]  # tasks by the nodes of their current replicas
-        self.led: list[set[int]] = [set() for _ in self.names]  # tasks by the node of their primary
-        self.backed: list[set[int]] = [set() for _ in self.names]  # tasks by the nodes of their backups
+        self.replicas_at: list[set[int]] = [set() for _ in self.names]  # tasks by the nodes of their current replicas
+        self.primaries_at: list[set[int]] = [set() for _ in self.names]  # tasks by the node of their primary
+        self.backups_at: list[set[int]] = [set() for _ in self.names]  # tasks by the nodes of their backups
         for task in range(tasks):
             holding = holdings.get(task)
             if holding is None:
@@ -96,7 +96,7 @@ class Assignment:
             if holding.primary in numbers and numbers[holding.primary] in held:
                 self.lead(task, numbers[holding.primary])
             for node in held:
-                self.held_at[node].add(task)
+                self.replicas_at[node].add(task)
                 if node != self.primary[task]:
                     self.back(task, node)
 
@@ -110,21 +110,21 @@ class Assignment:
 
     def lead(self, task: int, node: int) -> None:
         self.primary[task] = node
-        self.led[node].add(task)
+        self.primaries_at[node].add(task)
 
     def back(self, task: int, node: int) -> None:
         self.backups[task].append(node)
-        self.backed[node].add(task)
+        self.backups_at[node].add(task)
 
     def drop(self, task: int, node: int) -> None:
         self.backups[task].remove(node)
-        self.backed[node].remove(task)
+        self.backups_at[node].remove(task)
 
     def swap(self, task: int, backup: int) -> None:
         """Makes `backup` primary, and the primary a backup."""
         old = self.primary[task]
         self.drop(task, backup)
-        self.led[old].remove(task)
+        self.primaries_at[old].remove(task)
         self.lead(task, backup)
         self.back(task, old)
 
@@ -132,10 +132,10 @@ class Assignment:
         return [self.primary[task], *self.backups[task]]
 
     def leads(self, node: int) -> int:
-        return len(self.led[node])
+        return len(self.primaries_at[node])
 
     def replicas(self, node: int) -> int:
-        return len(self.led[node]) + len(self.backed[node])
+        return len(self.primaries_at[node]) + len(self.backups_at[node])
 
     def hosts_without(self, task: int, node: int) -> set[int]:
         return {self.hosts[i] for i in self.holders(task) if i != node}
@@ -144,7 +144,7 @@ class Assignment:
         """True if another replica of the task is on the host of `node`."""
         return self.many_hosts and self.hosts[node] in self.hosts_without(task, node)
 
-    def turn(self, task: int, seat: int) -> int:
+    def tie_break(self, task: int, seat: int) -> int:
         """Breaks ties: each task prefers seats in a circle from its own number, so the backups of a node are spread."""
         return (seat - task) % self.seats
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from taskgraph.protocol.messages import Stamp, Written
+from taskgraph.protocol.messages import Stamp, WrittenFile
 from taskgraph.protocol.view import JobView
 
 __all__ = ["Collected", "due", "files_needed", "is_open", "sparse"]
@@ -72,14 +72,14 @@ class Collected:
 
     def __init__(self, tasks: int) -> None:
         self._tasks = tasks
-        self._files: dict[Stamp, dict[int, Written]] = {}
+        self._files: dict[Stamp, dict[int, WrittenFile]] = {}
         self._last: dict[int, Stamp] = {}  # the last report of each task
         self._given_up: dict[Stamp, int | None] = {}  # -> a task that failed to write its file, if any
         self._left_out: set[Stamp] = set()  # left out
         self._completed: Stamp | None = None  # returned by `complete`; its manifest may be written
         self._began: dict[int, Stamp] = {}  # the stamp at which the current primary of a task began
 
-    def take(self, written: Written) -> None:
+    def take(self, written: WrittenFile) -> None:
         """Takes a primary's report of a file that it wrote, or could not write."""
         stamp, task = written.stamp, written.task
         if self._is_before(stamp, task):
@@ -93,7 +93,7 @@ class Collected:
         if len(self._files) > 2 * _MOST:  # `complete` waits for the place of checkpoints
             self._keep(sparse(self._files, _MOST))
 
-    def began(self, task: int, at: Stamp) -> None:
+    def term_began(self, task: int, at: Stamp) -> None:
         """Notes a task's new primary, which began at `at` or later. It writes no earlier boundaries."""
         self._began[task] = at
 
@@ -102,7 +102,7 @@ class Collected:
         at = self._began.get(task)
         return at is not None and stamp.epoch < at.epoch and stamp.attempt <= at.attempt
 
-    def never(self, view: JobView, stamp: Stamp) -> int | None:
+    def blocking_task(self, view: JobView, stamp: Stamp) -> int | None:
         """Returns a task whose file is missing, so that the boundary becomes a checkpoint under no leader.
 
         None: it may still become one. A later checkpoint does not matter here.
@@ -146,7 +146,7 @@ class Collected:
         """True if one of these tasks will never report a file of this boundary."""
         return any(self._last.get(task, stamp) > stamp or self._is_before(stamp, task) for task in tasks)
 
-    def complete(self, view: JobView) -> tuple[Stamp, tuple[Written, ...]] | None:
+    def complete(self, view: JobView) -> tuple[Stamp, tuple[WrittenFile, ...]] | None:
         """Returns the newest complete boundary with its files, or None."""
         self._forget_closed(view)
         self._completed = None

@@ -91,7 +91,7 @@ class Diverged:
 Action = WaitFor | SealTasks | Commit | Restart | Diverged
 
 
-def _later(report: Report, known: Report) -> bool:
+def _is_newer(report: Report, known: Report) -> bool:
     """True if the report is newer than the known one. Reports are repeated, and may arrive late."""
     return not known.done and (report.done or report.version >= known.version)
 
@@ -128,7 +128,7 @@ class Leader:
     Attributes:
         stamp: attempt and epoch at work, as read from etcd.
         ready: every task reported on the epoch at work. Before that only a restart can be decided.
-        pressing: commit without waiting for later epochs: enough are complete, or a task waits for the commit.
+        urgent: commit without waiting for later epochs: enough are complete, or a task waits for the commit.
     """
 
     def __init__(self, tasks: int, epochs: int | None, *, ahead: int = 0) -> None:
@@ -138,7 +138,7 @@ class Leader:
         self.gather_by(ahead)
         self.stamp: Stamp | None = None
         self.ready = False
-        self.pressing = False
+        self.urgent = False
         self._reports: dict[int, _EpochReports] = {}  # by epoch: the one at work, and later ones
         self._awaited: set[int] = set()  # epochs whose commit a task waits for
         self._sealed: dict[int, tuple[int, int]] = {}  # task -> (term, version) of an accepted seal
@@ -183,7 +183,7 @@ class Leader:
                 found = self._reports[epoch] = _EpochReports()
             known = found.reports.get(task)
             if known is not None:
-                if report.term < known.term or (report.term == known.term and not _later(report, known)):
+                if report.term < known.term or (report.term == known.term and not _is_newer(report, known)):
                     continue
                 if report == known:  # repeated
                     continue
@@ -208,13 +208,13 @@ class Leader:
         return counts
 
     def _update(self) -> None:
-        """Updates `ready` and `pressing`."""
+        """Updates `ready` and `urgent`."""
         assert self.stamp is not None
         at = self.stamp.epoch
         self.ready = self.complete(at)
         # A task that is done with the next epoch no longer waits, as in `_commit`.
         waits = any(self.complete(epoch) and not self.complete(epoch + 1) for epoch in self._awaited)
-        self.pressing = waits or self.complete(at + self.enough - 1)
+        self.urgent = waits or self.complete(at + self.enough - 1)
 
     def lacks_task_0(self) -> bool:
         """A task waits for the commit of an epoch in which all tasks but task 0 are done."""

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from taskgraph.errors import first_of
+from taskgraph.errors import first_lines
 from taskgraph.protocol.messages import Wait
 
 __all__ = ["HANDLER", "Edge", "describe_cycle", "describe_waits", "find_cycle", "who"]
@@ -223,7 +223,7 @@ def describe_waits(waits: Mapping[int, Sequence[Wait]], limit: int = 200) -> lis
         f"{text}{f' ({len(since)} times)' * (len(since) > 1)}, {max(since):.1f} s"
         for (_, _, text), since in sorted(found.items(), key=lambda each: each[0][:2])
     ]
-    return first_of(lines, limit)
+    return first_lines(lines, limit)
 
 
 _ELSEWHERE = ("item", "reply")  # kinds of waits for another task

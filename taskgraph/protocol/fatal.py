@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from taskgraph.protocol.records import GoneRecord, Ran
+from taskgraph.protocol.records import GoneRecord, RanCode
 from taskgraph.protocol.view import JobView, Versioned
 
 __all__ = ["Fatal", "blamed", "fatal"]
@@ -24,7 +24,7 @@ class Fatal:
     epoch: int
     deaths: dict[str, GoneRecord]
 
-    def counts(self, ran: Ran) -> bool:
+    def counts(self, ran: RanCode) -> bool:
         """True if `ran` is the code that is blamed."""
         return ran.task == self.task and ran.epoch in (self.epoch, -1)
 
@@ -48,7 +48,7 @@ def fatal(view: JobView, limit: int) -> Fatal | None:
 
 def blamed(view: JobView, gone: Versioned[GoneRecord], at: int) -> Iterator[tuple[int, int]]:
     """Yields the (task, epoch) pairs for which a death counts while epoch `at` is at work."""
-    for ran in () if gone.record.meant else gone.record.ran:
+    for ran in () if gone.record.intended else gone.record.ran:
         waits = ran.epoch < 0 and (at == 0 or gone.mod_revision > _last_admission(view, ran.task))
         if waits or ran.epoch >= at:
             yield ran.task, max(ran.epoch, at)

@@ -37,7 +37,7 @@ class Place(StrEnum):
     EVICTING = "evicting"
 
 
-_COUNTS = frozenset({Place.ADMITTING, Place.MEMBER, Place.MARKED, Place.EVICTING})
+_MUST_ACKNOWLEDGE = frozenset({Place.ADMITTING, Place.MEMBER, Place.MARKED, Place.EVICTING})
 
 
 class InSync:
@@ -52,7 +52,7 @@ class InSync:
         self._place: dict[str, Place] = dict.fromkeys(members, Place.MEMBER) | dict.fromkeys(self._marked, Place.MARKED)
         self._acked: dict[str, set[Key]] = {node: set() for node in self._place}
         self._current: list[Key] = []  # in order
-        self.steady = not self._marked
+        self.only_members = not self._marked
         """All nodes are members: none is being admitted or evicted."""
 
     def _set_place(self, node: str, place: Place | None) -> None:
@@ -61,7 +61,7 @@ class InSync:
             del self._place[node], self._acked[node]
         else:
             self._place[node] = place
-        self.steady = all(place is Place.MEMBER for place in self._place.values())
+        self.only_members = all(place is Place.MEMBER for place in self._place.values())
 
     # -- boundaries -------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class InSync:
     def place(self, node: str) -> Place | None:
         return self._place.get(node)
 
-    def fulfilled(self, wished: Iterable[str], living: Collection[str]) -> bool:
+    def wishes_fulfilled(self, wished: Iterable[str], living: Collection[str]) -> bool:
         """True if all wished nodes are members and live. Only then other members may be evicted.
 
         Args:
@@ -116,7 +116,7 @@ class InSync:
 
     def all_members(self, count: int) -> bool:
         """True if there are `count` other nodes, and all are members."""
-        return len(self._place) == count and self.steady
+        return len(self._place) == count and self.only_members
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ class InSync:
             self._acked[node] = set()
             self._set_place(node, Place.CANDIDATE)
 
-    def dismiss(self, node: str) -> bool:
+    def drop_candidate(self, node: str) -> bool:
         """Drops a candidate. Returns False if the node may be a member."""
         if self._place.get(node) is Place.CANDIDATE:
             self._set_place(node, None)
@@ -157,7 +157,7 @@ class InSync:
         """The nodes whose acknowledgement of `key` is missing."""
         lacking = []
         for node, place in self._place.items():
-            if place in _COUNTS and key not in self._acked[node]:
+            if place in _MUST_ACKNOWLEDGE and key not in self._acked[node]:
                 lacking.append(node)
         lacking.sort()
         return tuple(lacking)

@@ -11,7 +11,7 @@ answer, and after a renewal an answer above 0 would have been seen (for all but 
     expiring    0             ended, if the question was sent a second after the first 0
     expiring    0, but late   expiring again: the asking node was stopped, and may have missed a renewal
 
-The caller asks etcd again after the time that `heard` returns. Missing answers prove nothing.
+The caller asks etcd again after the time that `on_answer` returns. Missing answers prove nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LeaseEnd:
         self._asked_at = 0.0
         self.ended = False
 
-    def heard(self, left_s: int | None, *, sent_at: float, received_at: float) -> float:
+    def on_answer(self, left_s: int | None, *, sent_at: float, received_at: float) -> float:
         """Takes an answer to a question that was sent at `sent_at`. Returns the seconds until the next question.
 
         Args:

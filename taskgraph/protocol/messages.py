@@ -64,7 +64,7 @@ __all__ = [
     "Wait",
     "Waits",
     "WaitsPage",
-    "Written",
+    "WrittenFile",
     "WrittenFiles",
     "stamp_of",
 ]
@@ -362,7 +362,7 @@ class HandOver(_Message, frozen=True, tag=True):
     term: int
 
 
-class Written(_Message, frozen=True):
+class WrittenFile(_Message, frozen=True):
     """The file of a task in the checkpoint of a boundary, with `stamp` as in `Offer`.
 
     A size of 0 means that it cannot be written.
@@ -377,7 +377,7 @@ class Written(_Message, frozen=True):
 class WrittenFiles(_Message, frozen=True, tag=True):
     """Primary to leader: these files of my task are written, in this order."""
 
-    files: Annotated[tuple[Written, ...], _AT_LEAST_ONE]
+    files: Annotated[tuple[WrittenFile, ...], _AT_LEAST_ONE]
 
     @property
     def task(self) -> int:

@@ -98,7 +98,7 @@ class _Plan(Assignment):
     def lead_fresh(self) -> None:
         """Deals tasks without a replica evenly, in contiguous blocks. Tasks that need a device come first."""
         for needs, eligible in ((True, self.device_seats), (False, list(range(self.seats)))):
-            seats = [i for i in eligible if not self.short[i]] or eligible
+            seats = [i for i in eligible if not self.short_of_memory[i]] or eligible
             fresh = [t for t, p in enumerate(self.primary) if p < 0 and self.needs[t] is needs]
             if seats:
                 blocks = _even_shares([(self.leads(i), i) for i in seats], len(fresh))
@@ -119,7 +119,7 @@ class _Plan(Assignment):
 
     def _lack(self, task: int, node: int) -> tuple[int, bool]:
         """Orders nodes by their lack of memory for a task."""
-        return self.given_up[node][task], self.short[node]
+        return self.given_up[node][task], self.short_of_memory[node]
 
     def trim(self) -> None:
         """Drops surplus members: absent ones first, then on a host with another replica, then on the fullest seat."""
@@ -148,7 +148,7 @@ class _Plan(Assignment):
                 hosts = self.hosts_without(task, -1)
                 free = [i for i in free if self.hosts[i] not in hosts] or free
             if free:
-                seat = min(free, key=lambda i: (shares[i] <= 0, self.turn(task, i)))
+                seat = min(free, key=lambda i: (shares[i] <= 0, self.tie_break(task, i)))
                 self.back(task, seat)
                 shares[seat] -= 1
 
@@ -166,7 +166,7 @@ class _Plan(Assignment):
                 if not doubles or not free:
                     break
                 self.drop(task, max(doubles, key=lambda i: (i not in self.current[task], self.replicas(i))))
-                self.back(task, min(free, key=lambda i: (self.replicas(i), self.turn(task, i))))
+                self.back(task, min(free, key=lambda i: (self.replicas(i), self.tie_break(task, i))))
 
     def even_replicas(self) -> None:
         """Moves backups from fuller to emptier seats, if the task keeps as many hosts."""
@@ -192,9 +192,9 @@ class _Plan(Assignment):
         return False
 
     def _move_backup(self, full: int, empty: int) -> bool:
-        backed = self.backed[full]
+        backed = self.backups_at[full]
         # First tasks that need no new copy: the emptier seat has them now, or the fuller one does not.
-        for tasks in (backed & self.held_at[empty], backed - self.held_at[full], backed):
+        for tasks in (backed & self.replicas_at[empty], backed - self.replicas_at[full], backed):
             for task in sorted(tasks):
                 if self._may_move(task, full, empty):
                     self.drop(task, full)
@@ -211,8 +211,8 @@ class _Plan(Assignment):
         return self.hosts[to] not in others or self.hosts[backup] in others
 
     def _move_primary(self, full: int, empty: int) -> bool:
-        able = [t for t in self.led[full] if self.eligible(t, empty) and empty not in self.backups[t]]
-        if not able or self.short[empty]:
+        able = [t for t in self.primaries_at[full] if self.eligible(t, empty) and empty not in self.backups[t]]
+        if not able or self.short_of_memory[empty]:
             return False
         self._relocate(min(able, key=lambda t: (empty not in self.current[t], t)), empty)
         return True
@@ -235,7 +235,11 @@ class _Plan(Assignment):
         One moves from the seat with the most to the seat with the fewest. If that seat would lead too many tasks, it
         gives a task that needs no device in return. It has one: it leads as many tasks, and fewer that need a device.
         """
-        load = {i: sum(self.needs[t] for t in self.led[i]) for i in self.device_seats if not self.short[i]}
+        load = {
+            i: sum(self.needs[t] for t in self.primaries_at[i])
+            for i in self.device_seats
+            if not self.short_of_memory[i]
+        }
         steps = 0
         while load:
             full = max(load, key=lambda i: (load[i], -i))
@@ -253,7 +257,7 @@ class _Plan(Assignment):
 
     def _cheapest(self, giver: int, to: int, needs: bool) -> int:
         """The task of `giver` that is cheapest to be led by `to`."""
-        able = (t for t in self.led[giver] if self.needs[t] is needs)
+        able = (t for t in self.primaries_at[giver] if self.needs[t] is needs)
         return min(able, key=lambda t: (to not in self.current[t], to not in self.backups[t], t))
 
     def hand_over(self, held_only: bool) -> int:
@@ -323,7 +327,7 @@ class _Ways:
         return [
             (to, giver)
             for to in self._plan.backups[task]
-            if to < self._plan.seats and not self._plan.short[to] and (not self._held_only or to in held)
+            if to < self._plan.seats and not self._plan.short_of_memory[to] and (not self._held_only or to in held)
         ]
 
 

@@ -22,7 +22,7 @@ __all__ = [
     "MemberRecord",
     "NodeRecord",
     "PrimaryRecord",
-    "Ran",
+    "RanCode",
     "Record",
     "State",
     "StatusRecord",
@@ -153,7 +153,7 @@ def name_of(node: str) -> str:
     return node.rpartition("-")[0] or node
 
 
-class Ran(NamedTuple):
+class RanCode(NamedTuple):
     """User code that ran when its process died: the hook, processor or handler, its task, and the epoch at work.
 
     The epoch is -1 in a replica that never was primary, as in `setup` of a backup.
@@ -179,14 +179,14 @@ class GoneRecord(Record, frozen=True, kw_only=True):
     Attributes:
         ran: the user code that ran when the process ended, if its launcher knows.
         at: the line of Python at which it crashed (`FILE, line N`); "": unknown.
-        meant: the process was told to end, so its code is not to blame.
+        intended: the process was told to end, so its code is not to blame.
         task, epoch: the process ended after an error of a CUDA device in this code; None: another reason.
     """
 
     reason: str
-    ran: tuple[Ran, ...] = ()
+    ran: tuple[RanCode, ...] = ()
     at: str = ""
-    meant: bool = False
+    intended: bool = False
     task: int | None = None
     epoch: int | None = None
 
@@ -216,7 +216,7 @@ class GoneRecord(Record, frozen=True, kw_only=True):
         verb = "was " if self.reason.startswith("killed") else ""
         ran = f" while it ran {' and '.join(self.running)}" if self.running else ""
         at = f" at {self.at}" if self.at else ""
-        return verb + self.reason + ran + at + (" (it was told to end)" if self.meant else "")
+        return verb + self.reason + ran + at + (" (it was told to end)" if self.intended else "")
 
 
 class ForgottenRecord(Record, frozen=True, kw_only=True):

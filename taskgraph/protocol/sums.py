@@ -20,7 +20,7 @@ from typing import Final, Literal
 
 from xxhash import xxh3_128_intdigest
 
-from taskgraph.errors import TaskGraphError, first_of
+from taskgraph.errors import TaskGraphError, first_lines
 from taskgraph.protocol.messages import LedgerEntry
 
 __all__ = ["ITEM", "REQUEST", "Conflict", "Kind", "Ledger", "explain", "identity", "packed", "total", "unpacked"]
@@ -204,7 +204,7 @@ def explain(
             lines.append(_not_sent(kind, sender, receiver, name))
         else:
             lines.append(f"task {sender} sent another {_thing(kind, name)} than task {receiver} has")
-    return first_of(lines, limit)
+    return first_lines(lines, limit)
 
 
 def _thing(kind: str, name: str) -> str:

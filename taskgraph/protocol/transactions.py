@@ -35,7 +35,7 @@ from taskgraph.protocol.records import (
 from taskgraph.protocol.view import JobView, Versioned
 
 __all__ = [
-    "TakenOver",
+    "TakeoverResult",
     "admit",
     "advance_checkpoint",
     "commit",
@@ -52,7 +52,7 @@ __all__ = [
     "roll_back",
     "take_over",
     "take_over_from_nothing",
-    "taken_over",
+    "takeover_result",
 ]
 
 
@@ -115,7 +115,7 @@ def update_node(view: JobView, node: str, record: NodeRecord, node_revision: int
 
 
 @dataclass(frozen=True, slots=True)
-class TakenOver:
+class TakeoverResult:
     """The keys that a takeover read at the revision of its writes. The new primary starts from them.
 
     Attributes:
@@ -190,7 +190,7 @@ def take_over_from_nothing(
         `fail_lost`.
     """
     epoch = _epoch(view).record.epoch
-    if stateful and epoch > 0 and not view.covered:
+    if stateful and epoch > 0 and not view.is_checkpointed:
         raise LookupError(f"task {task} has no members left, and its state of epoch {epoch} with them")
     return _from_nothing(view, task, node, node_revision, stateful=stateful, writer=writer, also=())
 
@@ -261,7 +261,7 @@ def fail_lost(view: JobView, task: int, status: StatusRecord) -> Txn:
     Raises:
         LookupError: the job has ended. After its results were collected, nodes leave and nothing is lost.
     """
-    if not view.open:
+    if not view.has_work:
         raise LookupError("the job has ended")
     keys = view.keys
     return Txn(
@@ -290,13 +290,13 @@ def _reads_of_take_over(view: JobView, task: int) -> tuple[Op, ...]:
     return (Get(view.keys.epoch), Get(view.keys.members(task), prefix=True), Get(view.keys.primary(task)))
 
 
-def taken_over(result: TxnResult, view: JobView, task: int) -> TakenOver:
+def takeover_result(result: TxnResult, view: JobView, task: int) -> TakeoverResult:
     """Reads the success branch of a takeover."""
     epoch_reads, member_reads, primary_reads = result.reads
     epoch = EpochRecord.from_bytes(epoch_reads[0].value)
     primary = PrimaryRecord.from_bytes(primary_reads[0].value)
     prefix = view.keys.members(task)
-    return TakenOver(
+    return TakeoverResult(
         revision=result.revision,
         term=primary.term,
         epoch=epoch.epoch,

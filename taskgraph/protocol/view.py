@@ -32,13 +32,13 @@ from taskgraph.protocol.records import (
     StatusRecord,
 )
 
-__all__ = ["JobView", "Versioned", "WentBack", "holds", "readable"]
+__all__ = ["JobView", "StaleListing", "Versioned", "holds", "readable"]
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
 
 
-class WentBack(Exception):
+class StaleListing(Exception):
     """The store has lost data: a listing is older than this view. The text says what."""
 
 
@@ -91,14 +91,14 @@ class JobView:
         """Starts again from a listing of all keys of the job at `revision`. After an error the view is unchanged.
 
         Raises:
-            WentBack: the listing is older than this view.
+            StaleListing: the listing is older than this view.
             DecodeError: a key cannot be read, or is missing; see `apply`.
         """
         listed = JobView(self.keys.job)
         for kv in items:
             listed._put(kv)
         if why := self._lost_in(listed):
-            raise WentBack(why)
+            raise StaleListing(why)
         if self._is_another_run(listed.spec_revision):
             self._end(revision)
             return
@@ -176,7 +176,7 @@ class JobView:
 
     def _check_kept(self, needed: Iterable[str]) -> None:
         """Raises DecodeError if one of these keys is missing and the job needs it."""
-        if not self.open:  # the whole job may have been deleted
+        if not self.has_work:  # the whole job may have been deleted
             return
         always = {self.keys.spec: self.spec, self.keys.epoch: self.epoch}
         there = {self.keys.primary(task) for task in self.primaries}
@@ -279,12 +279,12 @@ class JobView:
         return self.status is not None and self.status.record.state == State.FINISHED
 
     @property
-    def open(self) -> bool:
+    def has_work(self) -> bool:
         """True if nodes have work: the job runs, or its results are not collected."""
         return self.running or (self.finished and not self.collected)
 
     def deaths_from(self, epoch: int) -> list[str]:
-        """Returns gone nodes whose code ran in this epoch or later, or before the first one (`Ran.epoch` -1)."""
+        """Returns gone nodes whose code ran in this epoch or later, or before the first one (`RanCode.epoch` -1)."""
         return [node for _, node in self._deaths[bisect.bisect_left(self._deaths, (epoch, "")) :]]
 
     def term(self, task: int) -> int:
@@ -317,7 +317,7 @@ class JobView:
         held = [(m.create_revision, node) for node, m in self.members_of(task).items() if self.holds(m.record)]
         return [node for _, node in sorted(held)]
 
-    def staying(self, task: int) -> list[str]:
+    def active_members(self, task: int) -> list[str]:
         """Members that are not evicted, in the order of admission."""
         found = [(m.create_revision, node) for node, m in self.members_of(task).items() if m.record.until is None]
         return [node for _, node in sorted(found)]
@@ -327,7 +327,7 @@ class JobView:
         return self.epoch is None or holds(member, self.epoch.record)
 
     @property
-    def covered(self) -> bool:
+    def is_checkpointed(self) -> bool:
         """The committed boundary is in the checkpoint."""
         return (
             self.epoch is not None

@@ -153,7 +153,7 @@ def _as_kills(kills: Any) -> dict[tuple[int, int], str]:
     return dict(kills or {})
 
 
-def _truth(cluster: InProcessCluster) -> JobView:
+def _etcd_view(cluster: InProcessCluster) -> JobView:
     """The job's state in etcd; a node's own view may be behind."""
     truth = JobView(cluster.keys.job)
     truth.reset(cluster.store.revision, cluster.store.select(cluster.keys.root, prefix=True))
@@ -166,7 +166,7 @@ def _survivable(cluster: InProcessCluster, node_id: str) -> bool:
     This includes tasks with another primary: the node may hold the last replica of a task whose primary was just
     killed.
     """
-    truth = _truth(cluster)
+    truth = _etcd_view(cluster)
     living = {node.id for node in cluster.nodes} - {node_id}
     return all(not living.isdisjoint(truth.in_sync(task)) for task in truth.primaries)
 
@@ -175,7 +175,7 @@ async def _until_survivable(cluster: InProcessCluster, node_id: str) -> bool:
     """Waits until the node can be killed, or the job is over: then no more nodes are admitted."""
 
     def settled(view: object) -> bool:
-        return _survivable(cluster, node_id) or not _truth(cluster).running
+        return _survivable(cluster, node_id) or not _etcd_view(cluster).running
 
     # Checked again after every wait: of two kills that waited for one state, the first changes it.
     while not settled(None):
@@ -256,7 +256,7 @@ class _Run:
 
         No other primary of task 0 reaches that stage of these epochs.
         """
-        truth = _truth(cluster)
+        truth = _etcd_view(cluster)
         if truth.epoch is None or truth.primary_node(0) != crashed:
             return
         for (task, epoch), stage in list(self._kills.items()):

@@ -112,7 +112,7 @@ async def test_job_survives_its_first_nodes(folder: Path) -> None:
     def safe(view: JobView, *names: str) -> bool:
         """Whether these are its nodes, and none of them is the last one that holds a task's state."""
         return {known.record.name for known in view.nodes.values()} == set(names) and all(
-            len(view.staying(task)) >= 2 for task in range(7)
+            len(view.active_members(task)) >= 2 for task in range(7)
         )
 
     # No more than two die in one epoch: what ends three nodes is taken for a fault of the code that ran.

@@ -11,7 +11,7 @@ from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.checkpointing import Collected, due, files_needed, is_open, sparse
 from taskgraph.protocol.kv import Txn
-from taskgraph.protocol.messages import Stamp, Written
+from taskgraph.protocol.messages import Stamp, WrittenFile
 from taskgraph.protocol.records import CheckpointRecord, MemberRecord, State, StatusRecord
 from taskgraph.protocol.takeover import Move, succession
 from taskgraph.protocol.view import JobView
@@ -21,8 +21,8 @@ def record(epoch: int, attempt: int = 1, before: tuple[str, ...] = ()) -> Checkp
     return CheckpointRecord(epoch=epoch, attempt=attempt, name=f"c{epoch}", before=before)
 
 
-def written(epoch: int, task: int, attempt: int = 1) -> Written:
-    return Written(Stamp(attempt, epoch), task, 100, "d")
+def written(epoch: int, task: int, attempt: int = 1) -> WrittenFile:
+    return WrittenFile(Stamp(attempt, epoch), task, 100, "d")
 
 
 @pytest.fixture
@@ -173,8 +173,8 @@ def test_late_and_early_reports_make_a_checkpoint(world: World) -> None:
     assert len(collected._left_out) < 100
 
 
-def unwritten(epoch: int, task: int) -> Written:
-    return Written(Stamp(1, epoch), task, 0, "")
+def unwritten(epoch: int, task: int) -> WrittenFile:
+    return WrittenFile(Stamp(1, epoch), task, 0, "")
 
 
 def test_failed_write_gives_the_boundary_up(world: World) -> None:
@@ -229,14 +229,14 @@ def test_boundary_of_a_later_leader_is_not_given_up(world: World) -> None:
     collected.take(written(6, 0))
     collected.take(unwritten(6, 1))
     for task in (0, 1):
-        after.began(task, Stamp(1, 6))  # and their primaries wrote what these could not
+        after.term_began(task, Stamp(1, 6))  # and their primaries wrote what these could not
         after.take(written(6, task))
     assert after.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
     assert collected.give_up(view) == {}
     world.commit()
     assert collected.give_up(world.view()) == {Stamp(1, 6): 1}
     late = Collected(2)
-    late.began(0, Stamp(1, 7))
+    late.term_began(0, Stamp(1, 7))
     for task in (0, 1):
         late.take(written(6, task))
     assert late.complete(world.view()) is None, "so it is nothing to leaders after it"
@@ -257,12 +257,14 @@ def test_new_primary_writes_no_earlier_boundary(world: World) -> None:
     """Its files may be removed."""
     collected, view = Collected(2), world.view()
     collected.take(written(3, 1))
-    assert collected.never(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
-    collected.began(0, Stamp(1, 4))
-    assert collected.never(view, Stamp(1, 3)) == 0
+    assert collected.blocking_task(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
+    collected.term_began(0, Stamp(1, 4))
+    assert collected.blocking_task(view, Stamp(1, 3)) == 0
     assert collected.give_up(view) == {Stamp(1, 3): None}, "nothing failed"
-    assert [collected.never(view, Stamp(1, epoch)) for epoch in (4, 5)] == [None, None], "it begins with that one"
-    assert collected.never(view, Stamp(2, 3)) is None, "of after a roll-back"
+    assert [collected.blocking_task(view, Stamp(1, epoch)) for epoch in (4, 5)] == [None, None], (
+        "it begins with that one"
+    )
+    assert collected.blocking_task(view, Stamp(2, 3)) is None, "of after a roll-back"
     collected.take(written(3, 0))  # by the primary before, which is a zombie: its files are gone by now
     assert collected.complete(view) is None and collected.give_up(view) == {}
 
@@ -270,12 +272,12 @@ def test_new_primary_writes_no_earlier_boundary(world: World) -> None:
 def test_report_before_a_new_primary_counts(world: World) -> None:
     collected, view = Collected(2), world.view()
     collected.take(written(3, 1))
-    collected.began(1, Stamp(1, 6))
-    assert collected.never(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
+    collected.term_began(1, Stamp(1, 6))
+    assert collected.blocking_task(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
     collected.take(written(3, 0))
     assert collected.complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
     collected.take(unwritten(4, 1))
-    assert collected.never(view, Stamp(1, 4)) == 1
+    assert collected.blocking_task(view, Stamp(1, 4)) == 1
 
 
 def test_complete_boundary_survives_many_reports(world: World) -> None:
@@ -283,14 +285,14 @@ def test_complete_boundary_survives_many_reports(world: World) -> None:
     collected, view = Collected(2), world.view()
     for task in (0, 1):
         collected.take(written(3, task))
-    collected.began(1, Stamp(1, 6))
+    collected.term_began(1, Stamp(1, 6))
     whole = collected.complete(view)
     assert whole is not None and whole[0] == Stamp(1, 3)
     for epoch in range(4, 100):
         collected.take(written(epoch, 0))
-    assert collected.never(view, Stamp(1, 3)) is None
+    assert collected.blocking_task(view, Stamp(1, 3)) is None
     assert collected.complete(view) is None, "that failed; it is known no more that it was whole"
-    assert collected.never(view, Stamp(1, 3)) == 1
+    assert collected.blocking_task(view, Stamp(1, 3)) == 1
 
 
 def test_undone_boundary_never_becomes_a_checkpoint(world: World) -> None:
@@ -298,8 +300,8 @@ def test_undone_boundary_never_becomes_a_checkpoint(world: World) -> None:
     collected = Collected(2)
     lose_everybody(world)
     assert world.run(back(world, record(3))).succeeded
-    assert collected.never(world.view(), Stamp(1, 6)) is not None
-    assert collected.never(world.view(), Stamp(2, 6)) is None
+    assert collected.blocking_task(world.view(), Stamp(1, 6)) is not None
+    assert collected.blocking_task(world.view(), Stamp(2, 6)) is None
 
 
 def test_given_up_boundaries_are_bounded(world: World) -> None:
@@ -377,10 +379,10 @@ def test_roll_back_begins_an_attempt_at_the_checkpoint(world: World) -> None:
     lose_everybody(world)
     result = world.run(back(world, record(3)))
     assert result.succeeded
-    taken = transactions.taken_over(result, world.view(), 1)
+    taken = transactions.takeover_result(result, world.view(), 1)
     assert (taken.term, taken.epoch, taken.attempt, taken.lineage, set(taken.members)) == (2, 3, 3, 3, {"c"})
     view = world.view()
-    assert view.covered
+    assert view.is_checkpointed
     assert view.primaries[1].record.failovers == 0, "it is a restart, and no backup took over"
     assert not view.term_changed(), "the takeover is no reason to restart the attempt it began"
     world.commit(view=view)
@@ -526,7 +528,7 @@ def test_old_view_takes_over_at_the_checkpoint(world: World) -> None:
     assert world.run(back(world, record(3), task=3)).succeeded
     result = world.take_over(1, "b", view=view)
     assert result.succeeded
-    taken = transactions.taken_over(result, view, 1)
+    taken = transactions.takeover_result(result, view, 1)
     assert (taken.epoch, taken.attempt, taken.lineage) == (3, 2, 2)
 
 

@@ -181,29 +181,29 @@ def test_pressing_means_enough_epochs_or_a_waiter() -> None:
     assert leader.enough == 2
     told(leader, done(0, 0), done(1, 0), done(0, 1))
     assert leader.ready
-    assert not leader.pressing
+    assert not leader.urgent
     told(leader, done(1, 1))
-    assert leader.pressing
+    assert leader.urgent
     leader.begin(at(2))
-    assert not leader.pressing
+    assert not leader.urgent
     assert not leader.ready
     told(leader, done(0, 2, ahead=False))
-    assert not leader.pressing, "not all have reported it"
+    assert not leader.urgent, "not all have reported it"
     told(leader, done(1, 2))
-    assert leader.pressing
+    assert leader.urgent
     leader.begin(at(3))
-    assert not leader.pressing
+    assert not leader.urgent
     told(leader, done(0, 3, ahead=False))
     leader.begin(at(3, attempt=2))
     told(leader, done(0, 3, attempt=2), done(1, 3, attempt=2))
     assert leader.ready
-    assert not leader.pressing, "who waited did so in another attempt"
+    assert not leader.urgent, "who waited did so in another attempt"
 
 
 def test_without_epochs_ahead_all_commits_press() -> None:
     leader = told(led(ahead=0), done(0, 0, ahead=False))
-    assert not leader.pressing
-    assert told(leader, done(1, 0, ahead=False)).pressing
+    assert not leader.urgent
+    assert told(leader, done(1, 0, ahead=False)).urgent
 
 
 def test_several_epochs_commit_in_one_write(world: World) -> None:

@@ -7,7 +7,7 @@ from protocol_kit import World
 
 from taskgraph.protocol import transactions
 from taskgraph.protocol.fatal import fatal
-from taskgraph.protocol.records import EpochRecord, GoneRecord, Ran
+from taskgraph.protocol.records import EpochRecord, GoneRecord, RanCode
 
 SEND, ADD = "send", "add"
 
@@ -22,9 +22,9 @@ def world() -> World:
     return world
 
 
-def die(world: World, node: str, *ran: tuple[str, int, int], meant: bool = False) -> None:
+def die(world: World, node: str, *ran: tuple[str, int, int], intended: bool = False) -> None:
     """A process dies while this code runs, and its launcher reports it."""
-    record = GoneRecord(reason="exited with code 11", ran=tuple(Ran(*each) for each in ran), meant=meant)
+    record = GoneRecord(reason="exited with code 11", ran=tuple(RanCode(*each) for each in ran), intended=intended)
     world.delete(world.keys.node(node))
     assert world.run(transactions.declare_gone(world.view(), node, record)).succeeded
 
@@ -52,7 +52,7 @@ def test_deaths_count_per_task_and_epoch(world: World) -> None:
 
 def test_intended_death_does_not_count(world: World) -> None:
     for node in ("a", "b", "c"):
-        die(world, node, (SEND, 1, 3), meant=True)
+        die(world, node, (SEND, 1, 3), intended=True)
     assert fatal(world.view(), 1) is None
 
 
@@ -69,7 +69,7 @@ def test_setup_deaths_count_until_an_admission(world: World) -> None:
     die(world, "c", ("setup", 1, -1))
     die(world, "d", ("setup", 1, -1))
     assert (found := fatal(world.view(), 2)) is not None and (found.task, found.epoch) == (1, 3)
-    assert found.counts(Ran("setup", 1, -1)) and not found.counts(Ran("setup", 0, -1))
+    assert found.counts(RanCode("setup", 1, -1)) and not found.counts(RanCode("setup", 0, -1))
     assert world.admit(1, "a", "e").succeeded
     assert fatal(world.view(), 1) is None
     world.put(world.keys.epoch, EpochRecord(epoch=0, attempt=1).to_bytes())
@@ -87,11 +87,11 @@ def test_most_frequent_code_is_blamed(world: World) -> None:
 
 
 def test_record_keeps_what_ran() -> None:
-    record = GoneRecord(reason="killed by SIGKILL", ran=(Ran(SEND, 1, 3), Ran(ADD, 0, -1)), meant=True)
+    record = GoneRecord(reason="killed by SIGKILL", ran=(RanCode(SEND, 1, 3), RanCode(ADD, 0, -1)), intended=True)
     assert GoneRecord.from_bytes(record.to_bytes()) == record
     assert record.running == ("'send' of task 1", "'add' of task 0")
 
 
 def test_code_of_several_epochs_is_named_once() -> None:
-    ran = (Ran(SEND, 1, 3), Ran(ADD, 0, 3), Ran(SEND, 1, 4))
+    ran = (RanCode(SEND, 1, 3), RanCode(ADD, 0, 3), RanCode(SEND, 1, 4))
     assert GoneRecord(reason="killed by SIGKILL", ran=ran).running == ("'send' of task 1", "'add' of task 0")

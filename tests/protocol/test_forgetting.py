@@ -8,7 +8,7 @@ from protocol_kit import World
 from taskgraph.protocol import transactions
 from taskgraph.protocol.fatal import fatal
 from taskgraph.protocol.forgetting import forgettable
-from taskgraph.protocol.records import EpochRecord, ForgottenRecord, GoneRecord, Ran
+from taskgraph.protocol.records import EpochRecord, ForgottenRecord, GoneRecord, RanCode
 
 
 @pytest.fixture
@@ -65,8 +65,8 @@ def test_registered_node_is_not_forgotten(world: World) -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        GoneRecord(reason="exited with code 11", ran=(Ran("send", 0, 3),)),
-        GoneRecord(reason="exited with code 11", ran=(Ran("send", 0, 1), Ran("send", 1, 4))),
+        GoneRecord(reason="exited with code 11", ran=(RanCode("send", 0, 3),)),
+        GoneRecord(reason="exited with code 11", ran=(RanCode("send", 0, 1), RanCode("send", 1, 4))),
         GoneRecord(reason="ended its process", task=0, epoch=3),
     ],
 )
@@ -78,7 +78,7 @@ def test_counted_death_is_kept_until_the_commit(world: World, record: GoneRecord
 
 
 def test_setup_death_is_kept_until_an_admission(world: World) -> None:
-    end(world, "x", GoneRecord(reason="exited with code 11", ran=(Ran("setup", 0, -1),)))
+    end(world, "x", GoneRecord(reason="exited with code 11", ran=(RanCode("setup", 0, -1),)))
     assert fatal(world.view(), 1) is not None and forgettable(world.view(), 0) == []
     world.register("c")
     assert world.admit(0, "a", "c").succeeded
@@ -86,7 +86,11 @@ def test_setup_death_is_kept_until_an_admission(world: World) -> None:
 
 
 def test_intended_death_may_be_forgotten(world: World) -> None:
-    end(world, "x", GoneRecord(reason="killed by SIGKILL", ran=(Ran("send", 0, 3), Ran("setup", 1, -1)), meant=True))
+    end(
+        world,
+        "x",
+        GoneRecord(reason="killed by SIGKILL", ran=(RanCode("send", 0, 3), RanCode("setup", 1, -1)), intended=True),
+    )
     assert forgettable(world.view(), 0) == ["x"]
 
 

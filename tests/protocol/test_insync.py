@@ -131,7 +131,7 @@ def test_marked_node_must_acknowledge() -> None:
     insync.acknowledge("c", K0)
     assert insync.holders(K0) == 2, "its key names it an heir of this epoch at most"
     assert insync.members() == ("b",)
-    assert not insync.dismiss("c")
+    assert not insync.drop_candidate("c")
     insync.invite("c")
     assert insync.place("c") is Place.MARKED
 
@@ -188,11 +188,11 @@ def test_only_a_candidate_is_dismissed() -> None:
     insync = candidate(K0)
     insync.acknowledge("b", K0)
     insync.admitting("b")
-    assert not insync.dismiss("b"), "it may be a member already"
+    assert not insync.drop_candidate("b"), "it may be a member already"
     insync.admitted("b", False)
-    assert insync.dismiss("b")
+    assert insync.drop_candidate("b")
     assert insync.nodes == ()
-    assert not insync.dismiss("b")
+    assert not insync.drop_candidate("b")
 
 
 def test_committed_history_is_not_owed() -> None:
@@ -265,7 +265,7 @@ def test_steady_while_all_nodes_are_members(seed: int) -> None:
         if place(node) is None:
             insync.invite(node)
         elif place(node) is Place.CANDIDATE and rng.random() < 0.2:
-            insync.dismiss(node)
+            insync.drop_candidate(node)
         elif insync.may_admit(node) and rng.random() < 0.7:
             insync.admitting(node)
         elif place(node) is Place.ADMITTING:
@@ -277,12 +277,12 @@ def test_steady_while_all_nodes_are_members(seed: int) -> None:
         else:
             insync.acknowledge(node, K0)
         places = [place(node) for node in insync.nodes]
-        assert insync.steady == all(one is Place.MEMBER for one in places), f"step {step}"
+        assert insync.only_members == all(one is Place.MEMBER for one in places), f"step {step}"
         assert [insync.all_members(count) for count in range(5)] == [
-            insync.steady and count == len(places) for count in range(5)
+            insync.only_members and count == len(places) for count in range(5)
         ]
         assert insync.add(K0) == bool(places)
-        seen.add(insync.steady)
+        seen.add(insync.only_members)
     assert seen == {True, False}
 
 
@@ -290,12 +290,12 @@ def test_fulfilled_needs_living_members() -> None:
     insync = InSync(["c"])
     insync.add(K0)
     insync.invite("b")
-    assert not insync.fulfilled(["b"], {"b", "c"}), "a candidate"
-    assert not insync.fulfilled(["b"], {"c"}), "it died: no reason to evict anybody for it"
+    assert not insync.wishes_fulfilled(["b"], {"b", "c"}), "a candidate"
+    assert not insync.wishes_fulfilled(["b"], {"c"}), "it died: no reason to evict anybody for it"
     insync.acknowledge("b", K0)
     insync.admitting("b")
-    assert not insync.fulfilled(["b"], {"b", "c"}), "the write may not happen"
+    assert not insync.wishes_fulfilled(["b"], {"b", "c"}), "the write may not happen"
     insync.admitted("b", True)
-    assert insync.fulfilled(["b"], {"b", "c"})
-    assert not insync.fulfilled(["b"], {"c"}), "a member that died: it goes, and not both"
-    assert insync.fulfilled([], {"c"}), "nobody else is wished for"
+    assert insync.wishes_fulfilled(["b"], {"b", "c"})
+    assert not insync.wishes_fulfilled(["b"], {"c"}), "a member that died: it goes, and not both"
+    assert insync.wishes_fulfilled([], {"c"}), "nobody else is wished for"

@@ -32,7 +32,7 @@ def test_lease_end_is_found_soon(ttl_s: float, phase_s: float) -> None:
         sent_at, now = now, now + 0.002
         left_s = etcd.left_s(now)
         now += 0.002
-        pause_s = end.heard(left_s, sent_at=sent_at, received_at=now)
+        pause_s = end.on_answer(left_s, sent_at=sent_at, received_at=now)
         if not end.ended:
             now += pause_s
     assert etcd.ends_at(now) < now < etcd.ends_at(now) + 0.12
@@ -53,7 +53,7 @@ def test_renewed_lease_never_counts_as_ended(ttl_s: float) -> None:
             now += rng.choice((0.001, 0.001, 0.001, rng.random() * ttl_s))
             left_s, over = etcd.left_s(now), etcd.ends_at(now) <= now
             now += rng.choice((0.001, 0.001, 0.001, rng.random() * ttl_s))
-            pause_s = end.heard(left_s, sent_at=sent_at, received_at=now)
+            pause_s = end.on_answer(left_s, sent_at=sent_at, received_at=now)
             assert over or not end.ended, f"seed {seed}: alive until {etcd.ends_at(now)}, taken for ended at {now}"
             now += pause_s if rng.random() < 0.8 else rng.random() * 2 * ttl_s
         found += end.ended
@@ -64,28 +64,28 @@ def test_extended_lease_is_alive_again() -> None:
     """The leader of etcd changed just after the end."""
     end = LeaseEnd(5.0)
     for at in (10.0, 10.5, 11.1):
-        end.heard(0, sent_at=at, received_at=at)
+        end.on_answer(0, sent_at=at, received_at=at)
     assert end.ended
-    end.heard(None, sent_at=11.2, received_at=11.2)
+    end.on_answer(None, sent_at=11.2, received_at=11.2)
     assert end.ended, "its keys are gone: who watches them knows"
-    assert end.heard(4, sent_at=11.3, received_at=11.3) == 3.0
+    assert end.on_answer(4, sent_at=11.3, received_at=11.3) == 3.0
     assert not end.ended
 
 
 def test_revoked_lease_is_left_to_the_watch() -> None:
     end = LeaseEnd(5.0)
     for at in (10.0, 11.0, 12.0):
-        end.heard(None, sent_at=at, received_at=at)
+        end.on_answer(None, sent_at=at, received_at=at)
     assert not end.ended
 
 
 def test_questions_are_rare_for_living_leases() -> None:
     end = LeaseEnd(5.0)
-    assert end.heard(4, sent_at=0.0, received_at=0.0) == 3.0
-    assert end.heard(1, sent_at=3.0, received_at=3.0) == 0.05, "it may be 0 at any moment"
-    assert end.heard(0, sent_at=3.5, received_at=3.5) == 0.05
-    assert end.heard(0, sent_at=4.48, received_at=4.48) == pytest.approx(0.02), "certain in so long"
-    assert end.heard(0, sent_at=4.499, received_at=4.499) == pytest.approx(0.002)
+    assert end.on_answer(4, sent_at=0.0, received_at=0.0) == 3.0
+    assert end.on_answer(1, sent_at=3.0, received_at=3.0) == 0.05, "it may be 0 at any moment"
+    assert end.on_answer(0, sent_at=3.5, received_at=3.5) == 0.05
+    assert end.on_answer(0, sent_at=4.48, received_at=4.48) == pytest.approx(0.02), "certain in so long"
+    assert end.on_answer(0, sent_at=4.499, received_at=4.499) == pytest.approx(0.002)
     assert not end.ended
-    assert end.heard(0, sent_at=4.5, received_at=4.501) == 0.05
+    assert end.on_answer(0, sent_at=4.5, received_at=4.501) == 0.05
     assert end.ended

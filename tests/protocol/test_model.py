@@ -20,7 +20,7 @@ from taskgraph.protocol.insync import InSync, Place
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.records import EpochRecord
-from taskgraph.protocol.transactions import TakenOver
+from taskgraph.protocol.transactions import TakeoverResult
 from taskgraph.protocol.view import JobView
 
 LIMIT = 5_000_000
@@ -149,7 +149,7 @@ def without_compare(function: str, key: str) -> Patch:
     return changed(transactions, function, weaker)
 
 
-def without_members(original: Callable[..., TakenOver], *args: Any) -> TakenOver:
+def without_members(original: Callable[..., TakeoverResult], *args: Any) -> TakeoverResult:
     """A new primary counts on nobody but itself."""
     return replace(original(*args), members={})
 
@@ -184,7 +184,9 @@ def as_reported(self: Leader, view: JobView) -> dict[int, int]:
     return {task: report.term for task, report in self.reports().items()}
 
 
-def epoch_of_the_view(original: Callable[..., TakenOver], result: TxnResult, view: JobView, task: int) -> TakenOver:
+def epoch_of_the_view(
+    original: Callable[..., TakeoverResult], result: TxnResult, view: JobView, task: int
+) -> TakeoverResult:
     assert view.stamp is not None
     return replace(original(result, view, task), epoch=view.stamp.epoch, attempt=view.stamp.attempt)
 
@@ -278,10 +280,10 @@ RULES: dict[str, tuple[Patch, Model]] = {
     ),
     # takeovers
     "a new primary counts on every member, the old primary too": (
-        changed(transactions, "taken_over", without_members),
+        changed(transactions, "takeover_result", without_members),
         ONE,
     ),
-    "a takeover reads the epoch": (changed(transactions, "taken_over", epoch_of_the_view), ONE),
+    "a takeover reads the epoch": (changed(transactions, "takeover_result", epoch_of_the_view), ONE),
     "a takeover compares the primary": (without_compare("take_over", "/primary"), ONE),
     "a takeover compares its own member key": (without_compare("take_over", "members/"), Model(1, "abc", EVICTS)),
     "an evicted member's takeover compares the epoch": (

@@ -16,11 +16,11 @@ from taskgraph.protocol.records import (
     EpochRecord,
     GoneRecord,
     PrimaryRecord,
-    Ran,
+    RanCode,
     State,
     StatusRecord,
 )
-from taskgraph.protocol.view import JobView, WentBack
+from taskgraph.protocol.view import JobView, StaleListing
 
 
 def busy_world() -> World:
@@ -260,7 +260,7 @@ def test_lost_data_of_the_store_is_noticed(since: Callable[[World], object], say
     view = world.view()
     known = facts(view)
     for _ in range(2):
-        with pytest.raises(WentBack) as lost:
+        with pytest.raises(StaleListing) as lost:
             view.reset(1000, snapshot)
         assert str(lost.value) == says and facts(view) == known, "what is known stays"
 
@@ -328,24 +328,24 @@ def test_staying_members_do_not_depend_on_the_epoch() -> None:
     world.first(0, "a")
     world.admit(0, "a", "c")
     world.admit(0, "a", "b")
-    assert world.view().staying(0) == ["a", "c", "b"]
+    assert world.view().active_members(0) == ["a", "c", "b"]
     world.evict(0, "a", "c")
     assert world.view().in_sync(0) == ["a", "c", "b"]
-    assert world.view().staying(0) == ["a", "b"]
+    assert world.view().active_members(0) == ["a", "b"]
     world.commit()
-    assert world.view().in_sync(0) == world.view().staying(0) == ["a", "b"]
+    assert world.view().in_sync(0) == world.view().active_members(0) == ["a", "b"]
 
 
 def test_deaths_are_sorted_by_last_epoch() -> None:
     world = World("a", "b", "c", "d", "e")
     for node, epochs in {"a": (3, 7), "b": (5,), "c": (-1,), "d": (), "e": (9, -1)}.items():
-        ran = tuple(Ran("send", 0, epoch) for epoch in epochs)
+        ran = tuple(RanCode("send", 0, epoch) for epoch in epochs)
         world.put(world.keys.gone(node), GoneRecord(reason="killed", ran=ran).to_bytes())
     view = world.view()
     assert set(view.deaths_from(0)) == {"a", "b", "c", "e"}
     assert set(view.deaths_from(6)) == set(view.deaths_from(7)) == {"a", "c", "e"}
     assert set(view.deaths_from(8)) == {"c", "e"}
-    world.put(world.keys.gone("b"), GoneRecord(reason="killed", ran=(Ran("send", 0, 8),)).to_bytes())
+    world.put(world.keys.gone("b"), GoneRecord(reason="killed", ran=(RanCode("send", 0, 8),)).to_bytes())
     world.delete(world.keys.gone("c"))
     assert set(world.view().deaths_from(8)) == {"b", "e"}
 

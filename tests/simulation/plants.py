@@ -529,7 +529,7 @@ def a_promise_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 @plant
 def who_was_evicted_counts_as_a_holder_until_the_next_commit(patch: pytest.MonkeyPatch) -> None:
     """For placement, which is not computed anew then: whoever read both at once wishes for something else for ever."""
-    patch.setattr(JobView, "staying", JobView.in_sync)
+    patch.setattr(JobView, "active_members", JobView.in_sync)
 
 
 # -- takeovers -------------------------------------------------------------------------------------
@@ -539,7 +539,7 @@ def who_was_evicted_counts_as_a_holder_until_the_next_commit(patch: pytest.Monke
 def a_take_over_guesses_the_epoch_from_its_watch(patch: pytest.MonkeyPatch) -> None:
     """It begins from the boundary that its watch showed: a commit that was not told yet is missed."""
 
-    def taken_over(original: Any, result: Any, view: Any, task: int) -> Any:
+    def takeover_result(original: Any, result: Any, view: Any, task: int) -> Any:
         at = view.epoch.record
         return dataclasses.replace(original(result, view, task), epoch=at.epoch, attempt=at.attempt)
 
@@ -557,7 +557,7 @@ def a_take_over_guesses_the_epoch_from_its_watch(patch: pytest.MonkeyPatch) -> N
         await self.replica.restore(guessed.value)
         self.backups.committed(guessed)
 
-    _changed(patch, transactions, "taken_over", taken_over)
+    _changed(patch, transactions, "takeover_result", takeover_result)
     _changed(patch, Primary, "__init__", init)
     _changed(patch, Primary, "_begin", begin)
 
@@ -742,7 +742,7 @@ def a_lease_with_less_than_a_second_left_has_ended(patch: pytest.MonkeyPatch) ->
         self.ended = self.ended or left_s == 0
         return pause_s
 
-    _changed(patch, LeaseEnd, "heard", heard)
+    _changed(patch, LeaseEnd, "on_answer", heard)
 
 
 @plant

@@ -204,8 +204,8 @@ class _Standing:
 
         def began(attempt: Attempt, graph: Any) -> None:
             key = key_of(attempt)
-            begun[key] += attempt.replica.standing is not None
-            if attempt.replica.standing is not None:
+            begun[key] += attempt.replica.constant_graph is not None
+            if attempt.replica.constant_graph is not None:
                 assert attempt.number > last.get(key, -1), "epochs begin in their order"
                 last[key] = attempt.number
             has_composed(attempt, graph)

@@ -130,7 +130,7 @@ class EtcdCoordinator:
 
         Raises:
             Unavailable: etcd does not answer.
-            Lost: etcd lost writes that it had acknowledged.
+            DataLost: etcd lost writes that it had acknowledged.
             CoordinationError: etcd refuses it.
         """
         known = self._known

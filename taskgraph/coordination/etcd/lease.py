@@ -264,7 +264,7 @@ class EtcdLease:
 
     # Called by the reader thread.
 
-    def knows(self, header: v3.ResponseHeader) -> bool:
+    def is_own_cluster(self, header: v3.ResponseHeader) -> bool:
         """True if an answer is of the lease's cluster: another cluster knows no such lease."""
         return self._cluster() in (0, header.cluster_id)
 
@@ -359,7 +359,7 @@ class _Stream:
             )
             metadata = (("hasleader", "true"), *credentials(self._token))
             for answer in call(self._outgoing(), metadata=metadata):
-                if not self._lease.knows(answer.header):
+                if not self._lease.is_own_cluster(answer.header):
                     self.ended = "it belongs to another cluster"
                     return
                 self._answered = True

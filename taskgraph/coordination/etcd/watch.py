@@ -10,9 +10,9 @@ A watch that was created, and is refused later, waits: a permission that was wit
 put right.
 
 A member may be behind another one for a moment. An etcd that is behind for good has lost acknowledged writes, and would
-stay silent until it has as many revisions again: the watch raises `Lost` instead. An etcd that was set up anew, or from
-a backup, and has more revisions by now looks the same: a cluster's id is made of its members' addresses. So a watch
-reports that it was reopened, and its reader lists again.
+stay silent until it has as many revisions again: the watch raises `DataLost` instead. An etcd that was set up anew, or
+from a backup, and has more revisions by now looks the same: a cluster's id is made of its members' addresses. So a
+watch reports that it was reopened, and its reader lists again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import AsyncGenerator
 import grpc
 import grpc.aio
 
-from taskgraph.coordination.api import AccessRefused, Lost, WatchBatch, WatchCompacted
+from taskgraph.coordination.api import AccessRefused, DataLost, WatchBatch, WatchCompacted
 from taskgraph.coordination.etcd import convert
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection, OtherCluster, Stream, is_cancelled, pause_s
@@ -113,7 +113,7 @@ async def check_lost(connection: Connection, prefix: str, known: int) -> None:
     """Checks that the cluster is not behind a revision that one member sent.
 
     Raises:
-        Lost: all members are behind it.
+        DataLost: all members are behind it.
     """
     revision = 0
     for _ in connection.options.endpoints:
@@ -128,7 +128,7 @@ async def check_lost(connection: Connection, prefix: str, known: int) -> None:
         if revision >= known:
             return
         connection.leave(endpoint)  # perhaps only this member is behind
-    raise Lost(f"it was at revision {known}, and is at {revision} now")
+    raise DataLost(f"it was at revision {known}, and is at {revision} now")
 
 
 def _create(prefix: str, start_revision: int) -> v3.WatchRequest:

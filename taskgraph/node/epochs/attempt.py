@@ -20,11 +20,11 @@ from taskgraph.epoch import AttemptEnded, ComposeEpoch, Epoch, Scratch, in_words
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Graph, Processor
 from taskgraph.node.epochs.differing import look
-from taskgraph.node.epochs.inbound import Inbound, raised
+from taskgraph.node.epochs.inbound import Inbound, raise_in_attempt
 from taskgraph.node.epochs.items import Items
 from taskgraph.node.epochs.mailbox import Mailbox
 from taskgraph.node.epochs.quiet import Quiet
-from taskgraph.node.epochs.recording import HandedOn, Recording, Step, handed_on_by
+from taskgraph.node.epochs.recording import Recording, SideEffects, Step, side_effects_of
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.usercode.errors import cancelled_by_users
 from taskgraph.observe.trace import clock
@@ -166,7 +166,7 @@ class Attempt:
             if injects:
                 await primary.node.point("compose", self.task, self.number)
             state = primary.unsaved.state_now()
-            graph = self.replica.standing
+            graph = self.replica.constant_graph
             if graph is None:
                 graph = await self._compose()
             self._has_composed(graph)
@@ -218,17 +218,17 @@ class Attempt:
         replica = self.replica
         composition = self.composing = Composition(self.task, self.number, replica.graph, replica.topology.lasting)
         replica.actor.stamp = self.stamp
-        epoch = ComposeEpoch(self) if replica.may_stand else Epoch(self, "compose")
+        epoch = ComposeEpoch(self) if replica.graph_may_be_constant else Epoch(self, "compose")
         try:
             await replica.actor.call("compose", replica.user_task.compose, epoch, attempt=self)
         finally:
             self.composing = None
         graph = composition.graph()
         replica.graph = graph if graph.declarations else None
-        if isinstance(epoch, ComposeEpoch) and replica.may_stand:
-            replica.may_stand = not epoch.asked and graph.lasts(replica.user_task)
-            if replica.may_stand:
-                replica.standing = graph
+        if isinstance(epoch, ComposeEpoch) and replica.graph_may_be_constant:
+            replica.graph_may_be_constant = not epoch.asked and graph.lasts(replica.user_task)
+            if replica.graph_may_be_constant:
+                replica.constant_graph = graph
         if self.recording is not None:
             self.recording.composed = graph.processors
             await self.recording.check_state("compose")
@@ -274,12 +274,15 @@ class Attempt:
         close = partial(recording.close_outputs, name, outputs)
         after = recording.watch(processor, close)
         switches = recording.switches
-        before = await look(replica, partial(handed_on_by, self)) if replica.shape.in_flight else {}
+        before = await look(replica, partial(side_effects_of, self)) if replica.shape.in_flight else {}
         replica.actor.stamp = self.stamp
         await replica.actor.call(name, compute, epoch, inputs, outputs, alone=alone, after=after, attempt=self)
         if replica.shape.in_flight:
-            handed_on, alone_ran = await look(replica, partial(handed_on_by, self)), recording.switches - switches == 2
-            recording.handed_on[name] = HandedOn(before, handed_on, alone_ran)
+            side_effects, alone_ran = (
+                await look(replica, partial(side_effects_of, self)),
+                recording.switches - switches == 2,
+            )
+            recording.side_effects[name] = SideEffects(before, side_effects, alone_ran)
         await recording.check_step(name, sync=processor.sync, looked=after is not close)
 
     async def turn(self, where: str) -> None:
@@ -301,9 +304,9 @@ class Attempt:
         if self._group is None or self.cancelled:
             work.close()
             raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} of epoch {self.number} is over")
-        self.quiet.busier()
+        self.quiet.call_began()
         task = self._beside(work)
-        task.add_done_callback(lambda _: self.quiet.calmer())
+        task.add_done_callback(lambda _: self.quiet.call_ended())
         return task
 
     def _beside(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
@@ -319,7 +322,7 @@ class Attempt:
             if done.exception() is not None:
                 self._unwind()
         elif self._group is not None and not self.cancelled:
-            self._beside(raised(cancelled_by_users(f"task {self.task}, epoch {self.number}: ")))
+            self._beside(raise_in_attempt(cancelled_by_users(f"task {self.task}, epoch {self.number}: ")))
 
     def _unwind(self) -> None:
         """Wakes threads that wait for replies: the attempt ends, and waits for its threads."""
@@ -337,7 +340,7 @@ class Attempt:
         return self._mailbox
 
     @property
-    def rests_on(self) -> Mapping[int, int]:
+    def depends_on(self) -> Mapping[int, int]:
         """Task -> term of the primary that acknowledged a flag, or answered a request with effects."""
         return self._mailbox.terms if self._mailbox is not None else {}
 
@@ -438,7 +441,7 @@ class Attempt:
 
     def _end_by(self, error: GraphError) -> None:
         if self._group is not None and not self.cancelled:
-            self._beside(raised(error))
+            self._beside(raise_in_attempt(error))
         elif self.finished:
             self._primary.missed(self, error)
 

@@ -43,7 +43,7 @@ class Attempts:
         """Returns the attempt at `stamp` if it has begun and is not over."""
         return self._attempts.get(stamp)
 
-    def held_bytes(self, before: int) -> int:
+    def uncommitted_bytes(self, before: int) -> int:
         """Returns the bytes of items and boundaries that epochs before `before` hold."""
         found = 0
         for attempt in self._attempts.values():

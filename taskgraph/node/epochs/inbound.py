@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from taskgraph.errors import GraphError, Refused, TaskGraphError, worded
+from taskgraph.errors import GraphError, Refused, TaskGraphError, error_text
 from taskgraph.graph.values import hosted
 from taskgraph.node.epochs.pulls import LARGE_BYTES
 from taskgraph.observe.trace import clock
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from taskgraph.node.epochs.term import Term
     from taskgraph.protocol.sums import Ledger
 
-__all__ = ["Inbound", "raised"]
+__all__ = ["Inbound", "raise_in_attempt"]
 
 Channel = tuple[str, int]
 """(tag, producer)."""
@@ -154,7 +154,7 @@ class Inbound:
         try:
             self._take(tag, producer, item)
         except Exception as error:
-            self._beside(raised(error))
+            self._beside(raise_in_attempt(error))
 
     async def _pull(self, tag: str, producer: int) -> None:
         """Gets one item, with retries while its producer fails."""
@@ -181,7 +181,7 @@ class Inbound:
             return
         size = value.size_bytes
         if size > LARGE_BYTES or self._pulls.large:
-            self._pulls.came(tag, producer, value)
+            self._pulls.item_arrived(tag, producer, value)
         self._ledger.received("item", producer, task, tag, value.digest)
         self.items[channel] = value
         self.open -= 1
@@ -208,7 +208,7 @@ class Inbound:
                 raise
             raise TaskGraphError(
                 f"epoch {self._stamp.epoch}: task {self._task} cannot have {tag!r} of task {producer}: it cannot be "
-                f"copied to the host: {worded(error)}"
+                f"copied to the host: {error_text(error)}"
             ) from error
         self._take(tag, producer, Item(item.stamp, item.term, item.tag, value))
 
@@ -219,6 +219,6 @@ class Inbound:
         tracing.keep(kind, tag, producer, self._since, clock(), self._task, self._stamp, term, size)
 
 
-async def raised(error: Exception) -> None:
+async def raise_in_attempt(error: Exception) -> None:
     """Raises `error` in an asyncio task of the attempt, which ends it: an error in a callback would be lost."""
     raise error

@@ -114,7 +114,10 @@ class Lanes:
         self._checkpoints = primary.node.spec.checkpoint is not None
         marked = shape.in_flight and "on_event" not in shape.overrides
         self._may_stay = (marked or not shape.stateful) and not settings.strict
-        self._replica.standing, self._replica.may_stand = None, shape.in_flight and not settings.strict
+        self._replica.constant_graph, self._replica.graph_may_be_constant = (
+            None,
+            shape.in_flight and not settings.strict,
+        )
         self._graph: Graph | None = None  # of the last epoch
         self._state_stays = False  # an epoch of that graph leaves the state as it is
         self._last_snapshot: Encoded | None = None  # if it may be used again: it carries no reports
@@ -228,7 +231,7 @@ class Lanes:
             if (stuck := errors.subgroup(StuckError)) is not None:
                 self.stuck = _first_error(stuck)
         if cuda_error(error) is not None:
-            self._node.device_loss.spoiled(error, self._task, stamp)
+            self._node.device_loss.note_error(error, self._task, stamp)
         lane = asyncio.current_task()
         # `cancelling` alone is not enough: user code may have called `uncancel`.
         given_up = self.over or self.failed_in >= 0 or (lane is not None and lane.cancelling())
@@ -270,9 +273,9 @@ class Lanes:
         if share.epochs != share.sharing.epochs:
             share.make()
         known = not self._several or self._epoch_bytes is not None
-        if known and epoch - self.settled <= share.far:
+        if known and epoch - self.settled <= share.epochs_allowed:
             return True  # all of them are small
-        held = self._primary.attempts.held_bytes(self._turns.at)
+        held = self._primary.attempts.uncommitted_bytes(self._turns.at)
         if in_flight := epoch - self._turns.at:
             if self._epoch_bytes is None:
                 return False  # the first epoch tells how large they are
@@ -339,8 +342,8 @@ class Lanes:
             if self._may_stay:
                 self._last_snapshot = value if type(value) is Encoded and not numbers and not rows else None
         self._epoch_bytes = EPOCH_BYTES + attempt.put_bytes + attempt.inbound.taken_bytes + self._state_bytes
-        if self._epoch_bytes > self._share.recent:
-            self._share.holds(self._epoch_bytes)
+        if self._epoch_bytes > self._share.period_bytes:
+            self._share.note_epoch(self._epoch_bytes)
         primary.stage = ""
         later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self.incomplete.pending))
         finished = FinishedEpoch(attempt, following, value, numbers, finishing, previous, rows)
@@ -387,7 +390,7 @@ class Lanes:
         try:
             if type(value) is EncodedOnDevice:
                 self.lacking = f"its snapshot of epoch {attempt.number}, being copied from the device"
-                value = await replica.hosted(value)
+                value = await replica.copied_to_host(value)
             if rows is None:
                 self.lacking = f"what the tasks report in epoch {attempt.number - 1}"
                 leader = self._node.leader
@@ -396,8 +399,8 @@ class Lanes:
                     value = await replica.with_rows(value, {attempt.number - 1: plain(rows)})
                     attempt.snapshot_bytes = value.size_bytes
                     epoch_bytes = EPOCH_BYTES + attempt.put_bytes + attempt.inbound.taken_bytes + value.size_bytes
-                    if epoch_bytes > self._share.recent:
-                        self._share.holds(epoch_bytes)
+                    if epoch_bytes > self._share.period_bytes:
+                        self._share.note_epoch(epoch_bytes)
         finally:
             self.lacking = ""
         finished.value, finished.rows = value, rows

@@ -82,7 +82,7 @@ class Pulls:
             count = min(count, _EARLY_BYTES // sum(self.large.values()))
         return count
 
-    def came(self, tag: str, producer: int, value: Encoded) -> None:
+    def item_arrived(self, tag: str, producer: int, value: Encoded) -> None:
         """Notes the size of an item, on which the number of pulls in advance depends."""
         if value.size_bytes > LARGE_BYTES:
             self.large[(tag, producer)] = value.size_bytes

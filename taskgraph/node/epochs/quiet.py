@@ -32,12 +32,12 @@ class Quiet:
         """The reasons of the open holds, oldest first."""
         return tuple(self.open_holds.values()) if self.open_holds else ()
 
-    def busier(self) -> None:
-        """Notes that a call began; `calmer` follows."""
+    def call_began(self) -> None:
+        """Notes that a call began; `call_ended` follows."""
         self.busy += 1
         self.version += 1
 
-    def calmer(self) -> None:
+    def call_ended(self) -> None:
         self.busy -= 1
         if not self.busy:
             self._wake()

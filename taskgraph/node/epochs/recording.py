@@ -21,7 +21,7 @@ from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
 
-__all__ = ["HandedOn", "RecordedReply", "Recording", "RequestKind", "SharedItem", "Step", "handed_on_by"]
+__all__ = ["RecordedReply", "Recording", "RequestKind", "SharedItem", "SideEffects", "Step", "side_effects_of"]
 
 RequestKind = tuple[str, int, str]
 """Which code sent a request, to which task, and the method."""
@@ -73,7 +73,7 @@ class SharedItem:
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOn:
+class SideEffects:
     """Digests of what an epoch's processors had handed on, besides items, before and after one of them ran.
 
     Attributes:
@@ -115,7 +115,7 @@ class Recording:
         self.finishing = False
         self.items: dict[tuple[str, int], Encoded] = {}
         self.puts: dict[tuple[str, int], Encoded] = {}
-        self.handed_on: dict[str, HandedOn] = {}
+        self.side_effects: dict[str, SideEffects] = {}
         self._shared_items = shared_items
         self._filled: dict[tuple[str, int], str] = {}  # channel -> processor that computed into the memory it sends
         self._loop = asyncio.get_running_loop()
@@ -285,7 +285,7 @@ class _Work(Protocol):
     def finishing(self) -> bool: ...
 
 
-def handed_on_by(work: _Work) -> Digests:
+def side_effects_of(work: _Work) -> Digests:
     """Returns digests of what an epoch's processors have handed on so far, besides items."""
     found: dict[str, object] = {f"epoch.scratch.{name}": value for name, value in vars(work.scratch).items()}
     found |= {f"reported {name!r}": number for name, number in work.numbers.items()}

@@ -27,14 +27,14 @@ from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Replay", "Replayed", "differing_reports", "replay", "replay_from_snapshot"]
+__all__ = ["Replay", "ReplayResult", "differing_reports", "replay", "replay_from_snapshot"]
 
 _THREADS_S = 2.0
 """Real seconds that user threads have in a test, whose clock leaps over waits."""
 
 
 @dataclass(slots=True)
-class Replayed:
+class ReplayResult:
     """The result of a replay.
 
     Attributes:
@@ -56,7 +56,7 @@ class _NeverEnds(Exception):
 
 async def replay_from_snapshot(
     fresh: Replica, recording: Recording, boundary: Encoded, after: Digests, *, first_try: bool = False
-) -> Replayed:
+) -> ReplayResult:
     """Restores a fresh object from the boundary and runs the epoch on it.
 
     Args:
@@ -86,15 +86,15 @@ async def replay_from_snapshot(
     return found
 
 
-async def replay(fresh: Replica, recording: Recording, after: Digests) -> Replayed:
+async def replay(fresh: Replica, recording: Recording, after: Digests) -> ReplayResult:
     """Runs the epoch on a task object as it is."""
     try:
         work = await _run(fresh, recording)
     except _NeverEnds as never:
-        return Replayed([f"{str(never)!r} does not end"], after, _reports(recording))
+        return ReplayResult([f"{str(never)!r} does not end"], after, _reports(recording))
     state = await state_of(fresh)
     differing = work.differing() + [f"state {name!r}" for name in after if after[name] != state.get(name)]
-    return Replayed(differing, state, _reports(work))
+    return ReplayResult(differing, state, _reports(work))
 
 
 def _reports(work: Recording | Replay) -> dict[str, float]:
@@ -102,7 +102,7 @@ def _reports(work: Recording | Replay) -> dict[str, float]:
     return reports | {"epoch.finish()": 1.0} if work.finishing else reports
 
 
-def differing_reports(recording: Recording, replayed: Replayed) -> dict[str, tuple[float | None, float | None]]:
+def differing_reports(recording: Recording, replayed: ReplayResult) -> dict[str, tuple[float | None, float | None]]:
     """Returns what was reported differently: the recorded number and the one of the replay."""
     one, other = _reports(recording), replayed.reports
     pairs = {name: (one.get(name), other.get(name)) for name in {**one, **other}}

@@ -61,7 +61,17 @@ class Share:
         epochs: `Sharing.epochs` when `bytes` was computed.
     """
 
-    __slots__ = ("_ahead", "_changed", "bytes", "epochs", "far", "most", "recent", "sharing", "until")
+    __slots__ = (
+        "_ahead",
+        "_changed",
+        "bytes",
+        "epochs",
+        "epochs_allowed",
+        "largest_bytes",
+        "period_bytes",
+        "sharing",
+        "until",
+    )
 
     def __init__(self, sharing: Sharing, ahead: int, at: int, changed: Callable[[int], object]) -> None:
         self.sharing = sharing
@@ -69,42 +79,42 @@ class Share:
         self._changed = changed
         self.epochs = sharing.epochs
         self.bytes = sharing.share(0)
-        self.far = ahead
-        self.most = 0
-        self.recent = 0
+        self.epochs_allowed = ahead
+        self.largest_bytes = 0
+        self.period_bytes = 0
         self.until = at + ahead
 
-    def holds(self, epoch_bytes: int) -> None:
+    def note_epoch(self, epoch_bytes: int) -> None:
         """Notes an epoch that is larger than `recent`."""
-        self.recent = epoch_bytes
-        if epoch_bytes > self.most:
+        self.period_bytes = epoch_bytes
+        if epoch_bytes > self.largest_bytes:
             self._largest(epoch_bytes)
 
     def look_back(self, snapshotted: int) -> None:
         """Begins another period, so that one large epoch does not slow down all later ones."""
         self.until = snapshotted + self._ahead
-        recent, self.recent = self.recent, 0
-        if recent < self.most:
+        recent, self.period_bytes = self.period_bytes, 0
+        if recent < self.largest_bytes:
             self._largest(recent)
 
     def _largest(self, held: int) -> None:
-        self.sharing.changed(self.most, held)
-        self.most = held
+        self.sharing.changed(self.largest_bytes, held)
+        self.largest_bytes = held
         self.make()
 
     def look(self) -> None:
         """Adapts to the number of primaries on the node."""
-        if self.sharing.share(self.most) != self.bytes:
+        if self.sharing.share(self.largest_bytes) != self.bytes:
             self.make()
 
     def make(self) -> None:
         """Computes the share from what the tasks of the node need now."""
         self.epochs = self.sharing.epochs
-        self.bytes = self.sharing.share(self.most)
-        self.far = min(self._ahead, self.bytes // max(1, self.most))
-        self._changed(self.far)
+        self.bytes = self.sharing.share(self.largest_bytes)
+        self.epochs_allowed = min(self._ahead, self.bytes // max(1, self.largest_bytes))
+        self._changed(self.epochs_allowed)
 
     def end(self) -> None:
         """Gives the share back."""
-        self.sharing.changed(self.most, 0)
-        self.most = 0
+        self.sharing.changed(self.largest_bytes, 0)
+        self.largest_bytes = 0

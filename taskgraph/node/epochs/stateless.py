@@ -13,7 +13,7 @@ from typing import Any
 from taskgraph.errors import StateError
 from taskgraph.graph.compose import Processor
 from taskgraph.node.epochs.differing import attributes_of, changed, look
-from taskgraph.node.epochs.recording import Recording, Step, handed_on_by
+from taskgraph.node.epochs.recording import Recording, Step, side_effects_of
 from taskgraph.node.epochs.replaying import Replay
 from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import UserCodeError
@@ -53,12 +53,12 @@ async def check_stateless(recording: Recording, fresh: Replica) -> None:
 async def _check_step(
     recording: Recording, fresh: Replica, work: Replay, step: Step, processors: dict[str, Processor]
 ) -> None:
-    before = await look(fresh, partial(handed_on_by, work))
+    before = await look(fresh, partial(side_effects_of, work))
     await _leaves_object(recording, fresh, step.where, work.run(step, processors))
     for (tag, to), digest in work.digests.items():
         if recording.puts[(tag, to)].digest != digest:
             raise await _mark_fails(recording, fresh, step.where, f"puts another {tag!r} to task {to}")
-    after, recorded = await look(fresh, partial(handed_on_by, work)), recording.handed_on[step.where]
+    after, recorded = await look(fresh, partial(side_effects_of, work)), recording.side_effects[step.where]
     names = set(changed(before, after))
     if recorded.alone:  # otherwise what other code handed on is among the recorded changes
         names.update(changed(recorded.before, recorded.after))

@@ -41,7 +41,7 @@ from taskgraph.node.epochs.differing import (
     state_of,
 )
 from taskgraph.node.epochs.recording import Recording, SharedItem
-from taskgraph.node.epochs.replaying import Replayed, differing_reports, replay, replay_from_snapshot
+from taskgraph.node.epochs.replaying import ReplayResult, differing_reports, replay, replay_from_snapshot
 from taskgraph.node.epochs.stateless import check_stateless
 from taskgraph.node.replica import Replica, encode_fields, named_fields
 from taskgraph.node.usercode.errors import UserCodeError
@@ -134,7 +134,7 @@ class StrictMode:
         )
 
     async def _judge(
-        self, recording: Recording, boundary: Encoded, after: Digests, fresh: Replica, replayed: Replayed
+        self, recording: Recording, boundary: Encoded, after: Digests, fresh: Replica, replayed: ReplayResult
     ) -> None:
         """Raises StateError, with the likely reason, if the replay on `fresh` came out differently."""
         replica, differing = self._replica, replayed.differing
@@ -291,7 +291,7 @@ def _explained(
     return [name for name, pair in reports.items() if pair in pairs or (name == ends and pair[0])]
 
 
-def _share_memory(replica: Replica, after: Digests, replayed: Replayed) -> str:
+def _share_memory(replica: Replica, after: Digests, replayed: ReplayResult) -> str:
     """Says which two attributes of state are one array or object, if one of them came out differently."""
     state = {name: value for name, value in vars(replica.user_task).items() if name in after}
     pairs = shared(state, changed(after, replayed.state))

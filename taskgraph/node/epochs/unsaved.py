@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from taskgraph.errors import class_name, named, worded
+from taskgraph.errors import class_name, error_text, first_names
 from taskgraph.shape import GIVEN
 from taskgraph.task import Task
 
@@ -118,8 +118,9 @@ class UnsavedState:
         if names:
             self._state_left = 0
             kind = class_name(type(self._replica.user_task))
+            changed = first_names([f"self.{name}" for name in names], _NAMES)
             self._tell_once(
-                f"{kind} changed {named([f'self.{name}' for name in names], _NAMES)} outside a sync point: if the "
+                f"{kind} changed {changed} outside a sync point: if the "
                 f"epoch starts again, that change is made twice. Change state only in a processor without outbound "
                 f"channels; tg.testing.run finds the place",
                 epoch,
@@ -128,7 +129,7 @@ class UnsavedState:
     def _give_up(self, error: Exception) -> None:
         self._left, self._before, self._state_left = 0, {}, 0
         kind = class_name(type(self._replica.user_task))
-        text = f"{kind} is no longer checked for changes that no snapshot has: {worded(error)}"
+        text = f"{kind} is no longer checked for changes that no snapshot has: {error_text(error)}"
         if text not in self._node.emitted_unsaved:
             self._node.emitted_unsaved.add(text)
             self._node.log.warning("task %d: %s", self._replica.task, text)
@@ -140,9 +141,9 @@ class UnsavedState:
         seen.add(checked)
         for method, names in set_for_thread(kind).items():
             self._tell_once(
-                f"{class_name(kind)}.{method} sets {named(names, _NAMES)} of a threading.local: other calls may run in "
-                f"another thread, and find nothing there, or what another task set. Keep it in an attribute of the "
-                f"task, or in a contextvars.ContextVar"
+                f"{class_name(kind)}.{method} sets {first_names(names, _NAMES)} of a threading.local: other calls may "
+                f"run in another thread, and find nothing there, or what another task set. Keep it in an attribute of "
+                f"the task, or in a contextvars.ContextVar"
             )
         for method, what in written_outside(kind).items():
             self._tell_once(
@@ -153,7 +154,7 @@ class UnsavedState:
 
     def _tell(self, names: list[str], epoch: int) -> None:
         kind = class_name(type(self._replica.user_task))
-        changed = named([f"self.{name}" for name in names], _NAMES)
+        changed = first_names([f"self.{name}" for name in names], _NAMES)
         it, them = ("it is", "it") if len(names) == 1 else ("they are", "them")
         self._tell_once(
             f"{kind} changed {changed} in an epoch, and no snapshot has {them}: after a failover {it} as "

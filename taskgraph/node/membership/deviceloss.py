@@ -46,12 +46,12 @@ class DeviceLoss:
         self.error: DeviceLost | None = None
         self._spoiled: tuple[UserCodeError, int, Stamp] | None = None
 
-    def spoiled(self, error: BaseException, task: int, stamp: Stamp) -> None:
+    def note_error(self, error: BaseException, task: int, stamp: Stamp) -> None:
         """The work of an epoch met a device error; it is reported once earlier epochs are settled."""
         if isinstance(error, UserCodeError) and (self._spoiled is None or self._spoiled[2].attempt < stamp.attempt):
             self._spoiled = error, task, stamp
 
-    def behind(
+    def root_error(
         self, error: UserCodeError | TaskGraphError, task: int, epoch: int | None
     ) -> tuple[UserCodeError | TaskGraphError, int, int | None]:
         """The error to report: that of a compute, in place of a copy's that only met it."""

@@ -39,7 +39,7 @@ class Draining:
             return
         node.draining = True
         text = f"{node.name} leaves: {why}"
-        if node.running and node.keeper.view.open and not self._others():
+        if node.running and node.keeper.view.has_work and not self._others():
             text += (
                 f"; there is no other node that could take over what it has: start one within "
                 f"{node.settings.drain_s:g} s (drain_s), or that is lost"
@@ -56,7 +56,7 @@ class Draining:
     async def _deadline(self) -> None:
         node = self._node
         await asyncio.sleep(node.settings.drain_s)
-        if node.running and node.keeper.view.open and (text := self._given_up()):
+        if node.running and node.keeper.view.has_work and (text := self._given_up()):
             node.events.emit("drain", text, fields={"leaves": node.id})
         self._late = True
         node.keeper.notify_later()
@@ -98,5 +98,5 @@ class Draining:
             return False
         view = node.keeper.view
         # An evicted member holds the committed boundary until the next commit, which a finished job does not have.
-        holders = view.in_sync if view.running else view.staying
+        holders = view.in_sync if view.running else view.active_members
         return not any(view.primary_node(t) == node.id or node.id in holders(t) for t in range(node.job.tasks))

@@ -101,6 +101,6 @@ class EndedLeases:
             asked.next_at = coordinator.now() + self._node.settings.lease_ttl_s / 5
             return
         received_at = coordinator.now()
-        asked.next_at = received_at + asked.end.heard(left_s, sent_at=sent_at, received_at=received_at)
+        asked.next_at = received_at + asked.end.on_answer(left_s, sent_at=sent_at, received_at=received_at)
         if asked.end.ended != before and self._current(name, asked):
             self._changed(name, asked.lease, asked.end.ended)

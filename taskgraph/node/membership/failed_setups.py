@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from taskgraph.errors import TaskGraphError, worded
+from taskgraph.errors import TaskGraphError, error_text
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.setups import job_goes_on
 
@@ -43,8 +43,8 @@ class FailedSetUps:
         if not job_goes_on(node.keeper.view, node.id, task, suspects=node.suspects, min_in_sync=settings.min_in_sync):
             return False
         self._error = SetUpFailed(
-            f"{node.name}{node.place} cannot hold a backup of task {task}: {error.where!r} raised "
-            f"{worded(error.error)}; it ends, and the job goes on without it"
+            f"{node.name}{node.place_text} cannot hold a backup of task {task}: {error.where!r} raised "
+            f"{error_text(error.error)}; it ends, and the job goes on without it"
         )
         node.log.warning("task %d cannot be set up, %r raised:\n%s", task, error.where, error.traceback_text)
         node.end_with(self._error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from taskgraph.driver.loading import place_of
-from taskgraph.errors import TaskGraphError, worded
+from taskgraph.errors import TaskGraphError, error_text
 from taskgraph.hints import hint
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.fatal import Fatal
@@ -45,7 +45,7 @@ def failure_record(
         place += [f"epoch {epoch}"] if epoch is not None else []
         place += [f"{where!r}{f' on {node}' if node and where in RESTS_ON_NODE else ''}"] if where else []
         more = also or hint(inner)
-        reason = f"{', '.join(place)}: {worded(inner)}{'; ' if more else ''}{more}"
+        reason = f"{', '.join(place)}: {error_text(inner)}{'; ' if more else ''}{more}"
     return StatusRecord(
         state=State.FAILED,
         reason=_readable(reason)[:_MAX_REASON].decode(errors="ignore"),

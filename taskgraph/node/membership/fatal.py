@@ -35,7 +35,7 @@ class FatalCode:
         node, view = self._node, self._node.keeper.view
         if self._failing is None:
             found = fatal(view, node.settings.fatal_deaths)
-            if found is None or node.paused or not view.open:
+            if found is None or node.paused or not view.has_work:
                 return False
             self._failing = node.own(self._fail(found), "fail for code that ends its process")
         return True
@@ -47,7 +47,7 @@ class FatalCode:
         status = fatal_record(found, names, node.settings.fatal_deaths, writer)
         # Only while that epoch is not committed: a commit means that the code went through.
         fences = () if view.epoch is None else (Compare(view.keys.epoch, view.epoch.mod_revision),)
-        if view.open and not await node.write_failed(transactions.fail(view, status, fences), status):
+        if view.has_work and not await node.write_failed(transactions.fail(view, status, fences), status):
             await node.keeper.refresh()
         self._failing = None
         self._changed()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from taskgraph.errors import worded
+from taskgraph.errors import error_text
 from taskgraph.protocol.records import name_of
 from taskgraph.task import NeighborFailed, NeighborRestarted
 
@@ -54,7 +54,7 @@ class Notices:
         try:
             return primary.replica.topology.neighbors(link, primary.task, job.tasks, epoch)
         except Exception as error:
-            self._node.log.warning("task %d: link %r in epoch %d: %s", primary.task, link, epoch, worded(error))
+            self._node.log.warning("task %d: link %r in epoch %d: %s", primary.task, link, epoch, error_text(error))
             return ()
 
     @property

@@ -57,7 +57,7 @@ class Registration:
         self._paused_for = ""  # why the pause began
         self._why_paused = ""  # the last logged reason
         self._writing = ""  # the writer of a change of the key that is not answered yet
-        self._one_writes = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
         node.announce = self.announce
         self._there = 0  # the last revision that showed this node as not gone; 0: it has put no key yet
         self._reached: set[str] = set()  # nodes that have answered; ids are never reused
@@ -93,7 +93,7 @@ class Registration:
                 if self._node.draining:
                     return
                 self._check_run()
-                await self._node.breathe()
+                await self._node.short_pause()
             self._node.node_revision = revision
             self._node.pause(False)
             with self._ticking():
@@ -260,7 +260,7 @@ class Registration:
             if not self._node.paused and (why := self._why_unproved(lease)):
                 self._node.pause(True)
                 self._paused_for = why
-                self._suspicion.paused()
+                self._suspicion.lease_unproved()
                 self._node.events.emit("paused", f"{why}: serving stops, work is kept")
                 self._node.keeper.notify_later()
             if self._node.paused:
@@ -346,7 +346,7 @@ class Registration:
                 return
             self._node.pause(False)
             self._why_paused = ""
-            self._suspicion.resumed()
+            self._suspicion.lease_proved()
             node.events.emit("resumed", "the lease is proved, and the key in etcd is there")
             node.keeper.notify_later()
 
@@ -390,7 +390,7 @@ class Registration:
 
     async def announce(self) -> None:
         """Writes to the key that this node drains, or leaves tasks to others."""
-        async with self._one_writes:
+        async with self._write_lock:
             if not self._announced():
                 await self._announce()
 
@@ -417,7 +417,7 @@ class Registration:
                 self._writing = ""
                 await self._node.keeper.caught_up(revision)
                 return
-            await self._node.breathe()
+            await self._node.short_pause()
 
     async def leave(self) -> None:
         """Ends the lease; the key goes with it."""
@@ -437,6 +437,6 @@ class Registration:
     async def _say_gone(self) -> None:
         """Declares this node gone before its key goes, so that others do not wait for it."""
         node = self._node
-        gone = node.farewell()
+        gone = node.gone_record()
         if node.keeper.view.spec is not None:  # else somebody deleted the job
             await node.coordinator.txn(transactions.declare_gone(node.keeper.view, node.id, gone))

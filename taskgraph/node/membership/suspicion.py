@@ -85,7 +85,7 @@ class Suspicion:
         self._missed: set[str] = set()  # nodes whose loss was emitted for a refusing port
         self._emitted: set[str] | None = None
 
-    def refused(self, node: str) -> None:
+    def port_refused(self, node: str) -> None:
         """Its port refuses connections. Node ids are never reused, so it is dead, unless its lease proves otherwise."""
         if node not in self._refused and node not in self._outlived and node != self._node.id:
             self._refused[node] = Refusal(self._node.now())
@@ -113,12 +113,12 @@ class Suspicion:
         self.update()
         self._changed()
 
-    def lost(self, node: str) -> None:
+    def connection_lost(self, node: str) -> None:
         """A connection to it broke: probe whether its process still listens."""
         self._outlived.discard(node)
         self._look_at(node)
 
-    def uncallable(self, node: str) -> None:
+    def call_refused(self, node: str) -> None:
         """A call found that its port refuses. Connections that the node opened may still stand, so no end of one
         announced this.
 
@@ -157,10 +157,10 @@ class Suspicion:
                 try:
                     await self._node.transport.probe(peer, timeout_s=self._node.settings.connect_s)
                 except PeerGone:
-                    self.refused(node)
+                    self.port_refused(node)
                     return
                 except TransportError:
-                    await self._node.breathe()
+                    await self._node.short_pause()
                 else:
                     self._outlived.discard(node)
                     self._lives(node, "it answers")
@@ -168,7 +168,7 @@ class Suspicion:
         finally:
             self._probing.discard(node)
 
-    def paused(self) -> None:
+    def lease_unproved(self) -> None:
         """Notes that this node's own lease cannot be proved; perhaps no lease can."""
         if self._coming_back is not None:
             self._coming_back.cancel()
@@ -176,7 +176,7 @@ class Suspicion:
         elif self._absent_before is None:
             self._absent_before = frozenset(self._absent_since)
 
-    def resumed(self) -> None:
+    def lease_proved(self) -> None:
         """The lease is proved again; others need a moment for theirs."""
         self._count_anew()
         self._coming_back = self._node.own(self._wait_for_others(), "others come back")
@@ -197,8 +197,8 @@ class Suspicion:
     def update(self) -> None:
         """Follows the view."""
         if self._absent_before is None and self._unproved():
-            self.paused()  # a pause is coming; without this, it would wait for them in vain
-            self.resumed()
+            self.lease_unproved()  # a pause is coming; without this, it would wait for them in vain
+            self.lease_proved()
         view = self._node.keeper.view
         self._look_who_takes_back()
         named = self._named()
@@ -245,10 +245,10 @@ class Suspicion:
         for node in sorted(view.gone.keys() - self._emitted):
             self._emitted.add(node)
             record = view.gone[node].record
-            if not (view.running and self._node.speaks()):
+            if not (view.running and self._node.emits_for_all()):
                 continue
             name = name_of(node)
-            if (record.running and not record.meant) or record.task is not None or record.ended_itself:
+            if (record.running and not record.intended) or record.task is not None or record.ended_itself:
                 self._node.events.emit("gone", f"{name} {record.how_it_ended}", fields={"lost": node})
             elif record.died and node not in self._missed:  # its launcher reported first
                 self._node.events.emit("lost", f"{name} died: {record.reason}", fields={"lost": node})

@@ -30,7 +30,7 @@ class Wishes:
         """True when enough nodes are there: `min_nodes`, and for a while those that were started with the job."""
         node = self._node
         missing = self._missing
-        if missing and missing != self._emitted_missing and node.speaks():
+        if missing and missing != self._emitted_missing and node.emits_for_all():
             # Those that were started together come one after the other: that takes a moment, and is no news.
             enough = len(node.keeper.view.live_nodes(node.spec.run)) >= node.job.min_nodes
             if not enough or node.now() - node.started_at > node.settings.stall_check_s:
@@ -60,7 +60,7 @@ class Wishes:
     def waits(self) -> tuple[str, ...]:
         """Returns why the job does not begin, for `status`, if this node speaks for all."""
         missing = self._missing
-        return (missing,) if missing and self._node.speaks() else ()
+        return (missing,) if missing and self._node.emits_for_all() else ()
 
     def update(self) -> None:
         """Computes placement, if the structure changed."""
@@ -75,7 +75,9 @@ class Wishes:
         # nodes must compute the same, whether they read the next commit with this change or after it. Nothing is lost:
         # such a member still takes over if no other can, whatever is wished.
         holdings = {
-            t: Holding(view.primary_node(t), tuple(view.staying(t))) for t in range(job.tasks) if t in view.primaries
+            t: Holding(view.primary_node(t), tuple(view.active_members(t)))
+            for t in range(job.tasks)
+            if t in view.primaries
         }
         named = {n for h in holdings.values() for n in (h.primary, *h.members) if n is not None}
         keep = frozenset(n for n in named if n not in live and n not in view.gone)

@@ -178,7 +178,7 @@ class Backups:
         tender.refused = ""
         if began:
             self._trace_offer(began, tender.node, answered)
-        if self._insync.steady:
+        if self._insync.only_members:
             self._changed()
         else:
             self._poke()
@@ -215,7 +215,7 @@ class Backups:
                     self._blocked[key] = partial(self._lacks_holders, key, need)
                     await self._change()
                     continue
-                if not admit_wait_s and insync.steady:
+                if not admit_wait_s and insync.only_members:
                     return
                 awaited = self._awaited(deadline)
                 if not awaited:
@@ -361,7 +361,7 @@ class Backups:
         living, insync = self._living(), self._insync
         if insync.place(node) is Place.CANDIDATE and len(living.intersection(insync.members())) >= len(wished):
             return True
-        return insync.fulfilled(wished, living)
+        return insync.wishes_fulfilled(wished, living)
 
     async def _tend(self, tender: Tender) -> None:
         """Does everything about one other node, step by step, and releases it at the end."""
@@ -386,7 +386,7 @@ class Backups:
         while (place := self._insync.place(node)) is not None:
             if self._unwanted(node):
                 if place is Place.CANDIDATE:
-                    self._insync.dismiss(node)
+                    self._insync.drop_candidate(node)
                     self._changed()
                     return
                 await self._node.while_paused()

@@ -99,7 +99,7 @@ class CheckpointReader:
             CheckpointError: the file is missing, torn, corrupt or foreign.
         """
         view = self._node.keeper.view
-        if not view.covered or view.checkpoint is None or view.epoch is None:
+        if not view.is_checkpointed or view.checkpoint is None or view.epoch is None:
             return None
         record, lineage = view.checkpoint.record, view.epoch.record.lineage
 

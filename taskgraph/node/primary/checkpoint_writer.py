@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.errors import CheckpointError, DecodeError, TransportError
 from taskgraph.protocol.checkpointing import due, is_open, sparse
-from taskgraph.protocol.messages import Encoded, Stamp, Written, WrittenFiles
+from taskgraph.protocol.messages import Encoded, Stamp, WrittenFile, WrittenFiles
 
 if TYPE_CHECKING:
     from taskgraph.node.services import NodeServices
@@ -36,7 +36,7 @@ class CheckpointWriter:
         self._waiting: tuple[Stamp, Callable[[], Encoded]] | None = None
         self._begun = Stamp(0, 0)
         self._writing: Stamp | None = None
-        self._written: dict[Stamp, Written] = {}
+        self._written: dict[Stamp, WrittenFile] = {}
         self._reported: set[tuple[Stamp, int]] = set()  # (file, revision of the leader that knows of it)
         self._changed = asyncio.Event()
         self._failing = False
@@ -103,10 +103,10 @@ class CheckpointWriter:
                 transient=again,
             )
             # Reported, too: the others' files of that checkpoint would take the room of the next.
-            self._written[stamp] = Written(stamp, self._task, 0, "")
+            self._written[stamp] = WrittenFile(stamp, self._task, 0, "")
         else:
             self._failing = False
-            self._written[stamp] = Written(stamp, self._task, info.size, info.digest)
+            self._written[stamp] = WrittenFile(stamp, self._task, info.size, info.digest)
         unreported = self._unreported(self._leader)
         reported = sorted(self._written.keys() - set(unreported))
         kept = {*sparse(unreported, _UNREPORTED), *reported[-_REPORTED:]}
@@ -135,7 +135,7 @@ class CheckpointWriter:
             await self._node.router.to_primary(0, lambda: written, timeout_s=self._node.settings.call_s)
         except TransportError as error:
             self._node.log.debug("task %d: the leader does not hear of its files: %s", self._task, error)
-            await self._node.breathe()
+            await self._node.short_pause()
             return False
         return True
 

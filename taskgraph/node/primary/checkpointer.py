@@ -22,7 +22,7 @@ from taskgraph.errors import CheckpointError
 from taskgraph.node.primary.checkpoint_reader import SAME_PLACE
 from taskgraph.protocol import transactions
 from taskgraph.protocol.checkpointing import Collected, is_open
-from taskgraph.protocol.messages import Accepted, Stamp, Written, WrittenFiles
+from taskgraph.protocol.messages import Accepted, Stamp, WrittenFile, WrittenFiles
 from taskgraph.protocol.records import CheckpointRecord, name_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Checkpointer:
         self._terms_of = 0  # the revision of `generation` at that look
         self._to_sweep = asyncio.Event()  # there may be new useless files
         self._removing = asyncio.Lock()
-        self._collected.began(0, primary.took_over_at)
+        self._collected.term_began(0, primary.took_over_at)
         self._finished = ""  # the last checkpoint whose manifest was written again after the pointer
 
     def take(self, message: WrittenFiles) -> Accepted:
@@ -95,7 +95,7 @@ class Checkpointer:
             terms = {task: primary.record.term for task, primary in view.primaries.items()}
             for task, term in terms.items():
                 if term > self._terms.get(task, term):
-                    self._collected.began(task, self._seen)
+                    self._collected.term_began(task, self._seen)
             self._terms, self._terms_of = terms, view.generation_revision
             self._to_sweep.set()
         if view.stamp is not None:
@@ -124,7 +124,7 @@ class Checkpointer:
             if newest is not None and name <= newest:
                 continue  # it is removed with that one, or kept
             stamp = Stamp(name.attempt, name.epoch)
-            if (task := self._collected.never(view, stamp)) is None:
+            if (task := self._collected.blocking_task(view, stamp)) is None:
                 continue
             if task != 0:
                 lacking = stamp, task
@@ -201,7 +201,7 @@ class Checkpointer:
         """
         return self._leads() and is_open(self._node.keeper.view, stamp)
 
-    async def _complete(self, boundary: Stamp, files: tuple[Written, ...]) -> bool:
+    async def _complete(self, boundary: Stamp, files: tuple[WrittenFile, ...]) -> bool:
         """Writes manifest, pointer, manifest, and removes old checkpoints. False: try again."""
         node, view, checkpoints = self._node, self._node.keeper.view, self._node.checkpoints
         old = view.checkpoint.record if view.checkpoint is not None else None

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from taskgraph.errors import GraphError, TransportError, first_of
+from taskgraph.errors import GraphError, TransportError, first_lines
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary import audits
 from taskgraph.node.primary.checkpointer import Checkpointer
@@ -69,7 +69,7 @@ _REFUSALS = 20
 """Commits refused in a row, each with a freshly read view, a second in all: a stale view does not explain that."""
 
 
-class _Look(NamedTuple):
+class _LedgerLook(NamedTuple):
     """The last look at ledgers."""
 
     at: float
@@ -98,7 +98,7 @@ class LeaderRole:
         self._patience: tuple[Stamp | None, float] = (None, _ASK_S)  # timeout for the primaries' answers
         self.waits: tuple[str, ...] = ()
         self._audit_waits: tuple[str, ...] = ()
-        self._looked: _Look | None = None  # the last look at ledgers with unequal sums
+        self._looked: _LedgerLook | None = None  # the last look at ledgers with unequal sums
         self._differed: tuple[Stamp, list[str]] | None = None  # the differences in the last ledgers
         self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
         """The view after a refused commit, and how often it was the same."""
@@ -268,7 +268,7 @@ class LeaderRole:
         """Wakes the role, unless it would only wait for more epochs to commit together."""
         if self._acting:
             self._came = True
-        elif self._leader.pressing or not self._may_gather():
+        elif self._leader.urgent or not self._may_gather():
             self._wake.set()
 
     def _may_wait(self, commit: Commit) -> bool:
@@ -443,17 +443,17 @@ class LeaderRole:
         assert stamp is not None
         fence, reports = self._fences(), self._leader.reports()
         async with alongside(audits.audit(self._node, stamp, reports)) as (looking,):
-            while not looking.done() and self._still(diverged, fence, news):
+            while not looking.done() and self._is_unchanged(diverged, fence, news):
                 self._wake.clear()
                 async with alongside(self._wake.wait()) as (news_came,):
                     await any_done(looking, news_came)
-            if not looking.done() or not self._still(diverged, fence, news):
+            if not looking.done() or not self._is_unchanged(diverged, fence, news):
                 return
             found = looking.result()
         waits = tuple(found.waits(self._node))
         nothing_but_waits = waits and not (found.differing if diverged.replaced else found.disagreements)
         explained = (diverged, fence, news) if nothing_but_waits else None
-        self._looked = _Look(self._clock(), found.entries, explained)
+        self._looked = _LedgerLook(self._clock(), found.entries, explained)
         if diverged.replaced:
             # A task at work may just be slow. If it waits for messages of a dead primary, ledgers differ, and still
             # differ when they are asked for again.
@@ -469,7 +469,8 @@ class LeaderRole:
             return  # and looks again
         lines = lines or ["no edge can be named: please report this as a bug of taskgraph"]
         wrong = GraphError(
-            f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: {'; '.join(first_of(lines, _SHOWN))}"
+            f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: "
+            + "; ".join(first_lines(lines, _SHOWN))
         )
         await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
@@ -482,7 +483,7 @@ class LeaderRole:
             rest_s = max(rest_s, min(_RAREST_S, (looked.at - self._last_news) * _PART))
         return self._clock() >= looked.at + rest_s
 
-    def _still(self, diverged: Diverged, fence: tuple[Compare, ...], news: float) -> bool:
+    def _is_unchanged(self, diverged: Diverged, fence: tuple[Compare, ...], news: float) -> bool:
         """True if everything a divergence was concluded from is unchanged."""
         decision = self._leader.decide(self._node.keeper.view, settled=True)
         return decision == diverged and self._fences() == fence and self._last_news == news
@@ -526,7 +527,7 @@ class LeaderRole:
         unusual = self._node.now() - self._last_news > usual_s
         if self._waits_emitted != stamp and lines and unusual:
             self._waits_emitted = stamp
-            text = f"epoch {stamp.epoch} waits: {'; '.join(first_of(lines, _SHOWN))}"
+            text = f"epoch {stamp.epoch} waits: {'; '.join(first_lines(lines, _SHOWN))}"
             if len(lines) > _SHOWN and self._node.spec.driver is not None:  # else the job runs in one process
                 text += f"; `taskgraph status {self._node.spec.name} --tasks` shows all"
             self._node.events.emit("waits", text, epoch=stamp.epoch)

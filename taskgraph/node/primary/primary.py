@@ -35,7 +35,7 @@ from taskgraph.protocol.messages import Call, Encoded, HandOver, Reason, Reply, 
 from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State, name_of
 from taskgraph.protocol.shortage import heir_of
 from taskgraph.protocol.sums import packed
-from taskgraph.protocol.transactions import TakenOver
+from taskgraph.protocol.transactions import TakeoverResult
 from taskgraph.protocol.view import JobView, Versioned, holds
 from taskgraph.task import BecamePrimary
 
@@ -57,7 +57,7 @@ _LEFT_AFTER = 5
 class Primary:
     """One task in one term."""
 
-    def __init__(self, node: NodeServices, replica: Replica, taken: TakenOver) -> None:
+    def __init__(self, node: NodeServices, replica: Replica, taken: TakeoverResult) -> None:
         self.node = node
         self.replica = replica
         self.task = replica.task
@@ -131,7 +131,7 @@ class Primary:
             if not keeper.view.running:
                 await self._conclude()
                 continue
-            if self._undone():
+            if self._was_rolled_back():
                 await self._roll_back()
                 continue
             self.final = None
@@ -146,19 +146,19 @@ class Primary:
                 return await self._begin()
             except (UserCodeError, TaskGraphError) as error:
                 if not await self._fail(error, fence, finished=True):
-                    await self.node.breathe()
+                    await self.node.short_pause()
             await keeper.wait_until(lambda _: self._counts())
 
     async def _until_moved_on(self, at: Stamp) -> None:
         """Restores the user's object to the boundary of the view; retries until that succeeds."""
         keeper = self.node.keeper
-        while keeper.view.stamp != at and not self._undone() and self._counts():
+        while keeper.view.stamp != at and not self._was_rolled_back() and self._counts():
             try:
                 await self._moved(at)
                 return
             except (UserCodeError, TaskGraphError) as error:
                 if not await self._fail(error, finished=True):
-                    await self.node.breathe()
+                    await self.node.short_pause()
 
     async def _begin(self) -> None:
         """Sets up and restores the user's object; makes boundary 0 if there is none."""
@@ -207,7 +207,7 @@ class Primary:
                 self.stage = ""
         if boundary is None:
             if at.epoch > 0 and replica.stateful:
-                if not self.node.keeper.view.covered:
+                if not self.node.keeper.view.is_checkpointed:
                     raise AssertionError(f"task {self.task}: a member without boundary {at.epoch} took over")
                 raise CheckpointError(
                     f"the checkpoint of epoch {at.epoch} in {self.node.checkpoints.store} has no state of task "
@@ -220,7 +220,7 @@ class Primary:
             replica.log.fold(log)
         return boundary
 
-    def _undone(self) -> bool:
+    def _was_rolled_back(self) -> bool:
         """True if the view shows a roll-back that this primary has not followed yet."""
         epoch = self.node.keeper.view.epoch
         return epoch is not None and epoch.record.lineage > self._lineage
@@ -241,7 +241,7 @@ class Primary:
             return
         self.stage = ""
         self._lineage = at.lineage
-        if not self._undone():
+        if not self._was_rolled_back():
             self.backups.rolled_back(boundary)
 
     async def _one_attempt(self) -> Stamp:
@@ -260,7 +260,12 @@ class Primary:
             while True:
                 await self._until_moved(at, work)
                 view = keeper.view
-                if not view.running or view.stamp is None or view.stamp.attempt != at.attempt or self._undone():
+                if (
+                    not view.running
+                    or view.stamp is None
+                    or view.stamp.attempt != at.attempt
+                    or self._was_rolled_back()
+                ):
                     return at
                 try:
                     lanes.settle(await self._moved(at))  # epochs were committed, and the attempt goes on
@@ -411,10 +416,10 @@ class Primary:
                 keeper.notify_later()
         self.stage = ""
         while not keeper.view.running:
-            await keeper.wait_until(lambda view: view.running or (view.open and self._leaves_to() is not None))
+            await keeper.wait_until(lambda view: view.running or (view.has_work and self._leaves_to() is not None))
             if not keeper.view.running and stamp is not None:
                 await self.hand_over_if_wished(stamp)
-                await self.node.breathe()
+                await self.node.short_pause()
 
     def _leaves_to(self) -> str | None:
         """The node that takes over from a draining one. A finished job moves for no other reason: `result()` would run
@@ -428,9 +433,9 @@ class Primary:
         heir = wish.primary if wish is not None else None
         if heir is None or heir == self.node.id:
             return None
-        return heir if self._able(heir) else None
+        return heir if self._can_take_over(heir) else None
 
-    def _able(self, other: str) -> bool:
+    def _can_take_over(self, other: str) -> bool:
         """True if that node can take over now."""
         view = self.node.keeper.view
         return other in view.in_sync(self.task) and other not in self.node.suspects and other in view.nodes
@@ -546,18 +551,18 @@ class Primary:
         """Fails the job for a message that arrived after its attempt had finished, even if that epoch has committed."""
         if self._group is not None:
             self._group.create_task(self._fail_missed(attempt, error))
-        elif self._stands(attempt):
+        elif self._may_still_count(attempt):
             self._log_moot(error)
 
     async def _fail_missed(self, attempt: Attempt, error: GraphError) -> None:
         keeper = self.node.keeper
-        while self._stands(attempt):
+        while self._may_still_count(attempt):
             if not (keeper.view.running and keeper.view.is_primary(self.task, self.node.id, self.term)):
                 return self._log_moot(error)
             if await self._fail(error, epoch=attempt.number):
                 return
 
-    def _stands(self, attempt: Attempt) -> bool:
+    def _may_still_count(self, attempt: Attempt) -> bool:
         """True if the epoch is committed or still may be; an undone epoch sends its messages again."""
         epoch = self.node.keeper.view.epoch
         if epoch is None or epoch.record.lineage > attempt.attempt:
@@ -586,13 +591,13 @@ class Primary:
         while not _is_over(request.stamp, keeper.view):
             leader = keeper.view.primaries.get(0)
             await self.node.router.to_primary(0, lambda: request, timeout_s=self.node.settings.call_s)
-            await keeper.wait_until(partial(_is_over_or_led_anew, request.stamp, leader))
+            await keeper.wait_until(partial(_is_over_or_leader_changed, request.stamp, leader))
 
     def check_terms(self) -> None:
         """Restarts attempts that rest on an acknowledgement of a replaced primary."""
         view = self.node.keeper.view
         for attempt in self.attempts:
-            for task, term in attempt.rests_on.items():
+            for task, term in attempt.depends_on.items():
                 if view.term(task) > term and not attempt.cancelled:
                     lost = f"task {task} lost a primary that took a message of task {self.task}"
                     self.ask_restart(attempt.stamp, lost)
@@ -652,7 +657,7 @@ class Primary:
         node, task, view = self.node, self.task, self.node.keeper.view
         wish, mine = node.wish(task), node.given_up.count(task)
         if wish is not None and wish.primary == node.id:
-            others = {n: view.nodes[n].record.given_up.count(task) for n in wish.backups if self._able(n)}
+            others = {n: view.nodes[n].record.given_up.count(task) for n in wish.backups if self._can_take_over(n)}
             if (heir := heir_of(mine, others, short_s)) is not None:
                 node.given_up += (task,) * (others[heir] + 1 - mine)
                 to = name_of(heir)
@@ -697,7 +702,7 @@ def _is_over(stamp: Stamp, view: JobView) -> bool:
     return at is not None and (at.attempt != stamp.attempt or at.epoch > stamp.epoch)
 
 
-def _is_over_or_led_anew(stamp: Stamp, leader: Versioned[PrimaryRecord] | None, view: JobView) -> bool:
+def _is_over_or_leader_changed(stamp: Stamp, leader: Versioned[PrimaryRecord] | None, view: JobView) -> bool:
     """True if the epoch is over, or the leader has changed."""
     return view.primaries.get(0) is not leader or _is_over(stamp, view)
 

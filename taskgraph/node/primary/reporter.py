@@ -45,8 +45,8 @@ class Reporter:
         self._loop = asyncio.get_running_loop()
         self._enough = 1
         self._deadline = SendDeadline(node, _SHORTLY_BEFORE)
-        self._reports: dict[int, _Sent] = {}  # epoch -> the latest
-        self._gathered: list[_Sent] = []  # sent when there are enough, or by the timer
+        self._reports: dict[int, _SentReport] = {}  # epoch -> the latest
+        self._gathered: list[_SentReport] = []  # sent when there are enough, or by the timer
         self._timer: asyncio.TimerHandle | None = None
         self._look = asyncio.Event()
         self.gather_by(node.settings.epochs_ahead)
@@ -62,9 +62,9 @@ class Reporter:
         if (before := self._reports.get(epoch)) is not None:
             before.forget()
         at, leader = view.stamp, view.primaries.get(0)
-        sent = self._reports[epoch] = _Sent()
+        sent = self._reports[epoch] = _SentReport()
         sent.report = report
-        if self._leads and not gathered and leader is not None and self._took(report):
+        if self._leads and not gathered and leader is not None and self._taken_by_own_leader(report):
             sent.leader = leader.mod_revision
             return
         gathered.append(sent)
@@ -92,7 +92,7 @@ class Reporter:
         for epoch in tuple(reports):
             if before is None or epoch < before:
                 sent = reports.pop(epoch)
-                if (batch := sent.batch) is not None:  # inlined `_Sent.forget`
+                if (batch := sent.batch) is not None:  # inlined `_SentReport.forget`
                     sent.batch = None
                     batch.open -= 1
                     if not batch.open:
@@ -116,7 +116,7 @@ class Reporter:
                 sent.leader = 0
         self._look.set()
 
-    def _took(self, report: Report) -> bool:
+    def _taken_by_own_leader(self, report: Report) -> bool:
         """True if the leader is on this node and took the report, without a call."""
         node = self._node
         role, since = node.leader, node.tracing.on and clock()
@@ -202,7 +202,7 @@ class Reporter:
             self._look.set()
 
 
-class _Sent:
+class _SentReport:
     """A report, and the revision of the leader that has it or is receiving it; 0: none."""
 
     report: Report
@@ -226,12 +226,12 @@ class _Batch:
         open: how many of them still matter.
     """
 
-    reports: list[_Sent]
+    reports: list[_SentReport]
     reply: asyncio.Future[Reply]
     open: int
 
 
-def _message(sent: Sequence[_Sent]) -> Report | Reports:
+def _message(sent: Sequence[_SentReport]) -> Report | Reports:
     return sent[0].report if len(sent) == 1 else Reports(tuple([one.report for one in sent]))
 
 

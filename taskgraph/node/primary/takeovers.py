@@ -67,7 +67,7 @@ class TakeOvers:
             gone=self._node.gone,
             wished=wish is not None and wish.primary == self._node.id,
             stateful=primary.record.stateful if primary else False,
-            unseated=wish is not None and wish.primary is None and self._node.speaks(),
+            unseated=wish is not None and wish.primary is None and self._node.emits_for_all(),
             dropped=task not in self._roles.primaries and task not in self._roles.stepping_down,
         )
 
@@ -106,7 +106,7 @@ class TakeOvers:
         wish = self._node.wish(task)
         why = ""
         if primary is None or all(n in self._node.gone for n in (primary.record.node, *view.in_sync(task))):
-            if wish is not None and wish.primary is None and self._node.speaks():
+            if wish is not None and wish.primary is None and self._node.emits_for_all():
                 self._unseated.add(task)
         elif primary.record.node in self._node.suspects and all(n in self._node.suspects for n in view.in_sync(task)):
             absent = [name_of(n) for n in view.in_sync(task) if n not in self._node.gone]
@@ -115,7 +115,7 @@ class TakeOvers:
                     f"task {task} has no primary: the nodes that hold its state ({', '.join(absent)}) are absent; they "
                     f"are waited for, {self._node.settings.lost_after_s:g} s at most"
                 )
-        if not why or not self._node.speaks():
+        if not why or not self._node.emits_for_all():
             self._orphans.pop(task, None)
         elif self._orphans.get(task) != why:
             self._orphans[task] = why
@@ -207,7 +207,7 @@ class TakeOvers:
             await replica.build()
         except (UserCodeError, TaskGraphError) as error:
             if not await self._node.fail_early(error, task, finished=self._begins_anew(task)):
-                await self._node.breathe()
+                await self._node.short_pause()
             return
         if not self._begins_anew(task):
             return  # changed during the build; `reconcile` decides again
@@ -305,7 +305,7 @@ class TakeOvers:
             if not any(PrimaryRecord.from_bytes(kv.value).writer == writer for kv in reread.reads[2]):
                 return False  # another node has taken over since
             result = TxnResult(True, result.revision, reread.reads)
-        taken = transactions.taken_over(result, view, task)
+        taken = transactions.takeover_result(result, view, task)
         if refusal is not None:
             refusal.taken[task] = taken.revision
         await self._node.point("taken", task, taken.epoch)
@@ -345,7 +345,7 @@ class TakeOvers:
     async def _look_again(self) -> None:
         """Refreshes a stale view after a refused write; `reconcile` then decides again."""
         await self._node.keeper.refresh()
-        await self._node.breathe()
+        await self._node.short_pause()
 
     def _ways_out(self) -> str:
         backups, url = self._node.job.backups, self._node.spec.checkpoint

@@ -29,7 +29,14 @@ from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import GraphError
 from taskgraph.node.usercode import forks, lastwords
 from taskgraph.node.usercode.contexts import Contexts
-from taskgraph.node.usercode.coroutines import CancelledItself, OnStream, Resumed, is_async, refuse_coroutine, take_back
+from taskgraph.node.usercode.coroutines import (
+    CancelledItself,
+    CoroutineDriver,
+    OnStream,
+    is_async,
+    refuse_coroutine,
+    take_back,
+)
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, from_users, would_block
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import Tracing
@@ -51,7 +58,7 @@ _BRIEF_FOR = 3
 """Long calls in a row after which a function is no longer brief."""
 
 
-class Ends(Protocol):
+class CallOwner(Protocol):
     """An attempt, or another piece of work that user code belongs to."""
 
     cancelled: bool
@@ -118,7 +125,7 @@ class Actor:
         *args: Any,
         alone: bool = True,
         after: Callable[[], object] | None = None,
-        attempt: Ends | None = None,
+        attempt: CallOwner | None = None,
         context: Context | None = None,
     ) -> R:
         """Calls user code and returns its result.
@@ -166,7 +173,7 @@ class Actor:
                     result: R = returned.value
                 else:
                     turn = self._turn if alone else None
-                    result = await self._resumed(where, stamp, coroutine, context, waited, turn, times, attempt)
+                    result = await self._drive(where, stamp, coroutine, context, waited, turn, times, attempt)
                     if attempt is not None and attempt.cancelled:
                         # It caught the cancellation; its attempt ends nevertheless.
                         raise asyncio.CancelledError
@@ -252,7 +259,7 @@ class Actor:
         """The call that holds the turn in a thread; "" if none does."""
         return self._holder if self.in_threads and self._turn.locked() else ""
 
-    async def _resumed(
+    async def _drive(
         self,
         where: str,
         stamp: Stamp | None,
@@ -261,7 +268,7 @@ class Actor:
         waited: Any,
         turn: asyncio.Lock | None,
         times: int,
-        attempt: Ends | None,
+        attempt: CallOwner | None,
     ) -> R:
         """Drives a coroutine that awaits something to its end; lists it in `running`."""
         words = lastwords.here
@@ -270,7 +277,7 @@ class Actor:
         if words is not None:
             words.ran()
         try:
-            result: R = await Resumed(self, where, coroutine, context, waited, turn, times, attempt)
+            result: R = await CoroutineDriver(self, where, coroutine, context, waited, turn, times, attempt)
             return result
         finally:
             if words is not None:
@@ -325,7 +332,7 @@ class Actor:
                 await self._outlast(work.future(), where)
                 raise
             if work.took_s > _BRIEF_S or self._brief.get(where) != _BRIEF_FOR:
-                self._took(where, work.took_s)
+                self._note_duration(where, work.took_s)
             return result
         finally:
             if mark:
@@ -336,7 +343,7 @@ class Actor:
                 self.in_threads -= 1
                 self._turn.release()
 
-    def _took(self, where: str, took_s: float) -> None:
+    def _note_duration(self, where: str, took_s: float) -> None:
         """Learns which functions are brief. A few long calls, as on a busy machine, change nothing."""
         if took_s <= _BRIEF_S:
             if len(self._brief) == _BRIEF_NAMES:
@@ -422,7 +429,7 @@ class Actor:
         self._running[self._calls] = where, self._loop.time()
         if lastwords.here is not None:
             epoch = stamp.epoch if stamp is not None else -1
-            lastwords.here.began((id(self), self._calls), self.task, epoch, lastwords.named(where))
+            lastwords.here.began((id(self), self._calls), self.task, epoch, lastwords.encoded_name(where))
         return self._calls
 
     def _end(self, mark: int) -> None:

@@ -17,9 +17,9 @@ from taskgraph.node.usercode import forks
 
 if TYPE_CHECKING:
     from taskgraph.device.api import Device, Stream
-    from taskgraph.node.usercode.actor import Actor, Ends
+    from taskgraph.node.usercode.actor import Actor, CallOwner
 
-__all__ = ["CancelledItself", "OnStream", "Resumed", "is_async", "refuse_coroutine", "take_back"]
+__all__ = ["CancelledItself", "CoroutineDriver", "OnStream", "is_async", "refuse_coroutine", "take_back"]
 
 R = TypeVar("R")
 
@@ -34,7 +34,7 @@ class CancelledItself(BaseException):
         self.times = times
 
 
-class Resumed:
+class CoroutineDriver:
     """Drives a coroutine from its first await to its end. It takes the task's turn for each step.
 
     A coroutine that was cancelled may clean up, or catch the cancellation and go on, for `cancel_s`.
@@ -57,7 +57,7 @@ class Resumed:
         waited: Any,
         turn: asyncio.Lock | None,
         times: int,
-        attempt: Ends | None,
+        attempt: CallOwner | None,
     ) -> None:
         self._actor = actor
         self._where = where

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from taskgraph.errors import JobError, worded
+from taskgraph.errors import JobError, error_text
 from taskgraph.protocol.deviceloss import device_error
 
 __all__ = ["StuckError", "UserCodeError", "cancelled_by_users", "cuda_error", "defined_at", "from_users"]
@@ -24,7 +24,7 @@ class UserCodeError(Exception):
     """The epoch, if it is not the one at work: `on_commit` belongs to an earlier one."""
 
     def __init__(self, where: str, error: BaseException) -> None:
-        super().__init__(worded(error))
+        super().__init__(error_text(error))
         self.where = where
         self.error = error
         self.traceback_text = _user_traceback(error)
@@ -72,7 +72,7 @@ def _user_traceback(error: BaseException) -> str:
         _without_ours(summary)
         return "".join(summary.format())
     except Exception as failed:  # e.g. a class whose __str__ raises, or groups nested too deeply
-        return f"(its traceback cannot be shown: {worded(failed)})\n{worded(error)}\n"
+        return f"(its traceback cannot be shown: {error_text(failed)})\n{error_text(error)}\n"
 
 
 def _without_ours(summary: traceback.TracebackException) -> None:

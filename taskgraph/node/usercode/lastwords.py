@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import Ran
+from taskgraph.protocol.records import RanCode
 
 __all__ = [
     "IN_THREAD",
@@ -95,7 +95,7 @@ class LastWords:
             task: with `IN_THREAD` if a thread runs the call, and the loop waits for it.
         """
         self._calls = calls = self._calls + 1
-        said = _HEAD.pack(calls, task, stamp.epoch if stamp is not None else -1) + named(where)
+        said = _HEAD.pack(calls, task, stamp.epoch if stamp is not None else -1) + encoded_name(where)
         self._map[: len(said)] = said
 
     def ran(self) -> None:
@@ -106,7 +106,7 @@ class LastWords:
 
         Args:
             epoch: -1 if the task is in no epoch.
-            where: the result of `named`.
+            where: the result of `encoded_name`.
         """
         taken, free = self._threads if self.running == NOTHING else self._waiting
         slot = taken[call] = free.pop() if free else taken.pop(next(iter(taken)))
@@ -126,7 +126,7 @@ class LastWords:
 
 
 @functools.lru_cache(maxsize=1024)
-def named(text: str) -> bytes:
+def encoded_name(text: str) -> bytes:
     """Returns a call's name as it is in the file."""
     return text[:_LONG].encode() + b"\0"
 
@@ -141,7 +141,7 @@ class Call(NamedTuple):
     """
 
     order: int
-    ran: Ran
+    ran: RanCode
     in_thread: bool
 
 
@@ -151,14 +151,14 @@ def _call_at(data: bytes, at: int) -> Call | None:
     if not order:
         return None
     where = data[at + _HEAD.size : at + _SLOT_BYTES].partition(b"\0")[0]
-    return Call(order, Ran(where.decode(errors="replace"), task & ~IN_THREAD, epoch), bool(task & IN_THREAD))
+    return Call(order, RanCode(where.decode(errors="replace"), task & ~IN_THREAD, epoch), bool(task & IN_THREAD))
 
 
 class LastCalls(NamedTuple):
     """The last words of a process: its calls, in the order in which they began, and whether its end was intended."""
 
-    ran: tuple[Ran, ...]
-    meant: bool
+    ran: tuple[RanCode, ...]
+    intended: bool
 
 
 def read(folder: Path) -> LastCalls | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from taskgraph.driver.loading import place_of
 from taskgraph.epoch import AttemptEnded
-from taskgraph.errors import worded
+from taskgraph.errors import error_text
 
 __all__ = ["expected_ends_silenced", "is_expected_end", "on_uncaught", "report_uncaught", "silence_expected_ends"]
 
@@ -50,8 +50,8 @@ def report_uncaught(error: object, what: str) -> None:
     if place and place not in _places and len(_places) < _MAX_PLACES:
         _places.add(place)
         _on_uncaught(
-            f"{what} of the job's own code ended with {worded(error)}{place}: what waits for it, as a hold, waits on; "
-            f"the log of this node has the traceback"
+            f"{what} of the job's own code ended with {error_text(error)}{place}: what waits for it, as a hold, waits "
+            f"on; the log of this node has the traceback"
         )
 
 

@@ -88,11 +88,11 @@ _OVERTAKEN_BY = {
 """A write, and other writes that it must notice if they come right before it."""
 _EVERYWHERE = (
     "Pull", "Item", "Offer", "Report", "Seal", "Accepted", "Refusal", "Release", "HandOver", "Request", "Answer",
-    "Flag", "RequestRestart", "Written", "Audit", "LedgerPage", "Waits", "WaitsPage",
+    "Flag", "RequestRestart", "WrittenFile", "Audit", "LedgerPage", "Waits", "WaitsPage",
 )  # fmt: skip
 _CHECKPOINT_MOMENTS = (
     "after commit", "after commit", "before commit", "point commit", "sending commit", "point snapshot",
-    "point checkpoint", "message Written", "point checkpointed", "sending checkpoint", "before checkpoint",
+    "point checkpoint", "message WrittenFile", "point checkpointed", "sending checkpoint", "before checkpoint",
     "after checkpoint", "after checkpoint", "sending rollback", "before rollback", "after rollback",
     "after rollback", "after takeover", "after restart", "point takeover", "point taken",
 )  # fmt: skip
@@ -564,7 +564,7 @@ def _late_pointer(rng: random.Random) -> list[Fault]:
     """The leader saw that a checkpoint is whole, and stands still before it says so. Another leader, which lacks a file
     of it, gives it up; then the first one goes on."""
     slow, frozen = draw_one(rng, follows=True), draw_one(rng, follows=True)
-    slow.kind, slow.target, slow.moment, slow.then = "place slow", "leader", "message Written", None
+    slow.kind, slow.target, slow.moment, slow.then = "place slow", "leader", "message WrittenFile", None
     slow.again = False
     slow.count, slow.lasts_s = rng.choice((1, 1, 1, 2)), rng.choice((0.2, 1.0, 2.0)) * rng.uniform(0.5, 1.0)
     frozen.kind, frozen.target, frozen.moment, frozen.count = "freeze", "who", "place listed", rng.choice((1, 1, 1, 2))

@@ -275,10 +275,10 @@ class Invariants:
         assert view.epoch is not None
         if present := [name for name in held if name not in view.gone or name in view.nodes]:
             raise Violation(f"task {task} began from nothing, although {present} held it")
-        if task == 0 and not view.covered:
+        if task == 0 and not view.is_checkpointed:
             self._unlogged = view.epoch.record.epoch
         if view.epoch.record.epoch > 0 and task not in self._without_state:
-            if not view.covered:
+            if not view.is_checkpointed:
                 raise Violation(f"task {task} began from nothing, and no checkpoint has boundary {view.epoch.record}")
             self._filed.add(task)
 

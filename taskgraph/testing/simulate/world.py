@@ -46,7 +46,7 @@ from taskgraph.testing.simulate.workload import Workload
 
 __all__ = ["SimNode", "World"]
 
-_OF_ONE = {"Reports": "Report", "Offers": "Offer", "WrittenFiles": "Written"}
+_OF_ONE = {"Reports": "Report", "Offers": "Offer", "WrittenFiles": "WrittenFile"}
 """Messages that are several of another kind: whatever is to happen with one may happen with several."""
 
 

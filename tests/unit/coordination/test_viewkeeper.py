@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 
-from taskgraph.coordination.api import Coordinator, Listing, Lost, WatchBatch
+from taskgraph.coordination.api import Coordinator, DataLost, Listing, WatchBatch
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.protocol.kv import Op, Put, Txn
@@ -229,10 +229,10 @@ async def test_older_backup_is_noticed() -> None:
     watching = asyncio.create_task(keeper.run())
     etcd.set_up_anew()
     await put(24)
-    with pytest.raises(Lost, match=r"was in epoch 60, attempt 1, and is in epoch 24.*from a backup\?.*--resume"):
+    with pytest.raises(DataLost, match=r"was in epoch 60, attempt 1, and is in epoch 24.*from a backup\?.*--resume"):
         async with asyncio.timeout(30):
             await watching
-    with pytest.raises(Lost, match="etcd has lost what it had acknowledged"):
+    with pytest.raises(DataLost, match="etcd has lost what it had acknowledged"):
         await keeper.refresh()
 
 

@@ -26,7 +26,7 @@ from taskgraph.node import control
 from taskgraph.node.control import ControlServer
 from taskgraph.observe import control_client
 from taskgraph.observe._proto import control_pb2 as pb
-from taskgraph.observe.control_client import ControlClient, StillAtWork, control_address
+from taskgraph.observe.control_client import ControlClient, StillComputing, control_address
 from taskgraph.observe.events import EventLog
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.observe.usage import Usage
@@ -262,7 +262,7 @@ async def test_flipped_bit_in_results_is_found(damaged: bytes) -> None:
 async def test_caller_of_results_may_leave(service: Service) -> None:
     service.node.results_wait.clear()
     async with service.client() as client:
-        with pytest.raises(StillAtWork, match=r"sent nothing of Results for 0\.05 s"):
+        with pytest.raises(StillComputing, match=r"sent nothing of Results for 0\.05 s"):
             await client.results(silent_s=0.05)
         waiting = asyncio.ensure_future(client.results())
         service.node.found = [TaskResult(0, 1, 1, encode(1), ())]

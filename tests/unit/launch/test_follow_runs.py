@@ -20,7 +20,7 @@ from taskgraph import cli
 from taskgraph.commands import looking
 from taskgraph.commands.common import Reached
 from taskgraph.commands.joining import _left_text
-from taskgraph.coordination.api import AccessRefused, Listing, Lost
+from taskgraph.coordination.api import AccessRefused, DataLost, Listing
 from taskgraph.coordination.etcd.failures import refusal
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
@@ -181,7 +181,7 @@ async def test_status_watches_on_while_etcd_does_not_answer_and_says_so_once(
     assert re.fullmatch(r"taskgraph: etcd has not answered since \S+ \(no usable .*\); trying again\n", told.err)
 
 
-@pytest.mark.parametrize(("arguments", "error"), [([], Unavailable("away")), (["--watch"], Lost("older data"))])
+@pytest.mark.parametrize(("arguments", "error"), [([], Unavailable("away")), (["--watch"], DataLost("older data"))])
 async def test_status_ends_where_it_does_not_watch_or_etcd_has_lost_the_job(
     arguments: list[str], error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,7 +296,7 @@ async def test_a_run_that_gives_up_while_etcd_is_away_names_the_job_that_it_leav
     [
         (AccessRefused("refused"), AccessRefused("refused"), ""),
         (JobError("too large"), Unavailable("away"), ""),
-        (Lost("lost"), OutcomeUnknown("others write"), ""),
+        (DataLost("lost"), OutcomeUnknown("others write"), ""),
         (
             OutcomeUnknown("sent"),
             AccessRefused("refused"),

@@ -31,7 +31,7 @@ from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import GoneRecord, NodeRecord, PrimaryRecord, Ran, State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, NodeRecord, PrimaryRecord, RanCode, State, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.task import Task
@@ -381,7 +381,7 @@ async def test_finished_job_waits_for_teardown(
     """A teardown() of more than ten seconds was cut off without a word, although it had cancel_s to return."""
     monkeypatch.setattr(Scripted, "script", """trap '' TERM; touch "$0"; sleep 0.6; exit 0""")
     monkeypatch.setattr("taskgraph.launch.local._RETRY_S", 0.02)
-    teardown = lastwords.LastCalls((Ran("teardown", 3, 9),), True)
+    teardown = lastwords.LastCalls((RanCode("teardown", 3, 9),), True)
     monkeypatch.setattr(lastwords, "read", lambda folder: teardown)
     nodes = Scripted(ENTRY, MemoryCoordinator(MemoryStore()), Runtime(tmp_path))
     await nodes.start(1)
@@ -401,7 +401,7 @@ async def test_death_in_teardown_is_reported(
 ) -> None:
     """Nothing was said: the job had finished, and what its teardown() was to write was not there."""
     monkeypatch.setattr(Scripted, "script", f"""touch "$0"; {script}""")
-    teardown = lastwords.LastCalls((Ran("teardown", 3, 9),), False)
+    teardown = lastwords.LastCalls((RanCode("teardown", 3, 9),), False)
     monkeypatch.setattr(lastwords, "read", lambda folder: teardown)
     nodes = Scripted(ENTRY, MemoryCoordinator(MemoryStore()), Runtime(tmp_path))
     await nodes.start(1)

@@ -12,7 +12,7 @@ import pytest
 from taskgraph.errors import PeerLost, TaskGraphError
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus
-from taskgraph.observe.status_text import Picture, lacking_text, nobody_text, status_text
+from taskgraph.observe.status_text import StatusData, lacking_text, no_node_text, status_text
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
@@ -99,7 +99,7 @@ def shown(
     rows: tuple[int, ...] = (),
     **more: object,
 ) -> list[str]:
-    picture = Picture(name="fit", tasks=tasks, epochs=40, backups=1, view=view, statuses=statuses, now=NOW)
+    picture = StatusData(name="fit", tasks=tasks, epochs=40, backups=1, view=view, statuses=statuses, now=NOW)
     return status_text(dataclasses.replace(picture, **more), rows).splitlines()  # type: ignore[arg-type]
 
 
@@ -273,7 +273,7 @@ def of_nobody(
     ids=["no checkpoint", "a checkpoint", "a checkpoint of a later epoch", "epoch 0"],
 )
 def test_absent_nodes_with_state_may_come_back(view: JobView, after: str) -> None:
-    lines = nobody_text(view, "fit", launcher=7, lost_after_s=20.0).splitlines()
+    lines = no_node_text(view, "fit", launcher=7, lost_after_s=20.0).splitlines()
     assert lines[0].endswith("n1, n2, n3 had the state of the tasks, and have lost contact with etcd.")
     assert lines[1].startswith("A node that is only cut off comes back by itself")
     assert lines[2] == "If you launch new nodes, they give up absent ones after 20 s (lost_after_s), with their state:"
@@ -282,9 +282,9 @@ def test_absent_nodes_with_state_may_come_back(view: JobView, after: str) -> Non
 
 def test_absent_nodes_are_named() -> None:
     view = of_nobody(gone=("n1", "n2"))
-    assert "n3 had the state of the tasks, and has lost contact" in nobody_text(view, "fit")
+    assert "n3 had the state of the tasks, and has lost contact" in no_node_text(view, "fit")
     view.members[0] = {f"n{n}-a": view.members[0]["n1-a"] for n in range(10, 30)}
-    assert "n10, n11, n12, n13, n14, n15, n16, n17 and 13 more had the state" in nobody_text(view, "fit")
+    assert "n10, n11, n12, n13, n14, n15, n16, n17 and 13 more had the state" in no_node_text(view, "fit")
 
 
 @pytest.mark.parametrize(
@@ -309,4 +309,4 @@ def test_absent_nodes_are_named() -> None:
 def test_job_without_nodes_says_what_starts_some(
     view: JobView, expected: int, launcher: int | None, words: str
 ) -> None:
-    assert nobody_text(view, "fit", expected=expected, launcher=launcher) == f"no nodes are registered{words}"
+    assert no_node_text(view, "fit", expected=expected, launcher=launcher) == f"no nodes are registered{words}"

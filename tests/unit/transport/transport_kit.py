@@ -94,7 +94,7 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
     (m.Offers(STAMP, 4, 3, 7, ((9, 0, bytes(16)), (10, 2**31, b"d" * 16)), encoded(bytes(3000))), m.Accepted(4)),
     (m.Release(3, 2**62, 7, 9), m.Accepted()),
     (
-        m.WrittenFiles((m.Written(m.Stamp(2, 40), 3, 2**40, "0f" * 16), m.Written(m.Stamp(2, 50), 3, 0, ""))),
+        m.WrittenFiles((m.WrittenFile(m.Stamp(2, 40), 3, 2**40, "0f" * 16), m.WrittenFile(m.Stamp(2, 50), 3, 0, ""))),
         m.Accepted(),
     ),
     (

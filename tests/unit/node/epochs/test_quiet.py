@@ -15,10 +15,10 @@ async def steps() -> None:
 async def test_calm_without_calls_and_holds() -> None:
     quiet = Quiet()
     await quiet.until_calm()
-    quiet.busier()
+    quiet.call_began()
     quiet.hold(1, "why")
     waiting = asyncio.ensure_future(quiet.until_calm())
-    quiet.calmer()
+    quiet.call_ended()
     await steps()
     assert not waiting.done() and quiet.holds == ("why",)
     quiet.release(1)
@@ -31,11 +31,11 @@ async def test_only_the_reported_version_is_sealed() -> None:
     waiting = asyncio.ensure_future(quiet.until_sealed(told.append))
     await steps()
     assert told == [0]
-    quiet.busier()
+    quiet.call_began()
     assert not quiet.seal(0), "it has moved on"
     await steps()
     assert told == [0], "it is not idle"
-    quiet.calmer()
+    quiet.call_ended()
     await steps()
     assert told == [0, 1]
     assert not quiet.seal(0) and not quiet.closed
@@ -80,10 +80,10 @@ async def test_seal_during_the_report() -> None:
 
 async def test_a_wait_can_be_cancelled() -> None:
     quiet = Quiet()
-    quiet.busier()
+    quiet.call_began()
     waiting = asyncio.ensure_future(quiet.until_calm())
     await steps()
     waiting.cancel()
     await asyncio.wait([waiting])
-    quiet.calmer()
+    quiet.call_ended()
     await quiet.until_calm()

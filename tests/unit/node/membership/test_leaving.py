@@ -16,7 +16,7 @@ from taskgraph.errors import CoordinationError, Refused
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.protocol.kv import Delete, Put, Txn
 from taskgraph.protocol.messages import Offer, Reason
-from taskgraph.protocol.records import Ran
+from taskgraph.protocol.records import RanCode
 
 __all__ = ["gated"]
 
@@ -171,7 +171,7 @@ def test_own_error_blames_no_user_code(gated: type[Gated], what: str) -> None:
         await asyncio.wait([cluster._members[node.id].run])
         error = "etcd: permission denied" if what == "view" else "not a number"
         assert error in str(cluster._node_failed.result())
-        assert (node.farewell().reason, node.farewell().ran) == (f"ended itself: {error}", ())
+        assert (node.gone_record().reason, node.gone_record().ran) == (f"ended itself: {error}", ())
 
     play(job(gated), scenario, nodes=1)
 
@@ -183,8 +183,8 @@ def test_cancelled_node_names_running_code(gated: type[Gated]) -> None:
         node.own_process = True
         cluster._members[node.id].run.cancel()
         await asyncio.wait([cluster._members[node.id].run])
-        gone = node.farewell()
+        gone = node.gone_record()
         assert "was ended by user code" in gone.reason
-        assert Ran("asyncio tasks of its own", 0, 1) in gone.ran
+        assert RanCode("asyncio tasks of its own", 0, 1) in gone.ran
 
     play(job(gated), scenario, nodes=2)

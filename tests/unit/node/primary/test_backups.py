@@ -233,7 +233,7 @@ def test_first_ready_candidate_is_admitted(arriving: type[Arriving], monkeypatch
         arriving.setups[0].set()
         await node.keeper.wait_until(lambda view: third in view.in_sync(0))
         arriving.setups[1].set()
-        await node.keeper.wait_until(lambda view: fourth in view.in_sync(0) and third not in view.staying(0))
+        await node.keeper.wait_until(lambda view: fourth in view.in_sync(0) and third not in view.active_members(0))
         arriving.gate.set()
         return await cluster.result()
 

@@ -8,7 +8,7 @@ import pytest
 from cluster_kit import Counting, job, play
 
 import taskgraph as tg
-from taskgraph.errors import JobFailed, worded
+from taskgraph.errors import JobFailed, error_text
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership.failing import failure_record
 from taskgraph.node.usercode.errors import UserCodeError
@@ -84,7 +84,7 @@ def test_errors_of_broken_exceptions(error: BaseException, said: str) -> None:
 
 
 def test_exception_without_a_message() -> None:
-    assert worded(KeyError()) == "KeyError"
+    assert error_text(KeyError()) == "KeyError"
 
 
 @pytest.mark.parametrize("make", [lambda: BadText(7), lambda: caught(retried), lambda: NoName("x")])
