@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import shlex
@@ -225,7 +226,7 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
     if name is not None:
         found = runtime.find(name)
         if found is not None:
-            return _with_tls_given(found, options)
+            return _with_given(found, options)
         if ended := _ended_here(runtime, name):
             raise UnknownJob(ended)
         known = ", ".join(e.name for e in runtime.jobs())
@@ -233,7 +234,7 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
         raise UnknownJob(" ".join(filter(None, (f"No job {name!r} runs here.", others, "Elsewhere: --etcd."))))
     jobs = runtime.jobs()
     if len(jobs) == 1:
-        return _with_tls_given(jobs[0], options)
+        return _with_given(jobs[0], options)
     if not jobs:
         raise UnknownJob(f"{_none_text(runtime)} Elsewhere: give its name and --etcd.")
     raise JobError(f"several jobs run on this host: name one of {', '.join(e.name for e in jobs)}")
@@ -249,9 +250,10 @@ def _ended_here(runtime: Runtime, name: str) -> str:
     return _killed_text(runtime, killed) if killed is not None else ""
 
 
-def _with_tls_given(entry: JobEntry, options: argparse.Namespace) -> JobEntry:
-    """The entry with the given files of TLS, if any."""
-    return replace(entry, node_tls=node_access_of(options) or entry.node_tls)
+def _with_given(entry: JobEntry, options: argparse.Namespace) -> JobEntry:
+    """The entry with the files of TLS and the token that options name, if any."""
+    token = token_of(options) if options.token_file else None  # one of taskgraph.toml may be another job's
+    return replace(entry, token=token or entry.token, node_tls=node_access_of(options) or entry.node_tls)
 
 
 def known_at(name: str, etcd: str, run: str = "") -> JobEntry | None:
@@ -386,6 +388,19 @@ def see_text(name: str) -> str:
 
 
 @asynccontextmanager
+async def _watching_quietly(entry: JobEntry) -> AsyncIterator[None]:
+    """Drops warnings about broken watches of an embedded etcd: it ends with its launcher, which the command reports."""
+    log = logging.getLogger("taskgraph.coordination.etcd.watch")
+    before = log.level
+    if entry.embedded:
+        log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@asynccontextmanager
 async def reach(options: argparse.Namespace) -> AsyncIterator[Reached]:
     """Connects to the job's etcd and reads its spec.
 
@@ -394,7 +409,7 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[Reached]:
     """
     entry = find_entry(options)
     try:
-        async with await connect(entry.etcd, entry.tls) as coordinator:
+        async with _watching_quietly(entry), await connect(entry.etcd, entry.tls) as coordinator:
             keys = Keys(entry.name)
             kv = await coordinator.get(keys.spec)
             if kv is None:

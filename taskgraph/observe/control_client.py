@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import re
 import signal as signals
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ _NOT_CONNECTED = ("failed to connect to all addresses", "errors resolving ", "DN
 """gRPC's words if it had no connection for a call."""
 _NO_LISTENER = ("Connection refused", "No such file or directory")
 """gRPC's words for an address whose process is gone."""
+_LAST_ERROR = re.compile(r"^failed to connect to all addresses; last error: (\w+: )?")
+"""gRPC's words before the cause."""
 
 
 def credential(token: bytes) -> str:
@@ -355,8 +358,9 @@ class ControlClient:
             return TaskGraphError(f"the node at {self._address} refuses {method}: {details}")
         if code == grpc.StatusCode.FAILED_PRECONDITION:
             return TaskGraphError(f"the node at {self._address}: {details}")
-        if code == grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in _NO_LISTENER):
-            return PeerGone(f"no node listens at {self._address}: {details}")
+        if code == grpc.StatusCode.UNAVAILABLE and (signs := [sign for sign in _NO_LISTENER if sign in details]):
+            return PeerGone(f"no node listens at {self._address} ({signs[0].lower()})")
+        details = _LAST_ERROR.sub("", details)
         first = code == grpc.StatusCode.UNAVAILABLE and not self._answered  # after an answer, TLS is right
         if first and self._encrypted and _ENDED in details:
             details += (
@@ -370,7 +374,7 @@ class ControlClient:
             )
         elif first and not self._address.startswith("unix:") and any(sign in details for sign in _CUT_OFF):
             details += "; it may accept TLS only: give --tls; or it has too many connections"
-        return PeerLost(f"the node at {self._address} did not answer {method}: {code.name}: {details}")
+        return PeerLost(f"the node at {self._address} did not answer {method}: {details or code.name}")
 
 
 def _broke(error: PeerLost) -> bool:

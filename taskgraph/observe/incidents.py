@@ -54,7 +54,8 @@ class _Incident:
         moved: number of tasks that other nodes took over.
         takers: the names of these nodes.
         last_takeover_at, last_admission_at: when a node last took a task over; when a backup was last admitted.
-        redone: epochs that started again.
+        restarted: epochs that started again.
+        undone: number of committed epochs between a checkpoint and the epoch from which the job went back to it.
     """
 
     node: str
@@ -66,7 +67,8 @@ class _Incident:
     takers: set[str] = field(default_factory=set)
     last_takeover_at: float = 0.0
     last_admission_at: float = 0.0
-    redone: set[int] = field(default_factory=set)
+    restarted: set[int] = field(default_factory=set)
+    undone: int = 0
     reported: bool = False
 
 
@@ -112,9 +114,12 @@ class Incidents:
             for incident in self._open.values():
                 incident.last_admission_at = max(incident.last_admission_at, float(event.fields.get("until", event.at)))
                 incident.last_event_at = self._clock()
-        elif event.kind in ("restart", "rolled back") and event.epoch is not None:
+        elif event.kind == "restart" and event.epoch is not None:
             for incident in self._open.values():
-                incident.redone.add(event.epoch)
+                incident.restarted.add(event.epoch)
+        elif event.kind == "rolled back" and event.epoch is not None:
+            for incident in self._open.values():
+                incident.undone = max(incident.undone, int(event.fields.get("until", 0)) - event.epoch)
 
     def _close(self, node: str) -> None:
         self._open.pop(node, None)
@@ -167,19 +172,20 @@ class Incidents:
 
     def _event(self, incident: _Incident, view: JobView, *, over: bool) -> Event:
         began, commit = incident.noticed_at, self._commit_after(incident)
+        redone = len(incident.restarted) + incident.undone
         fields: dict[str, str | int | float] = {
             "node": incident.node,
             "cause": incident.cause,
             "tasks": incident.moved,
-            "epochs_redone": len(incident.redone),
+            "epochs_redone": redone,
         }
         parts = []
         if incident.last_takeover_at:
             fields["takeover_ms"] = _ms(incident.last_takeover_at - began)
         if commit is not None:
             fields["next_commit_ms"] = _ms(commit - began)
-            redone = f", {counted(len(incident.redone), 'epoch')} redone" if incident.redone else ""
-            parts.append(f"next commit after {commit - began:.2f} s{redone}")
+            again = f", {counted(redone, 'epoch')} redone" if redone else ""
+            parts.append(f"next commit after {commit - began:.2f} s{again}")
         elif view.running and not over:
             parts.append("no commit yet")
         lacking = self._lacking(view)

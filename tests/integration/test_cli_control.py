@@ -60,17 +60,19 @@ async def test_status_shows_roles(cli: Cli) -> None:
     assert done.code == 0 and json.loads(done.out.splitlines()[-1])["kind"] == "finished"
 
 
-async def test_events_name_a_killed_launcher(cli: Cli) -> None:
-    """`events --follow` ended well without a word, and `status --watch` with an error of etcd's, after ten seconds."""
+async def test_commands_name_a_killed_launcher(cli: Cli) -> None:
     run = await cli.paused("--nodes", "2")
     watching = await cli.start("status", "sums", "--watch", "--json")
+    launching = await cli.start("launch", "sums", "--nodes", "1")
     follow = await cli.start("events", "--follow", "--json")
     await follow.until("began", out=True)
     await watching.until('"running"', out=True)
+    await launching.until("the job began")
     run.process.kill()
-    for command in (watching, follow):
+    for command in (watching, follow, launching):
         done = await command.done()
         assert done.code == 3 and f"(process {run.process.pid}) was killed" in done.err, done.err
+        assert "watch of" not in done.err
 
 
 @pytest.mark.smoke

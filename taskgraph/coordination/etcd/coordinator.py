@@ -48,11 +48,7 @@ _PAGES_GONE = "required revision"
 _REVOKE_S = 2.0
 _Found = list[v3.KeyValue]  # `list` is a method there
 
-_HOW_TO_GET_ONE = (
-    "Start one: `etcd --listen-client-urls http://127.0.0.1:2379 --advertise-client-urls http://127.0.0.1:2379 "
-    "--auto-compaction-retention=1h`. Or leave --etcd out: a run on one host brings its own "
-    "(`pip install 'taskgraph-aio[embedded]'`)."
-)
+_HOW_TO_GET_ONE = "start one (`etcd`), or leave --etcd out: a run on this host brings its own"
 
 
 class EtcdCoordinator:
@@ -101,7 +97,7 @@ class EtcdCoordinator:
             names = ", ".join(endpoint.target for endpoint in options.endpoints)
             why = str(error).removeprefix("first contact: ")
             why = "connection refused" if "Connection refused" in why else why  # gRPC says it at length
-            raise Unavailable(f"No etcd answers at {names} ({why}). {_HOW_TO_GET_ONE}") from error
+            raise Unavailable(f"No etcd answers at {names} ({why}): {_HOW_TO_GET_ONE}") from error
         except BaseException:
             await connection.close()
             raise

@@ -242,6 +242,7 @@ class TakeOvers:
                 f"task {task} lost every replica ({lost}): the job goes back from epoch {undone} to the checkpoint of "
                 f"epoch {target.epoch}; epochs {target.epoch} to {undone - 1} are computed again",
                 epoch=target.epoch,
+                fields={"until": undone},
             )
 
     async def _usable_checkpoint(self, task: int, writer: str) -> CheckpointRecord | None:

@@ -223,6 +223,14 @@ def test_token_from_file(monkeypatch: pytest.MonkeyPatch, apart: Path) -> None:
         token_of(options("--token-file", "absent"))
 
 
+def test_token_file_counts_for_jobs_of_this_host(apart: Path) -> None:
+    Runtime().put(entry("fit"))
+    (apart / "other").write_text("cd" * 32)
+    assert find_entry(options("fit", "--token-file", "other")).token == "cd" * 32
+    with pytest.raises(JobError, match="--token-file absent: there is no such file"):
+        find_entry(options("fit", "--token-file", "absent"))
+
+
 def test_new_job_writes_token_file(apart: Path) -> None:
     assert token_for(options()) is None
     made = token_for(options("--token-file", "new"))
@@ -301,6 +309,13 @@ def test_empty_job_name_is_error(command: str, etcd: tuple[str, ...], capsys: py
     assert cli.main([command, "", *etcd]) == cli.USAGE
     assert "the job's name is empty" in capsys.readouterr().err
     assert cli.main(["launch", ""], fit) == cli.USAGE
+
+
+def test_absent_etcd_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "fit", "--etcd", "127.0.0.1:1"]) == cli.UNREACHABLE
+    said = capsys.readouterr().err
+    assert said.startswith("taskgraph: No etcd answers at 127.0.0.1:1 (connection refused): start one ")
+    assert said.count("\n") == 1 and len(said) <= 160
 
 
 def gone(name: str, *, embedded: bool) -> JobEntry:

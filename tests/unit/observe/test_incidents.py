@@ -101,6 +101,20 @@ def test_failure_is_one_event_with_its_cost() -> None:
     assert not incidents.any_open
 
 
+def test_roll_back_counts_the_epochs_computed_again() -> None:
+    clock = Clock()
+    incidents = Incidents(TASKS, 1, clock)
+    for event in (
+        lost("n2", 10.0),
+        takeover("n3", "n2", 10.1, count=3),
+        Event(10.1, "n3", "rolled back", "...", epoch=20, fields={"until": 43}),
+    ):
+        incidents.take(event)
+    incidents.committed(10.3)
+    (text,) = finished(incidents, clock, ALONE)
+    assert "next commit after 0.30 s, 23 epochs redone" in text
+
+
 def test_failure_is_not_over_before_its_tasks_go_on() -> None:
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
