@@ -22,7 +22,7 @@ from taskgraph.system.alongside import alongside
 from taskgraph.system.files import OF_THE_HOST, chosen_file, why_unwritable
 from taskgraph.system.signals import obey_sigterm
 
-__all__ = ["trace"]
+__all__ = ["missing_parts", "trace"]
 
 _REFRESH_S = 0.3
 _INTERRUPTED = 130
@@ -108,7 +108,7 @@ def _write(path: Path, reached: Reached, tracer: Tracer, began_ns: int) -> dict[
             last = min(out.last, tracer.until - 1)
             if tracer.ended_early:  # nodes sent their last spans at different moments
                 last = min([last, *(part.epoch - 1 for part in tracer.nodes.values() if not part.missing)])
-            missing = _missing(tracer, last)
+            missing = missing_parts(tracer, last)
             if last < tracer.first:
                 raise _NothingTraced(
                     f"not one epoch from {tracer.first} on was traced from its beginning to its commit: "
@@ -171,8 +171,8 @@ def _labels(part: NodeTrace, about: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _missing(tracer: Tracer, last: int) -> list[str]:
-    """Returns what the trace lacks, and why."""
+def missing_parts(tracer: Tracer, last: int) -> list[str]:
+    """Names the nodes, spans and epochs that a trace lacks, each with the reason."""
     nodes = tracer.nodes.values()
     lines = [f"node {part.record.name}: {part.missing}" for part in nodes if part.missing]
     lines += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import threading
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from taskgraph import cli
-from taskgraph.system.files import chosen_file
+from taskgraph.system.files import chosen_file, write_whole
 
 
 def put(path: Path, data: bytes = b"new") -> None:
@@ -89,3 +90,15 @@ def test_where_no_trace_can_be_written_is_told_before_anything_is_traced(
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # whoever is root may do anything
     assert f"no file can be made in {tmp_path}" in said("t.json")
     assert "it may not be written to" in said("pipe")
+
+
+def test_full_disk_leaves_the_earlier_file(tmp_path: Path) -> None:
+    path, limits = tmp_path / "job.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_whole(path, b"old")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{path}'"):
+            write_whole(path, b"x" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["job.json"]

@@ -1,4 +1,4 @@
-"""Followers of a run whose name is another run's by now, or whose etcd does not answer any more."""
+"""Followers of a run whose name another run has, or whose etcd does not answer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def no_thread(thread: threading.Thread, why: str = "can't create new thread at i
 
 
 def spec() -> JobSpec:
-    """One run more of the same job."""
+    """Another run of the same job."""
     return JobSpec.local(tg.Job(tasks=1, epochs=1, builder=tg.Task, name=NAME))
 
 
@@ -103,10 +103,7 @@ async def followed(coordinator: MemoryCoordinator, run: JobSpec) -> AsyncIterato
         await follower.stop()
 
 
-async def test_in_place_of_a_node_that_dies_once_the_job_is_submitted_again_none_is_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It took a number of the next run, and joined that."""
+async def test_ended_run_replaces_no_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     coordinator, first = MemoryCoordinator(MemoryStore()), spec()
     await submit(coordinator, first)
@@ -120,7 +117,7 @@ async def test_in_place_of_a_node_that_dies_once_the_job_is_submitted_again_none
     await coordinator.close()
 
 
-async def test_who_wakes_up_late_neither_ends_nor_collects_the_run_that_has_the_name_now() -> None:
+async def test_late_launcher_leaves_the_next_run_alone() -> None:
     coordinator = MemoryCoordinator(MemoryStore())
     first, second = spec(), spec()
     await submit(coordinator, first)
@@ -139,7 +136,7 @@ async def test_who_wakes_up_late_neither_ends_nor_collects_the_run_that_has_the_
 
 
 async def reached_by(coordinator: MemoryCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that look find the job there."""
+    """Makes commands find the job in this etcd."""
     entry = JobEntry(name=NAME, etcd="a:1", token="", pid=0, embedded=False, tls={})
     kv = await coordinator.get(KEYS.spec)
     assert kv is not None
@@ -167,10 +164,7 @@ class LosingTouch(MemoryCoordinator):
         return await super().list(prefix)
 
 
-async def test_status_watches_on_while_etcd_does_not_answer_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It ended with the first call that failed, after ten seconds: when one looks what is the matter."""
+async def test_status_watch_waits_for_etcd(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     coordinator = LosingTouch(MemoryStore())
     await submit(coordinator, spec())
     await reached_by(coordinator, monkeypatch)
@@ -182,7 +176,7 @@ async def test_status_watches_on_while_etcd_does_not_answer_and_says_so_once(
 
 
 @pytest.mark.parametrize(("arguments", "error"), [([], Unavailable("away")), (["--watch"], DataLost("older data"))])
-async def test_status_ends_where_it_does_not_watch_or_etcd_has_lost_the_job(
+async def test_status_ends_without_etcd(
     arguments: list[str], error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator = LosingTouch(MemoryStore())
@@ -195,13 +189,13 @@ async def test_status_ends_where_it_does_not_watch_or_etcd_has_lost_the_job(
 
 
 @pytest.mark.parametrize("nodes", [0, 2])
-def test_a_run_is_refused_where_no_thread_can_be_started_any_more(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_needs_a_thread(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     with pytest.raises(JobError, match=r"'again' cannot be run, .* at interpreter shutdown\): run it before the main"):
         tg.run(tg.Job(tasks=1, epochs=1, builder=tg.Task, name=NAME), nodes=nodes)
 
 
-def test_a_limit_of_threads_is_not_taken_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_of_threads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", lambda thread: no_thread(thread, "can't start new thread"))
     with pytest.raises(tg.JobFailed, match=r"can't start new thread: a limit of this process"):
         tg.run(tg.Job(tasks=1, epochs=1, builder=tg.Task, name=NAME), nodes=0)
@@ -212,8 +206,7 @@ CHECKPOINT = Put(KEYS.checkpoint, CheckpointRecord(epoch=20, attempt=1, name="x"
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-async def test_what_nodes_that_leave_take_with_them_is_not_what_a_checkpoint_has(keeps: bool) -> None:
-    """All was said to be gone: whoever read it began the job anew."""
+async def test_leaving_nodes_name_the_checkpoint(keeps: bool) -> None:
     coordinator, run = MemoryCoordinator(MemoryStore()), spec()
     await submit(coordinator, run)
     primary = Put(KEYS.primary(0), PrimaryRecord(node="n1-1", term=1, stateful=True).to_bytes())
@@ -225,7 +218,7 @@ async def test_what_nodes_that_leave_take_with_them_is_not_what_a_checkpoint_has
     await coordinator.close()
 
 
-async def test_who_read_nothing_of_its_runs_end_does_not_follow_the_next_one() -> None:
+async def test_follower_does_not_follow_the_next_run() -> None:
     store = MemoryStore()
     coordinator = MemoryCoordinator(store)
     first = spec()
@@ -243,7 +236,7 @@ async def test_who_read_nothing_of_its_runs_end_does_not_follow_the_next_one() -
         assert status.state == State.CANCELLED and "another one was submitted under its name" in status.reason
 
 
-async def test_a_submit_that_is_too_large_for_etcd_says_how_large_it_is_and_what_to_pass() -> None:
+async def test_too_large_submit_names_its_size() -> None:
     coordinator = Deaf(MemoryStore())
     coordinator.error = refusal("transaction", grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: request is too large")
     large = dataclasses.replace(spec(), kwargs={"text": "x" * (3 << 19)})
@@ -251,7 +244,7 @@ async def test_a_submit_that_is_too_large_for_etcd_says_how_large_it_is_and_what
         await submit(coordinator, large)
 
 
-async def test_a_submit_whose_writes_are_never_answered_says_why() -> None:
+async def test_unanswered_submit_fails() -> None:
     coordinator = Deaf(MemoryStore())
     coordinator.error = OutcomeUnknown("space exceeded")
     began = time.monotonic()
@@ -260,7 +253,7 @@ async def test_a_submit_whose_writes_are_never_answered_says_why() -> None:
     assert 1.0 < time.monotonic() - began < 30.0
 
 
-async def test_an_etcd_that_is_away_while_a_run_starts_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+async def test_starting_run_waits_for_etcd(caplog: pytest.LogCaptureFixture) -> None:
     coordinator, run = Away(MemoryStore()), spec()
     await submit(coordinator, run)
     coordinator.times = 3
@@ -274,7 +267,7 @@ async def test_an_etcd_that_is_away_while_a_run_starts_is_waited_for(caplog: pyt
     ], "once each"
 
 
-async def test_a_run_that_gives_up_while_etcd_is_away_names_the_job_that_it_leaves() -> None:
+async def test_failed_start_names_the_job_it_leaves() -> None:
     coordinator, run, error = Away(MemoryStore()), spec(), Unavailable("away")
     follower = Collector(coordinator, run, b"")
     await submit(coordinator, run)
@@ -305,10 +298,7 @@ async def test_a_run_that_gives_up_while_etcd_is_away_names_the_job_that_it_leav
         (OutcomeUnknown("sent"), OutcomeUnknown("sent"), "etcd does not answer, so that job 'again' may"),
     ],
 )
-async def test_a_run_that_gives_up_says_that_a_job_may_be_left_only_where_it_may(
-    why: Exception, answer: Exception, says: str
-) -> None:
-    """It said so of jobs that etcd had lost, and of those that it had not taken."""
+async def test_failed_start_leaves_no_job(why: Exception, answer: Exception, says: str) -> None:
     coordinator = Away(MemoryStore())
     coordinator.times, coordinator.error = 1, answer
     await _cancel_unbegun(Collector(coordinator, spec(), b""), ENTRY, type(why), why, None)

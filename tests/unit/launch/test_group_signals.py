@@ -1,4 +1,4 @@
-"""Whoever ends a job on a host may signal a launcher alone, or it and all that it started, and that several times."""
+"""Signals that end a command: to one process or to its whole group, once or several times."""
 
 from __future__ import annotations
 
@@ -7,53 +7,80 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from taskgraph.commands.common import on_ending_signals, take_orders
 from taskgraph.commands.joining import _on_signals
 from taskgraph.launch.forkserver import NotStarted
 from taskgraph.launch.supervise import _start_unless
 from taskgraph.system import signals
 
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """What the time is, by `signals`."""
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that `signals` reads."""
     now = [100.0]
-    with monkeypatch.context() as patched:
-        patched.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
-        yield now
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+@pytest.fixture(autouse=True)
+async def handlers() -> AsyncIterator[None]:
+    """Restores this process's handlers."""
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    yield
+    for number, handler in before.items():
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, handler)
+
+
+async def send(*numbers: signal.Signals) -> None:
+    """Sends signals to this process, each once the one before was handled."""
+    for number in numbers:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.01)  # the loop calls handlers before timers that are due later
 
 
 async def test_doubled_sigterm_is_one_order(clock: list[float]) -> None:
-    """It ended them at once."""
     leave, work = asyncio.Event(), asyncio.get_running_loop().create_future()
     follower: Any = SimpleNamespace(view=SimpleNamespace(running=True), finished=False)
-    loop = asyncio.get_running_loop()
-    heard: asyncio.Queue[None] = asyncio.Queue()
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGHUP)
     _on_signals(work, leave, follower, 60.0)
-    try:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
-            loop.call_later(0.01, heard.put_nowait, None)  # the loop calls handlers before what is due later
-            await heard.get()
-        assert leave.is_set() and not work.cancelled()
-        clock[0] += 1.0
-        os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(asyncio.CancelledError):
-            await work
-    finally:
-        for number, handler in zip((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), before, strict=True):
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
+    await send(signal.SIGTERM, signal.SIGTERM)
+    assert leave.is_set() and not work.cancelled()
+    clock[0] += 1.0
+    await send(signal.SIGTERM)
+    assert work.cancelled()
+
+
+async def test_first_order_after_the_job_finished_only_warns(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    orders: list[str] = []
+    take_orders(finished=lambda: True, obeyed=lambda: bool(orders), obey=lambda: orders.append("end"))
+    await send(signal.SIGINT)
+    assert "its results are being collected; once more to end without them" in capsys.readouterr().err
+    await send(signal.SIGHUP)
+    assert orders == [], "closing the terminal after that is no second order"
+    await send(signal.SIGINT)
+    assert orders == ["end"]
+
+
+@pytest.mark.parametrize("nohup", [True, False])
+async def test_nohup_keeps_a_command_running(nohup: bool) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    heard: list[int] = []
+    on_ending_signals(heard.append)
+    await send(signal.SIGHUP)
+    assert heard == ([] if nohup else [signal.SIGHUP])
 
 
 async def test_ending_launcher_starts_no_more_nodes() -> None:
-    """It went on starting them, and then told those that had been there to leave once more."""
     leave, stopped = asyncio.Event(), asyncio.Event()
 
     async def start(count: int) -> None:
@@ -69,18 +96,18 @@ async def test_ending_launcher_starts_no_more_nodes() -> None:
     assert stopped.is_set()
 
 
-@pytest.mark.parametrize("told", [True, False])
-async def test_signal_to_the_group_is_no_failed_start(told: bool) -> None:
-    """What they are forked from gets the same signal, and may be gone before the launcher's is looked at."""
+@pytest.mark.parametrize("signalled", [True, False])
+async def test_signal_to_the_group_is_no_failed_start(signalled: bool) -> None:
+    """The fork server gets the same signal, and may end first."""
     leave = asyncio.Event()
 
     async def start(count: int) -> None:
-        if told:
+        if signalled:
             asyncio.get_running_loop().call_later(0.01, leave.set)
         raise NotStarted("the fork server has ended")
 
     nodes: Any = SimpleNamespace(start=start)
-    if told:
+    if signalled:
         await _start_unless(leave, nodes, 2)
     else:
         with pytest.raises(NotStarted):

@@ -178,6 +178,16 @@ async def test_node_is_killed_after_drain_s(monkeypatch: pytest.MonkeyPatch, tmp
     assert codes == {"n1": -signal.SIGKILL}
 
 
+async def test_second_order_kills_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launched = Launched(monkeypatch, tmp_path, _NEVER_LEAVES, Settings(drain_s=1000.0))
+    await launched.started.wait()
+    launched.leave.set()
+    await asyncio.sleep(0.05)
+    assert not launched.work.done()
+    launched.work.cancel()
+    assert await launched.ended() == (None, {"n1": -signal.SIGKILL})
+
+
 @pytest.mark.parametrize(("script", "why"), [("exit 0", ""), ("exit 1", "ended with exit code 1")])
 async def test_drained_nodes_are_no_failure(
     script: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
