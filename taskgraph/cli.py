@@ -29,7 +29,7 @@ from taskgraph.errors import (
 )
 from taskgraph.system.environment import set_thread_env
 from taskgraph.system.signals import hear_of_children, obey_sigterm
-from taskgraph.system.streams import drop_unwritten, make_good
+from taskgraph.system.streams import drop_unwritten, prepare_streams
 
 if TYPE_CHECKING:
     from taskgraph.jobs import JobFunction
@@ -57,7 +57,7 @@ def _command(name: str) -> Callable[..., Any]:
 
 def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    make_good()  # first, so that no other file becomes a standard stream
+    prepare_streams()  # first, so that no other file becomes a standard stream
     hear_of_children()
     # Before anything imports numpy: a `node` typed by hand computes like one that was launched.
     set_thread_env(1)
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
 
 
 def _of_the_host(error: OSError) -> str:
-    """The message for an error of the host or the working directory; "" for any other error."""
+    """Returns the message for an error of the host or the working directory; "" for any other error."""
     if error.errno == errno.ENOENT and "temporary directory" in (error.strerror or ""):  # what `tempfile` says
         return f"{error.strerror}: set TMPDIR to a directory that can be written"
     if error.errno == errno.ENOENT and error.filename is None and _is_nowhere():  # what `os.getcwd` says
@@ -127,7 +127,7 @@ def _of_the_host(error: OSError) -> str:
 
 
 def _is_nowhere() -> bool:
-    """Was the working directory removed?"""
+    """Returns True if the working directory was removed."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -143,7 +143,7 @@ def _print(text: str, error: Exception | None = None) -> None:
 
 
 def report_threads() -> None:
-    """Call it before this process ends: reports threads of the driver that Python waits for.
+    """Reports threads of the driver for which Python waits. Call this before the process ends.
 
     Python waits for threads that are no daemons, and says nothing.
     """
@@ -164,7 +164,7 @@ def _report_threads() -> None:
 
 
 def driver_main(function: JobFunction[...]) -> None:
-    """`tg.main(fit)` at the end of a driver: the command line with this driver; no command means run.
+    """Runs the command line of a driver: `tg.main(fit)` at its end. Without a command it runs the job.
 
     Raises:
         JobError: the argument is no job function, the driver is being imported, or an event loop runs.

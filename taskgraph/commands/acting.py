@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from taskgraph.commands.common import Reached, access_of, ended_text, etcd_of, find_entry, reach, see_text
+from taskgraph.commands.common import FoundJob, access_of, ended_text, etcd_of, find_entry, reach, see_text
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, PeerLost, TaskGraphError, TransportError, UnknownJob
@@ -47,13 +47,13 @@ _STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 _HARMLESS = (signal.SIGCONT, signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH)
 
 
-async def _view(reached: Reached) -> JobView:
+async def _view(reached: FoundJob) -> JobView:
     keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
     await keeper.load()
     return keeper.view
 
 
-def _check_running(reached: Reached, view: JobView) -> None:
+def _check_running(reached: FoundJob, view: JobView) -> None:
     if not view.running:
         how = ended_text(view.status.record.state if view.status else "deleted")
         raise UnknownJob(f"job {reached.name!r} has ended ({how}): see {see_text(reached.name)}")
@@ -135,13 +135,13 @@ def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -
 
 
 def _has_alone(view: JobView, task: int, node: str) -> bool:
-    """Is this node the only registered one that has a task's state?"""
+    """Returns True if no other registered node has the task's state."""
     others = [n for n in view.in_sync(task) if n != node and n in view.nodes and n not in view.gone]
     return view.primaries[task].record.stateful and node in view.in_sync(task) and not others
 
 
 def is_here(record: NodeRecord) -> bool:
-    """True if we can signal this node: it runs on this host, as our user, not as the first process of a container."""
+    """Returns True if we can signal the node: it is on this host, of our user, not the first process of a container."""
     if _folder(record) is None or record.pid == 1:
         return False
     with contextlib.suppress(ProcessLookupError):  # `signal_here` reports that it has ended
@@ -153,7 +153,7 @@ def is_here(record: NodeRecord) -> bool:
 
 
 def _folder(record: NodeRecord) -> Path | None:
-    """The folder with the sockets of a node, if it runs on this host."""
+    """Returns the folder with the sockets of a node, if the node runs on this host."""
     here = host_of(host_key())
     for endpoint in record.control.split("|"):
         key, path = unix_socket(endpoint)
@@ -195,7 +195,7 @@ def signal_here(record: NodeRecord, number: signal.Signals) -> bool:
 
 def signal_process(pid: int, number: signal.Signals) -> bool:
     """Sends a signal to a process of taskgraph; False: there is none with that id."""
-    if host.tells() and "taskgraph" not in host.command(pid):
+    if host.has_proc() and "taskgraph" not in host.command(pid):
         return False  # the process has ended, or another one has its id
     try:
         os.kill(pid, number)
@@ -205,7 +205,7 @@ def signal_process(pid: int, number: signal.Signals) -> bool:
 
 
 def _target(options: argparse.Namespace, view: JobView, tasks: int, asked: int) -> tuple[str, str]:
-    """The node to signal, and its role in words.
+    """Returns the node to signal, and its role in words.
 
     Raises:
         JobError: the options name no node, an unknown one, or contradict each other.
@@ -310,7 +310,7 @@ async def shutdown(options: argparse.Namespace) -> int:
 
 
 async def forget(options: argparse.Namespace) -> int:
-    """Deletes what etcd keeps of ended jobs. Refused ones do not keep it from deleting the others."""
+    """Deletes what etcd keeps of ended jobs. If one of them is refused, the others are deleted all the same."""
     refused: list[TaskGraphError] = []
     for name in options.job:
         try:
@@ -330,7 +330,7 @@ async def forget(options: argparse.Namespace) -> int:
 
 
 def _place(options: argparse.Namespace, name: str) -> tuple[str, dict[str, str]]:
-    """The etcd that keeps a job, and the access to it.
+    """Returns the etcd that keeps a job, and the access to it.
 
     Raises:
         JobError: this is no name of a job, or its etcd is unknown.

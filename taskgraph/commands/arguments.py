@@ -72,7 +72,7 @@ _HELP = {
 
 
 def _close(word: str, known: Sequence[str]) -> str:
-    """The most similar known word, or "" if none is similar."""
+    """Returns the most similar known word; "": none is similar."""
     import difflib
 
     return next(iter(difflib.get_close_matches(word, known, 1, _NEAR)), "")
@@ -140,7 +140,7 @@ class _Command(_Parser):
         return options, unknown
 
     def _option_of_job(self, options: argparse.Namespace, unknown: Sequence[str]) -> str:
-        """The message for `run fit.py --epochs 5`, where `epochs` is an option of the job; else ""."""
+        """Returns the message for `run fit.py --epochs 5`, where `epochs` is an option of the job; else ""."""
         driver: str = getattr(options, "driver", "")
         if not unknown[0].startswith("--") or (not driver and self.function is None):
             return ""
@@ -202,7 +202,7 @@ def _grouped_help() -> str:
 
 
 def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser:
-    """The parser of the whole command line.
+    """Makes the parser of the whole command line.
 
     Args:
         driver: the job function, for `tg.main`, where the driver is the program itself.

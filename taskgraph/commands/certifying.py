@@ -19,7 +19,7 @@ try:
 except ImportError as error:
     raise JobError("`taskgraph certs` needs the package trustme: `pip install 'taskgraph-aio[tls]'`") from error
 
-__all__ = ["CA_KEY", "Made", "certs", "make_certs"]
+__all__ = ["CA_KEY", "NewCertificate", "certs", "make_certs"]
 
 #: The authority's private key: only `certs --ca` needs it.
 CA_KEY = "ca-key.pem"
@@ -28,8 +28,8 @@ _BEFORE = datetime.timedelta(minutes=5)
 _MOST_DAYS = 3650
 
 
-class Made(NamedTuple):
-    """The certificate that was made.
+class NewCertificate(NamedTuple):
+    """A certificate that was just written.
 
     Attributes:
         hosts: the names and addresses in it.
@@ -64,7 +64,7 @@ def certs(options: argparse.Namespace) -> int:
 
 def make_certs(
     folder: Path, hosts: tuple[str, ...] | list[str] = (), *, days: int = 90, authority: Path | None = None, force: bool
-) -> Made:
+) -> NewCertificate:
     """Writes a set for nodes and clients; private keys are readable by their owner only.
 
     Args:
@@ -103,7 +103,7 @@ def make_certs(
     except OSError as error:
         raise JobError(f"{error.filename or folder}: {error.strerror}") from error
     Tls(folder / CA, folder / CERT, folder / KEY).check(names[0])
-    return Made(names, end, cut=wanted - end >= datetime.timedelta(days=1))
+    return NewCertificate(names, end, cut=wanted - end >= datetime.timedelta(days=1))
 
 
 def _host(text: str) -> str:
@@ -117,7 +117,7 @@ def _host(text: str) -> str:
 
 
 def _ours() -> list[str]:
-    """Returns this host's name, if a certificate can have it: one with an underscore is no name in DNS."""
+    """Returns this host's name, unless it has an underscore, which no name in a certificate can have."""
     try:
         return [_host(socket.gethostname())]
     except JobError:

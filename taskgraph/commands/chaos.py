@@ -15,7 +15,7 @@ from collections import Counter
 import uvloop
 
 from taskgraph.commands import acting
-from taskgraph.commands.common import Reached, launcher_gone, on_ending_signals, reach
+from taskgraph.commands.common import FoundJob, launcher_gone, on_ending_signals, reach
 from taskgraph.commands.looking import print_event
 from taskgraph.commands.mischief import Fault, draw, kinds_of, pause_s
 from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -32,7 +32,7 @@ from taskgraph.system.alongside import alongside
 __all__ = ["chaos"]
 
 _AGAIN_S = 0.2
-"""How often it looks again for a node that can be hit."""
+"""The pause before the next search for a node that can be hit."""
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 _LAST_EVENT_S = 0.3
 _GONE_S = 1.0
@@ -68,7 +68,7 @@ class _Chaos:
     """Causes faults on one job, one at a time."""
 
     def __init__(
-        self, reached: Reached, rng: random.Random, kinds: tuple[str, ...], *, mtbf_s: float, lossy: bool
+        self, reached: FoundJob, rng: random.Random, kinds: tuple[str, ...], *, mtbf_s: float, lossy: bool
     ) -> None:
         self.keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_AGAIN_S)
         self._reached = reached
@@ -86,12 +86,12 @@ class _Chaos:
         return self.keeper.view
 
     def here(self) -> list[str]:
-        """Nodes of the job that we can signal."""
+        """Returns the nodes of the job that we can signal."""
         live = self._view.live_nodes(self._reached.spec.run)
         return [node for node, record in live.items() if acting.is_here(record)]
 
     async def until_over(self, for_s: float | None) -> int:
-        """Returns the exit code: 1 if the job failed meanwhile."""
+        """Causes faults until the end; returns the exit code, 1 if the job failed meanwhile."""
         interrupted = asyncio.Event()
         on_ending_signals(lambda _: interrupted.set())  # so that stopped nodes wake up first
         async with alongside(
@@ -111,7 +111,7 @@ class _Chaos:
         return self._sum_up(await self._unkilled())
 
     async def _unkilled(self) -> dict[str, int]:
-        """Nodes that are alive after SIGKILL, with their processes."""
+        """Returns the nodes that are alive after SIGKILL, with their processes."""
         until = time.monotonic() + _GONE_S
         while True:
             left = {node: pid for node, pid in self._killed.items() if node in self._view.nodes and host.alive(pid)}
@@ -142,7 +142,7 @@ class _Chaos:
             print_event(event, as_json=False)
 
     async def _faults(self) -> None:
-        """Causes faults for ever. A stop lasts beside the next faults."""
+        """Causes faults for ever. The next faults may come while a node is stopped."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(pause_s(self._rng, self._mtbf_s))

@@ -35,24 +35,24 @@ if TYPE_CHECKING:
     from taskgraph.coordination.etcd import EtcdCoordinator
 
 __all__ = [
+    "FoundJob",
     "NewToken",
-    "Reached",
     "access_of",
     "access_words",
-    "as_before",
     "check_launcher",
+    "drop_terminal",
     "ended_text",
     "ended_with_launcher",
     "ending_signals",
     "etcd_of",
     "find_entry",
-    "hung_up",
     "known_at",
     "launcher_gone",
     "listening_of",
     "node_access_of",
     "on_ending_signals",
     "reach",
+    "restore_signals",
     "see_text",
     "take_orders",
     "token_for",
@@ -93,7 +93,7 @@ def listening_of(options: argparse.Namespace, nodes: int) -> Listening:
 
 
 def node_access_of(options: argparse.Namespace) -> dict[str, str]:
-    """The files of TLS between nodes."""
+    """Returns the files of TLS between nodes."""
     return node_access({name: getattr(options, name) for name in _NODE_ACCESS})
 
 
@@ -102,12 +102,12 @@ def etcd_of(options: argparse.Namespace) -> str | None:
 
 
 def access_of(options: argparse.Namespace) -> dict[str, str]:
-    """Certificates, user and password for etcd, as `EtcdCoordinator.connect` takes them."""
+    """Returns certificates, user and password for etcd, as `EtcdCoordinator.connect` takes them."""
     return etcd_access({name: getattr(options, name) for name in _ACCESS})
 
 
 def access_words(options: argparse.Namespace) -> str:
-    """The options for etcd and TLS as given, to be repeated in another command."""
+    """Returns the options for etcd and TLS as the user gave them, to repeat them in another command."""
     given = [(name.replace("_", "-"), getattr(options, name)) for name in (*_ACCESS, *_NODE_ACCESS)]
     return "".join(f" --{name} {shlex.quote(value)}" for name, value in given if value)
 
@@ -118,7 +118,7 @@ def _token_path(options: argparse.Namespace) -> Path | None:
 
 
 def token_of(options: argparse.Namespace) -> str | None:
-    """The token, hex, from the file named by --token-file."""
+    """Returns the token, hex, from the file named by --token-file; None: no file is named."""
     path = _token_path(options)
     return _read_token(path) if path is not None else None
 
@@ -184,8 +184,8 @@ def token_for(options: argparse.Namespace, otherwise: Path | None = None) -> New
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
-    """A job that was found."""
+class FoundJob:
+    """A job, its etcd, and the way to reach its nodes."""
 
     name: str
     entry: JobEntry
@@ -251,7 +251,7 @@ def _ended_here(runtime: Runtime, name: str) -> str:
 
 
 def _with_given(entry: JobEntry, options: argparse.Namespace) -> JobEntry:
-    """The entry with the files of TLS and the token that options name, if any."""
+    """Replaces the files of TLS and the token in an entry by those that options name, if any."""
     token = token_of(options) if options.token_file else None  # one of taskgraph.toml may be another job's
     return replace(entry, token=token or entry.token, node_tls=node_access_of(options) or entry.node_tls)
 
@@ -267,7 +267,7 @@ def known_at(name: str, etcd: str, run: str = "") -> JobEntry | None:
 
 
 def _with_what_is_known(entry: JobEntry, run: str) -> JobEntry:
-    """The entry with the token and TLS files of this run, unless others are given."""
+    """Adds the token and the TLS files that this host knows of the run, unless others are given."""
     local = known_at(entry.name, entry.etcd, run)
     if local is None:
         return entry
@@ -282,7 +282,7 @@ def check_launcher(entry: JobEntry) -> None:
 
 
 def ended_with_launcher(entry: JobEntry | None) -> bool:
-    """Has the job's embedded etcd ended with its launcher?"""
+    """Returns True if the job's embedded etcd has ended with its launcher."""
     if entry is None or not entry.embedded:
         return False
     found = Runtime().find(entry.name)
@@ -296,7 +296,7 @@ async def launcher_gone(entry: JobEntry | None) -> None:
 
 
 def _none_text(runtime: Runtime) -> str:
-    """Says that no job runs here, and which ended. Names the folder, since other users' jobs are in others."""
+    """Says that no job runs here, and which ended. Names the folder, since jobs of other users are in other folders."""
     ended = runtime.finished_names()
     if not ended:
         return f"No job was started on this host (looked in {runtime.root})."
@@ -314,12 +314,12 @@ def _killed_text(runtime: Runtime, entry: JobEntry) -> str:
 
 
 def ended_text(state: str) -> str:
-    """Returns how a job ended: `it ...`."""
+    """Returns how a job ended, as the predicate of a sentence."""
     return {State.CANCELLED: "was cancelled", "deleted": "was deleted", "": "ended"}.get(state, state)
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end a command in good order: Ctrl-C, SIGTERM, and SIGHUP unless under `nohup`."""
+    """Returns the signals that end a command in good order: Ctrl-C, SIGTERM, and SIGHUP unless under `nohup`."""
     hang_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGINT, signal.SIGTERM, *hang_up)
 
@@ -329,7 +329,7 @@ def on_ending_signals(react: Callable[[int], object]) -> None:
 
     def handle(number: int) -> None:
         if number == signal.SIGHUP:
-            hung_up()
+            drop_terminal()
         react(number)
 
     loop = asyncio.get_running_loop()
@@ -363,15 +363,15 @@ def take_orders(*, finished: Callable[[], bool], obeyed: Callable[[], bool], obe
     on_ending_signals(react)
 
 
-def as_before() -> None:
-    """Lets these signals end this process again, as before the loop took them: only printing is left."""
+def restore_signals() -> None:
+    """Lets these signals end this process again, as before `on_ending_signals`: only printing is left."""
     loop = asyncio.get_running_loop()
     for number in ending_signals():
         loop.remove_signal_handler(number)
     obey_sigterm()
 
 
-def hung_up() -> None:
+def drop_terminal() -> None:
     """Redirects output from a closed terminal to /dev/null, where writing is no error."""
     null = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -401,7 +401,7 @@ async def _watching_quietly(entry: JobEntry) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def reach(options: argparse.Namespace) -> AsyncIterator[Reached]:
+async def reach(options: argparse.Namespace) -> AsyncIterator[FoundJob]:
     """Connects to the job's etcd and reads its spec.
 
     Raises:
@@ -415,7 +415,7 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[Reached]:
             if kv is None:
                 raise UnknownJob(f"etcd at {entry.etcd} has no job {entry.name!r}")
             spec = readable(JobSpec.from_bytes, kv, keys)
-            yield Reached(entry.name, _with_what_is_known(entry, spec.run), spec, coordinator)
+            yield FoundJob(entry.name, _with_what_is_known(entry, spec.run), spec, coordinator)
     except CoordinationError as error:
         if not ended_with_launcher(entry):
             raise

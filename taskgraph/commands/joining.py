@@ -15,9 +15,8 @@ from typing import Any
 import uvloop
 
 from taskgraph.commands.common import (
-    Reached,
+    FoundJob,
     access_of,
-    as_before,
     check_launcher,
     ended_text,
     ended_with_launcher,
@@ -27,6 +26,7 @@ from taskgraph.commands.common import (
     listening_of,
     node_access_of,
     reach,
+    restore_signals,
     see_text,
     take_orders,
     token_of,
@@ -61,7 +61,7 @@ log = logging.getLogger("taskgraph.node")
 
 _LAST_LOOK_S = 2.0
 _TOKEN_AGAIN_S = 2.0
-"""How often a node with a wrong token reads its token file again."""
+"""The pause before a node with a wrong token reads its token file again."""
 
 
 def launch(options: argparse.Namespace, function: JobFunction[...] | None = None) -> int:
@@ -88,7 +88,7 @@ def launch(options: argparse.Namespace, function: JobFunction[...] | None = None
 
 
 def _is_driver(text: str) -> bool:
-    """Is this a driver, not a job? A job's name has no `:` or `/`; a name with a dot may be a module."""
+    """Returns True if a word names a driver. A job's name has no `:` or `/`; a name with a dot may be a module."""
     if text.endswith(".py") or ":" in text or "/" in text:
         return True
     if Runtime().find(text) is not None or "." not in text:
@@ -163,12 +163,12 @@ async def _launch(options: argparse.Namespace) -> int:
         finally:
             await follower.stop()
             _leave(runtime, entry)
-        as_before()
+        restore_signals()
         return await _print_end(reached, follower, status, result, left=leave.is_set())
 
 
-def _without_launcher(reached: Reached) -> UnknownJob:
-    """The error for a job whose embedded etcd ended with its launcher."""
+def _without_launcher(reached: FoundJob) -> UnknownJob:
+    """Makes the error for a job whose embedded etcd ended with its launcher."""
     check_launcher(reached.entry)
     name, kept = reached.name, Runtime().finished(reached.name, reached.spec.run)
     how = f" ({ended_text(kept.state)}): see {see_text(name)}" if kept is not None else ""
@@ -176,7 +176,7 @@ def _without_launcher(reached: Reached) -> UnknownJob:
 
 
 async def _print_end(
-    reached: Reached, follower: Collector, status: StatusRecord, result: JobResult | None, *, left: bool
+    reached: FoundJob, follower: Collector, status: StatusRecord, result: JobResult | None, *, left: bool
 ) -> int:
     """Prints how the job ended; returns the exit code.
 
@@ -190,7 +190,7 @@ async def _print_end(
         say(f"job {name} finished, but its values are lost: {lost}")
         return 1
     if result is not None:
-        if follower.only_there:
+        if follower.only_on_nodes:
             print(f"job {name}: {await _values_text(reached)}", file=sys.stderr)
         return 0
     if status.state == State.FINISHED:
@@ -205,7 +205,7 @@ async def _print_end(
     raise job_failed(name, status)
 
 
-async def _print_ended(reached: Reached, status: StatusRecord) -> int:
+async def _print_ended(reached: FoundJob, status: StatusRecord) -> int:
     """Prints that the job had ended before, so that no nodes start; returns the exit code."""
     name = reached.name
     if status.state == State.FINISHED:
@@ -217,7 +217,7 @@ async def _print_ended(reached: Reached, status: StatusRecord) -> int:
 
 
 def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follower, within_s: float) -> None:
-    """The first Ctrl-C (SIGTERM, SIGHUP) makes the nodes hand over and leave, the second ends them at once.
+    """Makes the first Ctrl-C (SIGTERM, SIGHUP) let the nodes hand over and leave, and the second end them at once.
 
     After the job has finished, the first one only warns that its results would be lost.
     """
@@ -233,7 +233,7 @@ def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follo
     take_orders(finished=lambda: follower.finished, obeyed=leave.is_set, obey=obey)
 
 
-async def _values_text(reached: Reached) -> str:
+async def _values_text(reached: FoundJob) -> str:
     """Returns where the values of a finished job are, if another command collected them or gave them up."""
     async with if_etcd_answers(_LAST_LOOK_S):
         found = await reached.coordinator.get(Keys(reached.name).collected)
@@ -244,7 +244,7 @@ async def _values_text(reached: Reached) -> str:
     return f"its values: `taskgraph result {reached.name}{where}`"
 
 
-async def _left_text(how: str, reached: Reached, follower: Follower) -> str:
+async def _left_text(how: str, reached: FoundJob, follower: Follower) -> str:
     """Says that the nodes started here have ended, and what this means for the job."""
     text = f"the nodes started here {how}"
     async with if_etcd_answers(_LAST_LOOK_S):
@@ -263,7 +263,7 @@ async def _left_text(how: str, reached: Reached, follower: Follower) -> str:
 
 
 def _leave(runtime: Runtime, entry: JobEntry) -> None:
-    """Removes the job's entry of this launcher; an error in that is only printed."""
+    """Removes this launcher's entry of the job; only prints an error."""
     try:
         runtime.leave(entry)
     except (OSError, TaskGraphError) as error:
@@ -309,7 +309,7 @@ def node(options: argparse.Namespace) -> int:
 
 
 def _token_at(options: argparse.Namespace, etcd: str) -> str | None:
-    """The token of a job in that etcd, in hex: from the named file, or of its run on this host."""
+    """Returns the token of a job in that etcd, hex: from the named file, or as this host knows it."""
     token = token_of(options)
     if token is None and (local := Runtime().find(options.job) or known_at(options.job, etcd)) is not None:
         token = local.token

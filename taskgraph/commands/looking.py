@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 from msgspec import structs
 
-from taskgraph.commands.common import Reached, check_launcher, etcd_of, known_at, launcher_gone, reach
+from taskgraph.commands.common import FoundJob, check_launcher, etcd_of, known_at, launcher_gone, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, Unavailable, UnknownJob
 from taskgraph.launch.follow import client_of, find_kept, follow_events, kept_events, node_statuses
@@ -101,7 +101,7 @@ async def _status(options: argparse.Namespace) -> int:
 
 
 def _tasks_of(options: argparse.Namespace, tasks: int) -> Sequence[int]:
-    """The tasks of `--task 3-7,12`, or all of them with `--tasks`."""
+    """Returns the tasks of `--task 3-7,12`, or all of them with `--tasks`."""
     if not options.task:
         return range(tasks) if options.tasks else ()
     found: list[int] = []
@@ -116,7 +116,7 @@ def _tasks_of(options: argparse.Namespace, tasks: int) -> Sequence[int]:
 
 
 async def _picture(
-    reached: Reached, view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError], etcd_s: float
+    reached: FoundJob, view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError], etcd_s: float
 ) -> StatusData:
     spec, logs = reached.spec, Runtime().logs(reached.name)
     leader = next((node for node, said in statuses.items() if isinstance(said, NodeStatus) and said.leader), None)
@@ -142,7 +142,7 @@ async def _picture(
     )
 
 
-def _nobody(reached: Reached, view: JobView) -> str:
+def _nobody(reached: FoundJob, view: JobView) -> str:
     spec, known = reached.spec, known_at(reached.name, reached.entry.etcd, reached.spec.run)
     return no_node_text(
         view,
@@ -153,7 +153,7 @@ def _nobody(reached: Reached, view: JobView) -> str:
     )
 
 
-async def _statuses_of(reached: Reached, view: JobView) -> Mapping[str, NodeStatus | TaskGraphError]:
+async def _statuses_of(reached: FoundJob, view: JobView) -> Mapping[str, NodeStatus | TaskGraphError]:
     """Asks all nodes for their status, unless they speak another protocol."""
     entry, run = reached.entry, reached.spec.run
     try:
@@ -184,7 +184,7 @@ def _print_finished(name: str, kept: KeptJob, *, as_json: bool) -> None:
     print(f"{name}  {kept.state or 'unknown'}{done}" + (f"\n  {printable(reason)}" if reason else ""))
 
 
-def _warning(reached: Reached) -> str:
+def _warning(reached: FoundJob) -> str:
     version = reached.coordinator.version
     if reached.entry.embedded or version not in _CORRUPTING:
         return ""
@@ -223,7 +223,7 @@ async def _events(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _ended(reached: Reached) -> None:
+async def _ended(reached: FoundJob) -> None:
     """Returns when the job has ended, and its last event had time to reach etcd."""
     keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_REFRESH_S)
     await keeper.load_persistently()
@@ -232,7 +232,7 @@ async def _ended(reached: Reached) -> None:
         await asyncio.sleep(_LAST_EVENT_S)
 
 
-async def _follow(reached: Reached, printed: deque[Event], *, as_json: bool) -> None:
+async def _follow(reached: FoundJob, printed: deque[Event], *, as_json: bool) -> None:
     """Prints events until the last event of the job."""
     async for event in follow_events(reached.coordinator, reached.name):
         printed.append(event)
@@ -283,7 +283,7 @@ async def _result(options: argparse.Namespace) -> int:
         return 0
 
 
-async def _collect_and_print(reached: Reached, *, as_json: bool) -> None:
+async def _collect_and_print(reached: FoundJob, *, as_json: bool) -> None:
     """Collects the result of a submitted job from its nodes, unless a `run` follows the job and does that."""
     from taskgraph.launch.collector import Collector  # loads numpy, with the values of a job
 
@@ -303,10 +303,10 @@ async def _collect_and_print(reached: Reached, *, as_json: bool) -> None:
         else:
             found = follower.kept.parsed_result if follower.kept.result else json.loads(collected.to_json())
         _print_result(found, as_json=as_json)
-        if follower.only_there and as_json:  # not before all of it is written
+        if follower.only_on_nodes and as_json:  # not before all of it is written
             await follower.mark_taken()
-        elif follower.only_there:
-            print(follower.only_there_text(), file=sys.stderr)
+        elif follower.only_on_nodes:
+            print(follower.only_on_nodes_text(), file=sys.stderr)
     except TimeoutError:
         why = follower.unreachable or "they are still computing it"
         raise JobError(f"the nodes of job {reached.name!r} keep its result, but did not send it: {why}") from None

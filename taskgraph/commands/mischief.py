@@ -27,7 +27,7 @@ class Fault:
 
 
 def kinds_of(text: str) -> tuple[str, ...]:
-    """`kill,stop` as a tuple; raises JobError."""
+    """Parses `kill,stop`; raises JobError."""
     kinds = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not kinds or not set(kinds) <= set(KINDS):
         raise JobError(f"--kinds {text}: some of {','.join(KINDS)}")
@@ -35,12 +35,12 @@ def kinds_of(text: str) -> tuple[str, ...]:
 
 
 def pause_s(rng: random.Random, mtbf_s: float) -> float:
-    """Draws the time to the next fault: exponential, as of failures, at most five times the mean."""
+    """Draws the time to the next fault: exponentially distributed, like failures, but at most five times the mean."""
     return min(rng.expovariate(1.0 / mtbf_s), 5.0 * mtbf_s)
 
 
 def survivable(view: JobView, node: str, unwell: Collection[str]) -> bool:
-    """Does every task have a replica in sync on another healthy node?
+    """Returns True if every task has a replica in sync on another healthy node.
 
     Evicted members do not count, although they have the committed boundary for a moment longer.
     """

@@ -16,10 +16,10 @@ from taskgraph.commands.common import (
     NewToken,
     access_of,
     access_words,
-    as_before,
     etcd_of,
     listening_of,
     node_access_of,
+    restore_signals,
     take_orders,
     token_for,
 )
@@ -138,7 +138,7 @@ class _Run:
                     result = await running
                 shown.end(result.reports)
         except JobFailed as error:
-            as_before()
+            restore_signals()
             with contextlib.suppress(OSError):  # the failure is more important
                 self._show_failed(error)
             if self._nodes is not None and self._logs.is_dir():
@@ -149,12 +149,12 @@ class _Run:
                 raise
             say(f"interrupted{self._left_text(error)}")
             return 130
-        as_before()
+        restore_signals()
         self._show(result)
         return 0
 
     def _take_orders(self, running: asyncio.Future[JobResult]) -> None:
-        """The first Ctrl-C (SIGTERM, SIGHUP) ends the job cleanly, the second at once."""
+        """Makes the first Ctrl-C (SIGTERM, SIGHUP) end the job in good order, and the second at once."""
 
         def obey() -> None:
             if not self._interrupted:

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvloop
 
-from taskgraph.commands.common import Reached, as_before, on_ending_signals, reach
+from taskgraph.commands.common import FoundJob, on_ending_signals, reach, restore_signals
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import JobError
 from taskgraph.launch.tracing import NodeTrace, Tracer, words_of
@@ -79,10 +79,10 @@ async def _trace(options: argparse.Namespace, path: Path) -> int:
 
 
 async def _run(tracer: Tracer, keeper: ViewKeeper) -> None:
-    """Traces to the end, or until the first Ctrl-C, SIGTERM or SIGHUP. A second one ends the command at once."""
+    """Traces to the end, or until the first Ctrl-C, SIGTERM or SIGHUP. The second one ends the command at once."""
 
     def interrupt(number: int) -> None:
-        as_before()
+        restore_signals()
         tracer.enough()
 
     on_ending_signals(interrupt)
@@ -90,10 +90,10 @@ async def _run(tracer: Tracer, keeper: ViewKeeper) -> None:
     watch = keeper.run_by(keeper.view.keys.nodes, keeper.view.keys.status)
     async with alongside(watch):
         await tracer.run()
-    as_before()
+    restore_signals()
 
 
-def _write(path: Path, reached: Reached, tracer: Tracer, began_ns: int) -> dict[str, Any]:
+def _write(path: Path, reached: FoundJob, tracer: Tracer, began_ns: int) -> dict[str, Any]:
     """Writes the file; returns its description of itself."""
     try:
         with chosen_file(path) as file:
@@ -136,7 +136,7 @@ class _NothingTraced(JobError):
 
 
 def _is_output(path: Path) -> bool:
-    """True if the trace went to standard output, as with `-o /dev/stdout | gzip`."""
+    """Returns True if the trace went to standard output, as with `-o /dev/stdout | gzip`."""
     try:
         return os.path.samestat(path.stat(), os.fstat(1))
     except OSError:
@@ -144,7 +144,7 @@ def _is_output(path: Path) -> bool:
 
 
 def _about(part: NodeTrace) -> dict[str, Any] | None:
-    """Returns what the file says of a node; None for one that never answered, which is named as missing."""
+    """Returns what the file says of a node; None: the node never answered, and is named as missing."""
     if part.clock is None:
         return None
     return {

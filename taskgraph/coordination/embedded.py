@@ -29,8 +29,8 @@ from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import USED_UP, CoordinationError, Unavailable, no_process
 from taskgraph.system import host
 from taskgraph.system.alongside import alongside, any_done
-from taskgraph.system.files import HeldFolder, may_hold_sockets
-from taskgraph.system.processes import signal_name, tell_child
+from taskgraph.system.files import LockedFolder, may_hold_sockets
+from taskgraph.system.processes import signal_child, signal_name
 
 __all__ = ["EmbeddedEtcd", "find_etcd", "version_of"]
 
@@ -114,7 +114,7 @@ class EmbeddedEtcd:
         self.endpoint = ""
         self.version = ""
         self.pid = 0
-        self._folder: HeldFolder | None = None
+        self._folder: LockedFolder | None = None
 
     async def __aenter__(self) -> EmbeddedEtcd:
         await self.start()
@@ -169,7 +169,7 @@ class EmbeddedEtcd:
             async with asyncio.timeout(_STOP_S):
                 await guard.communicate()
         except TimeoutError:
-            tell_child(guard, signal.SIGKILL)  # on Linux etcd dies with its guard
+            signal_child(guard, signal.SIGKILL)  # on Linux etcd dies with its guard
             await guard.communicate()
         finally:  # also if cancelled: the guard ends etcd by itself, and we would hold the directory
             self._remove()
@@ -291,12 +291,12 @@ def _plain(said: str) -> str:
     return f"{text}. `ulimit -n 1024` raises it" if "descriptor limit" in text else text
 
 
-def _in_short(text: str, folder: HeldFolder | None = None) -> str:
+def _in_short(text: str, folder: LockedFolder | None = None) -> str:
     """The first line that names a want of threads, memory or room, with what to do; else the whole text."""
     return next((found for line in text.splitlines() if (found := _remedied(line, folder))), text)
 
 
-def _remedied(line: str, folder: HeldFolder | None) -> str:
+def _remedied(line: str, folder: LockedFolder | None) -> str:
     """A line of its log and what to do, if that is known; else ""."""
     if _NO_MEANS.search(line):
         return f"{line}: {USED_UP}"
@@ -323,13 +323,13 @@ async def _answers(endpoint: str, name: str) -> None:
                 return
 
 
-def _new_folder(*, short: bool) -> HeldFolder:
+def _new_folder(*, short: bool) -> LockedFolder:
     """A new directory; `short`: with room for the paths of unix sockets."""
     folder = tempfile.gettempdir()
     if short and not may_hold_sockets(Path(folder), _FOLDER_PATH):
         folder = "/tmp"
     # Named by this host: hosts that share a directory may not see each other's locks.
-    return HeldFolder(Path(folder).absolute(), f"taskgraph-etcd-{host.running()}-")
+    return LockedFolder(Path(folder).absolute(), f"taskgraph-etcd-{host.boot_id()}-")
 
 
 async def version_of(binary: Path) -> str:
@@ -355,7 +355,7 @@ async def version_of(binary: Path) -> str:
         async with asyncio.timeout(_START_S):
             said, complained = await process.communicate()
     except BaseException as error:
-        tell_child(process, signal.SIGKILL)
+        signal_child(process, signal.SIGKILL)
         await process.wait()
         if isinstance(error, TimeoutError):
             raise CoordinationError(f"{binary} did not tell its version within {_START_S:g} s; {_OTHERS}") from None

@@ -84,7 +84,7 @@ def configured(name: str) -> str | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Says whether the file is there. It names the etcd, which decides what code nodes run, so it must be the user's.
+    """Says whether the file is there. It must be the user's: it names the etcd, and that decides which code nodes run.
 
     Raises:
         JobError: the file cannot be looked at; or any user may have put it there, as into /tmp.
@@ -108,7 +108,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _wrong(key: str, value: object) -> str:
-    """Says what is wrong with a line of the file; "": nothing. An unknown word is an error, since it has no effect."""
+    """Says what is wrong with a line of the file; "": nothing. An unknown word is an error: it would have no effect."""
     if key not in (*_TEXTS, *_FLAGS):
         table = ", outside of any table" if isinstance(value, dict) else ""
         return f"nothing here is called {key!r}; it may say {', '.join((*_TEXTS, *_FLAGS))}{table}"
@@ -158,7 +158,7 @@ def etcd_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]
 
 
 def node_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """The files of TLS between nodes, as `Tls.of` takes them; {} where there is none.
+    """Returns the files of TLS between nodes, as `Tls.of` takes them; {}: without TLS.
 
     Args:
         given: options by their names: tls (a directory with ca.pem, cert.pem, key.pem), and tls_ca, tls_cert, tls_key,
@@ -208,7 +208,7 @@ def insecure_listen(given: bool | None = None) -> bool:
 
 
 def _password(path: str | None) -> tuple[str | None, Path | None]:
-    """Returns the password: of the file at `path`, the environment, or the file that environment or toml file name.
+    """Reads the password: from the file at `path`, the environment, or the file that the environment or toml names.
 
     Also returns the file, if it can be read again.
     """

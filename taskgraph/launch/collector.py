@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 _RETRY_S = 0.1
 _REST_S = 2.0
-"""How long etcd is asked for the events that are kept beside a result."""
+"""The time limit for reading the events that are kept beside a result."""
 _UNCOLLECTED_S = 5.0
 """After this time an event says why the results cannot be collected."""
 _SILENT_S = 60.0
@@ -52,7 +52,7 @@ _SILENT_S = 60.0
 _COLLECTED_S = 10.0
 """A caller that has the result waits for etcd no longer than this."""
 _OTHERS_FIRST_S = 15.0
-"""How long the run has to collect its results before others do it."""
+"""Other commands wait so long for the run to collect its results, before they do it."""
 _DAMAGED_TRIES = 3
 """A value that a network damaged arrives whole the next time; one that a memory damaged never does."""
 
@@ -62,14 +62,14 @@ class Collector(Follower):
 
     Attributes:
         kept: the result that was collected, or why it will never be.
-        only_there: why the job's nodes alone keep a result that was collected; they were not let go.
+        only_on_nodes: why the job's nodes alone keep a result that was collected; they were not let go.
         unreachable: why the last node that was asked did not answer; None: it computes its results.
     """
 
     def __init__(self, coordinator: Coordinator, spec: JobSpec, token: bytes, tls: Tls | None = None) -> None:
         super().__init__(coordinator, spec, token, tls)
         self.kept = KeptJob()
-        self.only_there = ""
+        self.only_on_nodes = ""
         self.unreachable: TaskGraphError | None = None
 
     async def results(self) -> list[TaskResult]:
@@ -134,7 +134,7 @@ class Collector(Follower):
         return sorted(task for task, primary in self.view.primaries.items() if primary.record.node == node)
 
     async def collect(self, here: asyncio.Future[Any] | None = None, *, let_go: bool = True) -> JobResult | None:
-        """Returns the result of a finished job. Once the result is kept, its nodes are let go.
+        """Returns the result of a finished job. Lets the nodes go once the result is kept.
 
         Returns None if another process collected it; if its nodes are gone, as `kept` says; or if the job is no
         longer finished, because it failed, or because it computes lost results again.
@@ -164,7 +164,7 @@ class Collector(Follower):
         return result
 
     async def _results_unless(self, over: Callable[[JobView], bool]) -> list[TaskResult] | None:
-        """Returns `results`, or None as soon as the job is `over`."""
+        """Returns `results`, or None as soon as `over` is true of the view."""
         async with alongside(self.results(), self.keeper.wait_until(over, structure=True)) as (collecting, ending):
             await any_done(collecting, ending)
             return collecting.result() if collecting.done() else None
@@ -185,18 +185,18 @@ class Collector(Follower):
     async def _keep_and_let_go(self, found: list[TaskResult], result: JobResult) -> None:
         """Keeps a result that no other process may have, on this host, and then lets the nodes go.
 
-        If not all of it can be kept, the nodes stay, and `only_there` says why.
+        If not all of it can be kept, the nodes stay, and `only_on_nodes` says why.
         """
         here, in_etcd = await _in_thread(lambda: copies(result, size_bytes(found)))
         if here.not_kept:
-            self.only_there = here.not_kept
+            self.only_on_nodes = here.not_kept
             return
         try:
             await self._keep_here(here, self.status or StatusRecord(state=State.FINISHED))
         except (OSError, TaskGraphError) as error:  # a full disk
             log.warning("the result of job %s is not kept on this host: %s", self._spec.name, error)
             if in_etcd.not_kept:
-                self.only_there = f"they are not kept on this host ({error})"
+                self.only_on_nodes = f"they are not kept on this host ({error})"
                 return
         self.kept = here
         where = f"; `taskgraph result {self._spec.name}` has them on host {os.uname().nodename}"
@@ -213,7 +213,7 @@ class Collector(Follower):
         """
         kept = self.kept
         if not kept.result:
-            kept = KeptJob(not_kept=kept.not_kept or self.only_there or otherwise)
+            kept = KeptJob(not_kept=kept.not_kept or self.only_on_nodes or otherwise)
         try:
             await self._keep_here(kept, status, etcd=etcd)
         except (OSError, TaskGraphError) as error:  # a full disk: what became of the job counts for more
@@ -229,11 +229,11 @@ class Collector(Follower):
         kept = structs.replace(kept, run=self._spec.run, status=status, event_lines=lines)
         await _in_thread(lambda: Runtime().keep_finished(self._spec.name, kept))
 
-    def only_there_text(self) -> str:
+    def only_on_nodes_text(self) -> str:
         """Says which nodes have a result that is kept nowhere else, and how to get it."""
         kept_s = self._spec.setting("results_kept_s")
         return (
-            f"the nodes of job {self._spec.name} alone keep its values ({self.only_there}), for {kept_s:g} s "
+            f"the nodes of job {self._spec.name} alone keep its values ({self.only_on_nodes}), for {kept_s:g} s "
             f"(results_kept_s): `taskgraph result {self._spec.name} --json > FILE` takes them"
         )
 
@@ -241,13 +241,13 @@ class Collector(Follower):
         """Writes why the values of a finished job are not kept, once no node is left that has them."""
         await self._mark_collected(KeptJob(not_kept=why))
 
-    async def taken(self, here: asyncio.Future[Any]) -> None:
-        """Reports `only_there_text`, and waits until the result is collected or given up.
+    async def wait_until_taken(self, here: asyncio.Future[Any]) -> None:
+        """Reports `only_on_nodes_text`, and waits until the result is collected or given up.
 
         Args:
             here: done once all nodes of this process have ended.
         """
-        self._say("waits", self.only_there_text())
+        self._say("waits", self.only_on_nodes_text())
         await self.keeper.wait_until(lambda v: v.collected or not self.finished or here.done(), structure=True)
         await self._note_lost()
 
@@ -265,7 +265,7 @@ class Collector(Follower):
     async def mark_taken(self) -> None:
         """Lets the nodes go once a user's file has the values, which nothing else keeps."""
         where = f"; `taskgraph result --json` wrote them on host {os.uname().nodename}"
-        await self._mark_collected(KeptJob(not_kept=self.only_there + where))
+        await self._mark_collected(KeptJob(not_kept=self.only_on_nodes + where))
 
     async def _mark_collected(self, kept: KeptJob) -> None:
         """Writes `collected`: the nodes may leave, and others read where the values are."""
@@ -286,7 +286,7 @@ class Collector(Follower):
 
 
 def _noting(kept: KeptJob, where: str) -> KeptJob:
-    """Adds to what is not kept where that is."""
+    """Adds to `not_kept` where the missing values are."""
     return structs.replace(kept, not_kept=kept.not_kept + where) if kept.not_kept else kept
 
 

@@ -110,7 +110,7 @@ def _unlock(path: Path) -> None:
 
 
 def _unlock_in_child() -> None:
-    """A process that the launcher forked may outlive it, and must not keep its entries locked."""
+    """Unlocks entries in a forked process, which may outlive the launcher."""
     for path in list(_own):
         _unlock(path)
 
@@ -124,7 +124,7 @@ def own_entries(folder: Path) -> list[Path]:
 
 
 def _is_locked(path: Path) -> bool:
-    """Says whether an entry is there and locked; also True on a file system that has no locks."""
+    """Returns True if an entry is there and locked, or if its file system has no locks."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -51,7 +51,7 @@ _LOOK_S = 0.1
 
 
 def client_of(record: NodeRecord, token: bytes, tls: Tls | None = None) -> ControlClient:
-    """A client of a node's control service; raises TaskGraphError if we cannot reach it."""
+    """Makes a client of a node's control service; raises TaskGraphError if we cannot reach it."""
     return ControlClient(control_address(record.control, host_key()), token, tls)
 
 
@@ -88,7 +88,7 @@ async def find_kept(coordinator: Coordinator, name: str) -> KeptJob | None:
 async def node_statuses(
     view: JobView, run: str, token: bytes, tls: Tls | None = None
 ) -> dict[str, NodeStatus | TaskGraphError]:
-    """The status of every registered node, or the error if it does not answer."""
+    """Asks every registered node for its status; a node that does not answer has an error in its place."""
 
     async def ask(record: NodeRecord) -> NodeStatus | TaskGraphError:
         try:
@@ -127,7 +127,7 @@ class Follower:
 
     @property
     def _is_ours(self) -> bool:
-        """Does the job's name still belong to the followed run?"""
+        """True while the job's name belongs to the followed run."""
         spec = self.view.spec
         return spec is not None and JobSpec.from_bytes(spec).run == self._spec.run
 
@@ -138,12 +138,12 @@ class Follower:
 
     @property
     def finished(self) -> bool:
-        """Has the followed run committed its last epoch?"""
+        """True once the followed run has committed its last epoch."""
         return self.view.finished and self.view.spec_revision == self._run_at
 
     @property
     def status(self) -> StatusRecord | None:
-        """The status of the followed run; None: its keys are gone."""
+        """Returns the status of the followed run; None: its keys are gone."""
         status = self.view.status
         return status.record if status is not None and self._is_ours else None
 
@@ -284,7 +284,7 @@ class Follower:
         return status.record if status else StatusRecord(state=State.CANCELLED, reason=DELETED)
 
     async def cancel_job(self, reason: str, *, state: str = State.CANCELLED) -> bool:
-        """Ends the job if it runs, and keeps that as an event. Returns whether it was ended by this call.
+        """Ends the job if it runs, and keeps that as an event. Returns True if this call ended it.
 
         Raises:
             CoordinationError: etcd does not answer, or others write faster than we read.

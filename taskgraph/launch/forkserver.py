@@ -24,7 +24,7 @@ from taskgraph.launch.begin import command
 from taskgraph.node.config import NodeConfig
 from taskgraph.system.environment import node_env
 from taskgraph.system.files import remove_file
-from taskgraph.system.processes import Adopted, Child, adopting, can_adopt, end_session, tell_child
+from taskgraph.system.processes import Adopted, Child, adopting, can_adopt, end_session, signal_child
 
 __all__ = ["ForkServer", "NodeProcess", "NotStarted"]
 
@@ -79,7 +79,7 @@ class ForkServer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Ends the fork server; twice is no error."""
+        """Ends the fork server. A second call does nothing."""
         process, self._process = self._process, None
         if self._socket is not None:
             self._socket.close()
@@ -183,9 +183,9 @@ class ForkServer:
 
 
 async def _none_left(process: asyncio.subprocess.Process, answering: asyncio.Future[dict[str, object]]) -> None:
-    """Ends the fork server and the node it was forking, at any stage of that."""
+    """Ends the fork server, and the node that it was forking, however far that was."""
     with adopting():
-        tell_child(process, signal.SIGKILL)
+        signal_child(process, signal.SIGKILL)
         await process.wait()
         await end_session(process.pid)
         # Only a process of another session that holds the socket could delay the answer now.
@@ -215,5 +215,5 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         pass
     finally:  # it is slow, or this is cancelled: the process must not be left
-        tell_child(process, signal.SIGKILL)
+        signal_child(process, signal.SIGKILL)
         await process.wait()

@@ -150,7 +150,7 @@ class InProcessCluster:
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes that live."""
+        """Returns the nodes that live."""
         return [m.node for m in self._members.values() if not m.crashed and not m.run.done()]
 
     @property

@@ -38,12 +38,12 @@ class KeptJob(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def state(self) -> str:
-        """Says how it ended; "": unknown."""
+        """Says how the job ended; "": unknown."""
         return self.status.state if self.status is not None else ""
 
     @property
     def parsed_result(self) -> dict[str, Any]:
-        """The kept result; `left_out` in it says which part is missing."""
+        """Parses the kept result; `left_out` in it says which part is missing."""
         found: dict[str, Any] = json.loads(self.result)
         return {**found, "left_out": self.not_kept} if self.not_kept else found
 

@@ -29,7 +29,7 @@ from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, Tas
 from taskgraph.launch.devices import deal, host_devices, sharing
 from taskgraph.launch.forkserver import ForkServer, NodeProcess
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.standing import Standing, standing_text, stopped
+from taskgraph.launch.standing import StalledLoop, stall_text, stopped
 from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
 from taskgraph.network.listening import NOWHERE, Listening
 from taskgraph.node.config import NodeConfig
@@ -40,8 +40,8 @@ from taskgraph.protocol.kv import Compare, Get, Put, Txn
 from taskgraph.protocol.records import OUT_OF_MEMORY, GoneRecord, NodeRecord, RanCode, State, StatusRecord
 from taskgraph.system import host
 from taskgraph.system.alongside import ended
-from taskgraph.system.files import HeldFolder
-from taskgraph.system.processes import Child, end_group, reap_session, signal_name, tell_child
+from taskgraph.system.files import LockedFolder
+from taskgraph.system.processes import Child, end_group, reap_session, signal_child, signal_name
 
 __all__ = ["LocalNodes", "pause_before_another"]
 
@@ -51,16 +51,16 @@ _TAIL_LINES, _TAIL_BYTES = 20, 4000
 _CRASH_BYTES = 64 << 10
 """More than the stack that `faulthandler` writes: 100 frames at most, and the names of extension modules."""
 _RETRY_S = 0.25
-_TELL_S = 30.0
-"""How long the launcher tries to write a node's end. By then others have seen that its key is absent."""
-_LAST_TELL_S = 1.0
-"""The same limit while the launcher stops."""
+_WRITE_S = 30.0
+"""The time limit for writing a node's end. By then other nodes have seen that its key is absent."""
+_LAST_WRITE_S = 1.0
+"""The limit of `_WRITE_S` while the launcher stops."""
 _REGISTERS_S = 5.0
 """A node that is not registered after this time is reported, and again each time. Most need a second or two."""
 _KEY_LOOK_S = 1.0
 """How often the node's key is looked for: a key may vanish with its lease in a pause of etcd."""
 _WARNED = re.compile(r"^\S+ \S+ taskgraph\.\S+ WARNING (.*)$", re.MULTILINE)
-"""What a node waits for, as its log says."""
+"""Finds the warnings in a node's log, which say what the node waits for."""
 _LOOK_S = 1.0
 """How often the launcher looks whether the event loop of a node stands still."""
 _LIVED_S = 10.0
@@ -85,11 +85,11 @@ class _Process:
     registered_at: float = math.inf
     code: int | None = None
     death: GoneRecord | None = None
-    stands: str = ""  # where its event loop stands still
+    stall: str = ""  # where its event loop stands still
 
 
 class LocalNodes:
-    """The nodes one launcher started for one job.
+    """The nodes that one launcher started for one job.
 
     Args:
         collects: this process runs the job, and collects its results: nodes keep them for it.
@@ -123,8 +123,8 @@ class LocalNodes:
         self._processes: dict[str, _Process] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._replacing: set[asyncio.Task[None]] = set()
-        self._telling: set[asyncio.Task[None]] = set()
-        self._sockets: HeldFolder | None = None
+        self._writing_ends: set[asyncio.Task[None]] = set()
+        self._sockets: LockedFolder | None = None
         self._reported_waits: set[str] = set()
         self._stopping = False
         self._ended_well = False
@@ -222,7 +222,7 @@ class LocalNodes:
         return {p.name: p.process.pid for p in self._processes.values() if p.code is None}
 
     def logs(self) -> dict[str, Path]:
-        """The log of each node."""
+        """Returns the log of each node."""
         return {p.name: p.log_path for p in self._processes.values()}
 
     def codes(self) -> dict[str, int]:
@@ -244,19 +244,19 @@ class LocalNodes:
     @property
     def stands(self) -> tuple[str, ...]:
         """Says which event loops stand still, or did when their node ended: one line each."""
-        return tuple(entry.stands for entry in self._processes.values() if entry.stands)
+        return tuple(entry.stall for entry in self._processes.values() if entry.stall)
 
     async def _look(self, entry: _Process) -> None:
         """Reports where the event loop of a node stands still, until cancelled."""
-        standing = Standing(entry.folder, entry.process.pid)
+        standing = StalledLoop(entry.folder, entry.process.pid)
         while True:
             await asyncio.sleep(_LOOK_S)
             if (found := standing.look(time.monotonic())) is None:
                 if not standing.reported:
-                    entry.stands = ""
+                    entry.stall = ""
                 continue
             ran, for_s = found
-            text = entry.stands = standing_text(entry.name, ran, for_s, in_thread=standing.in_thread)
+            text = entry.stall = stall_text(entry.name, ran, for_s, in_thread=standing.in_thread)
             event = Event(time.time(), entry.name, "stands", text, task=ran.task, epoch=max(ran.epoch, 0))
             log.info("%s", text)
             key = self._keys.event(f"{event.at:017.6f}-launcher{os.getpid()}-{entry.name}")
@@ -265,7 +265,7 @@ class LocalNodes:
                     await self._coordinator.txn(put_events(self._keys, revision, [(key, event)]))
 
     async def _look_for_key(self, entry: _Process) -> None:
-        """Reports why a node is not registered, until it is. Needs no write: etcd may refuse those."""
+        """Reports why a node is not registered, until it is. Only reads: etcd may refuse writes."""
         began = absent_since = time.monotonic()
         while True:
             await asyncio.sleep(_KEY_LOOK_S)
@@ -311,7 +311,7 @@ class LocalNodes:
             )
             entry.death = record
             log.info("node %s (process %d) %s", entry.name, entry.process.pid, record.how_it_ended)
-            _keep(self._telling, self._write_gone(entry.node_id, record), f"write the end of {entry.name}")
+            _keep(self._writing_ends, self._write_gone(entry.node_id, record), f"write the end of {entry.name}")
             if not self._stopping and self._replace():
                 _keep(self._replacing, self._take_its_place(entry), f"replace {entry.name}")
         shutil.rmtree(entry.folder, ignore_errors=True)
@@ -363,7 +363,7 @@ class LocalNodes:
         """Writes `gone/{node}` and revokes the node's lease, so that others need not wait until it expires."""
         gone, spec = self._keys.gone(node), self._keys.spec
         read = Get(self._keys.node(node))
-        until, reported = time.monotonic() + _TELL_S, set[str]()
+        until, reported = time.monotonic() + _WRITE_S, set[str]()
         while True:
             try:
                 if revision := await self._spec_revision():
@@ -470,12 +470,12 @@ class LocalNodes:
             self.kill_now()
             try:
                 await asyncio.gather(*self._watches, return_exceptions=True)
-                if self._telling:
-                    await asyncio.wait(self._telling, timeout=_LAST_TELL_S if tell else 0.0)
-                await ended(*self._telling)
+                if self._writing_ends:
+                    await asyncio.wait(self._writing_ends, timeout=_LAST_WRITE_S if tell else 0.0)
+                await ended(*self._writing_ends)
             finally:  # also if this is cancelled again
-                for telling in self._telling:
-                    telling.cancel()
+                for writing in self._writing_ends:
+                    writing.cancel()
                 if self._sockets is not None:
                     self._sockets.remove()
                     self._sockets = None
@@ -484,10 +484,10 @@ class LocalNodes:
         """Sends SIGKILL to all nodes."""
         for entry in self._processes.values():
             if entry.code is None:
-                tell_child(entry.process, signal.SIGKILL)
+                signal_child(entry.process, signal.SIGKILL)
 
     def _ask_to_leave(self) -> None:
-        """Asks by the pipe: a node would take a signal for the second one if its whole group had got one already."""
+        """Asks nodes by the pipe: a signal would be their second one if their whole group had got one already."""
         for entry in self._processes.values():
             if entry.code is None:
                 with contextlib.suppress(OSError):  # it has ended
@@ -519,7 +519,7 @@ def _end_of(path: Path, size_bytes: int) -> str:
 
 
 def _crashed_at(log_path: Path, number: int) -> str:
-    """The line of Python at which this signal ended a node; "": its log does not say."""
+    """Returns the line of Python at which this signal ended a node; "": its log does not say."""
     try:
         return lastwords.crashed_at(_end_of(log_path, _CRASH_BYTES), number)
     except OSError:

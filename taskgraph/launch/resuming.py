@@ -49,7 +49,7 @@ async def plan(
     fresh: bool = False,
     timeout_s: float | None = None,
 ) -> tuple[JobSpec, Beginning]:
-    """Decides where the job begins. Returns the spec with the series of its checkpoints, too.
+    """Decides where the job begins. The returned spec has the series of its checkpoints.
 
     Args:
         timeout_s: limit for looking at the checkpoint directory; None: none.
@@ -109,7 +109,7 @@ def _check_asked(spec: JobSpec, resume: Resume, fresh: bool) -> None:
 
 
 def _which_text(spec: JobSpec, store: Store, looked: _Looked) -> str:
-    """Asks the user whether the job goes on from its checkpoints or starts at epoch 0."""
+    """Makes the error that asks: go on from the checkpoints, or start at epoch 0?"""
     ways = "continue from there (--resume, resume=True), or start from the beginning (--fresh, fresh=True"
     if not looked.current:
         ways = "they are of an earlier run than the last; start from the beginning (--resume or --fresh"
@@ -259,7 +259,7 @@ class _Looked:
 
     @property
     def current(self) -> list[Name]:
-        """The checkpoints of the series that began last: of a run, and of the runs that resumed it."""
+        """Returns the checkpoints of the series that began last: of a run, and of the runs that resumed it."""
         return [name for name in self.names if name.series == self.series]
 
 

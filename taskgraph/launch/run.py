@@ -56,7 +56,7 @@ R = TypeVar("R")
 
 
 def _checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Checks the job, and where and when it is started, before the call: nobody may await the coroutine.
+    """Checks the job, and where and when it is started, before the call, since the coroutine may never be awaited.
 
     Cuts our frames from the traceback of our errors: they say nothing about the user's program.
     """
@@ -229,7 +229,7 @@ async def _on_nodes(
     fresh: bool,
     timeout_s: float | None,
 ) -> JobResult:
-    """Runs it on node processes of this host."""
+    """Runs a job on node processes of this host."""
     access.listening.check(nodes)
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         log.warning("this program ignores SIGCHLD: how a node or etcd ended is unknown, and reported as exit code 255")
@@ -298,7 +298,7 @@ _CANCEL_S = 2.0
 async def _cancel_unbegun(
     follower: Follower, entry: JobEntry, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """Cancels the job after a start that failed, so that its name is free; adds a note if etcd does not take that.
+    """Cancels the job after a start that failed, so that its name is free; adds a note if etcd refuses.
 
     A run that went further has written its end itself, unless etcd did not answer.
     """
@@ -332,7 +332,7 @@ def _running_here(runtime: Runtime, name: str) -> JobRunning:
 
 
 def result(name: str, etcd: str | None = None) -> JobResult:
-    """The result of a finished job, as far as it was kept: values as JSON says them (arrays as lists).
+    """Returns the result of a finished job, as far as it was kept, with values as in JSON: arrays are lists.
 
     Args:
         etcd: where it ran, if not here on an embedded one; how to get in is found as by `run`.

@@ -27,7 +27,7 @@ from taskgraph.errors import DecodeError, JobError, TaskGraphError
 from taskgraph.launch.entries import JobEntry, locked, own_entries, read_entry, remove_entry, write_entry
 from taskgraph.launch.kept import KeptJob
 from taskgraph.protocol.keys import NAME_RULE, is_name
-from taskgraph.system.files import HeldFolder, may_hold_sockets, write_whole
+from taskgraph.system.files import LockedFolder, may_hold_sockets, write_whole
 
 __all__ = ["JobEntry", "Runtime"]
 
@@ -40,7 +40,7 @@ _ENDED = "ended"
 _RUN = ".run"
 """A file beside the logs of a job that ended: the id of their run."""
 _STALE_KEPT = 4
-"""Jobs whose launcher was killed: somebody may still want their logs."""
+"""The number of jobs with a killed launcher whose logs stay."""
 _SOCKET_PATH = 1 + 8 + 1 + 8 + 1 + 16
 """Characters below `{runtime}/s`: the launcher's folder, the node's, and the socket's name of 16."""
 _LOCK_WAIT_S = 10.0
@@ -50,7 +50,7 @@ _MAX_PATH = 99
 
 
 class Runtime:
-    """The directory; made when it is first needed.
+    """The user's runtime directory; it is made when it is first needed.
 
     Raises:
         TaskGraphError: the directory is not ours alone. In /tmp another user may have made it, and what it says would
@@ -89,13 +89,13 @@ class Runtime:
             ) from None
         return self.root / "jobs" / name
 
-    def sockets(self, name: str) -> HeldFolder:
+    def sockets(self, name: str) -> LockedFolder:
         """Makes a private folder for the sockets of one launcher's nodes, and removes those of killed launchers."""
         self._folder(name)
         base = self.root / "s"
         if may_hold_sockets(base, _MAX_PATH - _SOCKET_PATH):
-            return HeldFolder(self._made(base), "")
-        return HeldFolder(Path("/tmp"), "taskgraph-s-")
+            return LockedFolder(self._made(base), "")
+        return LockedFolder(Path("/tmp"), "taskgraph-s-")
 
     def claim(self, name: str) -> AbstractContextManager[bool]:
         """Claims a name for the block, which gets False if another process of this host runs a job of that name."""
@@ -143,7 +143,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def _joining(self) -> Iterator[None]:
-        """Locks out other processes: only one at a time joins or leaves a job.
+        """Locks out other processes, so that only one at a time joins or leaves a job.
 
         Raises:
             TaskGraphError: another process takes too long.
@@ -162,7 +162,7 @@ class Runtime:
         return entry if entry is not None and not entry.stale else None
 
     def killed(self, name: str) -> JobEntry | None:
-        """Returns the entry of a job whose launcher was killed, and left it: of its last run on this host."""
+        """Returns the entry of a job whose launcher was killed, and left the entry behind."""
         entry = self.known(name)
         return entry if entry is not None and entry.stale else None
 

@@ -19,11 +19,11 @@ _TICK_S = 0.25
 class Shown(Progress):
     """Shows the progress of a job, and what its tasks print, while its async context lasts, or until `end`."""
 
-    _tails: LogTails | None = None
+    _log_tails: LogTails | None = None
 
     def follow_logs(self, nodes: LocalNodes) -> None:
         """Shows the nodes' logs, also lines to come."""
-        self._tails = LogTails(nodes.logs, nodes.codes, self.line)
+        self._log_tails = LogTails(nodes.logs, nodes.codes, self.line)
 
     async def __aenter__(self) -> Shown:
         self._ticking = asyncio.ensure_future(self._tick())
@@ -36,12 +36,12 @@ class Shown(Progress):
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            if self._tails is not None:
-                self._tails.poll()
+            if self._log_tails is not None:
+                self._log_tails.poll()
             self.tick()
 
     def end(self, reports: Sequence[EpochReport] = ()) -> None:
-        if self._tails is not None:
-            tails, self._tails = self._tails, None
+        if self._log_tails is not None:
+            tails, self._log_tails = self._log_tails, None
             tails.close()
         super().end(reports)

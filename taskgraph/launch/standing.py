@@ -16,13 +16,13 @@ from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.records import RanCode, State, StatusRecord
 from taskgraph.system import host
 
-__all__ = ["Standing", "standing_text", "stopped", "with_stands"]
+__all__ = ["StalledLoop", "stall_text", "stopped", "with_stalls"]
 
 STANDS_S = 3.0
 """No coroutine of a healthy program holds the loop for as long, and the lease ends soon after."""
 
 
-class Standing:
+class StalledLoop:
     """Remembers what the loop of one process ran at the last look.
 
     Args:
@@ -54,7 +54,7 @@ class Standing:
         return None
 
 
-def standing_text(name: str, ran: RanCode, for_s: float, *, in_thread: bool = False) -> str:
+def stall_text(name: str, ran: RanCode, for_s: float, *, in_thread: bool = False) -> str:
     if in_thread:
         return (
             f"{ran} has held up all of {name} for {for_s:.0f} s, and others take that for dead: it keeps the "
@@ -66,7 +66,7 @@ def standing_text(name: str, ran: RanCode, for_s: float, *, in_thread: bool = Fa
     )
 
 
-def with_stands(status: StatusRecord, stands: Iterable[str]) -> StatusRecord:
+def with_stalls(status: StatusRecord, stands: Iterable[str]) -> StatusRecord:
     """Adds to the status of a failed job what held up its nodes, which cannot say so themselves."""
     lines = tuple(stands)
     if status.state != State.FAILED or not lines:

@@ -19,7 +19,7 @@ from taskgraph.launch.forkserver import ForkServer, NotStarted
 from taskgraph.launch.kept import KeptJob, job_failed
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.standing import with_stands
+from taskgraph.launch.standing import with_stalls
 from taskgraph.network.listening import NOWHERE, Listening
 from taskgraph.node.membership.failing import culprit_text, memory_text
 from taskgraph.observe.events import Event
@@ -107,7 +107,7 @@ class Supervisor:
             replace=lambda: replace and follower.open,
         )
         self._without_etcd = ""
-        """How the job's own etcd ended; "": it runs, or there is none."""
+        """The way in which the job's own etcd ended; "": it runs, or there is none."""
         self._uncollected = ""
         """Why the values of a finished job were not collected."""
 
@@ -182,7 +182,7 @@ class Supervisor:
         status = await self._follower.ended()
         if status.state != State.FINISHED:
             await self._follower.report_last_events()
-            raise self._noted(job_failed(self._spec.name, with_stands(status, self._nodes.stands)))
+            raise self._noted(job_failed(self._spec.name, with_stalls(status, self._nodes.stands)))
         async with alongside(self._failed_after_all(), self._follower.results()) as (failed, collecting):
             await any_done(failed, collecting)
             if failed.done():
@@ -218,7 +218,7 @@ class Supervisor:
             )
         silent = f" or was silent for {self._lost_after_s:g} s" if self._absent(keeper.view) else ""
         ended = f"every node has ended{silent}, {what}{self._follower.way_on('; ')}"
-        reason = f"{_cause(self._nodes)}{ended}\n{_tails(self._nodes)}"
+        reason = f"{_cause(self._nodes)}{ended}\n{_log_tails(self._nodes)}"
         await self._try_to_end(reason, State.FAILED)
         raise JobFailed(reason, job=self._spec.name)
 
@@ -317,8 +317,8 @@ class Supervisor:
         async with if_etcd_answers(_LAST_WORDS_S):
             await self._follower.mark_uncollected(self._uncollected)
 
-    async def _others_left(self, within_s: float) -> None:
-        """Nodes of other launchers read in our etcd that nobody needs them any more: it stays until they have left."""
+    async def _wait_for_others(self, within_s: float) -> None:
+        """Waits until nodes of other launchers have left: they read in our etcd that they may."""
         keeper, run = self._follower.keeper, self._spec.run
         if self._etcd_ended is None or keeper.view.has_work:
             return
@@ -333,7 +333,7 @@ class Supervisor:
         if not self._without_etcd:  # else the last known view is kept
             async with if_etcd_answers(_LAST_WORDS_S):
                 await follower.keeper.load()
-            await self._others_left(others_s)
+            await self._wait_for_others(others_s)
         view, status = follower.view, follower.status
         collected = follower.kept.result or follower.kept.not_kept
         if follower.finished and self._uncollected and not collected:
@@ -365,11 +365,11 @@ def end_reason(error: BaseException) -> str:
 def _report_deaths(nodes: LocalNodes) -> None:
     """Logs why all nodes here died before a job that did not fail was over: no event says so."""
     if (codes := nodes.codes()) and not nodes.alive and codes.keys() == nodes.deaths().keys():
-        log.warning("every node started here had ended before the job was over\n%s", _tails(nodes))
+        log.warning("every node started here had ended before the job was over\n%s", _log_tails(nodes))
 
 
 def _cause(nodes: LocalNodes) -> str:
-    """Says why the last node ended; "": no node of this launcher ended."""
+    """Says why the last node ended, as the beginning of a message; "": no node of this launcher ended."""
     codes = list(nodes.codes().items())
     if not codes:
         return ""
@@ -381,7 +381,7 @@ def _cause(nodes: LocalNodes) -> str:
     return f"{name} {_how(code, nodes.deaths().get(name))}; "
 
 
-def _tails(nodes: LocalNodes) -> str:
+def _log_tails(nodes: LocalNodes) -> str:
     """Returns the ends of the logs of the last nodes that ended, and what they have in common."""
     codes, deaths = list(nodes.codes().items()), nodes.deaths()
     shown = [
@@ -454,7 +454,7 @@ async def launch_nodes(
             if not ending.done():
                 await asyncio.wait([ending], timeout=_ALL_ENDED_S)
             if not ending.done() and not follower.finished:
-                reason = f"every node started here has ended\n{_tails(nodes)}\n" if nodes.deaths() else ""
+                reason = f"every node started here has ended\n{_log_tails(nodes)}\n" if nodes.deaths() else ""
                 return StatusRecord(state=State.RUNNING, reason=reason), None
             # Nodes keep results until they are collected, and leave then. Nodes elsewhere may still have them.
             await any_done(ending, broken)
@@ -500,8 +500,8 @@ async def _to_the_end(follower: Collector, gone: asyncio.Future[None]) -> tuple[
             result = await follower.collect(gone)
             if result is None and not follower.finished:
                 continue
-            if follower.only_there:
-                await follower.taken(gone)
+            if follower.only_on_nodes:
+                await follower.wait_until_taken(gone)
         return status, result
 
 

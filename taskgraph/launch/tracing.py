@@ -71,7 +71,7 @@ class NodeTrace:
         self.chunks: list[bytes] = []
 
     def spans(self) -> Iterator[Span]:
-        """All spans, in the order they ended. Raises DecodeError."""
+        """Yields all spans, in the order in which they ended. Raises DecodeError."""
         decoder = msgspec.json.Decoder(list[Span])
         try:
             for chunk in self.chunks:
@@ -122,7 +122,7 @@ class Tracer:
         self._follows: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Returns once every node sent its part, or was given up.
+        """Traces; returns once every node has sent its part, or was given up.
 
         Raises:
             JobError: the job does not run, or none of its nodes can be traced.
@@ -142,7 +142,7 @@ class Tracer:
             await ended(*self._follows.values())
 
     def enough(self) -> None:
-        """Ends the trace early: nodes send what they have."""
+        """Ends the trace early: nodes send the spans that they have."""
         self.ended_early = True
 
     @property
@@ -157,7 +157,7 @@ class Tracer:
         return f"epochs {self.first} to {self.until - 1}{words_of(self.every)}"
 
     def _look(self) -> None:
-        """Follows the nodes that it does not follow yet."""
+        """Begins to trace nodes that joined."""
         if self.ended_early:
             return
         for node, record in self._keeper.view.live_nodes(self._run).items():
@@ -262,7 +262,7 @@ class Tracer:
         trace.missing = f"{trace.missing}; and {what}: {why}" if trace.missing else f"{what}: {why}"
 
     async def _runs(self) -> bool:
-        """True if the job still runs: a node that ends with its job may know that before our view does."""
+        """Returns True if the job runs. Reads etcd: a node may know of the end before our view does."""
         if self._keeper.view.running:
             with contextlib.suppress(Unavailable):
                 await self._keeper.load()

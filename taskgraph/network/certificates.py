@@ -49,7 +49,7 @@ class _Certificate(NamedTuple):
 
 
 def unfit_for_grpc(ca: bytes, cert: bytes) -> str:
-    """Says why gRPC would refuse the key of our certificate or its authority; "": it would not, or unknown.
+    """Says why gRPC would refuse the key of our certificate or its authority; "": it would not, or that is unknown.
 
     Args:
         ca: the PEM file of authorities.

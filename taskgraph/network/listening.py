@@ -71,7 +71,7 @@ class Listening:
             self._enough(self._range(), nodes)
 
     def to_try(self) -> Sequence[int]:
-        """The ports to try, in this order, from a random one on.
+        """Returns the ports in the order to try them, from a random one on.
 
         So nodes that start together ask for different ports, and a node of another job does not take the port of a node
         that just died, and answer in its place.
@@ -84,12 +84,12 @@ class Listening:
 
     @property
     def advertised(self) -> str:
-        """The name or address to advertise; "": the resolved `host`."""
+        """Returns the name or address to advertise; "": the resolved `host`."""
         return self.advertise or (socket.gethostname() if self.host in _WILDCARDS else "")
 
 
 def _is_plain(host: str) -> bool:
-    """True if a host has no port and no brackets."""
+    """Returns True if a host has no port and no brackets."""
     if ":" not in host:
         return True
     try:

@@ -38,7 +38,7 @@ _MORE_S = 0.05
 _INNERMOST = "AioChannel"
 _open: WeakSet[grpc.aio.Channel] = WeakSet()
 _some = False
-"""Whether channels may be alive: one was made after the last search found none."""
+"""True if channels may be alive: one was made after the last search found none."""
 _fork = threading.local()
 """`held`: the channels that the child inherits, during a fork. Several threads may fork at the same time."""
 _inherited = False
@@ -47,7 +47,7 @@ _inherited = False
 def aio_channel(
     target: str, credentials: grpc.ChannelCredentials | None, options: Sequence[tuple[str, int]]
 ) -> grpc.aio.Channel:
-    """A channel for the running event loop, over TLS if there are credentials; `close` ends it.
+    """Makes a channel for the running event loop, over TLS if there are credentials; `close` ends it.
 
     Raises:
         CoordinationError: this process was forked while its parent had channels.
@@ -105,7 +105,7 @@ def _now_open() -> list[object]:
 
 
 async def answered(call: Awaitable[T], timeout_s: float) -> T:
-    """The answer of a call that was made without gRPC's own timeout; after `timeout_s` the call is cancelled.
+    """Awaits the answer of a call without gRPC's own timeout; cancels the call after `timeout_s`.
 
     gRPC's timeout uses `time.time`, which user code may replace: if that stands still, every call times out at once.
 
@@ -124,7 +124,7 @@ async def answered(call: Awaitable[T], timeout_s: float) -> T:
 
 
 async def within(work: asyncio.Future[Any], timeout_s: float | None) -> bool:
-    """True if the work is done in time. Time in which the event loop stood still does not count against an answer."""
+    """Returns True if the work is done in time. Time in which the event loop stood still does not count."""
     if not work.done():
         await _until(work, timeout_s)
     if not work.done():

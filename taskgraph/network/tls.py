@@ -64,7 +64,7 @@ class Tls:
         return Tls(given["ca"], given["cert"], given["key"]) if given else None
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """The context of one side.
+        """Returns the context of one side; reads renewed files.
 
         Raises:
             TransportError: a file cannot be used. If it could be used before, the former context stays, and the log
@@ -87,7 +87,7 @@ class Tls:
         return self._contexts[server]
 
     def _now(self) -> _Stamp:
-        """Differs once a file was renewed, added or removed."""
+        """Returns the state of the files, which changes once a file was renewed, added or removed."""
         found: list[tuple[int, int, int] | None] = []
         for path in (self.ca, self.cert, self.key):
             try:
@@ -140,7 +140,7 @@ class Tls:
             raise _unusable(self._in_error(error), _why(error) + name) from error
 
     def _in_error(self, error: ssl.SSLError) -> Path:
-        """The file of the refused certificate: OpenSSL's error is the same for an expired authority and for ours."""
+        """Names the file of the refused certificate: OpenSSL has one error for an expired authority and for ours."""
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _OF_ANOTHER_TIME:
             authority, _ = validities(read_pem(self.ca), read_pem(self.cert))
             if authority is not None and not authority.begins <= time.time() < authority.ends:
@@ -206,7 +206,7 @@ def load_files(context: ssl.SSLContext, ca: Path | None, cert: Path | None, key:
 
 
 def read_pem(path: Path) -> bytes:
-    """The content of a PEM file without the mark that some editors put before UTF-8, which gRPC does not accept.
+    """Reads a PEM file without the mark that some editors put before UTF-8: gRPC does not accept the mark.
 
     Raises:
         TransportError: it cannot be read.
@@ -218,7 +218,7 @@ def read_pem(path: Path) -> bytes:
 
 
 def _unusable_pair(cert: Path, key: Path, error: OSError) -> TransportError:
-    """The error for a certificate and its key: finds out which of them is wrong, since OpenSSL often does not say."""
+    """Makes the error for a certificate and its key. Finds out which of them is wrong: OpenSSL often does not say."""
     for path, what in ((cert, "CERTIFICATE"), (key, "PRIVATE KEY")):
         found = read_pem(path)
         if f"{what}-----".encode() not in found:
@@ -252,7 +252,7 @@ def _why(error: OSError) -> str:
 
 
 def channel_binding(connection: ssl.SSLObject | None) -> bytes:
-    """A value that both ends of one TLS connection know, and that no two connections share; b"" without TLS.
+    """Returns a value that both ends of a TLS connection know, and that no two connections share; b"" without TLS.
 
     It is the dialler's Finished message, a MAC over the whole handshake. A node in the middle, even with a certificate
     of the same authority, has two connections with two different values.

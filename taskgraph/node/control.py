@@ -248,7 +248,7 @@ class ControlServer:
     async def _kill(self, node: ControlledNode, request: pb.KillRequest) -> pb.KillReply:
         number = signal.Signals(request.signal)
         obey: Callable[[], object] = partial(os.kill, os.getpid(), number)
-        if host.first():
+        if host.is_first_process():
             if number == signal.SIGKILL:
                 obey = partial(os._exit, 128 + number)
             elif signal.getsignal(number) == signal.SIG_DFL and number != signal.SIGCONT:

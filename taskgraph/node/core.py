@@ -28,7 +28,7 @@ from taskgraph.observe.trace import Tracing
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Compare, Txn
 from taskgraph.protocol.records import ENDED_ITSELF, GoneRecord, RanCode, StatusRecord
-from taskgraph.system.host import running
+from taskgraph.system.host import boot_id
 from taskgraph.transport.api import Transport
 
 __all__ = ["CoreArguments", "NodeCore", "Point", "ended_itself"]
@@ -94,7 +94,7 @@ class NodeCore:
         self.id = node_id
         self.name = name
         self.host = host or socket.gethostname()
-        self.machine = running() if host is None else ""
+        self.machine = boot_id() if host is None else ""
         self.spec = spec
         self.job = job
         self.settings = job.settings

@@ -65,9 +65,9 @@ from taskgraph.protocol.kv import Get, Txn
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside
-from taskgraph.system.processes import end_mine
+from taskgraph.system.processes import end_children
 from taskgraph.system.signals import Orders
-from taskgraph.system.streams import Untaken
+from taskgraph.system.streams import DroppingOutput
 from taskgraph.transport.hello import mark
 from taskgraph.transport.stream import StreamTransport
 
@@ -89,7 +89,7 @@ _FILES = 65_536
 descriptors takes time for each."""
 
 
-async def run_node(config: NodeConfig, untaken: Untaken | None = None) -> int:
+async def run_node(config: NodeConfig, untaken: DroppingOutput | None = None) -> int:
     """Runs one node to its end; returns the exit code.
 
     Args:
@@ -191,7 +191,7 @@ async def _run(
     spec: JobSpec,
     spec_revision: int,
     job: Job,
-    untaken: Untaken | None,
+    untaken: DroppingOutput | None,
 ) -> None:
     """Runs the node with everything that has to be opened before it, and closed after it."""
     token = bytes.fromhex(config.token)
@@ -403,7 +403,7 @@ def _exit(code: int, *, intended: bool = True) -> NoReturn:
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         sys.stdout.flush()
         sys.stderr.flush()
-    end_mine()
+    end_children()
     os._exit(code)
 
 
@@ -439,7 +439,7 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
     Args:
         gone: for a node without a launcher, of a job whose etcd ends with one: True once that etcd is gone.
     """
-    untaken = Untaken()
+    untaken = DroppingOutput()
     log_to_stderr()
     with contextlib.suppress(OSError):  # a copy, since user code may replace standard error
         faulthandler.enable(os.dup(2), all_threads=False)

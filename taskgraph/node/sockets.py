@@ -13,7 +13,7 @@ from typing import Protocol
 from taskgraph.errors import TransportError
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import EventLog
-from taskgraph.system.files import put_back
+from taskgraph.system.files import restore_folder
 
 __all__ = ["SocketListener", "keep_sockets"]
 
@@ -42,7 +42,7 @@ async def keep_sockets(folder: Path, listeners: tuple[SocketListener, ...], even
             if not gone:
                 continue
             try:
-                if (file := put_back(folder)) is not None:
+                if (file := restore_folder(folder)) is not None:
                     held.append(file)
                 for listener in gone:
                     await listener.listen_anew()

@@ -18,11 +18,11 @@ from typing import BinaryIO
 __all__ = [
     "OF_THE_HOST",
     "ROOT",
-    "HeldFolder",
+    "LockedFolder",
     "chosen_file",
     "may_hold_sockets",
-    "put_back",
     "remove_file",
+    "restore_folder",
     "whole_file",
     "why_unwritable",
     "write_whole",
@@ -137,7 +137,7 @@ def _target(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-class HeldFolder:
+class LockedFolder:
     """A new folder of mode 0700, to be removed by its maker.
 
     The process keeps the folder locked. A folder that is not locked belongs to a process that was killed, and is
@@ -176,8 +176,8 @@ class HeldFolder:
             os.close(held)
 
 
-def put_back(folder: Path) -> int | None:
-    """Makes a private folder in a `HeldFolder` again after both were removed.
+def restore_folder(folder: Path) -> int | None:
+    """Makes a private folder in a `LockedFolder` again after both were removed.
 
     Returns:
         A descriptor that keeps the new folder above locked; None: that folder was there.

@@ -15,16 +15,16 @@ __all__ = [
     "alive",
     "all_cores",
     "allowed_cores",
+    "boot_id",
     "children",
     "command",
     "cores",
-    "first",
     "group",
+    "has_proc",
+    "is_first_process",
     "memory_bytes",
     "oom_kills",
-    "running",
     "state",
-    "tells",
 ]
 
 
@@ -49,7 +49,7 @@ def memory_bytes(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
 
 
 def oom_kills(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int | None:
-    """Counts the processes of this control group that the kernel killed for want of memory; None: unknown.
+    """Counts the processes of this control group that the kernel killed because memory was used up; None: unknown.
 
     The arguments are those of `memory_bytes`.
     """
@@ -113,7 +113,7 @@ def allowed_cores(own: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:
     return found
 
 
-def running() -> str:
+def boot_id() -> str:
     """Returns eight hex digits that identify this boot of the host, or its name if the boot is unknown."""
     since = platform.node()
     with contextlib.suppress(OSError):
@@ -121,7 +121,7 @@ def running() -> str:
     return hashlib.sha256(since.encode()).hexdigest()[:8]
 
 
-def first() -> bool:
+def is_first_process() -> bool:
     """Says whether this is the first process of its container.
 
     The kernel drops signals that such a process does not handle if they come from inside, SIGKILL and SIGSTOP always.
@@ -145,13 +145,13 @@ def state(pid: int) -> str:
     return "".join(_stat(pid)[:1])
 
 
-def tells() -> bool:
-    """Says whether /proc is there, and tells of processes."""
+def has_proc() -> bool:
+    """Returns True if /proc lists processes."""
     return bool(_stat(os.getpid()))
 
 
 def group(number: int) -> dict[int, int]:
-    """Returns the processes of a group that run, with their parents; empty on systems other than Linux."""
+    """Returns {process: its parent} for the running processes of a group; empty on systems other than Linux."""
     found = {}
     for pid in _pids():
         does, parent, its_group = (_stat(pid) or ["Z", "0", "0"])[:3]

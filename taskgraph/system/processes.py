@@ -20,16 +20,16 @@ __all__ = [
     "Child",
     "adopting",
     "can_adopt",
+    "end_children",
     "end_group",
-    "end_mine",
     "end_session",
     "reap_session",
+    "signal_child",
     "signal_name",
-    "tell_child",
 ]
 
 _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37
-"""Of Linux's prctl."""
+"""Options of Linux's `prctl`."""
 _UNKNOWN = 255
 """The exit code of a child that other code has waited for; asyncio has the same."""
 _ROUNDS = 10
@@ -60,7 +60,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def tell_child(process: Child, number: signal.Signals) -> None:
+def signal_child(process: Child, number: signal.Signals) -> None:
     """Sends a signal to a child, unless it has ended.
 
     `process.send_signal` and `process.kill` poll the child first. This may take its exit code away from asyncio, which
@@ -73,7 +73,7 @@ def tell_child(process: Child, number: signal.Signals) -> None:
 
 
 def _is_child(pid: int) -> bool:
-    """Says whether this is a child that was not waited for; True on systems that cannot say."""
+    """Returns True if this is a child that was not waited for, or if the system cannot say."""
     if not hasattr(os, "waitid"):
         return True
     try:
@@ -96,7 +96,7 @@ def end_group(leader: int) -> None:
             os.killpg(leader, signal.SIGKILL)
 
 
-def end_mine() -> None:
+def end_children() -> None:
     """Kills the children of this process in its process group, or the whole group if this process leads its session.
 
     The first process of a shell's pipeline leads a group, too, but the others are not its children.

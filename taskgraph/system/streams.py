@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Untaken", "drop_unwritten", "make_good", "never_wait", "open_missing", "settle"]
+__all__ = ["DroppingOutput", "drop_unwritten", "never_wait", "open_missing", "prepare_streams", "settle"]
 
 _NAMES = ("stdin", "stdout", "stderr")
 _QUEUE_BYTES = 256 * 1024
@@ -22,7 +22,7 @@ _SLOW_S = 1.0
 _SETTLE_S = 2.0
 
 
-def make_good() -> None:
+def prepare_streams() -> None:
     """Makes the streams of a command such that a job does not end because of them.
 
     What standard error cannot take (a full disk, a terminal that is gone) is dropped. Characters that a stream's
@@ -36,11 +36,11 @@ def make_good() -> None:
             # With PYTHONUNBUFFERED Python does not write the rest of what a pipe took in part: a long `--json` was cut.
             sys.stdout = _text(out, io.FileIO(out.fileno(), "w", closefd=False))
     if isinstance(err := sys.stderr, io.TextIOWrapper) and err is sys.__stderr__:
-        sys.stderr = _text(err, _Dropping(err.fileno()))
+        sys.stderr = _text(err, _DroppingFile(err.fileno()))
 
 
 def never_wait() -> None:
-    """Makes writing to standard error, after `make_good`, never wait for its reader.
+    """Makes writing to standard error, after `prepare_streams`, never wait for its reader.
 
     A halted terminal or a pipe that is not read would block the event loop: no signal and no timeout ended the job.
     """
@@ -57,13 +57,13 @@ def settle() -> None:
         raw.writer.settle()
 
 
-def _raw_stderr() -> _Dropping | None:
+def _raw_stderr() -> _DroppingFile | None:
     raw = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
-    return raw if isinstance(raw, _Dropping) else None
+    return raw if isinstance(raw, _DroppingFile) else None
 
 
 def drop_unwritten() -> bool:
-    """Drops what standard output does not take, since Python would fail of it again at its exit.
+    """Drops text that standard output does not take: Python would fail with it again at its exit.
 
     Returns:
         True if something was dropped.
@@ -98,7 +98,7 @@ def _text(like: io.TextIOWrapper, raw: io.FileIO) -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding=like.encoding, errors=like.errors, line_buffering=True)
 
 
-class _Dropping(io.FileIO):
+class _DroppingFile(io.FileIO):
     """A file that drops what it cannot write, without an error.
 
     Args:
@@ -126,7 +126,7 @@ class _Dropping(io.FileIO):
             return len(data)
 
 
-class Untaken:
+class DroppingOutput:
     """Makes both output streams of a node drop what they cannot write, as on a full disk; keeps the first error.
 
     What a task prints must not fail its job. Each line is written at once: users read it while the task runs, and a
@@ -141,10 +141,10 @@ class Untaken:
             if isinstance(stream, io.TextIOWrapper):
                 with contextlib.suppress(OSError):
                     stream.flush()
-                setattr(sys, name, _text(stream, _Dropping(stream.fileno(), self._failed)))
+                setattr(sys, name, _text(stream, _DroppingFile(stream.fileno(), self._failed)))
 
     def report_to(self, report: Callable[[str], object]) -> None:
-        """Has the first error reported, past or to come, in whatever thread it happens."""
+        """Calls a function with the first error, past or to come, in the thread in which it happens."""
         self._report = report
         if self._text:
             report(self._text)

@@ -243,7 +243,7 @@ async def test_nodes_leave_after_collection(embedded_etcd: EmbeddedEtcd) -> None
             assert rig.entry.token not in command and rig.entry.etcd not in command
             assert os.getsid(pid) == pid, "a Ctrl-C on the terminal is for the launcher alone"
             record = await rig.record(name)
-            assert (record.pid, record.machine) == (pid, host.running())
+            assert (record.pid, record.machine) == (pid, host.boot_id())
         assert same(await rig.results(), await calm())
         await rig.nodes.wait(LIMIT_S)
         assert rig.nodes.codes() == {"n1": 0, "n2": 0, "n3": 0}

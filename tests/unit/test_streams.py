@@ -156,8 +156,8 @@ def test_unencodable_characters_are_escaped(stream: str, unbuffered: str) -> Non
 
 NODE = """
 import logging, resource, sys
-from taskgraph.system.streams import Untaken
-untaken, reported = Untaken(), []
+from taskgraph.system.streams import DroppingOutput
+untaken, reported = DroppingOutput(), []
 print("kept"), print("ä", file=sys.stderr)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 for _ in range(3):
@@ -184,7 +184,7 @@ def test_full_log_of_a_node_is_reported_once(tmp_path: Path) -> None:
 TELLS = """
 import sys, time
 from taskgraph.system import streams
-streams.make_good()
+streams.prepare_streams()
 streams.never_wait()
 print("ready", flush=True)
 for number in range({lines}):

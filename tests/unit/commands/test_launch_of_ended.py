@@ -13,7 +13,7 @@ import pytest
 import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands import joining
-from taskgraph.commands.common import Reached
+from taskgraph.commands.common import FoundJob
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
 from taskgraph.launch.collector import Collector
@@ -52,8 +52,8 @@ async def launched(monkeypatch: pytest.MonkeyPatch, status: StatusRecord, *puts:
     await coordinator.txn(Txn(success=(Put(KEYS.status, status.to_bytes()), *puts)))
 
     @contextlib.asynccontextmanager
-    async def reach(options: object) -> AsyncIterator[Reached]:
-        yield Reached("fit", entry, spec, coordinator)  # type: ignore[arg-type]
+    async def reach(options: object) -> AsyncIterator[FoundJob]:
+        yield FoundJob("fit", entry, spec, coordinator)  # type: ignore[arg-type]
 
     monkeypatch.setattr(joining, "reach", reach)
     async with asyncio.timeout(30):
@@ -99,8 +99,8 @@ async def test_lost_values_fail_launch(
         entry: JobEntry, coordinator: MemoryCoordinator, follower: Collector, *arguments: object, **options: object
     ) -> tuple[StatusRecord, JobResult]:
         here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        follower.only_there = "they are too large"
-        waiting = asyncio.ensure_future(follower.taken(here))
+        follower.only_on_nodes = "they are too large"
+        waiting = asyncio.ensure_future(follower.wait_until_taken(here))
         if how == "given up":
             await coordinator.txn(transactions.give_results_up(follower.view, "nobody came", by="launcher", writer="w"))
         elif how == "taken":

@@ -15,7 +15,7 @@ import pytest
 
 from taskgraph.commands import chaos
 from taskgraph.commands.acting import is_here, signal_here, signal_process
-from taskgraph.commands.common import Reached
+from taskgraph.commands.common import FoundJob
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobError, TransportError
@@ -88,7 +88,7 @@ async def test_chaos_counts_effective_kills(
     await submit(etcd, spec)
     await etcd.txn(Txn(success=(Put(Keys("fit").node("n1-7f"), record(os.getpid()).to_bytes()),)))
     monkeypatch.setattr(chaos, "_GONE_S", 0.0)
-    mischief = chaos._Chaos(Reached("fit", None, spec, etcd), random.Random(1), ("kill",), mtbf_s=1.0, lossy=False)  # type: ignore[arg-type]
+    mischief = chaos._Chaos(FoundJob("fit", None, spec, etcd), random.Random(1), ("kill",), mtbf_s=1.0, lossy=False)  # type: ignore[arg-type]
     await mischief.keeper.load()
     mischief._killed = {"n1-7f": os.getpid() if lives else (1 << 31) - 1}  # no process has that number
     assert mischief._sum_up(await mischief._unkilled()) == 0

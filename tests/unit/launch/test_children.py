@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from taskgraph.system import host
-from taskgraph.system.processes import end_group, tell_child
+from taskgraph.system.processes import end_group, signal_child
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 
@@ -30,7 +30,7 @@ def test_signal_to_an_ended_child_keeps_its_exit_code(caplog: pytest.LogCaptureF
         while not _is_zombie(process.pid):
             time.sleep(0.01)  # noqa: ASYNC251 - the event loop must not learn of it
             assert time.monotonic() < until
-        tell_child(process, signal.SIGTERM)
+        signal_child(process, signal.SIGTERM)
         return await process.wait()
 
     with caplog.at_level(logging.WARNING, logger="asyncio"):
@@ -59,9 +59,9 @@ def _is_zombie(pid: int) -> bool:
 def test_running_child_gets_the_signal() -> None:
     async def scenario() -> int:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(60)")
-        tell_child(process, signal.SIGKILL)
+        signal_child(process, signal.SIGKILL)
         code = await process.wait()
-        tell_child(process, signal.SIGKILL)  # its number may be somebody else's by now
+        signal_child(process, signal.SIGKILL)  # its number may be somebody else's by now
         return code
 
     assert asyncio.run(scenario()) == -signal.SIGKILL
@@ -81,7 +81,7 @@ def test_reused_process_id_gets_no_signal(monkeypatch: pytest.MonkeyPatch) -> No
             assert time.monotonic() < until
         assert process.returncode is None
         monkeypatch.setattr(os, "kill", lambda pid, number: told.append(pid))
-        tell_child(process, signal.SIGTERM)
+        signal_child(process, signal.SIGTERM)
         return await process.wait()
 
     assert asyncio.run(scenario()) == 3
@@ -90,11 +90,11 @@ def test_reused_process_id_gets_no_signal(monkeypatch: pytest.MonkeyPatch) -> No
 
 _ENDS_ITS_OWN = """
 import subprocess, sys
-from taskgraph.system.processes import end_mine
+from taskgraph.system.processes import end_children
 sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
 print(*(subprocess.Popen(sleep, stdout=-3, stderr=-3, start_new_session=own).pid for own in (False, True)), flush=True)
 sys.stdin.readline()
-end_mine()
+end_children()
 """
 
 

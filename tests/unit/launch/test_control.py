@@ -175,7 +175,7 @@ async def test_kill_replies_before_the_signal(service: Service) -> None:
 async def test_signals_to_the_first_process_of_a_container(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel drops what is sent from within: it was said to be sent, and nothing happened."""
     ended = asyncio.Queue[int]()
-    monkeypatch.setattr(host, "first", lambda: True)
+    monkeypatch.setattr(host, "is_first_process", lambda: True)
     monkeypatch.setattr(os, "_exit", ended.put_nowait)
     monkeypatch.setattr(os, "kill", lambda pid, number: ended.put_nowait(-number))
     async with service.client() as client, asyncio.timeout(30):

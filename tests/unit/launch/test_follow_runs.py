@@ -18,7 +18,7 @@ import pytest
 import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands import looking
-from taskgraph.commands.common import Reached
+from taskgraph.commands.common import FoundJob
 from taskgraph.commands.joining import _left_text
 from taskgraph.coordination.api import AccessRefused, DataLost, Listing
 from taskgraph.coordination.etcd.failures import refusal
@@ -140,10 +140,10 @@ async def reached_by(coordinator: MemoryCoordinator, monkeypatch: pytest.MonkeyP
     entry = JobEntry(name=NAME, etcd="a:1", token="", pid=0, embedded=False, tls={})
     kv = await coordinator.get(KEYS.spec)
     assert kv is not None
-    reached = Reached(NAME, entry, JobSpec.from_bytes(kv.value), coordinator)  # type: ignore[arg-type]
+    reached = FoundJob(NAME, entry, JobSpec.from_bytes(kv.value), coordinator)  # type: ignore[arg-type]
 
     @contextlib.asynccontextmanager
-    async def reach(options: object) -> AsyncIterator[Reached]:
+    async def reach(options: object) -> AsyncIterator[FoundJob]:
         yield reached
 
     monkeypatch.setattr(looking, "reach", reach)
@@ -212,7 +212,7 @@ async def test_leaving_nodes_name_the_checkpoint(keeps: bool) -> None:
     primary = Put(KEYS.primary(0), PrimaryRecord(node="n1-1", term=1, stateful=True).to_bytes())
     await coordinator.txn(Txn(success=(primary, *([CHECKPOINT] if keeps else []))))
     async with followed(coordinator, run) as follower:
-        told = await _left_text("have left", Reached(NAME, ENTRY, run, coordinator), follower)  # type: ignore[arg-type]
+        told = await _left_text("have left", FoundJob(NAME, ENTRY, run, coordinator), follower)  # type: ignore[arg-type]
     text = "the nodes started here have left; job again has no node left, and the state of its tasks is lost"
     assert told == text + "; new nodes go on from its checkpoint of epoch 20" * keeps
     await coordinator.close()

@@ -41,7 +41,6 @@ class Etcd(MemoryCoordinator):
         self.put(KEYS.event("1"), b"")
         if collected:
             self.put(KEYS.collected, b"")
-            self.put(KEYS.result, b"{}")
         if node:
             self.put(KEYS.node("n1-1"), b"")
 
@@ -70,7 +69,7 @@ async def etcd() -> Etcd:
 @pytest.mark.parametrize("state", [State.FINISHED, State.FAILED, State.CANCELLED])
 async def test_forget_deletes_one_job(etcd: Etcd, state: str) -> None:
     etcd.ends(state)
-    assert await forget(etcd, "fit") == 8
+    assert await forget(etcd, "fit") == 7
     assert etcd.left == ["/taskgraph/fit-2/spec"]
     with pytest.raises(UnknownJob, match="nothing is kept in etcd of a job 'fit'"):
         await forget(etcd, "fit")

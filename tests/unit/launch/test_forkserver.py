@@ -22,7 +22,7 @@ from taskgraph.launch.forkserver import ForkServer, NodeProcess, NotStarted
 from taskgraph.node import forkserver
 from taskgraph.node.config import NodeConfig
 from taskgraph.system import host
-from taskgraph.system.processes import can_adopt, tell_child
+from taskgraph.system.processes import can_adopt, signal_child
 
 pytestmark = pytest.mark.slow
 forks = pytest.mark.skipif(not can_adopt(), reason="this system cannot fork nodes from one process")
@@ -57,7 +57,7 @@ async def test_nodes_are_copies_of_one_process(tmp_path: Path, silent: str) -> N
     assert [os.getsid(pid) for pid in pids] == pids, "a Ctrl-C on the terminal is for the launcher alone"
     assert _code(pids[0]) == _code(pids[1])
     assert [node.process.returncode for node in nodes] == [None, None]
-    tell_child(nodes[1].process, signal.SIGKILL)
+    signal_child(nodes[1].process, signal.SIGKILL)
     assert await end(nodes[1]) == nodes[1].process.returncode == -signal.SIGKILL
     assert await end(nodes[0]) == 1
     for node in nodes:

@@ -19,7 +19,7 @@ import pytest
 import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands import looking
-from taskgraph.commands.common import Reached
+from taskgraph.commands.common import FoundJob
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import OutcomeUnknown, Unavailable
@@ -111,8 +111,8 @@ async def shown(etcd: MemoryCoordinator, monkeypatch: pytest.MonkeyPatch, *argum
     entry = JobEntry(name=NAME, etcd="a:1", token="", pid=0, embedded=False, tls={})
 
     @contextlib.asynccontextmanager
-    async def reach(options: object) -> AsyncIterator[Reached]:
-        yield Reached(NAME, entry, JobSpec.from_bytes(spec.value), etcd)  # type: ignore[arg-type]
+    async def reach(options: object) -> AsyncIterator[FoundJob]:
+        yield FoundJob(NAME, entry, JobSpec.from_bytes(spec.value), etcd)  # type: ignore[arg-type]
 
     monkeypatch.setattr(looking, "reach", reach)
     options = cli.parser().parse_args(["result", NAME, "--etcd", "a:1", *arguments])
@@ -265,7 +265,7 @@ async def test_collected_result_is_kept_on_this_host(
     async with following(etcd, spec) as follower:
         collected = await follower.collect()
         assert collected is not None and collected.wall_s == 12.5, "by the clock of the nodes"
-        assert not follower.only_there
+        assert not follower.only_on_nodes
     for _ in range(2):
         assert await shown(etcd, monkeypatch, "--json") == 0
         assert json.loads(capsys.readouterr().out)["values"] == {"0": LARGE.value}
@@ -297,7 +297,7 @@ async def test_nodes_keep_too_large_results_until_written(
                 await shown(etcd, full, "--json")
         assert await etcd.get(KEYS.collected) is None
         assert await follower.collect() is not None
-        waiting = asyncio.ensure_future(follower.taken(asyncio.get_running_loop().create_future()))
+        waiting = asyncio.ensure_future(follower.wait_until_taken(asyncio.get_running_loop().create_future()))
         assert await shown(etcd, monkeypatch, "--json") == 0
         await waiting
     found = json.loads(capsys.readouterr().out)
@@ -318,7 +318,7 @@ async def test_full_disk_lets_no_node_go(monkeypatch: pytest.MonkeyPatch) -> Non
     etcd = MemoryCoordinator(MemoryStore())
     async with following(etcd, await finished_job(etcd, nodes=1)) as follower:
         assert await follower.collect() is not None
-        assert "No space left on device" in follower.only_there
+        assert "No space left on device" in follower.only_on_nodes
     assert await etcd.get(KEYS.collected) is None
 
 

@@ -197,4 +197,4 @@ async def test_cancelled_stop_leaves_no_sockets(tmp_path: Path) -> None:
         assert nodes._sockets is None and not path.exists()
         died = nodes._processes["n1"]
         died.code = await asyncio.wait_for(died.process.wait(), 30)  # nobody watches it any more
-        assert died.code == -signal.SIGKILL and not nodes._telling
+        assert died.code == -signal.SIGKILL and not nodes._writing_ends

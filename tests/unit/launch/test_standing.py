@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from taskgraph.launch.standing import STANDS_S, Standing, standing_text, stopped, with_stands
+from taskgraph.launch.standing import STANDS_S, StalledLoop, stall_text, stopped, with_stalls
 from taskgraph.node.usercode.lastwords import IN_THREAD, LastWords, encoded_name, on_loop, read
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import RanCode, State, StatusRecord
@@ -33,7 +33,7 @@ def test_launcher_reads_what_a_loop_runs(tmp_path: Path) -> None:
 
 
 def test_standing_loop_is_reported_once(tmp_path: Path) -> None:
-    words, standing = LastWords(tmp_path), Standing(tmp_path, os.getpid())
+    words, standing = LastWords(tmp_path), StalledLoop(tmp_path, os.getpid())
     words.runs(2, STAMP, "send")
     assert standing.look(100.0) is None
     assert standing.look(100.0 + STANDS_S / 2) is None
@@ -46,7 +46,7 @@ def test_standing_loop_is_reported_once(tmp_path: Path) -> None:
 
 
 def test_busy_loop_is_not_reported(tmp_path: Path) -> None:
-    words, standing = LastWords(tmp_path), Standing(tmp_path, os.getpid())
+    words, standing = LastWords(tmp_path), StalledLoop(tmp_path, os.getpid())
     for second in range(20):
         words.runs(2, STAMP, "send")
         assert standing.look(float(second)) is None
@@ -56,7 +56,7 @@ def test_stopped_process_is_not_reported(tmp_path: Path) -> None:
     words = LastWords(tmp_path)
     words.runs(2, STAMP, "send")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        standing = Standing(tmp_path, process.pid)
+        standing = StalledLoop(tmp_path, process.pid)
         assert standing.look(0.0) is None and not stopped(process.pid)
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
@@ -71,18 +71,18 @@ def test_stopped_process_is_not_reported(tmp_path: Path) -> None:
 
 
 def test_text_of_a_standing_loop_says_what_to_do() -> None:
-    text = standing_text("n1", RanCode("send", 2, 3), 3.4)
+    text = stall_text("n1", RanCode("send", 2, 3), 3.4)
     assert "n1 has been in 'send' of task 2 for 3 s" in text and "plain `def`" in text
 
 
 def test_text_of_a_held_interpreter_lock_differs(tmp_path: Path) -> None:
-    words, standing = LastWords(tmp_path), Standing(tmp_path, os.getpid())
+    words, standing = LastWords(tmp_path), StalledLoop(tmp_path, os.getpid())
     words.runs(2 | IN_THREAD, STAMP, "send")
     assert standing.look(0.0) is None
     assert standing.look(4.0) == (RanCode("send", 2, 3), 4.0) and standing.in_thread
     left = read(tmp_path)
     assert left is not None and left.ran == (RanCode("send", 2, 3),)
-    text = standing_text("n1", RanCode("send", 2, 3), 4.0, in_thread=True)
+    text = stall_text("n1", RanCode("send", 2, 3), 4.0, in_thread=True)
     assert "'send' of task 2 has held up all of n1 for 4 s" in text and "interpreter's lock" in text
     assert "plain `def`" not in text
 
@@ -90,8 +90,8 @@ def test_text_of_a_held_interpreter_lock_differs(tmp_path: Path) -> None:
 def test_failed_job_names_the_standing_loop() -> None:
     """Its nodes were taken for dead one after another, and all that they could say of it was that."""
     failed = StatusRecord(state=State.FAILED, reason="every replica is gone", task=2, writer="n1")
-    told = with_stands(failed, ("the event loop of n2 has been in 'step'",))
+    told = with_stalls(failed, ("the event loop of n2 has been in 'step'",))
     assert told.reason == "every replica is gone\nthe event loop of n2 has been in 'step'" and told.task == 2
-    assert with_stands(failed, ()) is failed
+    assert with_stalls(failed, ()) is failed
     cancelled = StatusRecord(state=State.CANCELLED, writer="n1")
-    assert with_stands(cancelled, ("the event loop of n2 has been in 'step'",)) is cancelled
+    assert with_stalls(cancelled, ("the event loop of n2 has been in 'step'",)) is cancelled

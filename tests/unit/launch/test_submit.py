@@ -119,7 +119,6 @@ async def test_submit_deletes_an_earlier_jobs_keys() -> None:
         KEYS.member(0, "n1-1"),
         KEYS.event("0001"),
         KEYS.collected,
-        KEYS.result,
         KEYS.checkpoint,
     )
     await etcd.txn(Txn(success=tuple(Put(key, b"{}") for key in left)))

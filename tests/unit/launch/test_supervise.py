@@ -218,7 +218,7 @@ async def test_deaths_are_reported_after_the_job_finished(
         collect=collect,
         broken=asyncio.Event().wait,
         finished=True,
-        only_there="",
+        only_on_nodes="",
         keeper=SimpleNamespace(notify_later=gone.set),
     )
     launched = Launched(monkeypatch, tmp_path, f"""touch "$0"; {script}""", Settings(), finishes)
@@ -379,7 +379,7 @@ def test_failure_shows_the_last_logs() -> None:
     """Of nodes that are replaced the first ones ended long ago, and the job went on."""
     codes = {f"n{number}": 1 for number in range(1, 13)}
     nodes: Any = SimpleNamespace(codes=lambda: codes, deaths=dict, log_tail=lambda name: f"{name} says why")
-    shown = supervise._tails(nodes)
+    shown = supervise._log_tails(nodes)
     assert "n12 says why" in shown and "n5 says why" in shown and "n4 says why" not in shown
     assert shown.endswith("--- and 4 before")
 

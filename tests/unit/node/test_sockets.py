@@ -21,7 +21,7 @@ from taskgraph.observe.control_client import ControlClient
 from taskgraph.observe.events import Event, EventLog
 from taskgraph.protocol.messages import Accepted, Call, Reply, Seal, Stamp
 from taskgraph.settings import Settings
-from taskgraph.system.files import HeldFolder, put_back
+from taskgraph.system.files import LockedFolder, restore_folder
 from taskgraph.transport.api import Peer
 from taskgraph.transport.stream import StreamTransport
 
@@ -113,7 +113,7 @@ async def listening(folder: Path) -> AsyncIterator[Listening]:
 
 @pytest.mark.parametrize("how", ["sockets", "folder", "all"])
 async def test_removed_sockets_come_back(base: Path, how: str) -> None:
-    held = HeldFolder(base, "")
+    held = LockedFolder(base, "")
     async with (
         started("n2", base / "before") as before,
         started("n3", base / "after") as after,
@@ -136,7 +136,7 @@ async def test_removed_sockets_come_back(base: Path, how: str) -> None:
         for path in (node.folder, node.folder.parent, base):
             assert path.stat().st_mode & 0o777 == 0o700
         assert {path.stat().st_mode & 0o777 for path in node.folder.iterdir()} == {0o600}
-        another = HeldFolder(base, "")  # of another launcher, which removes what killed ones left
+        another = LockedFolder(base, "")  # of another launcher, which removes what killed ones left
         assert await node.asked() == "it answers"
         another.remove()
         assert node.told == [text], "told once"
@@ -169,12 +169,12 @@ def test_foreign_folder_is_refused(base: Path) -> None:
     (base / "elsewhere").mkdir()
     (base / "launcher").symlink_to("nowhere")
     with pytest.raises(PermissionError, match="must be a directory of your own"):
-        put_back(base / "launcher" / "1")
+        restore_folder(base / "launcher" / "1")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_other_users_folder_is_refused(base: Path) -> None:
     os.chown(base, 12345, -1)
     with pytest.raises(PermissionError, match="must be a directory of your own"):
-        put_back(base / "launcher" / "1")
+        restore_folder(base / "launcher" / "1")
     assert not list(base.iterdir())
