@@ -16,7 +16,7 @@ ETCD = "127.0.0.1:1"
 
 
 def in_memory(monkeypatch: pytest.MonkeyPatch) -> MemoryCoordinator:
-    """What every command finds at `ETCD`."""
+    """Makes commands find this etcd at `ETCD`."""
     found = MemoryCoordinator(MemoryStore())
     found.version = "3.6.0"  # type: ignore[attr-defined]
 

@@ -80,7 +80,7 @@ def test_second_set_of_the_same_authority(tmp_path: Path) -> None:
 
 
 def validity(path: Path) -> tuple[datetime.datetime, datetime.timedelta]:
-    """Until when, and how long from now."""
+    """Returns the end of a certificate, and the time until then."""
     end = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
     return end, end - datetime.datetime.now(datetime.UTC)
 

@@ -1,4 +1,4 @@
-"""What `taskgraph chaos` shows: events since it began, whatever time they say, and what it waits for itself."""
+"""`taskgraph chaos` shows events since its start, by any node's clock, and says what it waits for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = Keys("fit")
 
 
 def told(text: str, ahead_s: float) -> Put:
-    """By a node whose clock is ahead of ours."""
+    """An event of a node whose clock is ahead of ours."""
     event = Event(time.time() + ahead_s, "n1", "takeover", text)
     return Put(KEYS.event(f"{event.at:017.6f}-n1-1"), event.to_bytes())
 

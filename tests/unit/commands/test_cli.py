@@ -1,4 +1,4 @@
-"""The command line without a job: parsing, where things come from, exit codes."""
+"""The command line without a job: parsing, sources of options, exit codes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fit(tasks: int = 3, rate: float = 0.1) -> tg.Job:
 
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Nothing of this host's user is seen, and nothing of these tests is left in the environment."""
+    """Hides the user's settings, and restores the environment."""
     for name in list(os.environ):
         if name.startswith("TASKGRAPH_"):
             monkeypatch.delenv(name)
@@ -319,7 +319,7 @@ def test_absent_etcd_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def gone(name: str, *, embedded: bool) -> JobEntry:
-    """As a launcher that was killed left it."""
+    """An entry of a killed launcher."""
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     return JobEntry(name=name, etcd="10.0.0.1:7", token="ab" * 32, pid=done.pid, embedded=embedded, tls={})

@@ -1,4 +1,4 @@
-"""`taskgraph forget`: which jobs, at which etcd, and what it says."""
+"""`taskgraph forget`: its jobs, its etcd, its messages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_forget_finds_etcd_of_job(etcd: MemoryCoordinator) -> None:
 
 
 def _killed() -> int:
-    """The id of a process that is no more."""
+    """Returns the id of a process that has ended."""
     child = subprocess.Popen(["true"])
     child.wait()
     return child.pid

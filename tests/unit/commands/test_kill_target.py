@@ -1,4 +1,4 @@
-"""Whom `taskgraph kill` hits, and `drain`; of what contradicts itself they hit nobody, and say who holds the task."""
+"""The node that `taskgraph kill` and `drain` choose, and the refusal of contradicting options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from taskgraph.task import Task
 
 
 def view(*tasks: tuple[str, ...], more: tuple[str, ...] = (), epoch: int = 0, checkpoint: int = 0) -> JobView:
-    """Of nodes n1 to n4, in which task i is held by `tasks[i]`, the first as primary; and `more`, by their ids."""
+    """A view of nodes n1 to n4: `tasks[i]` are the holders of task i, the primary first; `more` are further nodes."""
     keys, made = Keys("fit"), JobView("fit")
     records: list[tuple[str, Record]] = [(keys.epoch, EpochRecord(epoch=epoch, attempt=1))]
     if checkpoint:
@@ -144,7 +144,7 @@ def drain_all(made: JobView, names: Iterable[str]) -> None:
 
 
 def alone(*draining: str) -> str:
-    """What may be lost with n3, which holds task 1 alone, while others leave."""
+    """Returns the risk of draining n3, the only holder of task 1, while others leave."""
     made = view(("n1", "n2", "n4"), ("n3",), ())
     drain_all(made, draining)
     job = Job(tasks=3, builder=lambda task_id: Task(), epochs=1, name="fit", settings=Settings(drain_s=20))
@@ -164,7 +164,7 @@ def test_drain_of_last_node_is_risky() -> None:
 def kill_of(
     node: str, number: int = 9, *, epoch: int = 7, checkpoint: int = 0, draining: tuple[str, ...] = ()
 ) -> tuple[str, bool]:
-    """What is lost with a node that gets a signal; n3 holds task 1 alone, and n5, which is no more, held task 2 too."""
+    """Returns the risk of a signal. n3 alone holds task 1; n5, which died, held task 2, too."""
     made = view(("n1", "n2", "n4"), ("n3",), ("n4", "n5"), epoch=epoch, checkpoint=checkpoint)
     drain_all(made, draining)
     job = Job(tasks=3, builder=lambda task_id: Task(), epochs=9, name="fit")

@@ -1,4 +1,4 @@
-"""What commands know of a run that was started on this host, by whatever list of its etcd's members they are told."""
+"""Commands find the token of a run that was started on this host, by any list of its etcd's members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`taskgraph launch` of a job that has ended: there is nothing for nodes to do."""
+"""`taskgraph launch` of a job that has ended starts no nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENTRY = JobEntry(name="fit", etcd="a:1", token="ab" * 32, pid=0, embedded=False,
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """How many nodes were started; none is really."""
+    """Counts the nodes that would be started."""
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     counts: list[int] = []
 
@@ -45,7 +45,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
 
 async def launched(monkeypatch: pytest.MonkeyPatch, status: StatusRecord, *puts: Put, entry: JobEntry = ENTRY) -> int:
-    """`taskgraph launch fit`, of a job with this status."""
+    """Runs `taskgraph launch fit` for a job with this status."""
     coordinator = MemoryCoordinator(MemoryStore())
     spec = dataclasses.replace(JobSpec.local(tg.Job(tasks=1, builder=tg.Task, name="fit")), run="r")
     await submit(coordinator, spec)

@@ -1,4 +1,4 @@
-"""Which fault `taskgraph chaos` chooses: by a seed, and never the last replica in sync."""
+"""`taskgraph chaos` draws faults by a seed, and spares the last replica in sync."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEYS = Keys("job")
 
 
 def job(*tasks: str, nodes: str = "abc", draining: str = "", evicted: str = "") -> JobView:
-    """A view in which task i is held by the nodes whose letters are in `tasks[i]`, the first as primary."""
+    """A view in which the nodes with the letters of `tasks[i]` hold task i, the primary first."""
     records: list[tuple[str, Record]] = [(KEYS.epoch, EpochRecord(epoch=5, attempt=1))]
     for node in nodes:
         record = NodeRecord(
@@ -40,7 +40,7 @@ def job(*tasks: str, nodes: str = "abc", draining: str = "", evicted: str = "") 
 
 
 def targets(view: JobView, *, unwell: str = "", lossy: bool = False, here: str = "abc") -> set[str]:
-    """Every node that some seed hits."""
+    """Returns every node that some seed hits."""
     rng = random.Random(1)
     drawn = [draw(rng, view, here=here, unwell=unwell, lossy=lossy) for _ in range(100)]
     return {fault.node for fault in drawn if fault is not None}

@@ -1,4 +1,4 @@
-"""What commands do about a job whose nodes speak another protocol than they do."""
+"""Commands for a job whose nodes speak another protocol."""
 
 from __future__ import annotations
 

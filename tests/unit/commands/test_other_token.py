@@ -1,4 +1,4 @@
-"""Who has another token than the job that was submitted: nodes wait for the right one, commands refuse at once."""
+"""With a wrong token nodes wait for the right one, and commands refuse at once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def etcd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MemoryCoordinator:
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """The token's file of the run before."""
+    """The token file of an earlier run."""
     path = tmp_path / "token"
     path.write_text(OLD)
     return path
@@ -103,7 +103,7 @@ class Connected(MemoryCoordinator):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """It goes on."""
+        """Does nothing."""
 
 
 def test_submit_marks_token(old: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A node of this host that does not answer is signalled all the same, and who kills it says that this is meant."""
+"""Signals to a node of this host that does not answer; a kill is marked as meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New Python processes run the taskgraph that runs here, and find nothing in the working directory by chance."""
+"""New Python processes run this taskgraph, and no module from the working directory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TELLS = "import sys, queue, taskgraph\nprint(taskgraph.__file__, *sys.argv[1:], 
 
 @pytest.mark.parametrize("elsewhere", ["", "another"])
 def test_new_process_runs_this_taskgraph(tmp_path: Path, elsewhere: str) -> None:
-    """Nodes begun with `-m` took a `queue.py`, or another clone, in the working directory for the right one."""
+    """`-m` would import a `queue.py`, or another clone, from the working directory."""
     for folder in ("cwd", "another", "path"):
         (tmp_path / folder / "taskgraph").mkdir(parents=True)
     for folder in ("cwd", "another"):
@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_pool_workers_do_not_load_a_node(tmp_path: Path, method: str) -> None:
-    """Each loaded a node: most of a second, and 60 MB."""
+    """Loading a node would cost a worker most of a second, and 60 MB."""
     (tmp_path / "tells.py").write_text("")
     (tmp_path / "starts.py").write_text(_STARTS.format(method=method))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
@@ -93,7 +93,6 @@ print(*given, sys.get_int_max_str_digits(), sys.warnoptions, sys._xoptions)
     ],
 )
 def test_new_process_has_our_interpreters_options(given: str) -> None:
-    """An `assert` that `python -O` leaves out in the driver was there in nodes, and no warning was an error."""
     begins = _TOLD + _OPTIONS.format(root=str(Path(taskgraph.__file__).parent.parent), told=_TOLD)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     asked = [sys.executable, *given.split(), "-c", begins]
@@ -109,7 +108,6 @@ def spec(blas_threads: int) -> JobSpec:
 
 @pytest.mark.parametrize("name", ["taskgraph.__main__", None])
 def test_node_command_starts_again_with_its_environment(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was begun as the program `taskgraph` found a `queue.py` of the working directory then."""
     called: list[list[str]] = []
     monkeypatch.setattr(environment, "_set_by_us", set(environment.THREADS))
     for variable, value in environment.node_env(1).items():

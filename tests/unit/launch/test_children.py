@@ -22,7 +22,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc"
 
 @linux
 def test_signal_to_an_ended_child_keeps_its_exit_code(caplog: pytest.LogCaptureFixture) -> None:
-    """Also where asyncio does not know yet that it ended."""
+    """asyncio has not noticed the end yet."""
 
     async def scenario() -> int:
         process = await _ending()
@@ -39,7 +39,7 @@ def test_signal_to_an_ended_child_keeps_its_exit_code(caplog: pytest.LogCaptureF
 
 
 async def _ending() -> asyncio.subprocess.Process:
-    """A child that ends from now on: on a busy machine the event loop had learned of that while it made the child."""
+    """Starts a child that ends only after asyncio has made it."""
     ours, its = os.pipe()
     try:
         command = [sys.executable, "-c", "input(); raise SystemExit(3)"]
@@ -70,7 +70,7 @@ def test_running_child_gets_the_signal() -> None:
 @linux
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="no other thread waits for children there")
 def test_reused_process_id_gets_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread of asyncio's has taken the exit code, and the event loop has not heard of it."""
+    """A thread of asyncio has the exit code, but the event loop does not know it yet."""
     told: list[int] = []
 
     async def scenario() -> int:
@@ -101,7 +101,7 @@ end_children()
 @linux
 @pytest.mark.parametrize("leads", ["its session", "a pipeline", "nobody"])
 def test_end_mine_spares_other_sessions(leads: str) -> None:
-    """The group of a node that was started by hand may be that of a shell's pipeline."""
+    """A node that was started by hand may be in the group of a shell's pipeline."""
     node = subprocess.Popen(
         [sys.executable, "-c", _ENDS_ITS_OWN],
         stdin=subprocess.PIPE,
@@ -139,7 +139,7 @@ def test_group_ends_with_its_leader() -> None:
 
 
 def _run_with_pidfds(main: object) -> int:
-    """`asyncio.run` with the watcher that is the default from 3.12 on: it learns of an end from the event loop."""
+    """Runs `asyncio.run` with the child watcher that is the default from Python 3.12 on."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         before = None

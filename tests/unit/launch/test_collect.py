@@ -1,4 +1,4 @@
-"""A job's result on its way from its nodes to who asked for it, and as it was kept."""
+"""A job's results on their way from its nodes to a launcher."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BAD = Encoded(GOOD.meta, (memoryview(encode(np.arange(1.0, 10_001.0)).buffers[0]
 
 
 class Holder:
-    """A node that tells these results, one after another; the last one for ever."""
+    """A node that answers with these values, one after another, the last one again and again."""
 
     events: EventLog
 
@@ -43,10 +43,10 @@ class Holder:
         self.asked = 0
 
     def status(self) -> NodeStatus:
-        raise AssertionError("nobody asks")
+        raise AssertionError("not called")
 
     def drain(self, why: str) -> None:
-        raise AssertionError("nobody asks")
+        raise AssertionError("not called")
 
     async def results(self) -> list[TaskResult]:
         self.asked += 1
@@ -57,7 +57,7 @@ class Holder:
 async def following(
     holder: Holder, folder: Path, on_event: Callable[[Event], None] | None = None, *, tasks: int = 1
 ) -> AsyncIterator[Collector]:
-    """A follower of a job whose first task's results `holder` tells, over a socket."""
+    """A follower of a job with one node, `holder`, over a socket."""
     coordinator = MemoryCoordinator(MemoryStore())
     events = EventLog("n1")
     server = ControlServer(events, TOKEN)
@@ -111,8 +111,7 @@ async def test_lastingly_damaged_result_is_an_error(tmp_path: Path) -> None:
 async def test_unreachable_results_are_reported_once(
     followed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their sockets went with the login, or a firewall keeps the launcher from them. On a terminal it was told twice:
-    as an event, and by the log."""
+    """As an event or in the log, not both."""
     monkeypatch.setattr("taskgraph.launch.collector._UNCOLLECTED_S", 0.2)
     told: list[str] = []
     async with following(Holder(GOOD), tmp_path) as follower:
@@ -132,7 +131,6 @@ async def test_unreachable_results_are_reported_once(
 async def test_slow_results_are_waited_for_silently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a minute it was told that they cannot be collected."""
     monkeypatch.setattr("taskgraph.launch.collector._UNCOLLECTED_S", 0.0)
     monkeypatch.setattr("taskgraph.launch.collector._SILENT_S", 0.05)
     monkeypatch.setattr("taskgraph.launch.collector._RETRY_S", 0.01)
@@ -160,7 +158,7 @@ async def test_results_of_another_protocol_are_refused(tmp_path: Path) -> None:
 
 
 async def test_fast_job_shows_each_event_once(tmp_path: Path) -> None:
-    """From the leader or from etcd, whichever comes first; a quick job ends before its events are written."""
+    """Events come from the leader or from etcd, and a short job ends before they are in etcd."""
     told: list[str] = []
     holder = Holder(GOOD)
     async with following(holder, tmp_path, lambda event: told.append(event.text)) as follower:

@@ -1,4 +1,4 @@
-"""The control service and its client, over real sockets: who may call, what arrives, and how it ends."""
+"""The control service and its client, over real sockets."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ STATUS = NodeStatus(
 )
 
 
-class Told:
+class StubNode:
     """What the service asks a node for, with answers of our choice."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Told:
 
 
 class Service:
-    def __init__(self, server: ControlServer, node: Told, events: EventLog, control: str) -> None:
+    def __init__(self, server: ControlServer, node: StubNode, events: EventLog, control: str) -> None:
         self.server, self.node, self.events, self.control = server, node, events, control
 
     def client(self, token: bytes = TOKEN, tls: Tls | None = None) -> ControlClient:
@@ -87,7 +87,7 @@ class Service:
 async def serving(
     path: Path | None = None, tcp_host: str | None = None, attach: bool = True, tls: Tls | None = None
 ) -> AsyncIterator[Service]:
-    events, node = EventLog("n1"), Told()
+    events, node = EventLog("n1"), StubNode()
     server = ControlServer(events, TOKEN)
     control = await server.start(unix_path=path, tcp_host=tcp_host, tls=tls)
     if attach:
@@ -173,7 +173,7 @@ async def test_kill_replies_before_the_signal(service: Service) -> None:
 
 
 async def test_signals_to_the_first_process_of_a_container(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel drops what is sent from within: it was said to be sent, and nothing happened."""
+    """The kernel drops SIGKILL and SIGSTOP that such a process gets from within."""
     ended = asyncio.Queue[int]()
     monkeypatch.setattr(host, "is_first_process", lambda: True)
     monkeypatch.setattr(os, "_exit", ended.put_nowait)
@@ -205,7 +205,6 @@ async def test_dead_node_is_gone(tmp_path: Path) -> None:
 
 
 async def test_silent_node_gives_no_answer(tmp_path: Path) -> None:
-    """It was told in gRPC's words: DEADLINE_EXCEEDED."""
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind(f"{tmp_path}/c")
         stopped.listen()
@@ -249,7 +248,6 @@ async def test_large_results_arrive_whole(service: Service) -> None:
     ids=["a number", "its name", "its epoch", "the result's epoch", "the attempt", "the value"],
 )
 async def test_flipped_bit_in_results_is_found(damaged: bytes) -> None:
-    """Of all but the value it was: the result had another number, in a job that finished."""
     told = [TaskResult(0, 78, 5, encode("a text"), (ReportRow(77, 0, {"loss": 0.1}),)), TaskResult(1, 78, 5, None, ())]
     async with serving(tcp_host="127.0.0.1") as service:
         service.node.found = told
@@ -272,7 +270,7 @@ async def test_caller_of_results_may_leave(service: Service) -> None:
 
 
 async def test_results_may_take_long() -> None:
-    """Behind a slow network they were given up half-way, again and again."""
+    """A slow network may deliver one byte at a time."""
 
     async def slowly(request: bytes, context: object) -> AsyncIterator[pb.ResultChunk]:
         whole = xxhash.xxh3_128()
@@ -343,11 +341,10 @@ async def test_slow_follower_loses_the_oldest_events(service: Service, monkeypat
 
 @contextlib.asynccontextmanager
 async def between(port: int, *flip: bytes) -> AsyncIterator[tuple[str, list[asyncio.Event]]]:
-    """An address that leads to that port. Each connection passes on what comes until its event is set, and then stands:
-    neither end hears of the other any more, nor that it does not.
+    """Yields an address that leads to that port, and an event per connection: once it is set, nothing passes.
 
     Args:
-        flip: of each of these, as it comes first, a bit of the last byte is flipped.
+        flip: the first time that each of these passes, a bit of its last byte is flipped.
     """
     flips = list(flip)
     cut: list[asyncio.Event] = []
@@ -381,7 +378,6 @@ async def between(port: int, *flip: bytes) -> AsyncIterator[tuple[str, list[asyn
 async def test_half_open_connection_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A launcher listened to it for ever, and every try to collect the results went the same way."""
     monkeypatch.setattr(control_client, "_PING_S", 0.1)
     monkeypatch.setattr(control_client, "_UNANSWERED_S", 3.0)
     async with serving(tcp_host="127.0.0.1") as service, between(int(service.control.rpartition(":")[2])) as (to, cut):
@@ -398,12 +394,12 @@ async def test_half_open_connection_is_noticed(
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """One of HTTP/2."""
+    """Makes a frame of HTTP/2."""
     return struct.pack(">IBI", len(payload) << 8 | kind, flags, stream) + payload
 
 
 def head(fields: dict[str, str]) -> bytes:
-    """The headers of a call, in HPACK, each spelled out."""
+    """Encodes the headers of a call in HPACK, without compression."""
     texts = [text.encode() for pair in fields.items() for text in pair]
     return b"".join(bytes([0][at % 2 :]) + bytes([len(text)]) + text for at, text in enumerate(texts))
 
@@ -423,7 +419,6 @@ HALF_A_CALL = SILENT + frame(1, 4, 1, head(STATUS_CALL))
 
 @pytest.mark.parametrize("said", [SILENT, HALF_A_CALL], ids=["nothing", "half a call"])
 async def test_silent_strangers_block_no_client(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They filled it for five minutes, or for ever, and the results of a finished job could not be collected."""
     monkeypatch.setattr(control, "_CONNECTIONS", 8)
     monkeypatch.setattr(control, "_SILENT_MS", 3000)
     async with serving(tcp_host="127.0.0.1") as service, contextlib.AsyncExitStack() as stack:
@@ -484,7 +479,7 @@ asyncio.run(knock())
 
 @pytest.mark.parametrize("asked", [None, "ERROR"])
 async def test_strangers_do_not_fill_the_log(asked: str | None) -> None:
-    """Nodes begin as commands do, or get the same from the launcher (`test_forkserver.py`)."""
+    """Nodes get the same environment from their launcher (`test_forkserver.py`)."""
     env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", KNOCKED),
@@ -525,7 +520,7 @@ class Damaging(grpc.GenericRpcHandler):
 
 
 async def test_damaged_answer_is_lost(tmp_path: Path) -> None:
-    """gRPC hands over None for it, which ended whoever asked, with an AttributeError."""
+    """gRPC returns None for such an answer."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((Damaging(),))
     server.add_insecure_port(f"unix:{tmp_path}/c")

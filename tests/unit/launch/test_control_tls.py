@@ -1,4 +1,4 @@
-"""The control service over TLS: both sides verify, names are checked, and only the log tells strangers apart."""
+"""The control service over TLS: both sides verify, and names are checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def files(folder: Path) -> Tls:
 
 
 def issued(folder: Path, authority: str, leaf: str, ended: str = "") -> Tls:
-    """Files whose keys are of these kinds, and one of which ("ca", "leaf") may have ended."""
+    """Makes files with keys of these kinds; one of them ("ca", "leaf") may have ended."""
     now = datetime.datetime.now(datetime.UTC)
     names = {kind: x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, kind)]) for kind in ("ca", "leaf")}
     ca_key, key = KEYS[authority](), KEYS[leaf]()
@@ -79,7 +79,7 @@ def ours(tmp_path: Path) -> Tls:
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Tls:
-    """Of another authority; trusts ours."""
+    """Files of another authority; they trust ours."""
     make_certs(tmp_path / "theirs", force=False)
     shutil.copy(tmp_path / "ours" / CA, tmp_path / "theirs" / CA)
     return files(tmp_path / "theirs")
@@ -119,7 +119,7 @@ async def test_token_without_certificate(ours: Tls, theirs: Tls) -> None:
 
 
 async def test_impostor_gets_no_call(ours: Tls, tmp_path: Path) -> None:
-    """Whoever listens there with a certificate of another authority gets no call, and so no credential."""
+    """So it gets no token either."""
     make_certs(tmp_path / "alien", force=False)
     alien = files(tmp_path / "alien")
     async with serving(tcp_host="127.0.0.1", tls=alien) as service, service.client(tls=ours) as client:
@@ -137,7 +137,6 @@ async def test_certificate_must_name_the_host(ours: Tls) -> None:
 
 @pytest.mark.parametrize(("ended", "file"), [("ca", CA), ("leaf", CERT)])
 def test_ended_authority_is_named(ended: str, file: str, tmp_path: Path) -> None:
-    """It was said of the certificate, which was to be renewed in vain."""
     tls = issued(tmp_path / "files", "P-256", "P-256", ended)
     with pytest.raises(TransportError, match=rf"/{file} cannot be used: certificate has expired"):
         tls.check("localhost")
@@ -164,7 +163,7 @@ async def test_token_does_not_travel() -> None:
 
 
 def shown(service: Service, tls: Tls) -> bytes:
-    """The certificate that a new connection is shown."""
+    """Returns the certificate of a new connection."""
     host, port = service.control.removeprefix("tcp:").rsplit(":", 1)
     context = tls.context(server=False)
     with (
@@ -177,7 +176,7 @@ def shown(service: Service, tls: Tls) -> bytes:
 
 
 def renewed(folder: Path) -> Tls:
-    """Files of the same authority, beside those that are there."""
+    """Makes newer files of the same authority."""
     new = folder.with_name("new")
     make_certs(new, authority=folder, force=True)
     return files(new)
@@ -188,7 +187,7 @@ def in_file(tls: Tls) -> bytes:
 
 
 async def test_renewed_files_are_used(ours: Tls) -> None:
-    """A job outlives its certificates, and nobody could ask its nodes for their results."""
+    """A job outlives its certificates."""
     folder, loop = ours.ca.parent, asyncio.get_running_loop()
     async with serving(tcp_host="127.0.0.1", tls=ours) as service, service.client(tls=ours) as before:
         assert await before.status() == STATUS

@@ -1,4 +1,4 @@
-"""Tracing over the control service: it is off before and after, whatever ends it."""
+"""Tracing over the control service: off before and after, however it ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def tracing(service: Service, every: int = 1) -> AsyncIterator[TraceCall]:
 
 
 async def rest(call: TraceCall) -> tuple[list[Span], pb.TraceChunk, int]:
-    """All spans still to come, the last chunk, and how many spans were left out."""
+    """Returns the spans to come, the last chunk, and the number of lost spans."""
     spans: list[Span] = []
     lost = 0
     async with asyncio.timeout(LIMIT_S):
@@ -122,7 +122,7 @@ asyncio.run(main())
 async def test_ending_node_waits_a_while_for_a_frozen_tool(
     tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
-    """Chunks that a process had not read when it stood still were lost with the connection."""
+    """Unread chunks would be lost with the connection."""
     monkeypatch.setattr(control, "_CLOSE_S", 0.05)
     monkeypatch.setattr(control, "_TAKEN_S", 30.0 if goes_on else 0.1)
     address = f"unix:{tmp_path / 'c'}"

@@ -1,4 +1,4 @@
-"""Who gets which CUDA device: what there is on a host, and how it is dealt. No device is needed for that."""
+"""CUDA devices of a host, and how they are dealt to nodes. Needs no device."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_every_device_is_dealt_evenly(devices: int, first: int, nodes: int) -> N
     assert max(begins.values()) - min(begins.get(name, 0) for name in names) <= 1
 
 
-class Told(LocalNodes):
+class StubNodes(LocalNodes):
     """Nodes that are told what to be, and of which none is started."""
 
     def __init__(self, root: Path, *, deal_devices: bool) -> None:
@@ -107,8 +107,8 @@ class Told(LocalNodes):
         pass
 
 
-def _there(nodes: Told) -> set[str]:
-    """The folders for their sockets that there are."""
+def _there(nodes: StubNodes) -> set[str]:
+    """Returns the folders for sockets."""
     return {config.sockets for config in nodes.told if Path(config.sockets).is_dir()}
 
 
@@ -117,7 +117,7 @@ async def test_nodes_know_how_many_share_their_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deal_devices: bool, shared: list[int]
 ) -> None:
     monkeypatch.setattr("taskgraph.launch.local.host_devices", lambda: ("0", "1"))
-    nodes = Told(tmp_path / "runtime", deal_devices=deal_devices)
+    nodes = StubNodes(tmp_path / "runtime", deal_devices=deal_devices)
     try:
         await nodes.start(3)
         assert [config.sharing for config in nodes.told] == shared

@@ -52,7 +52,7 @@ def spec() -> JobSpec:
 
 
 class Deaf(MemoryCoordinator):
-    """Takes no write once `error` is set."""
+    """An etcd that takes no write once `error` is set."""
 
     error: Exception | None = None
 
@@ -63,7 +63,7 @@ class Deaf(MemoryCoordinator):
 
 
 class Away(MemoryCoordinator):
-    """Does not answer the next `times` calls, or raises `error`."""
+    """An etcd that fails the next `times` calls with `error`."""
 
     times = 0
     error: Exception = Unavailable("no usable answer from etcd")
@@ -150,7 +150,7 @@ async def reached_by(coordinator: MemoryCoordinator, monkeypatch: pytest.MonkeyP
 
 
 class LosingTouch(MemoryCoordinator):
-    """Answers once, then `error` three times; then the job has ended."""
+    """An etcd that answers once, and then fails three times; then the job has ended."""
 
     error: Exception = Unavailable("no usable answer from etcd within 10 s")
     asked = 0

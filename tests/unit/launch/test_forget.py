@@ -1,4 +1,4 @@
-"""Deleting what etcd keeps of jobs that have ended, and of no other."""
+"""Deleting the keys of ended jobs, and of no other job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEC = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name
 
 
 class Etcd(MemoryCoordinator):
-    """With a job of another name, and what happens right before, or right after, the next writes."""
+    """An etcd with another job; functions may run right before or right after the next writes."""
 
     before: Callable[[], None] | None = None
     lost_answers = 0

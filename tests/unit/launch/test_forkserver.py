@@ -1,4 +1,4 @@
-"""Processes that nodes are forked from."""
+"""The fork server, and the nodes that it forks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMIT_S = 60.0
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """An etcd that takes connections and says nothing: a node that is told of it waits."""
+    """An etcd that accepts connections and sends nothing: a node waits for it."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield "{}:{}".format(*listening.getsockname())
 
@@ -70,7 +70,7 @@ async def test_nodes_are_copies_of_one_process(tmp_path: Path, silent: str) -> N
 
 @forks
 async def test_launcher_that_ignores_sigchld_starts_nodes(tmp_path: Path, silent: str) -> None:
-    """What they are forked from inherits that, and could not wait for its own."""
+    """The fork server inherits that, and could not wait for its children."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         server = ForkServer(tmp_path, 1)
@@ -117,7 +117,7 @@ async def test_system_without_subreapers_starts_each_node_alone(tmp_path: Path, 
 
 @forks
 async def test_random_numbers_of_nodes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where something has loaded numpy's generator before they are forked."""
+    """Even if numpy's generator was loaded before the fork."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if 'taskgraph.node.process' in sys.orig_argv:\n"
@@ -207,9 +207,9 @@ PLACES = ("after the child", "before the node", "after the node", "in the node",
 
 @pytest.fixture
 def halting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
-    """Has what nodes are forked from send itself a signal in some place.
+    """Makes the fork server send itself a signal at a place in its work.
 
-    Nothing of it may be left, nor may anybody have waited for a child of the program's own.
+    Checks that no process is left, and that children of the program itself were not waited for.
     """
 
     def halt(place: str, by: str) -> None:
@@ -287,7 +287,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("which", [1, 2])
 def test_process_limit_is_reported(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
-    """The child that is to fork the node cannot be forked, or cannot fork."""
+    """The first or the second fork fails."""
     fork, calls, tester, forked = os.fork, [0], os.getpid(), []
 
     def refused() -> int:
@@ -316,7 +316,7 @@ def test_process_limit_is_reported(monkeypatch: pytest.MonkeyPatch, which: int) 
 
 @pytest.mark.parametrize("which", [1, 2])
 def test_fork_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
-    """In the child that is to fork the node, or in the node."""
+    """The first or the second forked process hangs."""
     fork, calls, tester, forked = os.fork, [0], os.getpid(), []
     until_closed, close = os.pipe()
 
@@ -352,12 +352,12 @@ def _parents(pids: list[int]) -> list[int]:
 
 
 def _code(pid: int) -> list[str]:
-    """Where its executable memory lies."""
+    """Returns the executable ranges of a process's memory."""
     return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if " r-xp " in line and "/" in line]
 
 
 def _children() -> set[int]:
-    """Of this process, also those that have ended and were not waited for."""
+    """Returns the children of this process, also zombies."""
     return {pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_ours(pid)}
 
 
@@ -368,7 +368,7 @@ def _is_ours(pid: int) -> bool:
 
 
 def _until_halted(folder: Path) -> None:
-    """Waits for one that writes there; meanwhile the event loop reads nothing."""
+    """Waits until a process that writes in this folder is stopped, while the event loop reads nothing."""
     until = time.monotonic() + LIMIT_S
     while all(host.state(pid) != "T" for pid in _writing_to(folder)):
         assert time.monotonic() < until
@@ -383,7 +383,7 @@ def _is_orphan(pid: int, script: str) -> bool:
 
 
 def _writing_to(folder: Path) -> list[int]:
-    """Processes whose output goes to a file in this folder."""
+    """Returns the processes whose output goes to a file in this folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/fd/1"):
         with contextlib.suppress(OSError):

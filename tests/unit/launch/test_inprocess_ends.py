@@ -1,4 +1,4 @@
-"""A job in one process ends at once when it fails, whatever its threads wait for, and says what was wrong."""
+"""A failed job in one process ends at once, whatever its threads wait for, and names the mistake."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from taskgraph.observe.events import Event
 
 
 class Asking(tg.Task):
-    """Every task asks its neighbor, from a thread, and waits for the answer."""
+    """Every task requests from its neighbor, in a thread, and waits for the reply."""
 
     def __init__(self, wrong: str) -> None:
         self.wrong = wrong
@@ -72,7 +72,7 @@ def test_wrong_handler_fails_the_job(wrong: str, turn: int, caplog: pytest.LogCa
 
 
 class Looping(tg.Task):
-    """Task 1 never ends its compute by itself; what it hears of its end is appended to `told`."""
+    """Task 1 computes until it is cancelled; `told` gets a line when it notices that."""
 
     def __init__(self, told: list[str], fails: bool = False) -> None:
         self.told = told
@@ -122,7 +122,7 @@ def test_failed_job_ends_other_computes() -> None:
 
 
 class Unencodable(tg.Task, state=["count", "x"]):
-    """Task 1 comes to hold a state that cannot be encoded."""
+    """Task 1 gets a state that cannot be encoded."""
 
     def setup(self) -> None:
         self.count = 0
@@ -195,7 +195,7 @@ except tg.JobFailed as error:
 
 
 def endless(run: str, where: str) -> subprocess.Popen[str]:
-    """In a process of its own: what never returns would run on in this one."""
+    """Starts a process of its own, since its code never returns."""
     command = [sys.executable, "-c", ENDLESS.replace("RUN", run), where]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -263,7 +263,6 @@ def test_one_process_sets_each_task_up_once(capsys: pytest.CaptureFixture[str]) 
     ("how", "said"), [("cancels all", "a cancel of all tasks"), ("stops the loop", "stopped the event loop")]
 )
 def test_code_that_ends_its_event_loop_fails_the_job(how: str, said: str, run: Any) -> None:
-    """It came out as a CancelledError, or a RuntimeError of asyncio's, without a word of the job."""
 
     class Ends(tg.Task):
         def compose(self, epoch: tg.Epoch) -> None:
@@ -283,7 +282,7 @@ def test_code_that_ends_its_event_loop_fails_the_job(how: str, said: str, run: A
 
 
 class Keeping(tg.Task, state=["n"]):
-    """Keeps one checkpoint; `over` is set when its epochs are over."""
+    """Keeps one checkpoint; `over` is set after the last epoch."""
 
     def __init__(self, over: threading.Event) -> None:
         self.over = over
@@ -315,7 +314,7 @@ def keeping(place: Path, over: threading.Event, settings: tg.Settings) -> tg.Job
 
 
 def test_checkpoint_is_written_before_the_job_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would come back into a directory that the caller removes."""
+    """A late file would reappear in a directory that the caller removes."""
     over, fsync, began, ended = threading.Event(), os.fsync, [0], [0]
 
     def slow(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""What nodes print, passed on line by line."""
+"""Output of nodes, passed on line by line."""
 
 from __future__ import annotations
 
@@ -99,7 +99,6 @@ async def test_tasks_loggers_are_shown_in_one_process(
 async def test_wrong_logger_call_fails_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It failed the job, with `--nodes 0 --logs` only."""
     shown: list[str] = []
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with passing_on(shown.append):

@@ -1,4 +1,4 @@
-"""Nodes that died, and those that a launcher starts in their place."""
+"""Dead nodes, and the nodes that a launcher starts in their place."""
 
 from __future__ import annotations
 
@@ -139,7 +139,6 @@ async def test_early_deaths_end_replacement(tmp_path: Path, quick: None, caplog:
 async def test_node_that_never_registered_died_early(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver that takes longer, and cannot be loaded any more, was tried for ever."""
     monkeypatch.setattr(local, "_LIVED_S", 0.01)
     monkeypatch.setattr(Scripted, "joins", False)
     async with launched(tmp_path, 1, *["sleep 0.05; exit 4"] * 99) as nodes:
@@ -155,7 +154,7 @@ async def test_failed_replacement_is_tried_again(
     quick: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The last one is what a directory that cannot be made raises, on a full disk, say: it was no warning."""
+    """OSError: a folder cannot be made, as on a full disk."""
     monkeypatch.setattr(Scripted, "error", error)
     async with launched(tmp_path, 1, "exit 9", "", "") as nodes:
         await until(lambda: "n4" in nodes.pids())
@@ -165,7 +164,7 @@ async def test_failed_replacement_is_tried_again(
 
 @pytest.mark.skipif(not can_adopt(), reason="there is nobody to adopt")
 async def test_orphans_of_a_dead_node_are_reaped(tmp_path: Path, quick: None) -> None:
-    """Its children were those of the launcher then, which had thousands of zombies in the end."""
+    """While the launcher adopts orphans, they are its children."""
     with adopting():  # as where another one is started
         async with launched(tmp_path, 1, "sleep 60 & sleep 60 & kill -KILL $$") as nodes:
             (died,) = nodes.pids().values()

@@ -1,4 +1,4 @@
-"""A job that goes on computes as many epochs as it has, whatever was left by one that had more; and can be given up."""
+"""Epochs of a resumed job; looking at its checkpoints can be interrupted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from taskgraph.launch import resuming
 
 
 def left(place: Path) -> list[int]:
-    """Epochs of the complete checkpoints."""
+    """Returns the epochs of complete checkpoints."""
     return sorted(int(path.parent.name.split("-e")[1][:9]) for path in place.glob("count/*/manifest.json"))
 
 
@@ -65,7 +65,6 @@ def test_checkpoint_of_the_last_epoch_is_not_resumed(tmp_path: Path, caplog: pyt
 def test_hanging_checkpoint_directory_can_be_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ctrl-C was taken, and the process stayed: its exit waited for the thread that read."""
     released, read = threading.Event(), threading.Event()
 
     def complete(store: Store) -> list[Name]:
@@ -91,7 +90,6 @@ def test_hanging_checkpoint_directory_can_be_interrupted(
 
 
 def test_hanging_checkpoint_directory_obeys_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time limit held from when the job was submitted."""
     released = threading.Event()
 
     def complete(store: Store) -> list[Name]:

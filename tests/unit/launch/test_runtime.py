@@ -1,4 +1,4 @@
-"""The runtime directory: private, found from any shell, and right about which launchers live."""
+"""The runtime directory: private, found from any shell, and right about living launchers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def entry(name: str = "fit", pid: int | None = None) -> JobEntry:
 
 
 def launcher(pid: int | None = None) -> JobEntry:
-    """The entry of a launcher for a job whose etcd does not end with it."""
+    """The entry of a launcher for a job whose etcd goes on without it."""
     return replace(entry("fit", pid), embedded=False)
 
 
@@ -52,7 +52,7 @@ def runtime(tmp_path: Path) -> Runtime:
 
 @pytest.fixture
 def another(runtime: Runtime) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts another launcher that joins the job `fit`, or puts it."""
+    """Starts another launcher that joins job `fit`, or puts it."""
     started = []
 
     def start(how: str) -> subprocess.Popen[str]:
@@ -231,7 +231,7 @@ def test_directory_that_others_can_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_directory_of_another_user_is_not_read(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In /tmp anybody may make it first: `status` asked the etcd that it names, and `token` printed its token."""
+    """Another user may make it first in /tmp."""
     runtime.put(entry())
     monkeypatch.setattr("os.getuid", lambda: runtime.root.stat().st_uid + 1)
     with pytest.raises(TaskGraphError, match=r"is another user's \(id \d+\): set TASKGRAPH_RUNTIME_DIR"):
@@ -286,8 +286,8 @@ def test_sockets_have_short_paths_and_private_folders(tmp_path: Path, below: str
 
 
 @pytest.mark.parametrize("name", ["t", "\xe9", "a#b", "a?b", "a%41b", "a,b", "a|b", os.fsdecode(b"\xe9")])
-def test_sockets_are_elsewhere_if_no_address_can_name_their_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC takes a path for a URI: nodes listened at one path and were asked at another, or could not listen."""
+def test_sockets_need_a_path_that_fits_addresses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC parses a path as a URI."""
     with tempfile.TemporaryDirectory(prefix="tg-", dir="/tmp") as short:
         folders = [Runtime(Path(short) / name).sockets("fit")]
         monkeypatch.setattr(tempfile, "tempdir", os.path.join(short, name))  # as TMPDIR has it
@@ -322,7 +322,7 @@ def test_sockets_of_killed_launchers_alone_are_removed(tmp_path: Path) -> None:
             other.remove()
 
 
-def test_sockets_are_not_removed_on_a_file_system_without_locks(
+def test_sockets_stay_without_file_locks(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(file: int, how: int) -> None:
@@ -358,7 +358,7 @@ def test_last_finished_jobs_are_kept_with_their_logs(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("run", ["one", ""])
 def test_launchers_of_a_run_keep_the_logs_of_all(runtime: Runtime, run: str) -> None:
-    """With `run` and `launch` on one host the first took the logs of all nodes, and the other removed them."""
+    """As with `run` and `launch` on one host."""
     for name, text in (("n1.log", "it said this"), ("n2.log", "and that"), ("n3.log", "")):
         (runtime.folder("fit") / name).write_text(text)
     runtime.keep_finished("fit", KeptJob(run="one"))

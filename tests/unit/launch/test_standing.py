@@ -1,4 +1,4 @@
-"""Nodes whose event loop stands still in the user's code, as their launcher sees them."""
+"""A launcher reports nodes whose event loop stands still in user code."""
 
 from __future__ import annotations
 
@@ -88,7 +88,6 @@ def test_text_of_a_held_interpreter_lock_differs(tmp_path: Path) -> None:
 
 
 def test_failed_job_names_the_standing_loop() -> None:
-    """Its nodes were taken for dead one after another, and all that they could say of it was that."""
     failed = StatusRecord(state=State.FAILED, reason="every replica is gone", task=2, writer="n1")
     told = with_stalls(failed, ("the event loop of n2 has been in 'step'",))
     assert told.reason == "every replica is gone\nthe event loop of n2 has been in 'step'" and told.task == 2

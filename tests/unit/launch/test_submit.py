@@ -1,4 +1,4 @@
-"""What a job meets that is submitted under the name of one that runs."""
+"""Submitting a job under the name of another one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spec() -> JobSpec:
 
 
 async def refused(*puts: Put) -> str:
-    """Why the job may not be submitted while another one runs with these keys."""
+    """Returns why the job is refused while another one runs with these keys."""
     etcd = MemoryCoordinator(MemoryStore())
     await submit(etcd, spec())
     await etcd.txn(Txn(success=puts))
@@ -43,7 +43,6 @@ async def test_running_job_is_not_submitted_again() -> None:
 
 
 async def test_job_without_nodes_says_how_to_go_on() -> None:
-    """`--resume` was refused, which the documentation called the way back."""
     why = await refused(CHECKPOINT)
     assert (
         "(or they are starting): those that you start with `taskgraph launch fit` go on from its checkpoint of epoch 20"
@@ -58,7 +57,7 @@ async def test_job_without_checkpoint_names_none() -> None:
 
 
 def keeping(place: Path) -> JobSpec:
-    """One more run of a job that keeps checkpoints."""
+    """Another run of a job that keeps checkpoints."""
     job = Job(tasks=1, builder=lambda task_id: Task(), epochs=100, name="fit", checkpoint=f"file://{place}")
     return JobSpec.local(job)
 
@@ -69,7 +68,7 @@ async def ended(etcd: MemoryCoordinator) -> None:
 
 
 async def test_resume_of_a_running_job_is_refused(tmp_path: Path) -> None:
-    """It was still running when its checkpoints should have been looked at: so it was begun at epoch 0 beside them."""
+    """Its checkpoints may change."""
     etcd, again = MemoryCoordinator(MemoryStore()), keeping(tmp_path)
     await submit(etcd, keeping(tmp_path))
     with pytest.raises(JobRunning, match="is running already"):
@@ -77,7 +76,7 @@ async def test_resume_of_a_running_job_is_refused(tmp_path: Path) -> None:
 
 
 async def test_one_of_two_resumes_wins(tmp_path: Path) -> None:
-    """The other looked at the checkpoints of the run before: it would go back to them, in the same attempt again."""
+    """The other one looked at the checkpoints of an earlier run."""
     etcd = MemoryCoordinator(MemoryStore())
     one = await plan(etcd, keeping(tmp_path), resume=True)
     other = await plan(etcd, keeping(tmp_path), resume=True)
@@ -93,7 +92,7 @@ async def test_one_of_two_resumes_wins(tmp_path: Path) -> None:
 async def test_missing_checkpoint_is_an_error(
     tmp_path: Path,
 ) -> None:
-    """A place that was not mounted looked like that of a job that kept nothing yet: it was begun anew, unasked."""
+    """The place may not be mounted."""
     etcd = MemoryCoordinator(MemoryStore())
     await submit(etcd, keeping(tmp_path / "disk"))
     await ended(etcd)
@@ -108,7 +107,6 @@ async def test_missing_checkpoint_is_an_error(
 
 
 async def test_submit_deletes_an_earlier_jobs_keys() -> None:
-    """Its nodes that died of its code would count among those that the next one may lose, for instance."""
     etcd, first, next_ = MemoryCoordinator(MemoryStore()), spec(), spec()
     await submit(etcd, first)
     mine = {item.key for item in (await etcd.list(KEYS.root)).items}

@@ -1,4 +1,4 @@
-"""What a launcher says of a job that it could not follow to its end."""
+"""Messages of a launcher that did not follow its job to the end."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Scripted(LocalNodes):
 
 
 class Launched:
-    """A launcher of one such node, in a process that lets nodes `end_s` once nobody needs them."""
+    """A launcher of one scripted node; it gives nodes 0.05 s to end after the job."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Launched:
         self.started.set()
 
     async def ended(self) -> tuple[StatusRecord | None, dict[str, int]]:
-        """What became of the job, None where the launcher was cancelled, and how the node ended."""
+        """Returns the job's status, or None if the launcher was cancelled, and the exit codes of nodes."""
         async with asyncio.timeout(30):
             (found,) = await asyncio.gather(self.work, return_exceptions=True)
         assert self.nodes is not None
@@ -161,7 +161,6 @@ class Launched:
 
 
 async def test_ending_launcher_lets_its_nodes_hand_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They were killed after what nodes get whose job is over."""
     launched = Launched(monkeypatch, tmp_path, _HANDS_OVER, Settings())
     await launched.started.wait()
     launched.leave.set()
@@ -192,7 +191,6 @@ async def test_second_order_kills_nodes(monkeypatch: pytest.MonkeyPatch, tmp_pat
 async def test_drained_nodes_are_no_failure(
     script: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It told the ends of their logs, as of nodes that had failed."""
     launched = Launched(monkeypatch, tmp_path, f"""touch "$0"; {script}""", Settings())
     status, _ = await launched.ended()
     assert status is not None and status.state == State.RUNNING
@@ -203,7 +201,6 @@ async def test_drained_nodes_are_no_failure(
 async def test_deaths_are_reported_after_the_job_finished(
     script: str, told: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where it finished elsewhere within a second of that, their launcher ended well, and nobody read their logs."""
     gone = asyncio.Event()
 
     async def ended() -> StatusRecord:
@@ -231,7 +228,6 @@ async def test_deaths_are_reported_after_the_job_finished(
 
 
 async def test_lost_results_are_computed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It took a job whose nodes were gone for one whose results somebody else had collected, before its own were up."""
     etcd = MemoryCoordinator(MemoryStore())
     keys = Keys("fit")
     await submit(etcd, SPEC)
@@ -256,7 +252,6 @@ async def test_lost_results_are_computed_again(monkeypatch: pytest.MonkeyPatch, 
 async def test_nodes_leave_before_their_runs_etcd_ends(
     etcd_ends: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """While their processes ended it was found gone, and told that it was watched again."""
     etcd = MemoryCoordinator(MemoryStore())
     await submit(etcd, SPEC)
     await etcd.txn(Txn(success=(Put(Keys("fit").status, StatusRecord(state=State.CANCELLED).to_bytes()),)))
@@ -274,7 +269,6 @@ async def test_nodes_leave_before_their_runs_etcd_ends(
 
 @pytest.mark.parametrize("kept", [True, False])
 async def test_run_says_who_collected_its_results(kept: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It said that every node had ended, with the results, of a job whose values were in etcd."""
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
     etcd, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
@@ -306,7 +300,7 @@ async def test_run_says_who_collected_its_results(kept: bool, monkeypatch: pytes
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_next_runs_events_are_not_kept(again: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its launcher waits for its nodes to end, and the job may be submitted again meanwhile, and run."""
+    """The job may be submitted again while a launcher waits for its nodes to end."""
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     etcd, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
     await submit(etcd, SPEC)
@@ -335,7 +329,7 @@ async def _never() -> str:
 
 
 async def own_nodes_ended(etcd: MemoryCoordinator, spec: JobSpec) -> tuple[Collector, asyncio.Future[None]]:
-    """Who follows the job, and what fails it as soon as no node of another launcher is left."""
+    """A follower, and the task that fails the job once no node is left."""
     follower = Collector(etcd, spec, b"")
     await follower.start()
     job = Supervisor(spec, ENTRY, etcd, follower, Hooks())
@@ -344,7 +338,7 @@ async def own_nodes_ended(etcd: MemoryCoordinator, spec: JobSpec) -> tuple[Colle
 
 @pytest.mark.parametrize("becomes", ["back", "gone", "nothing"])
 async def test_absent_node_of_another_launcher_may_return(becomes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a pause of its host, or of etcd, had cost it its lease, a run whose own nodes had ended failed the job."""
+    """A pause of its host or of etcd may have cost its lease."""
     monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
     lost_after_s = 2.0 if becomes == "nothing" else 1000.0
     spec = dataclasses.replace(SPEC, settings={**SPEC.settings, "lost_after_s": lost_after_s})
@@ -376,7 +370,6 @@ async def test_absent_node_of_another_launcher_may_return(becomes: str, monkeypa
 
 
 def test_failure_shows_the_last_logs() -> None:
-    """Of nodes that are replaced the first ones ended long ago, and the job went on."""
     codes = {f"n{number}": 1 for number in range(1, 13)}
     nodes: Any = SimpleNamespace(codes=lambda: codes, deaths=dict, log_tail=lambda name: f"{name} says why")
     shown = supervise._log_tails(nodes)
@@ -388,7 +381,6 @@ def test_failure_shows_the_last_logs() -> None:
 async def test_finished_job_waits_for_teardown(
     code_s: float, ends: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A teardown() of more than ten seconds was cut off without a word, although it had cancel_s to return."""
     monkeypatch.setattr(Scripted, "script", """trap '' TERM; touch "$0"; sleep 0.6; exit 0""")
     monkeypatch.setattr("taskgraph.launch.local._RETRY_S", 0.02)
     teardown = lastwords.LastCalls((RanCode("teardown", 3, 9),), True)
@@ -409,7 +401,6 @@ async def test_finished_job_waits_for_teardown(
 async def test_death_in_teardown_is_reported(
     script: str, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing was said: the job had finished, and what its teardown() was to write was not there."""
     monkeypatch.setattr(Scripted, "script", f"""touch "$0"; {script}""")
     teardown = lastwords.LastCalls((RanCode("teardown", 3, 9),), False)
     monkeypatch.setattr(lastwords, "read", lambda folder: teardown)
@@ -428,7 +419,6 @@ async def test_death_in_teardown_is_reported(
     [(False, "no epoch can commit"), (True, "the results, of a job that had finished, cannot be collected")],
 )
 async def test_end_of_etcd_says_what_is_lost(finished: bool, says: str) -> None:
-    """Of a job whose results were being collected it was said that no epoch could commit any more."""
 
     async def ended() -> str:
         return "was killed by SIGKILL"

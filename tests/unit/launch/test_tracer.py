@@ -31,7 +31,7 @@ from taskgraph.protocol.records import EpochRecord, NodeRecord, State, StatusRec
 
 
 class Job:
-    """A job at epoch 7 whose nodes do nothing but keep the spans that the test gives them."""
+    """A job at epoch 7 whose nodes only keep the spans that the test gives them."""
 
     def __init__(self, services: dict[str, Service]) -> None:
         self.services = services
@@ -60,7 +60,7 @@ class Job:
         await self.write(*(Put(self.keeper.view.keys.node(name), r.to_bytes()) for name, r in records.items()))
 
     async def end(self, state: State, name: str) -> None:
-        """The job ends, which the node knows before our view does."""
+        """Ends the job; the node knows that before our view does."""
         self.watching.cancel()
         record = StatusRecord(state=state).to_bytes()
         await self.coordinator.txn(Txn(success=(Put(self.keeper.view.keys.status, record),)))
@@ -71,7 +71,7 @@ class Job:
 
     @contextlib.asynccontextmanager
     async def traced(self, tracer: Tracer) -> AsyncIterator[None]:
-        """The epochs are chosen at the beginning of the block; after the block, the trace is over."""
+        """Traces: the epochs are chosen when the block begins, and the trace is over after it."""
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
             running = group.create_task(tracer.run())
             while not self.said and not running.done():  # noqa: ASYNC110 (no event tells)
@@ -79,7 +79,7 @@ class Job:
             yield
 
     def keep(self, name: str, what: str) -> None:
-        """A span of that node."""
+        """Adds a span to a node."""
         node, now = self.services[name].node, clock()
         node.tracing.keep("put", what, "", now, now, 3, Stamp(1, node.epoch), 1, 0)
 

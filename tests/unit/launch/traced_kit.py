@@ -1,4 +1,4 @@
-"""Nodes that can be traced over real sockets, and are nothing else."""
+"""Nodes that can be traced over real sockets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT_S = 20.0
 
 
 class TracedNode:
-    """What tracing asks a node for."""
+    """A node for tracing only."""
 
     def __init__(self) -> None:
         self.tracing = Tracing(room=5_000)

@@ -1,4 +1,4 @@
-"""What a launcher tells etcd of nodes whose processes ended, and what it says where etcd does not take it."""
+"""A launcher writes the deaths of its nodes to etcd, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECORD = GoneRecord(reason="killed by SIGKILL", writer="launcher 1")
 
 
 class Refusing(MemoryCoordinator):
-    """Refuses what is to be written, for these reasons."""
+    """An etcd that refuses writes."""
 
     def __init__(self, *reasons: str) -> None:
         super().__init__(MemoryStore())
@@ -43,7 +43,7 @@ class Refusing(MemoryCoordinator):
 
 
 async def with_node(coordinator: Refusing) -> LocalNodes:
-    """A job with a node that has a lease."""
+    """Makes a job with a node that has a lease."""
     reasons, coordinator.reasons = coordinator.reasons, []
     spec = JobSpec.local(tg.Job(tasks=1, epochs=1, builder=lambda task: tg.Task(), name="dead"))
     await submit(coordinator, spec)
@@ -61,7 +61,6 @@ async def left(coordinator: Refusing) -> list[str]:
 async def test_refusal_of_etcd_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was told four times a second, for half a minute."""
     monkeypatch.setattr("taskgraph.launch.local._RETRY_S", 0.0)
     coordinator = Refusing(*["permission denied", "no space"] * 5)
     nodes = await with_node(coordinator)
@@ -78,7 +77,6 @@ async def test_refusal_of_etcd_is_logged_once(
 async def test_unregistered_node_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """They said it to their logs alone, where etcd had no space: `run` showed nothing, for ever."""
     monkeypatch.setattr("taskgraph.launch.local._REGISTERS_S", 0.001)
     monkeypatch.setattr("taskgraph.launch.local._KEY_LOOK_S", 0.001)
     coordinator, why = Refusing(), "waiting for etcd: database space exceeded; it takes no writes before ..."
@@ -110,7 +108,6 @@ async def test_unregistered_node_is_reported_once(
 
 
 async def test_death_is_not_written_for_a_lost_job() -> None:
-    """`gone/{node}` was all that there was of it, for ever."""
     coordinator = Refusing()
     nodes = await with_node(coordinator)
     for key in await left(coordinator):
@@ -122,7 +119,6 @@ async def test_death_is_not_written_for_a_lost_job() -> None:
 
 
 async def test_death_is_not_written_for_the_next_run() -> None:
-    """It failed for code of that run: three of whose nodes had died of it, before their launcher reached etcd again."""
     coordinator = Refusing()
     nodes = await with_node(coordinator)
     spec = await coordinator.get(KEYS.spec)
@@ -142,7 +138,6 @@ async def test_death_is_not_written_for_the_next_run() -> None:
 
 
 async def test_last_logs_of_ended_nodes_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each node that ever was left one, for as long as some launcher lived."""
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("taskgraph.launch.runtime._LOGS_KEPT", 3, raising=False)
     coordinator = Refusing()

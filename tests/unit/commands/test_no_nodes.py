@@ -1,4 +1,4 @@
-"""What `status` says of a job without nodes: whether somebody of this host is starting them."""
+"""`status` of a job without nodes says whether this host starts some."""
 
 from __future__ import annotations
 
