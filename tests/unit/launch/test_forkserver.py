@@ -286,59 +286,38 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("which", [1, 2])
-def test_process_limit_is_reported(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
-    """The first or the second fork fails."""
-    fork, calls, tester, forked = os.fork, [0], os.getpid(), []
-
-    def refused() -> int:
-        calls[0] += 1
-        if calls[0] == which:
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        forked.append(fork())
-        return forked[-1]
-
-    monkeypatch.setattr(os, "fork", refused)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        forkserver._fork(theirs, os.getppid(), config("127.0.0.1:1"), 1, lambda _: os._exit(0))
-        answer = json.loads(ours.recv(4096))
-    assert os.getpid() == tester
-    assert list(answer) == ["error"]
-    assert answer["error"].startswith(
-        f"no process can be started ({os.strerror(errno.EAGAIN)}): a limit of this process"
-    )
-    assert "`ulimit -u`" in answer["error"] and "of its container (processes" in answer["error"]
-    assert len(forked) == which - 1
-    for pid in forked:
-        with pytest.raises(ChildProcessError):  # it has ended, and was waited for
-            os.waitpid(pid, os.WNOHANG)
-
-
-@pytest.mark.parametrize("which", [1, 2])
-def test_fork_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
-    """The first or the second forked process hangs."""
+@pytest.mark.parametrize("how", ["refused", "hangs"])
+def test_failed_fork_is_reported(how: str, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child that is to fork the node cannot be forked, or cannot fork; or one of the two hangs."""
     fork, calls, tester, forked = os.fork, [0], os.getpid(), []
     until_closed, close = os.pipe()
 
-    def held() -> int:
+    def failing() -> int:
         calls[0] += 1
+        if how == "refused" and calls[0] == which:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         forked.append(fork())
-        if not forked[-1] and calls[0] == which:
+        if how == "hangs" and not forked[-1] and calls[0] == which:
             os.close(close)
             os.read(until_closed, 1)
             os._exit(0)
         return forked[-1]
 
-    monkeypatch.setattr(os, "fork", held)
+    monkeypatch.setattr(os, "fork", failing)
     monkeypatch.setattr(forkserver, "_FORK_S", 0.2)
     ours, theirs = socket.socketpair()
     with ours, theirs, open(until_closed), open(close, "w"):
         forkserver._fork(theirs, os.getppid(), config("127.0.0.1:1"), 1, lambda _: os._exit(0))
-        answer = json.loads(ours.recv(4096))
+        (answer,) = json.loads(ours.recv(4096)).values()
     assert os.getpid() == tester
-    assert answer == {"error": f"{forkserver._HELD} for 0.2 s"}
-    with pytest.raises(ChildProcessError):  # it was ended, and waited for
-        os.waitpid(forked[0], os.WNOHANG)
+    if how == "hangs":
+        assert answer == f"{forkserver._HELD} for 0.2 s"
+    else:
+        assert answer.startswith(f"no process can be started ({os.strerror(errno.EAGAIN)}): a limit of this process")
+        assert "`ulimit -u`" in answer and "of its container (processes" in answer
+    for pid in forked:
+        with pytest.raises(ChildProcessError):  # it has ended, and was waited for
+            os.waitpid(pid, os.WNOHANG)
 
 
 async def test_ended_forkserver_starts_no_node(tmp_path: Path) -> None:

@@ -222,27 +222,29 @@ def test_locale_without_the_names_letters_is_an_error() -> None:
     assert "ascii, has no such letters for the names of files: set LC_ALL=C.UTF-8" in done.stderr
 
 
-def test_directory_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    root = tmp_path / "taskgraph"
-    root.mkdir()
-    root.chmod(0o755)
-    with pytest.raises(TaskGraphError, match="only you can read"):
-        Runtime(root).put(entry())
-
-
-def test_directory_of_another_user_is_not_read(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("readable", "only you can read"),
+        ("a link", "must be a directory"),
+        ("another user's", r"is another user's \(id \d+\): set TASKGRAPH_RUNTIME_DIR"),
+    ],
+)
+def test_directory_that_is_not_private_is_refused(
+    kind: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another user may make it first in /tmp."""
-    runtime.put(entry())
-    monkeypatch.setattr("os.getuid", lambda: runtime.root.stat().st_uid + 1)
-    with pytest.raises(TaskGraphError, match=r"is another user's \(id \d+\): set TASKGRAPH_RUNTIME_DIR"):
-        Runtime(runtime.root)
-
-
-def test_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    (tmp_path / "taskgraph").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(TaskGraphError, match="must be a directory"):
-        Runtime(tmp_path / "taskgraph").put(entry())
+    root = tmp_path / "taskgraph"
+    root.mkdir(mode=0o700)
+    if kind == "readable":
+        root.chmod(0o755)
+    elif kind == "a link":
+        root.rename(tmp_path / "elsewhere")
+        root.symlink_to(tmp_path / "elsewhere")
+    else:
+        monkeypatch.setattr("os.getuid", lambda: root.stat().st_uid + 1)
+    with pytest.raises(TaskGraphError, match=says):
+        Runtime(root).put(entry())
 
 
 def test_environment_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,9 +324,7 @@ def test_sockets_of_killed_launchers_alone_are_removed(tmp_path: Path) -> None:
             other.remove()
 
 
-def test_sockets_stay_without_file_locks(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sockets_stay_without_file_locks(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(file: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
 

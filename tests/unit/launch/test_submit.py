@@ -24,36 +24,30 @@ def spec() -> JobSpec:
     return JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name="fit"))
 
 
-async def refused(*puts: Put) -> str:
-    """Returns why the job is refused while another one runs with these keys."""
+CHECKPOINT = Put(KEYS.checkpoint, CheckpointRecord(epoch=20, attempt=1, name="s1").to_bytes())
+NODE = Put(KEYS.node("n1-1"), b"{}")
+
+
+@pytest.mark.parametrize(
+    ("puts", "says", "not_said"),
+    [
+        ((CHECKPOINT, NODE), "follow it with `taskgraph status fit --watch`", "no nodes"),
+        ((), "(or they are starting): start some with `taskgraph launch fit`", "checkpoint"),
+        (
+            (CHECKPOINT,),
+            "those that you start with `taskgraph launch fit` go on from its checkpoint of epoch 20; "
+            "or end it with `taskgraph shutdown fit`, and resume it then",
+            "--watch",
+        ),
+    ],
+)
+async def test_running_job_says_how_to_go_on(puts: tuple[Put, ...], says: str, not_said: str) -> None:
     etcd = MemoryCoordinator(MemoryStore())
     await submit(etcd, spec())
     await etcd.txn(Txn(success=puts))
-    with pytest.raises(JobRunning) as error:
+    with pytest.raises(JobRunning, match="is running already") as refused:
         await submit(etcd, spec())
-    return str(error.value)
-
-
-CHECKPOINT = Put(KEYS.checkpoint, CheckpointRecord(epoch=20, attempt=1, name="s1").to_bytes())
-
-
-async def test_running_job_is_not_submitted_again() -> None:
-    why = await refused(CHECKPOINT, Put(KEYS.node("n1-1"), b"{}"))
-    assert "is running already: follow it with `taskgraph status fit --watch`" in why and "no nodes" not in why
-
-
-async def test_job_without_nodes_says_how_to_go_on() -> None:
-    why = await refused(CHECKPOINT)
-    assert (
-        "(or they are starting): those that you start with `taskgraph launch fit` go on from its checkpoint of epoch 20"
-        in why
-    )
-    assert "or end it with `taskgraph shutdown fit`, and resume it then" in why
-
-
-async def test_job_without_checkpoint_names_none() -> None:
-    why = await refused()
-    assert "(or they are starting): start some with `taskgraph launch fit`" in why and "checkpoint" not in why
+    assert says in str(refused.value) and not_said not in str(refused.value)
 
 
 def keeping(place: Path) -> JobSpec:
