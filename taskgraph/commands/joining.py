@@ -43,7 +43,7 @@ from taskgraph.launch.follow import Follower, if_etcd_answers
 from taskgraph.launch.kept import collected_record, job_failed, lost_text
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.shown import Shown
+from taskgraph.launch.shown import JobProgress
 from taskgraph.launch.supervise import launch_nodes
 from taskgraph.node.config import NodeConfig
 from taskgraph.observe.screen import say
@@ -123,7 +123,7 @@ async def _launch(options: argparse.Namespace) -> int:
         runtime = Runtime()
         runtime.join(entry)
         never_wait()
-        shown = Shown(reached.name, reached.spec.tasks, reached.spec.epochs, reached.spec.backups)
+        shown = JobProgress(reached.name, reached.spec.tasks, reached.spec.epochs, reached.spec.backups)
         shown.follow(follower.view)
         await follower.start(shown.event)
 

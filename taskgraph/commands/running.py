@@ -36,7 +36,7 @@ from taskgraph.launch.logs import passing_on, printed
 from taskgraph.launch.resuming import begin, plan
 from taskgraph.launch.run import arun
 from taskgraph.launch.runtime import Runtime
-from taskgraph.launch.shown import Shown
+from taskgraph.launch.shown import JobProgress
 from taskgraph.launch.supervise import Hooks
 from taskgraph.network.listening import Listening
 from taskgraph.observe.events import Event
@@ -83,7 +83,7 @@ class _Run:
     def __init__(self, options: argparse.Namespace, job: Job) -> None:
         self._options = options
         self._job = job
-        self._shown = Shown(job.name, job.tasks, job.epochs, job.backups)
+        self._shown = JobProgress(job.name, job.tasks, job.epochs, job.backups)
         self._follower: Collector | None = None  # None without node processes, as are the nodes
         self._nodes: LocalNodes | None = None
         self._logs = Path()  # the folder with the logs of the nodes
@@ -177,8 +177,8 @@ class _Run:
             left = f"; job {name!r} had finished, and its values were not collected; nothing is left behind"
         else:
             left = "" if notes and self._options.nodes else f"; job {name!r} was ended, nothing is left behind"
-        way_on = self._follower.way_on("; ") if self._follower is not None else ""
-        return left + way_on + "".join(f"; {note}" for note in notes)
+        resume_hint = self._follower.resume_hint("; ") if self._follower is not None else ""
+        return left + resume_hint + "".join(f"; {note}" for note in notes)
 
     def _new_line(self) -> None:
         if self._options.json and self._options.nodes == 0:

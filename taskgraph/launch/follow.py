@@ -17,7 +17,7 @@ from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, OutcomeUnknown, TaskGraphError
-from taskgraph.launch.kept import KeptJob, collected_record, way_on
+from taskgraph.launch.kept import KeptJob, collected_record, resume_hint
 from taskgraph.launch.runtime import Runtime
 from taskgraph.network.tls import Tls
 from taskgraph.observe.control_client import ControlClient, control_address
@@ -29,7 +29,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put
 from taskgraph.protocol.records import NodeRecord, State, StatusRecord
 from taskgraph.protocol.view import JobView
-from taskgraph.system.alongside import alongside, any_done, ended
+from taskgraph.system.alongside import alongside, any_done, cancel_and_wait
 from taskgraph.transport.endpoints import host_key
 
 __all__ = ["DELETED", "Follower", "client_of", "find_kept", "if_etcd_answers", "kept_events", "node_statuses"]
@@ -120,10 +120,10 @@ class Follower:
     def view(self) -> JobView:
         return self.keeper.view
 
-    def way_on(self, before: str = "") -> str:
+    def resume_hint(self, before: str = "") -> str:
         """Returns how to go on from the job's checkpoint, after `before`; "" without one."""
         pointer = self.view.checkpoint
-        return before + way_on(pointer.record) if pointer is not None else ""
+        return before + resume_hint(pointer.record) if pointer is not None else ""
 
     @property
     def _is_ours(self) -> bool:
@@ -183,7 +183,7 @@ class Follower:
             await service
 
     async def stop(self) -> None:
-        await ended(*self._services)
+        await cancel_and_wait(*self._services)
         self._services.clear()  # their frames refer to this object
 
     async def _follow_kept(self) -> None:

@@ -24,7 +24,7 @@ from taskgraph.launch.begin import command
 from taskgraph.node.config import NodeConfig
 from taskgraph.system.environment import node_env
 from taskgraph.system.files import remove_file
-from taskgraph.system.processes import Adopted, Child, adopting, can_adopt, end_session, signal_child
+from taskgraph.system.processes import AdoptedChild, Child, adopting, can_adopt, end_session, signal_child
 
 __all__ = ["ForkServer", "NodeProcess", "NotStarted"]
 
@@ -152,7 +152,7 @@ class ForkServer:
             try:
                 answer = await asyncio.shield(answering)
                 if isinstance(pid := answer.get("pid"), int):
-                    return Adopted(pid)
+                    return AdoptedChild(pid)
                 raise NotStarted(f"node {config.name} cannot be started: {answer['error']}")
             except (Exception, asyncio.CancelledError):
                 ending = asyncio.ensure_future(_none_left(process, answering))

@@ -19,7 +19,7 @@ from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, error_text
 from taskgraph.jobs import Job
 from taskgraph.launch.collect import assemble, complete
-from taskgraph.launch.kept import job_failed, way_on
+from taskgraph.launch.kept import job_failed, resume_hint
 from taskgraph.launch.resuming import Resume, begin, plan
 from taskgraph.node.garbage import searching_garbage_less_often
 from taskgraph.node.node import Node, Point
@@ -285,7 +285,7 @@ async def arun_inprocess(
     except (JobFailed, asyncio.CancelledError) as error:
         # An error that names the checkpoint says that it cannot be used.
         if (left := cluster.checkpoint()) is not None and left.name not in str(error):
-            error.add_note(way_on(left))
+            error.add_note(resume_hint(left))
         raise
     finally:
         await cluster.stop()

@@ -11,7 +11,7 @@ from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import CheckpointRecord, Record, State, StatusRecord
 from taskgraph.protocol.view import Versioned
 
-__all__ = ["KeptJob", "collected_record", "job_failed", "lost_text", "status_of", "way_on"]
+__all__ = ["KeptJob", "collected_record", "job_failed", "lost_text", "resume_hint", "status_of"]
 
 
 class KeptJob(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -98,7 +98,7 @@ def status_of(error: JobFailed) -> StatusRecord:
     )
 
 
-def way_on(checkpoint: CheckpointRecord) -> str:
+def resume_hint(checkpoint: CheckpointRecord) -> str:
     """Returns how a job that did not finish goes on from its checkpoint."""
     return (
         f"its checkpoint of epoch {checkpoint.epoch} is complete: go on from there with --resume (--resume-changed if "
@@ -111,4 +111,4 @@ def lost_text(name: str, checkpoint: Versioned[CheckpointRecord] | None) -> str:
     why = "its last node left before anyone collected them"
     if checkpoint is None:
         return why
-    return f"{why}; {way_on(checkpoint.record)}, or with new nodes for this run (`taskgraph launch {name}`)"
+    return f"{why}; {resume_hint(checkpoint.record)}, or with new nodes for this run (`taskgraph launch {name}`)"

@@ -39,7 +39,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Get, Put, Txn
 from taskgraph.protocol.records import OUT_OF_MEMORY, GoneRecord, NodeRecord, RanCode, State, StatusRecord
 from taskgraph.system import host
-from taskgraph.system.alongside import ended
+from taskgraph.system.alongside import cancel_and_wait
 from taskgraph.system.files import LockedFolder
 from taskgraph.system.processes import Child, end_group, reap_session, signal_child, signal_name
 
@@ -296,7 +296,7 @@ class LocalNodes:
             end_group(entry.process.pid)  # what user code started there, such as workers of a pool
         finally:
             os.close(entry.pipe)
-            await ended(*watching)
+            await cancel_and_wait(*watching)
             for each in watching:
                 if not each.cancelled() and (error := each.exception()) is not None:
                     log.error("watching node %s failed", entry.name, exc_info=error)
@@ -444,7 +444,7 @@ class LocalNodes:
     async def leave(self, within_s: float) -> None:
         """Lets every node hand over and leave; after `within_s` it gets SIGKILL."""
         self._stopping = True
-        await ended(*self._replacing)
+        await cancel_and_wait(*self._replacing)
         self._ask_to_leave()
         await self.wait(within_s)
         self.kill_now()
@@ -457,7 +457,7 @@ class LocalNodes:
         """
         self._stopping = True
         try:
-            await ended(*self._replacing)
+            await cancel_and_wait(*self._replacing)
             if grace_s > 0:
                 self._ask_to_leave()
                 await self.wait(grace_s)
@@ -472,7 +472,7 @@ class LocalNodes:
                 await asyncio.gather(*self._watches, return_exceptions=True)
                 if self._writing_ends:
                     await asyncio.wait(self._writing_ends, timeout=_LAST_WRITE_S if tell else 0.0)
-                await ended(*self._writing_ends)
+                await cancel_and_wait(*self._writing_ends)
             finally:  # also if this is cancelled again
                 for writing in self._writing_ends:
                     writing.cancel()

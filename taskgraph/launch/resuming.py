@@ -23,7 +23,7 @@ from taskgraph.checkpoint.store import Found, Store
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError, JobTimeout
-from taskgraph.launch.submit import Beginning, check_not_running, submit
+from taskgraph.launch.submit import StartPoint, check_not_running, submit
 from taskgraph.node.usercode.threads import PooledThreads
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
@@ -48,7 +48,7 @@ async def plan(
     resume: Resume = False,
     fresh: bool = False,
     timeout_s: float | None = None,
-) -> tuple[JobSpec, Beginning]:
+) -> tuple[JobSpec, StartPoint]:
     """Decides where the job begins. The returned spec has the series of its checkpoints.
 
     Args:
@@ -63,34 +63,34 @@ async def plan(
         JobTimeout: the place takes longer than that.
     """
     _check_asked(spec, resume, fresh)
-    beginning = Beginning(EpochRecord(epoch=0, attempt=1, writer=spec.run))
+    start_point = StartPoint(EpochRecord(epoch=0, attempt=1, writer=spec.run))
     if spec.checkpoint is None:
-        return spec, beginning
+        return spec, start_point
     keys = Keys(spec.name)
     before = await coordinator.get(keys.spec)
     await check_not_running(coordinator, keys)  # its checkpoints change while it runs
-    beginning = dataclasses.replace(beginning, after=before.mod_revision if before is not None else 0)
+    start_point = dataclasses.replace(start_point, after=before.mod_revision if before is not None else 0)
     changed = resume == "changed"
     origin = Origin(
         job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks, any_driver=changed, epochs=spec.epochs
     )
     store = Store(spec.checkpoint, origin)
     pointer, attempt = await _known(coordinator, spec, before)
-    looked = await _outside(store, partial(_look, store, pointer, bool(resume)), spec.name, timeout_s)
-    if pointer is not None and not looked.names and not fresh:
+    checkpoints = await _outside(store, partial(_look, store, pointer, bool(resume)), spec.name, timeout_s)
+    if pointer is not None and not checkpoints.names and not fresh:
         raise CheckpointError(
             f"job {spec.name!r} left the checkpoint {pointer} in {store}, as etcd says, and there is none now: is that "
             f"place mounted here? To start from the beginning all the same: --fresh, fresh=True"
         )
-    if looked.names and not resume and not fresh:
-        raise JobError(_which_text(spec, store, looked))
-    spec = dataclasses.replace(spec, checkpoint_series=looked.series + 1, checkpoint_changed=changed)
-    if resume and looked.current:
-        return _go_on(spec, beginning, store, looked, attempt)
-    newest = looked.names[0] if looked.names else None
+    if checkpoints.names and not resume and not fresh:
+        raise JobError(_which_text(spec, store, checkpoints))
+    spec = dataclasses.replace(spec, checkpoint_series=checkpoints.series + 1, checkpoint_changed=changed)
+    if resume and checkpoints.current:
+        return _go_on(spec, start_point, store, checkpoints, attempt)
+    newest = checkpoints.names[0] if checkpoints.names else None
     if resume:
         _warn_of_beginning(store, newest)
-    return spec, dataclasses.replace(beginning, over=newest)
+    return spec, dataclasses.replace(start_point, over=newest)
 
 
 def _check_asked(spec: JobSpec, resume: Resume, fresh: bool) -> None:
@@ -108,14 +108,14 @@ def _check_asked(spec: JobSpec, resume: Resume, fresh: bool) -> None:
         )
 
 
-def _which_text(spec: JobSpec, store: Store, looked: _Looked) -> str:
+def _which_text(spec: JobSpec, store: Store, checkpoints: _Checkpoints) -> str:
     """Makes the error that asks: go on from the checkpoints, or start at epoch 0?"""
     ways = "continue from there (--resume, resume=True), or start from the beginning (--fresh, fresh=True"
-    if not looked.current:
+    if not checkpoints.current:
         ways = "they are of an earlier run than the last; start from the beginning (--resume or --fresh"
     return (
-        f"job {spec.name!r} has checkpoints in {store}, the newest of epoch {looked.names[0].epoch}: {ways}; they are "
-        f"removed once there are newer ones)"
+        f"job {spec.name!r} has checkpoints in {store}, the newest of epoch {checkpoints.names[0].epoch}: {ways}; they "
+        f"are removed once there are newer ones)"
     )
 
 
@@ -135,12 +135,12 @@ def _warn_of_beginning(store: Store, newest: Name | None) -> None:
 
 
 def _go_on(
-    spec: JobSpec, beginning: Beginning, store: Store, looked: _Looked, attempt: int
-) -> tuple[JobSpec, Beginning]:
+    spec: JobSpec, start_point: StartPoint, store: Store, checkpoints: _Checkpoints, attempt: int
+) -> tuple[JobSpec, StartPoint]:
     """Begins at the newest usable checkpoint; `attempt`: the last one that etcd knows."""
-    found = looked.usable
+    found = checkpoints.usable
     if found.manifest is None:
-        raise CheckpointError(_unusable_text(store, looked))
+        raise CheckpointError(_unusable_text(store, checkpoints))
     for refused in found.refused:
         log.warning("%s", refused)
     name = found.manifest.parsed
@@ -151,19 +151,19 @@ def _go_on(
             found.manifest.fingerprint,
             spec.fingerprint,
         )
-    lineage = max(looked.attempt, attempt, name.attempt) + 1
+    lineage = max(checkpoints.attempt, attempt, name.attempt) + 1
     record = CheckpointRecord(
         epoch=name.epoch, attempt=name.attempt, name=str(name), before=found.manifest.before, writer=spec.run
     )
     epoch = EpochRecord(epoch=name.epoch, attempt=lineage, lineage=lineage, base=name.epoch, writer=spec.run)
     log.info("the job goes on from the checkpoint of epoch %d: %s/%s", name.epoch, store, name)
     spec = dataclasses.replace(spec, checkpoint_series=name.series)  # no new one is begun
-    return spec, Beginning(epoch, record, found.refused, beginning.after)
+    return spec, StartPoint(epoch, record, found.refused, start_point.after)
 
 
-def _unusable_text(store: Store, looked: _Looked) -> str:
+def _unusable_text(store: Store, checkpoints: _Checkpoints) -> str:
     """Says why no checkpoint can be used, and what to do."""
-    found = looked.usable
+    found = checkpoints.usable
     back = ""
     if found.refused_as(ChangedJob):
         back = "go back to the driver and the number of tasks they were written with, or "
@@ -172,22 +172,22 @@ def _unusable_text(store: Store, looked: _Looked) -> str:
     if found.refused_as(OtherFormat):
         back = f"go on with the taskgraph that wrote them, on all hosts, {back or 'or '}"
     shared = "Do all hosts see the same place? " if found.refused_as(MissingFile) else ""
-    one = len(looked.current) == 1
-    which = "the one checkpoint" if one else f"none of the {len(looked.current)} checkpoints"
+    one = len(checkpoints.current) == 1
+    which = "the one checkpoint" if one else f"none of the {len(checkpoints.current)} checkpoints"
     return (
         f"{which} in {store} {'cannot' if one else 'can'} be used: {'; '.join(found.refused)}. {shared}To run the "
         f"job, {back}start from the beginning (--fresh, fresh=True; they are removed once there are newer ones)"
     )
 
 
-async def begin(coordinator: Coordinator, spec: JobSpec, beginning: Beginning) -> None:
+async def begin(coordinator: Coordinator, spec: JobSpec, start_point: StartPoint) -> None:
     """Submits the job as `plan` says; raises what `submit` does.
 
     Then it notes in the place that the run was begun over earlier ones: it may be killed before it writes anything
     there, and one that was refused did not begin. If that fails, the job runs all the same.
     """
-    await submit(coordinator, spec, beginning)
-    if beginning.over is None:
+    await submit(coordinator, spec, start_point)
+    if start_point.over is None:
         return
     assert spec.checkpoint is not None
     store = Store(spec.checkpoint, Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks))
@@ -201,7 +201,7 @@ async def begin(coordinator: Coordinator, spec: JobSpec, beginning: Beginning) -
             "--resume goes on from that of epoch %d, of an earlier run",
             store,
             str(error) or f"it takes longer than {_SLOW_S:g} s",
-            beginning.over.epoch,
+            start_point.over.epoch,
         )
     finally:
         threads.close()
@@ -223,7 +223,7 @@ async def _known(coordinator: Coordinator, spec: JobSpec, before: KeyValue | Non
     return None, 0
 
 
-async def _outside(store: Store, look: Callable[[], _Looked], job: str, timeout_s: float | None) -> _Looked:
+async def _outside(store: Store, look: Callable[[], _Checkpoints], job: str, timeout_s: float | None) -> _Checkpoints:
     """Looks at a directory in a thread that can be left behind if the directory hangs. Reports a slow one."""
     threads = PooledThreads("checkpoints", limit=1)
     looking = threads.run(look)
@@ -243,7 +243,7 @@ async def _outside(store: Store, look: Callable[[], _Looked], job: str, timeout_
 
 
 @dataclass(frozen=True, slots=True)
-class _Looked:
+class _Checkpoints:
     """The checkpoints in a directory.
 
     Attributes:
@@ -263,7 +263,7 @@ class _Looked:
         return [name for name in self.names if name.series == self.series]
 
 
-def _look(store: Store, pointer: str | None, resume: bool) -> _Looked:
+def _look(store: Store, pointer: str | None, resume: bool) -> _Checkpoints:
     """Lists the checkpoints; for a resumed job it also finds the usable one."""
     try:
         if pointer is not None:
@@ -277,4 +277,4 @@ def _look(store: Store, pointer: str | None, resume: bool) -> _Looked:
         raise CheckpointError(f"{store} cannot be read: {error}") from error
     if found is None:
         found = Found()
-    return _Looked(names, series, attempt, found)
+    return _Checkpoints(names, series, attempt, found)

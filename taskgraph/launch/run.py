@@ -41,7 +41,7 @@ from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.resuming import Resume, begin, plan
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.shown import Shown
+from taskgraph.launch.shown import JobProgress
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.network import rpc
 from taskgraph.results import JobResult
@@ -186,7 +186,7 @@ async def arun(
     async with AsyncExitStack() as stack:
         shown = None
         if progress:
-            shown = await stack.enter_async_context(Shown(job.name, job.tasks, job.epochs, job.backups))
+            shown = await stack.enter_async_context(JobProgress(job.name, job.tasks, job.epochs, job.backups))
             hooks = Hooks(shown.event, lambda follower, nodes: shown.follow(follower.view))
         hooks = hooks or Hooks()
         if nodes == 0:

@@ -9,14 +9,14 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails
 from taskgraph.observe.progress import Progress
 from taskgraph.results import EpochReport
-from taskgraph.system.alongside import ended
+from taskgraph.system.alongside import cancel_and_wait
 
-__all__ = ["Shown"]
+__all__ = ["JobProgress"]
 
 _TICK_S = 0.25
 
 
-class Shown(Progress):
+class JobProgress(Progress):
     """Shows the progress of a job, and what its tasks print, while its async context lasts, or until `end`."""
 
     _log_tails: LogTails | None = None
@@ -25,12 +25,12 @@ class Shown(Progress):
         """Shows the nodes' logs, also lines to come."""
         self._log_tails = LogTails(nodes.logs, nodes.codes, self.line)
 
-    async def __aenter__(self) -> Shown:
+    async def __aenter__(self) -> JobProgress:
         self._ticking = asyncio.ensure_future(self._tick())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await ended(self._ticking)
+        await cancel_and_wait(self._ticking)
         self.end()
 
     async def _tick(self) -> None:

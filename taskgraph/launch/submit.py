@@ -15,7 +15,7 @@ from taskgraph.protocol.kv import Compare, Delete, Op, Put, Txn
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord, State, StatusRecord
 from taskgraph.protocol.view import readable
 
-__all__ = ["UNKNOWN_PAUSE_S", "UNKNOWN_TRIES", "Beginning", "check_not_running", "submit"]
+__all__ = ["UNKNOWN_PAUSE_S", "UNKNOWN_TRIES", "StartPoint", "check_not_running", "submit"]
 
 UNKNOWN_TRIES = 8
 """After this many writes of unknown outcome the command fails with the reason: an etcd whose space is used up answers
@@ -24,13 +24,13 @@ UNKNOWN_PAUSE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class StartPoint:
     """The first `epoch` of a run, and its `checkpoint`, if there is one.
 
     Attributes:
         refused: why newer checkpoints cannot be used, each by name.
         after: the revision of the run before when this was decided; 0: there was none. If another run came since, this
-            beginning is stale. None: this does not matter.
+            start point is stale. None: this does not matter.
         over: the newest checkpoint of earlier series, if the run begins at epoch 0 all the same; see `begin`.
     """
 
@@ -41,23 +41,23 @@ class Beginning:
     over: Name | None = None
 
 
-async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning | None = None) -> None:
+async def submit(coordinator: Coordinator, spec: JobSpec, start_point: StartPoint | None = None) -> None:
     """Writes the job's first keys, and deletes those of an earlier job of that name.
 
     Args:
-        beginning: None: at epoch 0.
+        start_point: None: at epoch 0.
 
     Raises:
         JobRunning: a job of that name is running.
-        JobError: its arguments are too large for etcd; or another run came and went since `beginning` was decided.
+        JobError: its arguments are too large for etcd; or another run came and went since `start_point` was decided.
         Unavailable: etcd cannot be reached.
         OutcomeUnknown: etcd does not say what becomes of its writes.
     """
     keys = Keys(spec.name)
-    epoch = beginning.epoch if beginning is not None else EpochRecord(epoch=0, attempt=1, writer=spec.run)
+    epoch = start_point.epoch if start_point is not None else EpochRecord(epoch=0, attempt=1, writer=spec.run)
     checkpoint: Op = Delete(keys.checkpoint)
-    if beginning is not None and beginning.checkpoint is not None:
-        checkpoint = Put(keys.checkpoint, beginning.checkpoint.to_bytes())
+    if start_point is not None and start_point.checkpoint is not None:
+        checkpoint = Put(keys.checkpoint, start_point.checkpoint.to_bytes())
     unknown = 0
     while True:
         old_spec, old_status = await coordinator.get(keys.spec), await coordinator.get(keys.status)
@@ -65,7 +65,7 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
             return  # an earlier try whose answer was lost
         if old_status is not None and readable(StatusRecord.from_bytes, old_status, keys).state == State.RUNNING:
             raise JobRunning(await _running_text(coordinator, keys))
-        if beginning is not None and beginning.after not in (None, old_spec.mod_revision if old_spec else 0):
+        if start_point is not None and start_point.after not in (None, old_spec.mod_revision if old_spec else 0):
             raise JobError(
                 f"another run of job {spec.name!r} began and ended while its checkpoints were looked at: try again"
             )

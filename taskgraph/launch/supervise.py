@@ -217,7 +217,7 @@ class Supervisor:
                 f"its results, of a job that had finished, with them ({self._follower.unreachable or 'not asked for'})"
             )
         silent = f" or was silent for {self._lost_after_s:g} s" if self._absent(keeper.view) else ""
-        ended = f"every node has ended{silent}, {what}{self._follower.way_on('; ')}"
+        ended = f"every node has ended{silent}, {what}{self._follower.resume_hint('; ')}"
         reason = f"{_cause(self._nodes)}{ended}\n{_log_tails(self._nodes)}"
         await self._try_to_end(reason, State.FAILED)
         raise JobFailed(reason, job=self._spec.name)
@@ -272,7 +272,7 @@ class Supervisor:
         pointer = self._follower.view.checkpoint
         # An error that names the checkpoint says that it cannot be used.
         if pointer is not None and pointer.record.name not in str(error):
-            error.add_note(self._follower.way_on())
+            error.add_note(self._follower.resume_hint())
         return error
 
     async def _no_etcd(self, ended: Callable[[], Awaitable[str]]) -> None:
@@ -284,7 +284,7 @@ class Supervisor:
         raise JobFailed(
             f"job {self._spec.name!r}: its embedded etcd has ended, so that {lost}. It {how}\n"
             f"Its log and those of the nodes are kept in {kept}. Run the job again, or on your own etcd (--etcd): "
-            f"a job outlives its restart{self._follower.way_on('; ')}",
+            f"a job outlives its restart{self._follower.resume_hint('; ')}",
             job=self._spec.name,
         )
 

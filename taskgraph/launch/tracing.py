@@ -21,7 +21,7 @@ from taskgraph.observe.control_client import ClockReading
 from taskgraph.observe.trace import Span
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.view import JobView
-from taskgraph.system.alongside import ended
+from taskgraph.system.alongside import cancel_and_wait
 from taskgraph.transport.endpoints import host_key
 
 __all__ = ["NodeTrace", "Tracer", "every_of", "words_of"]
@@ -139,7 +139,7 @@ class Tracer:
             await self._wait_for_all()
         finally:
             stop()
-            await ended(*self._follows.values())
+            await cancel_and_wait(*self._follows.values())
 
     def enough(self) -> None:
         """Ends the trace early: nodes send the spans that they have."""
@@ -212,7 +212,7 @@ class Tracer:
             if self.ended_early or not self._keeper.view.running or any(t.whole for t in self.nodes.values()):
                 give_up_at = min(give_up_at, now + _LEFT_S)
             if now >= give_up_at:
-                await ended(*waiting.values())
+                await cancel_and_wait(*waiting.values())
                 for node in waiting:
                     self._lacks(self.nodes[node], "it does not answer")
             elif now >= say_at:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar, overload
 
-__all__ = ["alongside", "any_done", "ended"]
+__all__ = ["alongside", "any_done", "cancel_and_wait"]
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -39,10 +39,10 @@ async def alongside(*work: Awaitable[Any]) -> AsyncIterator[Any]:
     try:
         yield tasks
     finally:
-        await ended(*tasks)
+        await cancel_and_wait(*tasks)
 
 
-async def ended(*work: Future[Any]) -> None:
+async def cancel_and_wait(*work: Future[Any]) -> None:
     """Cancels and awaits futures; their results and errors are dropped.
 
     A cancelled task keeps its CancelledError with all frames. Since Python 3.14 the frame of `asyncio.wait` refers to

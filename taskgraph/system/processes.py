@@ -16,7 +16,7 @@ from typing import Protocol
 from taskgraph.system import host
 
 __all__ = [
-    "Adopted",
+    "AdoptedChild",
     "Child",
     "adopting",
     "can_adopt",
@@ -43,7 +43,7 @@ _TRACKER = "resource_tracker"
 
 
 class Child(Protocol):
-    """The interface that `asyncio.subprocess.Process` and `Adopted` share."""
+    """The interface that `asyncio.subprocess.Process` and `AdoptedChild` share."""
 
     @property
     def pid(self) -> int: ...
@@ -168,7 +168,7 @@ def _reap(pid: int) -> None:
         os.waitpid(pid, os.WNOHANG)
 
 
-class Adopted:
+class AdoptedChild:
     """A child that asyncio did not start. Make it in a running event loop, as soon as the id is known."""
 
     def __init__(self, pid: int) -> None:

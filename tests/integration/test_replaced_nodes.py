@@ -20,7 +20,7 @@ from taskgraph.driver.loading import load_driver
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.supervise import Hooks
 from taskgraph.protocol.view import JobView
-from taskgraph.system.alongside import ended
+from taskgraph.system.alongside import cancel_and_wait
 
 LIMIT_S = 60.0
 
@@ -91,7 +91,7 @@ class Replacing:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await ended(self.work)
+        await cancel_and_wait(self.work)
 
     def _on_start(self, follower: Any, nodes: LocalNodes) -> None:
         self.nodes, self.view = nodes, lambda: follower.view

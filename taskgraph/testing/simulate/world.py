@@ -22,7 +22,7 @@ from taskgraph.errors import CheckpointError, CoordinationError, JobError, TaskG
 from taskgraph.launch import resuming
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.resuming import begin, plan
-from taskgraph.launch.submit import Beginning, submit
+from taskgraph.launch.submit import StartPoint, submit
 from taskgraph.node.membership.failed_setups import SetUpFailed
 from taskgraph.node.node import Node, Point
 from taskgraph.observe.events import Event, EventLog
@@ -223,7 +223,7 @@ class World:
         for _ in range(nodes):
             self.add()
 
-    async def _planned(self, spec: JobSpec, *, resume: bool) -> tuple[JobSpec, Beginning]:
+    async def _planned(self, spec: JobSpec, *, resume: bool) -> tuple[JobSpec, StartPoint]:
         """Returns what `plan` returns, and tries again while etcd is away."""
         while True:
             try:

@@ -424,6 +424,6 @@ async def test_end_of_etcd_says_what_is_lost(finished: bool, says: str) -> None:
         return "was killed by SIGKILL"
 
     job = supervisor(finished=finished)
-    job._follower.way_on = lambda before: ""  # type: ignore[method-assign, assignment]
+    job._follower.resume_hint = lambda before: ""  # type: ignore[method-assign, assignment]
     with pytest.raises(JobFailed, match=f"its embedded etcd has ended, so that {says}. It was killed by SIGKILL"):
         await job._no_etcd(ended)
