@@ -28,7 +28,7 @@ from taskgraph.errors import (
     no_thread,
 )
 from taskgraph.system.environment import set_thread_env
-from taskgraph.system.signals import hear_of_children, obey_sigterm
+from taskgraph.system.signals import obey_sigterm, stop_ignoring_children
 from taskgraph.system.streams import drop_unwritten, prepare_streams
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _command(name: str) -> Callable[..., Any]:
 def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | None = None) -> int:
     """Runs one command; returns its exit code."""
     prepare_streams()  # first, so that no other file becomes a standard stream
-    hear_of_children()
+    stop_ignoring_children()
     # Before anything imports numpy: a `node` typed by hand computes like one that was launched.
     set_thread_env(1)
     # Otherwise gRPC prints a line for each bad frame or failed handshake. Our errors say the same.

@@ -112,7 +112,7 @@ def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -
     again = number in _DRAINS and view.nodes[node].record.draining  # the second such signal ends a node at once
     if number in _DRAINS and not again:
         return drain_risk(view, spec, node), False
-    alone = [task for task in range(spec.tasks) if view.primaries.get(task) and _has_alone(view, task, node)]
+    alone = [task for task in range(spec.tasks) if view.primaries.get(task) and _is_only_holder(view, task, node)]
     at, pointer = view.stamp.epoch if view.stamp is not None else 0, view.checkpoint
     if not alone or at == 0 or view.is_checkpointed:
         return "", False  # boundary 0 can be made again, and files have that of the checkpoint
@@ -134,7 +134,7 @@ def kill_risk(view: JobView, spec: JobSpec, node: str, number: signal.Signals) -
     return f"{has}: {then}", pointer is None
 
 
-def _has_alone(view: JobView, task: int, node: str) -> bool:
+def _is_only_holder(view: JobView, task: int, node: str) -> bool:
     """Returns True if no other registered node has the task's state."""
     others = [n for n in view.in_sync(task) if n != node and n in view.nodes and n not in view.gone]
     return view.primaries[task].record.stateful and node in view.in_sync(task) and not others
@@ -314,7 +314,7 @@ async def forget(options: argparse.Namespace) -> int:
     refused: list[TaskGraphError] = []
     for name in options.job:
         try:
-            etcd, access = _place(options, name)
+            etcd, access = _etcd_of_job(options, name)
             async with await connect(etcd, access) as coordinator:
                 count = await forgetting.forget(coordinator, name)
         except (JobError, UnknownJob) as error:
@@ -329,7 +329,7 @@ async def forget(options: argparse.Namespace) -> int:
     return 0
 
 
-def _place(options: argparse.Namespace, name: str) -> tuple[str, dict[str, str]]:
+def _etcd_of_job(options: argparse.Namespace, name: str) -> tuple[str, dict[str, str]]:
     """Returns the etcd that keeps a job, and the access to it.
 
     Raises:

@@ -79,7 +79,7 @@ def make_certs(
     if not 1 <= days <= _MOST_DAYS:
         raise JobError(f"--days {days}: from 1 to {_MOST_DAYS}")
     now = datetime.datetime.now(datetime.UTC)
-    names = list(dict.fromkeys([*map(_host, hosts), *_ours(), "localhost", "127.0.0.1", "::1"]))
+    names = list(dict.fromkeys([*map(_host, hosts), *_own_names(), "localhost", "127.0.0.1", "::1"]))
     made = [CA, CERT, KEY] if authority is not None else [CA, CA_KEY, CERT, KEY]
     there = [name for name in made if (folder / name).exists()]
     if there and not force:
@@ -116,7 +116,7 @@ def _host(text: str) -> str:
         raise JobError(f"--host {text!r} is neither a name nor an address") from None
 
 
-def _ours() -> list[str]:
+def _own_names() -> list[str]:
     """Returns this host's name, unless it has an underscore, which no name in a certificate can have."""
     try:
         return [_host(socket.gethostname())]

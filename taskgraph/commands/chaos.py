@@ -96,7 +96,7 @@ class _Chaos:
         on_ending_signals(lambda _: interrupted.set())  # so that stopped nodes wake up first
         async with alongside(
             self.keeper.run(),
-            self._tell(after=self._view.revision),
+            self._print_events(after=self._view.revision),
             self._faults(),
             self._ended(),
             launcher_gone(self._reached.entry),
@@ -108,9 +108,9 @@ class _Chaos:
                     await each
             finally:
                 self._thaw(*self._stopped)
-        return self._sum_up(await self._unkilled())
+        return self._sum_up(await self._survivors())
 
-    async def _unkilled(self) -> dict[str, int]:
+    async def _survivors(self) -> dict[str, int]:
         """Returns the nodes that are alive after SIGKILL, with their processes."""
         until = time.monotonic() + _GONE_S
         while True:
@@ -136,7 +136,7 @@ class _Chaos:
         await self.keeper.wait_until(lambda view: not view.running)
         await asyncio.sleep(_LAST_EVENT_S)  # so that the last events are shown
 
-    async def _tell(self, *, after: int) -> None:
+    async def _print_events(self, *, after: int) -> None:
         """Prints the events after a revision."""
         async for event in follow_events(self._reached.coordinator, self._reached.name, after=after):
             print_event(event, as_json=False)
@@ -146,7 +146,7 @@ class _Chaos:
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(pause_s(self._rng, self._mtbf_s))
-                fault = await self._next()
+                fault = await self._draw_fault()
                 record = self._view.nodes[fault.node].record
                 epoch = self._view.epoch.record.epoch if self._view.epoch is not None else 0
                 self._say(f"{_SIGNALS[fault.kind].name} to {record.name} (process {record.pid}), {self._roles(fault)}")
@@ -160,9 +160,9 @@ class _Chaos:
                 if fault.kind == "stop":
                     self._stopped[fault.node] = record.pid
                     group.create_task(self._wake(fault))
-                group.create_task(self._aftermath(epoch))
+                group.create_task(self._report_commit(epoch))
 
-    async def _next(self) -> Fault:
+    async def _draw_fault(self) -> Fault:
         """Waits for a node that can be hit, and draws a fault."""
         said = False
         while True:
@@ -212,7 +212,7 @@ class _Chaos:
         for node in nodes:
             acting.signal_process(self._stopped.pop(node), signal.SIGCONT)
 
-    async def _aftermath(self, epoch: int) -> None:
+    async def _report_commit(self, epoch: int) -> None:
         """Says when the epoch after the fault's epoch committed."""
         began = time.monotonic()
         await self.keeper.wait_until(lambda view: view.epoch is not None and view.epoch.record.epoch >= epoch + 2)

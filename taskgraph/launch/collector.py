@@ -179,8 +179,8 @@ class Collector(Follower):
         """
         here, in_etcd = await _in_thread(lambda: copies(result, size_bytes(found)))
         returned = ": the run has returned them"
-        self.kept = _noting(here, returned)
-        await self._mark_collected(_noting(in_etcd, returned))
+        self.kept = _with_place(here, returned)
+        await self._mark_collected(_with_place(in_etcd, returned))
 
     async def _keep_and_let_go(self, found: list[TaskResult], result: JobResult) -> None:
         """Keeps a result that no other process may have, on this host, and then lets the nodes go.
@@ -200,7 +200,7 @@ class Collector(Follower):
                 return
         self.kept = here
         where = f"; `taskgraph result {self._spec.name}` has them on host {os.uname().nodename}"
-        await self._mark_collected(_noting(in_etcd, where))
+        await self._mark_collected(_with_place(in_etcd, where))
 
     async def keep_end(self, status: StatusRecord | None, otherwise: str = "", *, etcd: bool = True) -> None:
         """Keeps on this host how the job ended.
@@ -285,7 +285,7 @@ class Collector(Follower):
             )
 
 
-def _noting(kept: KeptJob, where: str) -> KeptJob:
+def _with_place(kept: KeptJob, where: str) -> KeptJob:
     """Adds to `not_kept` where the missing values are."""
     return structs.replace(kept, not_kept=kept.not_kept + where) if kept.not_kept else kept
 

@@ -155,7 +155,7 @@ class ForkServer:
                     return AdoptedChild(pid)
                 raise NotStarted(f"node {config.name} cannot be started: {answer['error']}")
             except (Exception, asyncio.CancelledError):
-                ending = asyncio.ensure_future(_none_left(process, answering))
+                ending = asyncio.ensure_future(_end_all(process, answering))
                 try:
                     await asyncio.shield(ending)
                 finally:  # a second cancellation changes nothing
@@ -170,19 +170,19 @@ class ForkServer:
             except ConnectionResetError:  # it ended with our request unread
                 got = b""
             if not got:
-                return {"error": f"the fork server has ended{self._said()}"}
+                return {"error": f"the fork server has ended{self._output_text()}"}
             said += got
         answer: dict[str, object] = json.loads(said)
         return answer
 
-    def _said(self) -> str:
+    def _output_text(self) -> str:
         with contextlib.suppress(OSError):
             if text := self._log.read_bytes()[-_SAID_BYTES:].decode(errors="replace").strip():
                 return f"; it said:\n{text}"
         return ""
 
 
-async def _none_left(process: asyncio.subprocess.Process, answering: asyncio.Future[dict[str, object]]) -> None:
+async def _end_all(process: asyncio.subprocess.Process, answering: asyncio.Future[dict[str, object]]) -> None:
     """Ends the fork server, and the node that it was forking, however far that was."""
     with adopting():
         signal_child(process, signal.SIGKILL)

@@ -303,7 +303,7 @@ class LocalNodes:
         left = lastwords.read(entry.folder)
         if code != 0 or (left is not None and not left.intended):  # else it left, and wrote that itself
             record = GoneRecord(
-                reason=f"killed by {self._killer(-code)}" if code < 0 else f"exited with code {code}",
+                reason=f"killed by {self._signal_text(-code)}" if code < 0 else f"exited with code {code}",
                 ran=left.ran if left is not None else (),
                 at=_crashed_at(entry.log_path, -code),
                 intended=self._stopping or (left is not None and left.intended),
@@ -351,7 +351,7 @@ class LocalNodes:
             dead.log_path,
         )
 
-    def _killer(self, number: int) -> str:
+    def _signal_text(self, number: int) -> str:
         """Names the signal that ended a node, and says if the kernel sent it because memory was used up."""
         before, now = self._oom_kills, host.oom_kills() if number == signal.SIGKILL else None
         if before is None or now is None or now - before <= self._by_oom:

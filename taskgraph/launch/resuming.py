@@ -76,7 +76,7 @@ async def plan(
     )
     store = Store(spec.checkpoint, origin)
     pointer, attempt = await _known(coordinator, spec, before)
-    checkpoints = await _outside(store, partial(_look, store, pointer, bool(resume)), spec.name, timeout_s)
+    checkpoints = await _look_in_thread(store, partial(_look, store, pointer, bool(resume)), spec.name, timeout_s)
     if pointer is not None and not checkpoints.names and not fresh:
         raise CheckpointError(
             f"job {spec.name!r} left the checkpoint {pointer} in {store}, as etcd says, and there is none now: is that "
@@ -223,7 +223,9 @@ async def _known(coordinator: Coordinator, spec: JobSpec, before: KeyValue | Non
     return None, 0
 
 
-async def _outside(store: Store, look: Callable[[], _Checkpoints], job: str, timeout_s: float | None) -> _Checkpoints:
+async def _look_in_thread(
+    store: Store, look: Callable[[], _Checkpoints], job: str, timeout_s: float | None
+) -> _Checkpoints:
     """Looks at a directory in a thread that can be left behind if the directory hangs. Reports a slow one."""
     threads = PooledThreads("checkpoints", limit=1)
     looking = threads.run(look)

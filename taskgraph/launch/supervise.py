@@ -182,12 +182,12 @@ class Supervisor:
         status = await self._follower.ended()
         if status.state != State.FINISHED:
             await self._follower.report_last_events()
-            raise self._noted(job_failed(self._spec.name, with_stalls(status, self._nodes.stands)))
+            raise self._with_resume_hint(job_failed(self._spec.name, with_stalls(status, self._nodes.stands)))
         async with alongside(self._failed_after_all(), self._follower.results()) as (failed, collecting):
             await any_done(failed, collecting)
             if failed.done():
                 await self._follower.report_last_events()
-                raise self._noted(job_failed(self._spec.name, failed.result()))
+                raise self._with_resume_hint(job_failed(self._spec.name, failed.result()))
             found = collecting.result()
         return found, self._follower.assemble(found, time.monotonic() - self._began)
 
@@ -250,7 +250,7 @@ class Supervisor:
 
     async def _others_text(self) -> str:
         """Says where the results of a finished job are that another process collected."""
-        await self._take_others()
+        await self._use_collected()
         kept = self._follower.kept
         has = f"another process collected them first, and `taskgraph result {self._spec.name}` has its values"
         return (
@@ -258,7 +258,7 @@ class Supervisor:
             f"{has if kept.result else kept.not_kept}"
         )
 
-    async def _take_others(self) -> None:
+    async def _use_collected(self) -> None:
         """Keeps the results that another process collected, or notes why not."""
         kept = None
         async with if_etcd_answers(_LAST_WORDS_S):
@@ -267,7 +267,7 @@ class Supervisor:
             kept = KeptJob(not_kept="another process collected them")
         self._follower.kept = kept
 
-    def _noted(self, error: E) -> E:
+    def _with_resume_hint(self, error: E) -> E:
         """Adds a note to the error that says how the job can be continued."""
         pointer = self._follower.view.checkpoint
         # An error that names the checkpoint says that it cannot be used.
@@ -291,7 +291,7 @@ class Supervisor:
     async def _timed_out(self, timeout_s: float) -> JobTimeout:
         what = f"did not end within {timeout_s:g} s; {await self._waits()}"
         await self._try_to_end(f"it {what}", State.FAILED)
-        return self._noted(JobTimeout(f"job {self._spec.name!r} {what}", job=self._spec.name))
+        return self._with_resume_hint(JobTimeout(f"job {self._spec.name!r} {what}", job=self._spec.name))
 
     async def _waits(self) -> str:
         view = self._follower.view
@@ -337,7 +337,7 @@ class Supervisor:
         view, status = follower.view, follower.status
         collected = follower.kept.result or follower.kept.not_kept
         if follower.finished and self._uncollected and not collected:
-            await (self._take_others() if view.collected else self._note_uncollected())
+            await (self._use_collected() if view.collected else self._note_uncollected())
         if status is None and follower.kept.result:
             status = StatusRecord(state=State.FINISHED)
         if self._without_etcd and view.running:
@@ -378,14 +378,14 @@ def _cause(nodes: LocalNodes) -> str:
     said = last.removeprefix("taskgraph node: ")
     if code > 0 and said != last:  # an error of ours, in one line
         return f"{name}: {said.rstrip('.')}\n"
-    return f"{name} {_how(code, nodes.deaths().get(name))}; "
+    return f"{name} {_death_text(code, nodes.deaths().get(name))}; "
 
 
 def _log_tails(nodes: LocalNodes) -> str:
     """Returns the ends of the logs of the last nodes that ended, and what they have in common."""
     codes, deaths = list(nodes.codes().items()), nodes.deaths()
     shown = [
-        f"--- {name} {_how(code, deaths.get(name))}; the end of its log:\n{nodes.log_tail(name)}"
+        f"--- {name} {_death_text(code, deaths.get(name))}; the end of its log:\n{nodes.log_tail(name)}"
         for name, code in codes[-_TAILS:]
     ]
     more = [f"--- and {len(codes) - _TAILS} before"] if len(codes) > _TAILS else []
@@ -393,7 +393,7 @@ def _log_tails(nodes: LocalNodes) -> str:
     return "\n".join([*shown, *more, *why])
 
 
-def _how(code: int, death: GoneRecord | None) -> str:
+def _death_text(code: int, death: GoneRecord | None) -> str:
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     if death is not None and death.out_of_memory:
         how = f"was {death.reason}"

@@ -70,7 +70,7 @@ class Tls:
             TransportError: a file cannot be used. If it could be used before, the former context stays, and the log
                 says why: certificates are renewed file by file.
         """
-        stamp = self._now()
+        stamp = self._file_states()
         if stamp != self._stamp or time.monotonic() >= self._again_at:
             self._again_at = math.inf
             try:
@@ -86,7 +86,7 @@ class Tls:
             self._stamp = stamp
         return self._contexts[server]
 
-    def _now(self) -> _Stamp:
+    def _file_states(self) -> _Stamp:
         """Returns the state of the files, which changes once a file was renewed, added or removed."""
         found: list[tuple[int, int, int] | None] = []
         for path in (self.ca, self.cert, self.key):
@@ -137,9 +137,9 @@ class Tls:
                     continue
         except ssl.SSLError as error:
             name = f"; others reach this node as {host!r}" if "mismatch" in str(error) else ""
-            raise _unusable(self._in_error(error), _why(error) + name) from error
+            raise _unusable(self._refused_file(error), _why(error) + name) from error
 
-    def _in_error(self, error: ssl.SSLError) -> Path:
+    def _refused_file(self, error: ssl.SSLError) -> Path:
         """Names the file of the refused certificate: OpenSSL has one error for an expired authority and for ours."""
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _OF_ANOTHER_TIME:
             authority, _ = validities(read_pem(self.ca), read_pem(self.cert))

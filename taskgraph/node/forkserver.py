@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from taskgraph.errors import no_process
 from taskgraph.node.config import NodeConfig
-from taskgraph.system.signals import hear_of_children
+from taskgraph.system.signals import stop_ignoring_children
 
 __all__ = ["serve"]
 
@@ -51,7 +51,7 @@ def serve(server: socket.socket, main: Callable[[NodeConfig], NoReturn]) -> None
         server: the socket whose other end the launcher has.
         main: runs a node.
     """
-    hear_of_children()
+    stop_ignoring_children()
     parent = os.getppid()
     # Loaded modules live as long as the process: no collection, here or in a node, should write to their memory.
     gc.collect()

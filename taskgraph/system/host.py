@@ -19,7 +19,7 @@ __all__ = [
     "children",
     "command",
     "cores",
-    "group",
+    "group_members",
     "has_proc",
     "is_first_process",
     "memory_bytes",
@@ -150,7 +150,7 @@ def has_proc() -> bool:
     return bool(_stat(os.getpid()))
 
 
-def group(number: int) -> dict[int, int]:
+def group_members(number: int) -> dict[int, int]:
     """Returns {process: its parent} for the running processes of a group; empty on systems other than Linux."""
     found = {}
     for pid in _pids():

@@ -124,7 +124,7 @@ def _end_members(group: int, among: int | None = None) -> None:
     """
     seen = {os.getpid()}
     for _ in range(_ROUNDS):
-        members = host.group(group)
+        members = host.group_members(group)
         new = {pid for pid in members if among in (None, members[pid])} - seen
         if not new:
             return

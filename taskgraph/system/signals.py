@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-__all__ = ["Orders", "hear_of_children", "obey_sigterm"]
+__all__ = ["Orders", "obey_sigterm", "stop_ignoring_children"]
 
 _SAME_ORDER_S = 1.0
 """A signal that reaches a process several times does so within milliseconds; a person takes longer."""
@@ -29,7 +29,7 @@ class Orders:
         return number == signal.SIGINT or now - self._first_at >= _SAME_ORDER_S
 
 
-def hear_of_children() -> None:
+def stop_ignoring_children() -> None:
     """Stops ignoring SIGCHLD, which may be inherited: children could not be waited for."""
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -153,14 +153,14 @@ class DroppingOutput:
         if self._text:
             return
         self._text = (
-            f"{_file(1) or 'its output'} cannot be written: {error.strerror}; what this node and its tasks print is "
+            f"{_path_of(1) or 'its output'} cannot be written: {error.strerror}; what this node and its tasks print is "
             f"dropped as long as that is so"
         )
         if self._report is not None:
             self._report(self._text)
 
 
-def _file(fd: int) -> str:
+def _path_of(fd: int) -> str:
     """Returns the path of an open file; "": it has none, or the system does not say."""
     try:
         path = os.readlink(f"/proc/self/fd/{fd}")

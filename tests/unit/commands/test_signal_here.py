@@ -91,7 +91,7 @@ async def test_chaos_counts_effective_kills(
     mischief = chaos._Chaos(FoundJob("fit", None, spec, etcd), random.Random(1), ("kill",), mtbf_s=1.0, lossy=False)  # type: ignore[arg-type]
     await mischief.keeper.load()
     mischief._killed = {"n1-7f": os.getpid() if lives else (1 << 31) - 1}  # no process has that number
-    assert mischief._sum_up(await mischief._unkilled()) == 0
+    assert mischief._sum_up(await mischief._survivors()) == 0
     told = capsys.readouterr().out
     assert ("n1 (process" in told and "is alive after SIGKILL" in told) is lives
     assert f"faults: {'none' if lives else '1 kill'}; job fit: running" in told

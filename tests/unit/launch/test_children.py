@@ -131,10 +131,10 @@ def test_group_ends_with_its_leader() -> None:
         assert leader.stdout is not None
         left = int(leader.stdout.readline())
         leader.wait()
-        assert host.group(leader.pid).keys() == {left}
+        assert host.group_members(leader.pid).keys() == {left}
         end_group(leader.pid)
         assert leader.stdout.read() == b"", "nobody holds its output"
-    assert host.group(leader.pid) == {}
+    assert host.group_members(leader.pid) == {}
     end_group(leader.pid)
 
 
