@@ -136,13 +136,17 @@ async def test_unusable_address_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("token", [b"", bytes(32), TOKEN[:-1], TOKEN + b"\0"])
 async def test_wrong_token_is_refused(service: Service, token: bytes) -> None:
     async with service.client(token) as client:
-        for call in (client.status(), client.kill(signal.SIGTERM), client.drain("why"), client.results()):
+        calls = (client.status(), client.kill(signal.SIGTERM), client.drain("why"), client.results(), client.clock())
+        for call in calls:
             with pytest.raises(TaskGraphError, match="token is missing or wrong") as raised:
                 await call
             assert TOKEN.hex() not in str(raised.value)
         with pytest.raises(TaskGraphError, match="token is missing or wrong"):
             async for _ in client.events(follow=True):
                 raise AssertionError("an event without the token")
+        with pytest.raises(TaskGraphError, match="token is missing or wrong"):
+            async with client.trace() as tracing:
+                await tracing.next()
     assert service.node.drains == []
 
 
@@ -202,6 +206,9 @@ async def test_dead_node_is_gone(tmp_path: Path) -> None:
             await client.status()
         with pytest.raises(PeerGone, match=_NO_LISTENER):
             await client.kill(signal.SIGKILL)
+        with pytest.raises(PeerGone):
+            async with client.trace() as tracing:
+                await tracing.next()
 
 
 async def test_silent_node_gives_no_answer(tmp_path: Path) -> None:
