@@ -178,8 +178,8 @@ def test_wrong_configuration_file_is_error(
 ) -> None:
     (apart / "taskgraph.toml").write_text(line)
     assert cli.main(["status", "fit"]) == cli.USAGE
-    told = capsys.readouterr().err
-    assert f"{apart / 'taskgraph.toml'}: " in told and says in told
+    said = capsys.readouterr().err
+    assert f"{apart / 'taskgraph.toml'}: " in said and says in said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a working directory cannot be removed everywhere")
@@ -201,8 +201,8 @@ def test_configuration_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatc
     stat, theirs = os.stat, os.getuid() + 1
 
     def found(path: object, *args: object, **how: object) -> os.stat_result:
-        told = stat(path, *args, **how)  # type: ignore[call-overload]
-        return os.stat_result((*told[:4], theirs, *told[5:])) if str(path).endswith(".toml") else told
+        said = stat(path, *args, **how)  # type: ignore[call-overload]
+        return os.stat_result((*said[:4], theirs, *said[5:])) if str(path).endswith(".toml") else said
 
     monkeypatch.setattr("os.stat", found)
     assert etcd_of(options()) == "theirs:1", "a directory that some users share is in their hands"
@@ -350,10 +350,10 @@ def test_killed_launcher_hides_earlier_run(embedded: bool, capsys: pytest.Captur
     (runtime.folder("fit") / "n1.log").write_text("hello")
     for command in ("status", "events", "result"):
         assert cli.main([command, "fit"]) == cli.UNREACHABLE
-        told = capsys.readouterr()
-        assert told.out == "" and f"the launcher of job 'fit' (process {killed.pid}) was killed" in told.err
-        assert ("its etcd ended with it" in told.err) == embedded == ("--etcd 10.0.0.1:7" not in told.err)
-        assert f"logs of its nodes: {runtime.folder('fit')}" in told.err
+        said = capsys.readouterr()
+        assert said.out == "" and f"the launcher of job 'fit' (process {killed.pid}) was killed" in said.err
+        assert ("its etcd ended with it" in said.err) == embedded == ("--etcd 10.0.0.1:7" not in said.err)
+        assert f"logs of its nodes: {runtime.folder('fit')}" in said.err
 
 
 @pytest.mark.parametrize("command", [("kill", "fit", "--task", "0"), ("shutdown", "fit"), ("status",)])
@@ -377,7 +377,7 @@ def test_job_ends_while_command_connects(
 
     monkeypatch.setattr(common, "connect", connect)
     assert cli.main([*command]) == cli.UNREACHABLE
-    told = capsys.readouterr().err
+    said = capsys.readouterr().err
     says = {
         "finished": "job 'fit' has ended (finished): see `taskgraph status fit`",
         "began again": "another run of job 'fit' has begun",
@@ -385,7 +385,7 @@ def test_job_ends_while_command_connects(
         "nothing": "job 'fit' has just ended",
         "runs": "No etcd answers at 127.0.0.1:7",
     }
-    assert says[then] in told and ("No etcd answers" in told) == (then == "runs")
+    assert says[then] in said and ("No etcd answers" in said) == (then == "runs")
 
 
 # -- exit codes and threads --------------------------------------------------------------------------------------
@@ -523,8 +523,8 @@ def test_full_disk_names_command_with_values(
     monkeypatch.setattr(cli, "drop_unwritten", lambda: True)
     monkeypatch.setattr(sys.stdout, "write", write)
     assert cli.main(["status"]) == 1
-    told = "taskgraph: the job finished: `taskgraph result fit` has its values, as far as they are kept\n" * kept
-    assert capsys.readouterr().err == f"taskgraph: standard output: No space left on device\n{told}"
+    said = "taskgraph: the job finished: `taskgraph result fit` has its values, as far as they are kept\n" * kept
+    assert capsys.readouterr().err == f"taskgraph: standard output: No space left on device\n{said}"
 
 
 @pytest.mark.parametrize(
@@ -583,18 +583,18 @@ def test_help_lists_options_of_driver(command: str, tmp_path: Path, capsys: pyte
 def test_help_of_launch_marks_driver_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["launch", "--help"])
-    told = " ".join(capsys.readouterr().out.partition("options:\n")[2].split())
+    said = " ".join(capsys.readouterr().out.partition("options:\n")[2].split())
     of_a_driver = ("--option NAME=VALUE", "--set NAME=VALUE", "--name NAME", "--timeout S", "--json", "--resume")
     for option in (*of_a_driver, "--resume-changed", "--fresh"):
-        assert f"{option} with a driver: " in told, option
-    assert "--logs with" not in told and "--nodes N with" not in told
+        assert f"{option} with a driver: " in said, option
+    assert "--logs with" not in said and "--nodes N with" not in said
     with pytest.raises(SystemExit):
         cli.main(["launch", "--help"], fit)
     assert "a driver as for run; without it: as run" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(SystemExit):
         cli.main(["run", "--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert "with a driver" not in told and "0: all in this process" in told
+    said = " ".join(capsys.readouterr().out.split())
+    assert "with a driver" not in said and "0: all in this process" in said
 
 
 def test_ctrl_c_during_import() -> None:
@@ -660,10 +660,10 @@ def fails() -> tg.Job:
 def test_json_of_failed_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--nodes", "0", "--json"], fails) == 1
     said = capsys.readouterr()
-    told = json.loads(said.out.splitlines()[-1])
-    assert (told["name"], told["state"], told["task"], told["where"]) == ("fails", "failed", 0, "run")
-    assert "on purpose" in told["reason"] and "ValueError: on purpose" in told["traceback"]
-    assert told["result"] is None and "job failed: task 0" in said.err
+    seen = json.loads(said.out.splitlines()[-1])
+    assert (seen["name"], seen["state"], seen["task"], seen["where"]) == ("fails", "failed", 0, "run")
+    assert "on purpose" in seen["reason"] and "ValueError: on purpose" in seen["traceback"]
+    assert seen["result"] is None and "job failed: task 0" in said.err
     assert cli.main(["run", "--nodes", "0"], fails) == 1
     assert capsys.readouterr().out == "no end"
 

@@ -38,12 +38,12 @@ async def test_forget_skips_refused_jobs(etcd: MemoryCoordinator, capsys: pytest
     jobs = ("one", "fit", "", "two", "three")
     with pytest.raises(UnknownJob, match="nothing is kept in etcd of a job 'three'"):
         await forget(parser().parse_args(["forget", *jobs, "--etcd", ETCD]))
-    told = capsys.readouterr()
-    assert told.out.splitlines() == [
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
         f"job one is forgotten by etcd at {ETCD} (1 key)",
         f"job two is forgotten by etcd at {ETCD} (1 key); this host keeps its copy",
     ]
-    assert "job 'fit' is running: end it first" in told.err and "'' cannot be the name of a job" in told.err
+    assert "job 'fit' is running: end it first" in said.err and "'' cannot be the name of a job" in said.err
     assert await names(etcd) == ["fit"]
     assert Runtime().finished("two") is not None
 

@@ -113,11 +113,11 @@ async def test_lost_values_fail_launch(
 
     monkeypatch.setattr(joining, "launch_nodes", launch_nodes)
     code = await launched(monkeypatch, StatusRecord(state=State.FINISHED))
-    told = capsys.readouterr()
-    assert told.out == "1.5\n" and code == (0 if how == "taken" else 1)
+    said = capsys.readouterr()
+    assert said.out == "1.5\n" and code == (0 if how == "taken" else 1)
     lost = "nobody came" if how == "given up" else "its last node left before anyone collected them"
     says = "they are too large; `taskgraph result --json` wrote them" if how == "taken" else f"values are lost: {lost}"
-    assert says in told.err
+    assert says in said.err
 
 
 @pytest.mark.usefixtures("started")
@@ -137,6 +137,6 @@ async def test_result_is_of_the_last_run(
         assert await launched(monkeypatch, running) == 0
     capsys.readouterr()
     code = cli.main(["result", "fit"])
-    told = capsys.readouterr()
+    said = capsys.readouterr()
     says, ends = ("`taskgraph result fit --etcd a:1` asks", 3) if state == State.FINISHED else ("for a reason", 1)
-    assert (told.out, code) == ("", ends) and says in told.err
+    assert (said.out, code) == ("", ends) and says in said.err

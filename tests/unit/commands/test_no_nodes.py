@@ -25,7 +25,7 @@ async def test_status_while_launcher_starts_nodes(
     spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
     await submit(etcd, dataclasses.replace(spec, expected_nodes=4))
     entry = JobEntry(name="fit", etcd=ETCD, token="", pid=os.getpid(), embedded=False, tls={})
-    for known, told in (
+    for known, said in (
         (entry, f"no nodes are registered yet: its launcher (process {os.getpid()}) is starting 4 nodes"),
         (dataclasses.replace(entry, etcd="another"), "no nodes are registered yet: it was submitted by a run"),
         (None, "no nodes are registered yet: it was submitted by a run that starts 4 nodes"),
@@ -34,4 +34,4 @@ async def test_status_while_launcher_starts_nodes(
         if known is not None:
             runtime.put(known)
         assert await _status(options("status")) == 0
-        assert told in capsys.readouterr().out
+        assert said in capsys.readouterr().out

@@ -70,9 +70,9 @@ async def test_launch_refuses_another_protocol(
 
 async def test_status_without_asking_nodes(etcd: MemoryCoordinator, capsys: pytest.CaptureFixture[str]) -> None:
     assert await _status(options("status")) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "fit running epoch 0/8" in told and "not asked" in told and "does not answer" not in told
-    assert "n1: job 'fit' was submitted by taskgraph" in told and "whose nodes speak protocol 1" in told
+    said = " ".join(capsys.readouterr().out.split())
+    assert "fit running epoch 0/8" in said and "not asked" in said and "does not answer" not in said
+    assert "n1: job 'fit' was submitted by taskgraph" in said and "whose nodes speak protocol 1" in said
     assert await _status(options("status", "--json")) == 0
     (node,) = json.loads(capsys.readouterr().out)["nodes"]
     assert not node["answers"] and "whose nodes speak protocol 1" in node["why_not"]

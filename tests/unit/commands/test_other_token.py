@@ -67,8 +67,8 @@ async def test_node_with_old_token_waits(
     waiting = asyncio.ensure_future(token_of_node(etcd, old))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    (told,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert "job 'fit' was submitted with another token" in told and "--token-file" in told
+    (said,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "job 'fit' was submitted with another token" in said and "--token-file" in said
     await asyncio.to_thread(old.write_text, NEW)
     async with asyncio.timeout(30):
         spec, token = await waiting

@@ -92,6 +92,6 @@ async def test_chaos_counts_effective_kills(
     await mischief.keeper.load()
     mischief._killed = {"n1-7f": os.getpid() if lives else (1 << 31) - 1}  # no process has that number
     assert mischief._sum_up(await mischief._survivors()) == 0
-    told = capsys.readouterr().out
-    assert ("n1 (process" in told and "is alive after SIGKILL" in told) is lives
-    assert f"faults: {'none' if lives else '1 kill'}; job fit: running" in told
+    said = capsys.readouterr().out
+    assert ("n1 (process" in said and "is alive after SIGKILL" in said) is lives
+    assert f"faults: {'none' if lives else '1 kill'}; job fit: running" in said

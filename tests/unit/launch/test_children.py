@@ -71,7 +71,7 @@ def test_running_child_gets_the_signal() -> None:
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="no other thread waits for children there")
 def test_reused_process_id_gets_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of asyncio has the exit code, but the event loop does not know it yet."""
-    told: list[int] = []
+    said: list[int] = []
 
     async def scenario() -> int:
         process = await _ending()
@@ -80,12 +80,12 @@ def test_reused_process_id_gets_no_signal(monkeypatch: pytest.MonkeyPatch) -> No
             time.sleep(0.01)  # noqa: ASYNC251 - the event loop must not learn of it
             assert time.monotonic() < until
         assert process.returncode is None
-        monkeypatch.setattr(os, "kill", lambda pid, number: told.append(pid))
+        monkeypatch.setattr(os, "kill", lambda pid, number: said.append(pid))
         signal_child(process, signal.SIGTERM)
         return await process.wait()
 
     assert asyncio.run(scenario()) == 3
-    assert told == []
+    assert said == []
 
 
 _ENDS_ITS_OWN = """

@@ -113,18 +113,18 @@ async def test_unreachable_results_are_reported_once(
 ) -> None:
     """As an event or in the log, not both."""
     monkeypatch.setattr("taskgraph.launch.collector._UNCOLLECTED_S", 0.2)
-    told: list[str] = []
+    said: list[str] = []
     async with following(Holder(GOOD), tmp_path) as follower:
         if followed:
-            follower._on_event = lambda event: told.append(event.text)
+            follower._on_event = lambda event: said.append(event.text)
         (tmp_path / "c").unlink()
         collecting = asyncio.ensure_future(follower.results())
         await asyncio.sleep(1.0)
         collecting.cancel()
         await asyncio.gather(collecting, return_exceptions=True)
     logged = [record.message for record in caplog.records if "cannot be collected" in record.message]
-    (text,) = told + logged
-    assert bool(told) == followed
+    (text,) = said + logged
+    assert bool(said) == followed
     assert text.startswith("the job has finished, and its results cannot be collected: no node listens at unix:")
 
 
@@ -159,18 +159,18 @@ async def test_results_of_another_protocol_are_refused(tmp_path: Path) -> None:
 
 async def test_fast_job_shows_each_event_once(tmp_path: Path) -> None:
     """Events come from the leader or from etcd, and a short job ends before they are in etcd."""
-    told: list[str] = []
+    said: list[str] = []
     holder = Holder(GOOD)
-    async with following(holder, tmp_path, lambda event: told.append(event.text)) as follower:
+    async with following(holder, tmp_path, lambda event: said.append(event.text)) as follower:
         holder.events.emit("began", "the job began")
         holder.events.emit("commit", "epoch 0", epoch=0, transient=True)
         holder.events.emit("admitted", "of no interest", transient=True)
         async with asyncio.timeout(30):
-            while len(told) < 2:  # noqa: ASYNC110
+            while len(said) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert told == ["the job began", "epoch 0"], "from the leader, in its order"
-        await asyncio.sleep(0.2)  # etcd told it, too
+        assert said == ["the job began", "epoch 0"], "from the leader, in its order"
+        await asyncio.sleep(0.2)  # etcd said it, too
         await follower.stop()  # nothing comes by itself any more
         holder.events.emit("finished", "the job finished")
         await follower.results()
-    assert told == ["the job began", "epoch 0", "the job finished"]
+    assert said == ["the job began", "epoch 0", "the job finished"]

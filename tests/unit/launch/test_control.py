@@ -255,14 +255,14 @@ async def test_large_results_arrive_whole(service: Service) -> None:
     ids=["a number", "its name", "its epoch", "the result's epoch", "the attempt", "the value"],
 )
 async def test_flipped_bit_in_results_is_found(damaged: bytes) -> None:
-    told = [TaskResult(0, 78, 5, encode("a text"), (ReportRow(77, 0, {"loss": 0.1}),)), TaskResult(1, 78, 5, None, ())]
+    said = [TaskResult(0, 78, 5, encode("a text"), (ReportRow(77, 0, {"loss": 0.1}),)), TaskResult(1, 78, 5, None, ())]
     async with serving(tcp_host="127.0.0.1") as service:
-        service.node.found = told
+        service.node.found = said
         port = int(service.control.rpartition(":")[2])
         async with between(port, damaged) as (address, _), ControlClient(address, TOKEN) as client:
             with pytest.raises(DecodeError, match="damaged on their way"):
                 await client.results()
-            assert await client.results() == told
+            assert await client.results() == said
 
 
 async def test_caller_of_results_may_leave(service: Service) -> None:
@@ -551,6 +551,6 @@ def test_unreachable_address_says_what_to_do() -> None:
     assert control_address("unix:elsewhere:/run/x/c|tcp:[::1]:12", host_key()) == "[::1]:12"
     assert control_address("unix:here.1:/run/x/c|tcp:h:12", "here.2") == "h:12"
     assert control_address("unix:here.1:/run/x/c", "here.2") == "unix:/run/x/c"  # root may
-    for told in ("", "unix:elsewhere:/run/x/c"):
+    for said in ("", "unix:elsewhere:/run/x/c"):
         with pytest.raises(TaskGraphError, match="--listen HOST"):
-            control_address(told, host_key())
+            control_address(said, host_key())

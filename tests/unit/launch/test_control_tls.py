@@ -234,11 +234,11 @@ async def test_ended_certificate_is_named(ours: Tls, tmp_path: Path) -> None:
         renew = "the certificate of that node has ended: write a renewed one, and its key, to its files"
         if tuple(map(int, grpc.__version__.split(".")[:2])) < (1, 69):  # it did not say why it refused
             renew = "neither has ended"
-        for told, given, mine in ((renew, ended, valid), ("neither has ended", valid, ended)):
+        for said, given, mine in ((renew, ended, valid), ("neither has ended", valid, ended)):
             clients = Tls(ours.ca, tmp_path / "cert", tmp_path / "key")
             for issued, tls in ((given, ours), (mine, clients)):
                 issued.private_key_pem.write_to_path(str(tls.key))
                 issued.cert_chain_pems[0].write_to_path(str(tls.cert))
             async with service.client(tls=clients) as client:
-                with pytest.raises(PeerLost, match=told):
+                with pytest.raises(PeerLost, match=said):
                     await client.status()

@@ -52,8 +52,8 @@ async def test_events_come_in_order_despite_clocks() -> None:
         seen = [(await anext(following)).text for _ in range(2)]
         await tell(2)
         seen.append((await anext(following)).text)
-    told = await kept_events(coordinator, JOB)
-    assert seen == [event.text for event in told] == [f"event {number}" for number in range(3)]
+    said = await kept_events(coordinator, JOB)
+    assert seen == [event.text for event in said] == [f"event {number}" for number in range(3)]
     await following.aclose()  # type: ignore[attr-defined]
 
 

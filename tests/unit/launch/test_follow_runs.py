@@ -170,9 +170,9 @@ async def test_status_watch_waits_for_etcd(monkeypatch: pytest.MonkeyPatch, caps
     await reached_by(coordinator, monkeypatch)
     monkeypatch.setattr(looking, "_WATCH_S", 0.001)
     assert await looking._status(cli.parser().parse_args(["status", NAME, "--etcd", "a:1", "--watch", "--json"])) == 0
-    told = capsys.readouterr()
-    assert [json.loads(line)["state"] for line in told.out.splitlines()] == ["running", "cancelled"]
-    assert re.fullmatch(r"taskgraph: etcd has not answered since \S+ \(no usable .*\); trying again\n", told.err)
+    said = capsys.readouterr()
+    assert [json.loads(line)["state"] for line in said.out.splitlines()] == ["running", "cancelled"]
+    assert re.fullmatch(r"taskgraph: etcd has not answered since \S+ \(no usable .*\); trying again\n", said.err)
 
 
 @pytest.mark.parametrize(("arguments", "error"), [([], Unavailable("away")), (["--watch"], DataLost("older data"))])
@@ -212,9 +212,9 @@ async def test_leaving_nodes_name_the_checkpoint(keeps: bool) -> None:
     primary = Put(KEYS.primary(0), PrimaryRecord(node="n1-1", term=1, stateful=True).to_bytes())
     await coordinator.txn(Txn(success=(primary, *([CHECKPOINT] if keeps else []))))
     async with followed(coordinator, run) as follower:
-        told = await _left_text("have left", FoundJob(NAME, ENTRY, run, coordinator), follower)  # type: ignore[arg-type]
+        said = await _left_text("have left", FoundJob(NAME, ENTRY, run, coordinator), follower)  # type: ignore[arg-type]
     text = "the nodes started here have left; job again has no node left, and the state of its tasks is lost"
-    assert told == text + "; new nodes go on from its checkpoint of epoch 20" * keeps
+    assert said == text + "; new nodes go on from its checkpoint of epoch 20" * keeps
     await coordinator.close()
 
 

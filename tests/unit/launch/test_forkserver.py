@@ -137,9 +137,9 @@ async def test_random_numbers_of_nodes_differ(tmp_path: Path, monkeypatch: pytes
 
 
 @forks
-@pytest.mark.parametrize(("given", "told"), [(None, "NONE"), ("INFO", "INFO")])
+@pytest.mark.parametrize(("given", "seen"), [(None, "NONE"), ("INFO", "INFO")])
 async def test_grpc_is_silent_in_nodes(
-    given: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: str | None, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os; os.write(2, os.environb[b'GRPC_VERBOSITY']); os._exit(1)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -147,7 +147,7 @@ async def test_grpc_is_silent_in_nodes(
     if given:
         monkeypatch.setenv("GRPC_VERBOSITY", given)
     async with ForkServer(tmp_path, 1) as server:
-        with pytest.raises(NotStarted, match=rf"it said:\n{told}$"):
+        with pytest.raises(NotStarted, match=rf"it said:\n{seen}$"):
             await server.start(config("127.0.0.1:1"), tmp_path / "n1.log")
 
 

@@ -99,13 +99,13 @@ class Looping(tg.Task):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_failed_job_ends_all_computes(fails: bool) -> None:
-    told: list[str] = []
+    seen: list[str] = []
     began = time.monotonic()
     with pytest.raises(tg.JobFailed) as caught:
-        job = tg.Job(tasks=2, epochs=2, backups=0, builder=lambda task: Looping(told, fails))
+        job = tg.Job(tasks=2, epochs=2, backups=0, builder=lambda task: Looping(seen, fails))
         tg.run(job, nodes=0, timeout_s=60 if fails else 2)
     assert time.monotonic() - began < 30
-    assert sorted(told) == ["cancelled", "teardown 0", "teardown 1"]
+    assert sorted(seen) == ["cancelled", "teardown 0", "teardown 1"]
     timeout = ("within 2 s", "task 1: sync waits for 'a' from task 1", "task 1 runs 'send' for")
     assert isinstance(caught.value, tg.JobTimeout) is not fails
     for said in ("task 0, epoch 0, 'send': KeyError: 'zz'",) if fails else timeout:
@@ -222,8 +222,8 @@ async def test_beginning_is_reported_before_the_first_commit() -> None:
 
     events: list[Event] = []
     await arun(tg.Job(tasks=2, epochs=2, builder=Idle, name="idle"), nodes=0, hooks=Hooks(events.append))
-    told = [event.kind for event in events if event.kind in ("began", "commit", "finished")]
-    assert told == ["began", "commit", "commit", "finished"]
+    said = [event.kind for event in events if event.kind in ("began", "commit", "finished")]
+    assert said == ["began", "commit", "commit", "finished"]
 
 
 class Tells(tg.Task, state=["total"]):

@@ -158,8 +158,8 @@ async def test_failed_replacement_is_tried_again(
     monkeypatch.setattr(Scripted, "error", error)
     async with launched(tmp_path, 1, "exit 9", "", "") as nodes:
         await until(lambda: "n4" in nodes.pids())
-    told = re.findall(r"no node is started in place of n1 yet: node (n\d) cannot be started", caplog.text)
-    assert told == ["n2", "n3"]
+    said = re.findall(r"no node is started in place of n1 yet: node (n\d) cannot be started", caplog.text)
+    assert said == ["n2", "n3"]
 
 
 @pytest.mark.skipif(not can_adopt(), reason="there is nobody to adopt")
@@ -175,7 +175,7 @@ async def test_orphans_of_a_dead_node_are_reaped(tmp_path: Path, quick: None) ->
 
 async def test_ending_launcher_replaces_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_REPLACE_S", 60.0)
-    async with launched(tmp_path, 2, "exit 9", "read told; exit 9") as nodes:
+    async with launched(tmp_path, 2, "exit 9", "read said; exit 9") as nodes:
         await until(lambda: bool(nodes._replacing))
         waiting = asyncio.ensure_future(nodes.wait(None))
         await nodes.leave(10.0)

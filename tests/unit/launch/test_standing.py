@@ -89,8 +89,8 @@ def test_text_of_a_held_interpreter_lock_differs(tmp_path: Path) -> None:
 
 def test_failed_job_names_the_standing_loop() -> None:
     failed = StatusRecord(state=State.FAILED, reason="every replica is gone", task=2, writer="n1")
-    told = with_stalls(failed, ("the event loop of n2 has been in 'step'",))
-    assert told.reason == "every replica is gone\nthe event loop of n2 has been in 'step'" and told.task == 2
+    said = with_stalls(failed, ("the event loop of n2 has been in 'step'",))
+    assert said.reason == "every replica is gone\nthe event loop of n2 has been in 'step'" and said.task == 2
     assert with_stalls(failed, ()) is failed
     cancelled = StatusRecord(state=State.CANCELLED, writer="n1")
     assert with_stalls(cancelled, ("the event loop of n2 has been in 'step'",)) is cancelled

@@ -71,19 +71,19 @@ def test_end_reason_names_the_launchers_error() -> None:
 async def test_nodes_that_cannot_start_fail_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job, told = supervisor(finished=False), []
+    job, said = supervisor(finished=False), []
 
     async def start(count: int) -> None:
         raise NotStarted("node n1 cannot be started: the fork server has ended")
 
     async def cancel_job(reason: str, *, state: str) -> None:
-        told.append((reason, state))
+        said.append((reason, state))
 
     monkeypatch.setattr(job._nodes, "start", start)
     monkeypatch.setattr(job._follower, "cancel_job", cancel_job, raising=False)
     with pytest.raises(JobFailed, match="node n1 cannot be started") as failed:
         await job._start(1)
-    assert failed.value.job == "fit" and told == [(str(failed.value), State.FAILED)]
+    assert failed.value.job == "fit" and said == [(str(failed.value), State.FAILED)]
     assert not issubclass(NotStarted, JobError), "trying again may well give something else"
 
 
@@ -197,9 +197,9 @@ async def test_drained_nodes_are_no_failure(
     assert why in status.reason and bool(status.reason) == bool(why)
 
 
-@pytest.mark.parametrize(("script", "told"), [("exit 0", False), ("echo no such mount; exit 1", True)])
+@pytest.mark.parametrize(("script", "seen"), [("exit 0", False), ("echo no such mount; exit 1", True)])
 async def test_deaths_are_reported_after_the_job_finished(
-    script: str, told: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    script: str, seen: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gone = asyncio.Event()
 
@@ -221,9 +221,9 @@ async def test_deaths_are_reported_after_the_job_finished(
     launched = Launched(monkeypatch, tmp_path, f"""touch "$0"; {script}""", Settings(), finishes)
     monkeypatch.setattr(LocalNodes, "log_tail", lambda nodes, name: f"the log of {name}")
     status, codes = await launched.ended()
-    assert status is not None and status.state == State.FINISHED and codes == {"n1": int(told)}
+    assert status is not None and status.state == State.FINISHED and codes == {"n1": int(seen)}
     said = [record.getMessage() for record in caplog.records if "every node started here" in record.getMessage()]
-    assert len(said) == told
+    assert len(said) == seen
     assert all("n1 ended with exit code 1; the end of its log:\nthe log of n1" in text for text in said)
 
 
@@ -393,8 +393,8 @@ async def test_finished_job_waits_for_teardown(
     finally:
         await nodes.stop(0.0, tell=False)
     assert nodes.codes() == {"n1": ends}
-    told = ["node n1 has not ended with the job, and is killed while it runs 'teardown' of task 3"]
-    assert [record.message for record in caplog.records] == (told if ends else [])
+    said = ["node n1 has not ended with the job, and is killed while it runs 'teardown' of task 3"]
+    assert [record.message for record in caplog.records] == (said if ends else [])
 
 
 @pytest.mark.parametrize(("script", "how"), [("kill -9 $$", "was killed by SIGKILL"), ("exit 3", "exited with code 3")])
@@ -410,8 +410,8 @@ async def test_death_in_teardown_is_reported(
         await nodes.wait_to_end(5.0, 5.0)
     finally:
         await nodes.stop(0.0, tell=False)
-    told = f"node n1 {how} while it ran 'teardown' of task 3: what that was to save may not be there"
-    assert [record.message for record in caplog.records] == [told]
+    said = f"node n1 {how} while it ran 'teardown' of task 3: what that was to save may not be there"
+    assert [record.message for record in caplog.records] == [said]
 
 
 @pytest.mark.parametrize(
