@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -96,13 +95,6 @@ def test_array_of_another_device(soft: SoftDevice, monkeypatch: pytest.MonkeyPat
     assert np.array_equal(decode(stayed, device=soft).get(), HOST)
 
 
-def test_later_writes_do_not_arrive(soft: SoftDevice) -> None:
-    array = soft.xp.asarray(HOST)
-    encoded = encode(array, stays=True)
-    array += 1
-    assert np.array_equal(decode(encoded, device=soft).get(), HOST)
-
-
 def test_earlier_work_is_included(soft: SoftDevice) -> None:
     array = soft.xp.asarray(HOST)
     array += 1
@@ -110,13 +102,6 @@ def test_earlier_work_is_included(soft: SoftDevice) -> None:
     array += 1
     assert np.array_equal(decode(encoded, device=soft)["x"].get(), (HOST + 1).reshape(100, 100).T)
     assert encoded.digest == encode({"x": (HOST + 1).reshape(100, 100).T}).digest
-
-
-class Doubled:
-    """A type whose codec makes an array for the occasion, on a stream of its library's own."""
-
-    def __init__(self, array: SoftArray) -> None:
-        self.array = array
 
 
 def test_waits_once_to_put(soft: SoftDevice) -> None:
@@ -267,15 +252,6 @@ def test_no_work_on_capturing_streams(soft: SoftDevice) -> None:
     assert not soft.misuses
 
 
-def test_owner_reads_without_wait(soft: SoftDevice) -> None:
-    with On(soft):
-        encoded = put(soft)
-        view = decode(encoded, device=soft)
-        memory = staying(encoded)[0]._memory
-        del view
-        assert not memory.read
-
-
 def test_two_views_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     soft = SoftDevice()
     with On(soft) as owner:
@@ -323,16 +299,6 @@ def test_memory_is_kept_after_device_error(monkeypatch: pytest.MonkeyPatch) -> N
     del encoded
     settle_calls()
     assert len(left) == 2
-
-
-def test_finalizers_after_module_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    soft, raised = SoftDevice(), []
-    monkeypatch.setattr(sys, "unraisablehook", raised.append)
-    encoded = put(soft)
-    view = decode(encoded, device=soft)
-    monkeypatch.setattr(buffers_module, "sys", None)  # as at the end of the process
-    del view, encoded
-    assert not raised
 
 
 LARGE = np.arange(300_000.0)

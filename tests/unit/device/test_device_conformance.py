@@ -235,20 +235,6 @@ def test_stream_is_current_per_thread(found: Found) -> None:
     assert device.current() == before
 
 
-def test_library_switches_streams(found: Found) -> None:
-    device, xp = found
-    if not hasattr(xp, "cuda"):
-        pytest.skip("it is CuPy that has some")
-    stream, before = device.stream(), device.current()
-    with device.on(stream):
-        with xp.cuda.Stream():
-            assert device.current() != stream
-        assert device.current() == stream
-        xp.cuda.Stream().use()
-        assert device.current() != stream
-    assert device.current() == before
-
-
 def test_stream_switch_over_await(found: Found) -> None:
     """Two coroutines in turns, each step on its task's stream, each with a `with` that begins in one and ends later."""
     device, xp = found

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from taskgraph.device import cuda, memory
+from taskgraph.device import cuda
 from taskgraph.device.memory import LIMIT, Bounded, bound_pinned, givers
 from taskgraph.device.visible import PRETEND
 
@@ -196,15 +196,6 @@ def test_pools_stay_within_their_part() -> None:
     assert other.alloc(45).nbytes == 45 * GIB
 
 
-def test_unbounded_pool_starves_others() -> None:
-    gpu = Gpu()
-    one, other = Cupy(gpu), Cupy(gpu)
-    for gib in range(1, 30):
-        one.alloc(gib)
-    with pytest.raises(OutOfMemoryError):
-        other.alloc(45)
-
-
 def test_pool_grows_beyond_its_part(caplog: pytest.LogCaptureFixture) -> None:
     gpu = Gpu()
     one, other = processes(gpu, 2)
@@ -257,20 +248,6 @@ def test_another_thread_takes_gained_memory(monkeypatch: pytest.MonkeyPatch) -> 
     held.append(one.alloc(45))
     held.append(one.alloc(10))
     assert one.pool.total == 65 * GIB
-
-
-def test_gain_for_two_threads() -> None:
-    (one, _), held = processes(Gpu(), 2), []
-
-    def meanwhile(nbytes: int) -> bool:
-        givers.clear()
-        held.append(one.alloc(2))
-        return False
-
-    held.append(one.alloc(45))
-    givers.append(meanwhile)
-    held.append(one.alloc(3))
-    assert one.pool.total == 50 * GIB and one.pool.limit == int(45 * GIB * 9 / 8)
 
 
 def test_full_device_is_not_retried() -> None:
@@ -426,19 +403,6 @@ def test_pinned_memory_limit() -> None:
     used.clear()
     pool.free.append(cupy.pinned(1 << 10))
     assert [memory.size >> 10 for memory in pool.free] == [1]
-
-
-def test_unknown_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(name: str) -> int:
-        raise ValueError(name)
-
-    monkeypatch.setattr(memory.os, "sysconf", unknown)
-    cupy = Cupy(Gpu())
-    bound_pinned(cupy)
-    pool: PinnedPool = cupy.pinned.__self__  # type: ignore[union-attr]
-    pool.free.append(pool.malloc(512))
-    pool.free.append(pool.malloc(1024))
-    assert [memory.size for memory in pool.free] == [1024]
 
 
 # -- in a node's process ---------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from softdevice import SoftArray, SoftDevice
 from taskgraph.device import pinning
 from taskgraph.graph.arrays import empty
 from taskgraph.graph.blocks import Block, block_behind
-from taskgraph.graph.values import decode, digest_of, encode, hosted
+from taskgraph.graph.values import decode, encode, hosted
 from taskgraph.protocol.messages import Encoded
 from taskgraph.system.host import memory_bytes
 from taskgraph.transport import segments
@@ -156,28 +156,6 @@ def test_closed_pool_stays_locked_for_views(soft: SoftDevice, pool: Pool) -> Non
     until(lambda: not soft.registered)
 
 
-def test_dropped_pool_unlocks(soft: SoftDevice) -> None:
-    pool = Pool(max_segments=8, max_idle_bytes=64 * MIB)
-    value = hosted(put(soft), allocate=pool.allocate)
-    del pool
-    gc.collect()
-    assert np.array_equal(decode(value), HOST) and len(soft.registered) == 1
-    del value
-    until(lambda: not soft.registered)
-
-
-def test_spoiled_segment_is_unlocked(soft: SoftDevice, pool: Pool) -> None:
-    value = hosted(put(soft), allocate=pool.allocate)
-    segments_of(value)[0].spoil()
-    del value
-    pool.trim()
-    until(lambda: not soft.registered)
-
-
-def segments_of(value: Encoded) -> list[Use]:
-    return [buffer.obj.origin for buffer in value.buffers]  # type: ignore[attr-defined]
-
-
 def test_limit_of_locked_memory(
     soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,14 +213,6 @@ def test_two_threads_lock_once(soft: SoftDevice, pool: Pool, monkeypatch: pytest
         thread.join()
     assert soft.registrations == 1
     assert all(np.array_equal(array, HOST) for array in found)
-
-
-def test_second_device_copies_unlocked(soft: SoftDevice, pool: Pool) -> None:
-    value, other = received(pool), SoftDevice()
-    first = decode(value, device=soft)
-    second = decode(value, device=other)
-    assert (soft.registrations, other.registrations) == (1, 0)
-    assert np.array_equal(first.get(), HOST) and np.array_equal(second.get(), HOST)
 
 
 def test_user_code_gets_no_locked_memory(soft: SoftDevice, pool: Pool) -> None:
@@ -345,11 +315,3 @@ async def test_event_loop_does_not_lock(soft: SoftDevice, pool: Pool) -> None:
         assert isinstance(array, SoftArray)
         assert np.array_equal(await asyncio.to_thread(array.get), HOST)
     assert soft.registrations == 1
-
-
-def test_writable_copy_on_device_only(soft: SoftDevice, pool: Pool) -> None:
-    value = received(pool)
-    mine = decode(value, device=soft, writable=True)
-    mine += 1
-    assert soft.registrations == 1 and np.array_equal(mine.get(), HOST + 1)
-    assert digest_of(value.meta, value.buffers) == value.digest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -104,13 +104,6 @@ def test_one_copy_for_many_callers(soft: SoftDevice, pool: Pool) -> None:
     assert soft.registrations == 2
 
 
-def test_finish_of_copy_begun_elsewhere(soft: SoftDevice) -> None:
-    found = buffer(soft)
-    begun = found.copying()
-    begun.finish(1)
-    assert found.host() is begun.data == BYTES.data
-
-
 class Fails:
     """What the device does fails at one of its calls."""
 
@@ -199,18 +192,3 @@ def test_finished_copy_frees_device_memory(soft: SoftDevice) -> None:
     assert soft.reused == reused + 2, "that of what was put, and of its copy"
     del taken
     assert is_there(copy, HOST.nbytes)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_orders_of_streams(seed: int, pool: Pool) -> None:
-    soft = SoftDevice(seed, races=seed % 2 == 0)
-    calls: list[Callable[[DeviceBuffer], object]] = [
-        lambda one: one.host(pool.allocate),
-        lambda one: one.copying(pool.allocate).finish(2 * PIECE),
-    ]
-    for number in range(6):
-        found = buffer(soft, HOST + number)
-        calls[number % 2](found)
-        assert np.array_equal(decode_array(found.host()), HOST + number)
-        del found
-    assert not soft.misuses

@@ -222,21 +222,6 @@ def test_every_change_changes_digest(buffers: list[bytes], data: st.DataObject) 
         assert (digest_of(meta, views(other)) == known) == (other == buffers)
 
 
-def test_digest_without_buffers() -> None:
-    encoded = encode([1, "x", np.arange(5)])
-    assert not encoded.buffers
-    assert encoded.digest == xxhash.xxh3_128_digest(encoded.meta[:-4]) == digest_of(encoded.meta, ())
-
-
-def test_what_is_not_there_yet_is_missing() -> None:
-    encoded = encode(np.arange(10_000))
-    hasher = digesting(encoded.meta, [encoded.buffers[0].nbytes])
-    hasher.update(encoded.buffers[0][:-1])
-    assert hasher.digest() != encoded.digest
-    hasher.update(encoded.buffers[0][-1:])
-    assert hasher.digest() == encoded.digest
-
-
 @pytest.mark.parametrize("where", [0, 5, 16])
 def test_error_in_a_block(where: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = arrays.Copy.digest

@@ -10,7 +10,6 @@ import textwrap
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -57,8 +56,7 @@ def in_thread(function: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3, 16])
-@pytest.mark.parametrize("blocks", [0, 1, 2, 3, 64])
+@pytest.mark.parametrize(("blocks", "cores"), [(0, 2), (1, 16), (2, 1), (2, 2), (3, 2), (64, 3), (64, 16)])
 def test_every_block_once(blocks: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worksharing, "cores", lambda: cores)
     for _ in range(20):
@@ -84,46 +82,6 @@ def test_helpers_end_despite_late_calls(monkeypatch: pytest.MonkeyPatch) -> None
             for_each(lambda _: time.sleep(1e-4), blocks)
             time.sleep(pause % 30 * 1e-4)
         assert until(lambda: worksharing._team._helpers == 0)
-
-
-def test_number_of_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worksharing, "cores", lambda: 3)
-    three = threading.Barrier(3)
-    for_each(lambda _: three.wait(WAIT_S), 3)
-    assert len(helpers()) == 2
-    monkeypatch.setattr(worksharing, "cores", lambda: 100)
-    four = threading.Barrier(4)
-    for_each(lambda _: four.wait(WAIT_S), 100)
-    assert len(helpers()) == 3
-
-
-def test_idle_helper_is_called_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The one that was called last was called again: a second pass at the same time was made alone."""
-    monkeypatch.setattr(worksharing, "cores", lambda: 3)
-    monkeypatch.setattr(worksharing, "_IDLE_S", 2 * WAIT_S)
-    three, busy, free = threading.Barrier(3), threading.Barrier(3), threading.Event()
-    for_each(lambda _: three.wait(WAIT_S), 3)
-    assert until(lambda: len(worksharing._team._waiting) == 2)
-    monkeypatch.setattr(worksharing, "idle", lambda: 1)
-
-    def work(_: int) -> None:
-        busy.wait(WAIT_S)
-        free.wait()
-
-    other = in_thread(lambda: for_each(work, 2))
-    try:
-        busy.wait(WAIT_S)
-        together = threading.Barrier(2)
-        for_each(lambda _: together.wait(WAIT_S / 4), 2)
-    finally:
-        free.set()
-        other.join()
-        monkeypatch.setattr(worksharing, "_IDLE_S", 0.01)  # and they look again how long they may wait
-        waiting, worksharing._team._waiting = worksharing._team._waiting, deque()
-        for call in tuple(waiting):
-            call.release()
 
 
 def test_caller_does_not_wait_for_late_helper() -> None:
@@ -201,28 +159,6 @@ def test_when_it_raises_nobody_works_any_more(error: type[BaseException]) -> Non
     with pytest.raises(error):
         for_each(work, 10)
     assert len(ended) == 1
-
-
-def test_interrupted_caller_leaves_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Ctrl-C while the last block of a helper is waited for: that block ends, and no other is begun."""
-    shared = worksharing._Pass(lambda block: done.append(block), 3)
-    done: list[int] = []
-
-    class Thrown:
-        def get(self) -> None:
-            raise KeyboardInterrupt
-
-        def put(self, _: None) -> None:
-            pass
-
-    shared._blocks.popleft()  # as a helper would
-    monkeypatch.setattr(shared, "_ended", Thrown())
-    with pytest.raises(KeyboardInterrupt):
-        shared.make(lambda: False)
-    assert done == [1, 2]
-    shared._blocks.append(0)
-    shared.help()
-    assert done == [1, 2]
 
 
 def test_passes_of_several_threads_at_once() -> None:
@@ -317,57 +253,30 @@ def test_cores_that_become_idle_help(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(mine) == len(began) - 10
 
 
-def test_looking_for_idle_cores_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[None] = []
-    monkeypatch.setattr(worksharing, "idle", lambda: looks.append(None) or 0)
-    done: list[int] = []
-    for_each(done.append, 64)
-    assert done == list(range(64)) and len(looks) == 8
-    assert not worksharing._team._helpers
-
-
 @pytest.mark.parametrize(
     ("text", "idle"),
-    [("0.20 0.18 0.12 1/80 11206\n", 7), ("9.20 0.18 0.12 8/80 1", 0), ("20 18 12 30/80 1", -22)],
+    [
+        ("0.20 0.18 0.12 1/80 11206\n", 7),
+        ("9.20 0.18 0.12 8/80 1", 0),
+        ("20 18 12 30/80 1", -22),
+        *((unknown, 7) for unknown in (None, "", "1 2 3", "1 2 3 x/y 5", "\0\0\0")),
+    ],
 )
-def test_cores_that_run_nothing_are_idle(text: str, idle: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "loadavg"
-    file.write_text(text)
-    monkeypatch.setattr(worksharing, "_RUNNING", str(file))
-    monkeypatch.setattr(worksharing, "_MACHINE", 8)
-    before = len(os.listdir("/dev/fd"))
-    for _ in range(5):
-        assert idle_here() == idle
-    assert len(os.listdir("/dev/fd")) == before
-
-
-@pytest.mark.parametrize("text", [None, "", "1 2 3", "1 2 3 x/y 5", "\0\0\0"])
-def test_unknown_load_counts_as_idle(text: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_idle_cores_by_load(text: str | None, idle: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "loadavg"
     if text is not None:
         file.write_text(text)
     monkeypatch.setattr(worksharing, "_RUNNING", str(file))
     monkeypatch.setattr(worksharing, "_MACHINE", 8)
-    assert idle_here() == 7
+    before = len(os.listdir("/dev/fd"))
+    assert [idle_here() for _ in range(5)] == [idle] * 5
+    assert len(os.listdir("/dev/fd")) == before
 
 
-def test_kernel_counts_running_thread() -> None:
-    if not os.path.exists(worksharing._RUNNING):
-        pytest.skip("the kernel does not tell")
-    assert idle_here() < worksharing._MACHINE
-
-
-def test_one_core_means_no_helper() -> None:
-    if not hasattr(os, "sched_setaffinity"):
-        pytest.skip("no affinity here")
-    before = os.sched_getaffinity(0)
-    code = "from taskgraph.system.host import cores; print(cores())"
-    assert run(code) == str(len(before))
-    try:
-        os.sched_setaffinity(0, {min(before)})
-        assert run(code) == "1"
-    finally:
-        os.sched_setaffinity(0, before)
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
+def test_affinity_limits_cores() -> None:
+    text = run("import os; os.sched_setaffinity(0, {0}); from taskgraph.system.host import cores; print(cores())")
+    assert text == "1"
 
 
 SCRIPT = """
@@ -417,8 +326,9 @@ def test_forked_process_has_own_helpers() -> None:
     assert text == "child parent 0"
 
 
-@pytest.mark.parametrize("size", [arrays._CHUNK_BYTES, BLOCK_BYTES])
-@pytest.mark.parametrize("what", ["copy", "update", "digest"])
+@pytest.mark.parametrize(
+    ("what", "size"), [("copy", BLOCK_BYTES), ("update", arrays._CHUNK_BYTES), ("digest", arrays._CHUNK_BYTES)]
+)
 def test_blocks_release_the_gil(what: str, size: int) -> None:
     """With this interval a thread gets the interpreter's lock only where it is released."""
     source, target, hasher = np.ones(size, "u1"), np.ones(size, "u1"), xxhash.xxh3_128()

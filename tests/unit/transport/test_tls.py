@@ -277,19 +277,6 @@ async def test_silent_tls_connections_are_bounded(
     assert len([text for text in warnings_of(caplog) if "without a TLS handshake" in text]) == 1
 
 
-async def test_missing_handshake_is_logged(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    b = await cluster.node()
-    told = asyncio.Event()
-    warned = b.transport._refusals.refused  # type: ignore[attr-defined]
-    b.transport._refusals.refused = lambda *said: (warned(*said), told.set())  # type: ignore[attr-defined]
-    _, writer = await asyncio.open_connection("127.0.0.1", port_of(b.peer))
-    writer.close()
-    async with asyncio.timeout(30):
-        await told.wait()
-    (text,) = warnings_of(caplog)
-    assert text.endswith("no TLS handshake: its end closed the connection")
-
-
 async def test_silent_tls_connection_is_closed(cluster: Cluster) -> None:
     b = await cluster.node(settings=Settings(connect_s=0.2))
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(b.peer))
