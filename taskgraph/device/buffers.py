@@ -1,15 +1,16 @@
-"""The bulk of values that stays on its device: private copies, views of them, and when their memory goes back.
+"""Buffers of values that stay on their device: private copies, views of them, and when their memory is freed.
 
-A copy is made on the stream of the caller, and is complete before a `DeviceBuffer` exists: so it can be read on any
-stream. Its memory belongs to the stream it was made on, which would give it to the next one who
-allocates there while the reading of others is still queued on theirs. So every view holds the memory by a lease of its
-own, which ends with an event on the stream that the view was made for; and the memory is freed once all of these events
-are past. Only a thread made for this waits for them (`afterwards`). It also ends leases that end on an event loop, as
-CUDA's driver may block the thread that does so.
+    array ──► `Private`: a copy, being made ──► `DeviceBuffer` ──► views, a copy on the host
+                        a `_Memory`, with a `_Lease` for the buffer and one for each view
 
-A task's stream is in the hands of its code, which may capture a graph on it: whatever is queued there meanwhile becomes
-part of the graph, or spoils it. So the framework queues only
-events there, and only while no graph is captured (`Device.try_record`).
+A copy is made on the caller's stream, and is complete before its `DeviceBuffer` exists. So any stream can read it. Its
+memory belongs to the stream that made it: once freed, the next allocation there gets it, even if reads are still queued
+on other streams. So every view has a lease. When a view ends, an event is recorded on its stream; when no lease is left
+and the device has passed all events, the memory is freed. Only a helper thread waits for events (`afterwards`). That
+thread also ends leases for event loops, since CUDA's driver may block.
+
+User code owns a task's stream, and may capture a graph on it: work that is queued there meanwhile becomes part of the
+graph, or spoils it. So the framework queues only events there, and none during a capture (`Device.try_record`).
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ Allocate = Callable[[int], Any]
 """`taskgraph.graph.blocks.Allocate`: memory of the host, or None."""
 
 _side: Final[weakref.WeakKeyDictionary[Device, Stream]] = weakref.WeakKeyDictionary()
-"""Streams for copies to the host that wait for no task's work."""
+"""For each device a stream for copies to the host, so that they wait for no task's work."""
 _lock: Final = threading.Lock()
 _kept: Final[set[_Memory]] = set()
-"""Memory that has leases. Finalizers of objects that are garbage together run in any order, and those of CuPy destroy
-its streams and events: this set keeps what a lease's finalizer needs."""
+"""Memory with leases. Python finalizes objects that become garbage together in any order, and CuPy's finalizers destroy
+streams and events. This set keeps those that the finalizer of a lease needs."""
 _numbers: Final = itertools.count()
-_NOBODYS: Final = object()
-"""In place of a stream: no stream is this one."""
+_NO_STREAM: Final = object()
+"""In place of a stream; unequal to all streams."""
 
 
 def _side_stream(device: Device) -> Stream:
@@ -59,25 +60,25 @@ def _side_stream(device: Device) -> Stream:
 
 
 class _Memory:
-    """An array that no longer changes, and the streams that read it. It is freed with its last lease.
+    """Memory that no longer changes, with its leases. It is freed after the last lease.
 
-    After an error of the device it is kept, so that its memory is not reused.
+    After an error of the device it is kept for ever, so that nobody reuses it.
     """
 
     __slots__ = ("_last", "array", "device", "leases", "read", "stream")
 
-    segment: Segment | None = None  # what other processes can open of it
+    segment: Segment | None = None  # by which other processes can open it
 
     def __init__(self, device: Device, array: Array, stream: Stream) -> None:
         self.device = device
         self.array = array
         self.stream = stream
-        self.leases: dict[int, Stream] = {}  # by a lease's number: the stream it is for
-        self.read: list[Event] = []  # not the last of each stream: leases end in any thread, and in any order
+        self.leases: dict[int, Stream] = {}  # a lease's number -> the stream that reads
+        self.read: list[Event] = []  # of all ended leases; threads end leases in any order, so none replaces another
         self._last = [None]
 
     def release(self, number: int) -> None:
-        """Ends a lease; all its reads are queued. Called in any thread, also within other code of this module."""
+        """Ends a lease after its reads were queued. Called in any thread, also in the middle of this module's code."""
         stream = self.leases[number]
         try:
             if stream != self.stream:
@@ -89,11 +90,11 @@ class _Memory:
             del self.leases[number]
             if not self.leases and self._is_last():
                 self._give_back()
-        except Exception as error:  # the device is lost, as a rule
-            log.warning("memory of %d bytes is left alone: %s", self.array.nbytes, error)
+        except Exception as error:  # usually the device is lost
+            log.warning("the device failed, so %d bytes of its memory stay in use: %s", self.array.nbytes, error)
 
     def _is_last(self) -> bool:
-        """True for one of the threads that find no lease left. Without a lock: a finalizer may come in its middle."""
+        """True for one of several threads. Takes no lock, since a finalizer may interrupt it."""
         try:
             self._last.pop()
         except IndexError:
@@ -101,7 +102,7 @@ class _Memory:
         return True
 
     def may_release(self, number: int) -> bool:
-        """True if a lease may end in this thread: its stream is current here, or no event is needed."""
+        """True if this thread may end the lease: the lease's stream is current here, or needs no event."""
         return self.leases[number] in (self.stream, self.device.current())
 
     def _give_back(self) -> None:
@@ -109,22 +110,22 @@ class _Memory:
         call(self.device, self.read, self._free)
 
     def _free(self) -> None:
-        self.stream = None  # who has this object still may drop it anywhere
+        self.stream = None  # the last reference to this object may go in any thread
         _kept.discard(self)
 
 
 class _InSegment(_Memory):
-    """`_Memory` that belongs to no stream: its next user follows all who read it, the owner, too.
+    """Memory in a shared segment. It belongs to no stream, so its next user follows the events of all readers.
 
     Args:
-        segment: how it is lent on; of this process, or of another one.
-        ended: called with the events of who reads it, in any thread, in the middle of anything.
+        segment: the segment, of this process or of another one.
+        ended: called with the readers' events, in any thread, in the middle of any code.
     """
 
     __slots__ = ("_ended", "segment")
 
     def __init__(self, device: Device, segment: Segment, nbytes: int, ended: Callable[[list[Event]], object]) -> None:
-        super().__init__(device, device.view(segment.array, np.dtype(np.uint8), (nbytes,), None), _NOBODYS)
+        super().__init__(device, device.view(segment.array, np.dtype(np.uint8), (nbytes,), None), _NO_STREAM)
         self.segment = segment
         self._ended = ended
 
@@ -134,10 +135,10 @@ class _InSegment(_Memory):
 
 
 class _Lease:
-    """A hold on memory for as long as anybody has this object.
+    """Keeps memory for as long as this object lives.
 
     Args:
-        stream: the stream that reads it; None: only the memory's own, or the reader waits for its reads.
+        stream: the stream that reads; None: the memory's own, or the reader waits for its reads.
     """
 
     __slots__ = ("__weakref__", "_number", "memory")
@@ -149,13 +150,13 @@ class _Lease:
         _kept.add(memory)
 
     def waited(self) -> None:
-        """Notes that the work queued for this lease is done."""
+        """The caller waited for the reads of this lease, so its end needs no event."""
         self.memory.leases[self._number] = self.memory.stream
 
     def __del__(
         self, is_finalizing: Callable[[], bool] = sys.is_finalizing, here: Callable[[], bool] = on_a_loop
     ) -> None:
-        if is_finalizing():  # some go after this module
+        if is_finalizing():  # this module may be gone already
             return
         if not here() and self.memory.may_release(self._number):
             self.memory.release(self._number)
@@ -168,14 +169,14 @@ def _let_go(nbytes: int) -> bool:
     return do_now()
 
 
-givers.insert(0, _let_go)  # before those that free what it gives back
+givers.insert(0, _let_go)  # first: others free the memory that this one returns
 
 
 class Digested:
-    """The digests of an array's blocks, being taken on the current stream. A source of `taskgraph.graph.digests`.
+    """Digests of an array's blocks, computed on the current stream. A source of `taskgraph.graph.digests`.
 
     Args:
-        take: what queued them gave.
+        take: the function that `Device.digests` or `Device.fill` returned.
     """
 
     def __init__(self, device: Device, take: Callable[[], bytes], nbytes: int, block_bytes: int) -> None:
@@ -187,7 +188,7 @@ class Digested:
         self.nbytes = nbytes
 
     def begin(self) -> None:
-        """Waits until they are taken. To be called before `digest` is, or `blocks` are read."""
+        """Waits for the digests. Call it before `digest`, and before `blocks` is read."""
         done, self._done = self._done, None
         if done is not None:
             (event,) = done.things
@@ -201,10 +202,10 @@ class Digested:
 
 
 class Private(Digested):
-    """A private copy of an array, being made and digested on the current stream: later writes do not reach it.
+    """Copies and digests an array on the current stream; later writes to the array do not reach the copy.
 
     Args:
-        shared: where it is copied to, as far as there is memory, so that other processes can open it.
+        shared: gives the memory, if it has some, so that other processes can open the copy.
     """
 
     def __init__(self, device: Device, array: Array, block_bytes: int, shared: SharedMemory | None = None) -> None:
@@ -222,18 +223,17 @@ class Private(Digested):
         self._lease.waited()
 
     def sealed(self) -> DeviceBuffer:
-        """The copy, once `begin` returned."""
+        """Returns the copy; call `begin` first."""
         return DeviceBuffer(self._lease, self._block_bytes)
 
 
 def borrowed(
     device: Device, segment: Segment, nbytes: int, block_bytes: int, ended: Callable[[list[Event]], object]
 ) -> DeviceBuffer:
-    """A buffer in memory of another process, which stays as it is until `ended` was called.
+    """Makes a buffer of memory of another process, which does not change it before `ended` was called.
 
     Args:
-        ended: called once, in any thread, when this process has no reference left to the buffer or a view of it, with
-            the events of its readers.
+        ended: called once, in any thread, with the readers' events, when the buffer and all its views are gone here.
     """
     return DeviceBuffer(_Lease(_InSegment(device, segment, nbytes, ended)), block_bytes)
 
@@ -243,7 +243,7 @@ class DeviceBuffer:
 
     Attributes:
         nbytes: its size.
-        host_copies: how often it was copied to the host, or that was tried.
+        host_copies: the number of copies to the host, failed ones included.
     """
 
     __slots__ = ("_block_bytes", "_copy", "_lease", "_lock", "_memory", "_views", "host_copies", "nbytes")
@@ -272,24 +272,24 @@ class DeviceBuffer:
 
     @property
     def viewed(self) -> bool:
-        """True if there are views of it."""
+        """True while there are views of the buffer."""
         return bool(self._views)
 
     def array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """A view, to be read on the current stream: nothing is copied."""
+        """Returns a view, for reading on the current stream."""
         memory = self._memory
         lease = _Lease(memory, memory.device.current())
         self._views.add(lease)
         return memory.device.view(memory.array, dtype, shape, lease)
 
     def separate(self) -> DeviceBuffer:
-        """Copies to memory of its own. Waits for the device."""
+        """Copies the buffer to memory of its own. Waits for the device."""
         copy = Private(self.device, self.array(np.dtype(np.uint8), (self.nbytes,)), self._block_bytes)
         copy.begin()
         return copy.sealed()
 
     def digested(self) -> Digested:
-        """Its digests now, taken after the work that is queued on the current stream."""
+        """Queues its digests on the current stream."""
         device = self._memory.device
         return Digested(device, device.digests(self._memory.array, self._block_bytes), self.nbytes, self._block_bytes)
 
@@ -297,31 +297,24 @@ class DeviceBuffer:
         """Returns the bytes on the host. Copies them once, and waits for the copy, so call it in a thread.
 
         Args:
-            allocate: where they are copied to, as far as it has memory.
+            allocate: gives the host memory, if it has some.
         """
         copy = self.copying(allocate)
         copy.finish()
         return copy.data
 
     def copy_early(self, allocate: Allocate) -> None:
-        """Begins to copy it to the host, for `host`, where that takes neither new memory nor a lock on some."""
+        """Begins the copy to the host if page-locked memory is at hand. Does not wait."""
         block = allocate(self.nbytes)
         if block is not None and block.origin is not None and block.origin.locked:
-            self.copying(lambda _: block, sent=False)
+            self.copying(lambda _: block)
 
-    def copying(self, allocate: Allocate | None = None, *, sent: bool = True) -> HostCopy:
-        """Returns the copy to the host, which the first caller begins. May page-lock memory: call it in a thread."""
+    def copying(self, allocate: Allocate | None = None) -> HostCopy:
+        """Returns the copy to the host; the first call begins it. May page-lock memory: call it in a thread."""
         with self._lock:
             if self._copy is None or self._copy.error is not None:
                 memory = self._memory
                 self.host_copies += 1
-                self._copy = HostCopy(
-                    memory.device,
-                    memory.array,
-                    _side_stream(memory.device),
-                    allocate,
-                    keep=_Lease(memory),
-                    sent=sent,
-                )
-                self._copy.begin()
+                stream = _side_stream(memory.device)
+                self._copy = HostCopy(memory.device, memory.array, stream, allocate, keep=_Lease(memory))
             return self._copy

@@ -23,7 +23,6 @@ from taskgraph.device import buffers, cuda, digest, pinning, virtual
 from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES, Device
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.device.lookup import device_of
-from taskgraph.device.staging import PIECE_BYTES
 from taskgraph.errors import JobError
 from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.values import decode, encode, hosted, verify
@@ -163,7 +162,7 @@ def test_values_use_page_locked_memory(found: Found, monkeypatch: pytest.MonkeyP
     device, xp = found
     monkeypatch.setattr(pinning, "_locked", locked := pinning._Locked(1 << 30))
     pool = Pool(max_segments=4, max_idle_bytes=1 << 30)
-    host = np.arange(2 * PIECE_BYTES / 8 + 1000)
+    host = np.arange((8 << 20) / 8 + 1000)
     for number in range(5):
         value = encode({"a": xp.asarray(host + number)}, stays=True)
         assert isinstance(value, EncodedOnDevice)
