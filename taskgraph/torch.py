@@ -1,15 +1,14 @@
 """Import this module in a driver, and PyTorch tensors travel.
 
-A tensor arrives as a `torch.Tensor` of the same dtype, shape and bits, bfloat16 and float8 included. It is a copy of
-its own, which may be written to. What does not travel, and is refused with the way out: the graph that made it (a
-tensor that requires a gradient: send `t.detach()`), parameters and other subclasses, and sparse, nested, quantized and
-meta tensors.
+A tensor arrives as a `torch.Tensor` of the same dtype, shape and bits, bfloat16 and float8 included. It is a writable
+copy. Refused, with advice in the error: tensors that require a gradient (send `t.detach()`), parameters and other
+subclasses, and sparse, nested, quantized and meta tensors.
 
-A tensor of a CUDA device travels as CuPy's arrays do, where the node has CuPy, and by the host's memory where it has
-not. It arrives on the device of a node that has one and CuPy, on the CPU of any other, and belongs to PyTorch: in its
-memory, on its current stream. Where it was is no part of its value: its digest is the same.
+If the node has CuPy, a tensor on a CUDA device travels like CuPy's arrays; otherwise it goes by the host. It arrives on
+the device of a node that has a device and CuPy, in PyTorch's memory and on its current stream, and on the CPU of other
+nodes. Its device is no part of its value, nor of its digest.
 
-This module needs PyTorch; nothing else of the framework does.
+Only this module needs PyTorch.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _PLAIN: Final = frozenset(
         *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     )
 )
-"""dtypes that numpy has, too. All others travel as unsigned integers of their size."""
+"""dtypes that numpy has, too. Others travel as unsigned integers of their size."""
 _BITS: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -58,23 +57,23 @@ def _encode(tensor: torch.Tensor) -> tuple[str, Any]:
             raise CannotTravel(tensor, f"its dtype is {tensor.dtype}: convert it, e.g. t.float()")
         bits = bits.view(_BITS[bits.dtype.itemsize])
     if _on_host(tensor):
-        return name, bits.numpy()  # as it lies in memory: of a state, that counts
-    there = _there(bits)
-    return name, OnDevice(bits.cpu().numpy()) if there is None else there
+        return name, bits.numpy()  # in its order in memory, which a state keeps
+    array = _device_array(bits)
+    return name, OnDevice(bits.cpu().numpy()) if array is None else array
 
 
 def _on_host(tensor: torch.Tensor) -> bool:
     return bool(tensor.device.type == "cpu")
 
 
-def _there(tensor: torch.Tensor) -> Array | None:
-    """The tensor's memory as an array of its device, behind what PyTorch has queued.
+def _device_array(tensor: torch.Tensor) -> Array | None:
+    """Returns the tensor's memory as an array of its device, after PyTorch's queued work.
 
-    None where it is no array of a device that is known here (without CuPy, say), or PyTorch or CuPy refuse.
+    None without CuPy, or if PyTorch or CuPy refuse.
     """
     try:
         return from_dlpack(tensor)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # as they say "no"
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # refusals
         if device_error(error) is not None:
             raise
         return None
@@ -88,9 +87,9 @@ def _decode(value: Any) -> torch.Tensor:
     if isinstance(array, np.ndarray):
         tensor = torch.from_numpy(array if array.flags.writeable else copied(array))  # a tensor cannot be read-only
     else:
-        # In memory of PyTorch's own, since its streams know nothing of the one that an array's memory goes back to.
+        # A copy in PyTorch's memory, since PyTorch's streams do not follow the one that gets the array's memory back.
         tensor = torch.from_dlpack(array).clone()
-        from_dlpack(tensor)  # the current stream follows that copy: the array's memory goes back behind it
+        from_dlpack(tensor)  # the current stream follows that copy, so the array's memory is freed after it
     expected = dtype if dtype in _PLAIN else _BITS.get(dtype.itemsize)
     if tensor.dtype is not expected:
         raise ValueError(f"a tensor of dtype {dtype} came as {tensor.dtype}")
@@ -98,7 +97,7 @@ def _decode(value: Any) -> torch.Tensor:
 
 
 def _give_back(nbytes: int) -> bool:
-    """PyTorch keeps what was freed, as CuPy does. Says whether it let go of some."""
+    """Makes PyTorch free unused memory. True if it freed some. See `taskgraph.device.memory.givers`."""
     if not torch.cuda.is_initialized():
         return False
     before = torch.cuda.memory_reserved()

@@ -1,12 +1,15 @@
-"""Threads that do the work of finalizers: calls that may block, and calls that must wait for events of a device.
+"""Threads that do the work of finalizers: calls that may block, and calls that wait for events of a device.
 
-A finalizer runs in any thread, and in the middle of anything. On an event loop it must not call CUDA: while some thread
-of the process copies from the device to memory that is not page-locked (`float(array)` does), and so waits for all that
-is queued before, CUDA's driver blocks, for as long, every thread that makes or destroys an event or a stream, or
-records an event on that stream.
+    finalizer ──► `soon` ─────────────────────────► thread 1 calls it
+              ──► `later` ──► thread 2, a pause ──► `soon`
+              ──► `call` with events ──► thread 1: passed? ──► call it
+                                                   not yet ──► thread 3 waits, then calls it
 
-As a collection of garbage may run a finalizer in the middle of this module's own code, nothing here takes a lock that
-it waits for.
+A finalizer runs in any thread, in the middle of any code. On an event loop it must not call CUDA. While one thread
+copies from the device to memory that is not page-locked (`float(array)` does), that thread waits for all work queued
+before, and CUDA's driver blocks every thread that makes or destroys an event or a stream, or records an event there.
+
+A garbage collection may run a finalizer in the middle of this module's code, so nothing here waits for a lock.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ from taskgraph.device.api import Device, Event
 __all__ = ["Aside", "Worker", "call", "do_now", "later", "on_a_loop", "soon"]
 
 _IDLE_S: Final = 10.0
-"""How long such a thread waits for more."""
+"""How long an idle thread lives."""
 _LATER_S: Final = 0.01
-"""How long what cannot be done yet is put off: it holds memory for as long."""
+"""Pause before a postponed call; it keeps memory for as long."""
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -49,19 +52,19 @@ class _Work(NamedTuple):
 
 
 class Worker:
-    """A thread that does what finalizers ask for, in any thread, and ends when nothing was for a while.
+    """A thread that handles requests of finalizers, and ends after a while without any.
 
     Args:
-        work: does it.
+        work: handles one request.
     """
 
     def __init__(self, work: Callable[[Any], None]) -> None:
         self._work = work
-        self._asked: SimpleQueue[Any] = SimpleQueue()  # whose `put` may come in the middle of itself
-        self._busy = _thread.allocate_lock()  # held by the thread
+        self._requests: SimpleQueue[Any] = SimpleQueue()  # its `put` is reentrant, unlike that of `Queue`
+        self._busy = _thread.allocate_lock()  # the running thread has it
 
     def ask(self, what: object) -> None:
-        self._asked.put(what)
+        self._requests.put(what)
         if self._busy.acquire(blocking=False):
             try:
                 _thread.start_new_thread(self._run, ())
@@ -71,30 +74,30 @@ class Worker:
     def next(self) -> Any:
         """The next request; None if there is none."""
         try:
-            return self._asked.get_nowait()
+            return self._requests.get_nowait()
         except Empty:
             return None
 
     def _run(self) -> None:
         while True:
             try:
-                what = self._asked.get(timeout=_IDLE_S)
+                what = self._requests.get(timeout=_IDLE_S)
             except Empty:
                 self._busy.release()
-                if self._asked.empty() or not self._busy.acquire(blocking=False):
-                    return  # who came meanwhile started another thread
+                if self._requests.empty() or not self._busy.acquire(blocking=False):
+                    return  # a request that came meanwhile started another thread
             else:
                 self._work(what)
                 del what  # an idle thread keeps no references
 
 
 def soon(then: Callable[[], object]) -> None:
-    """Calls a function in a thread; in the order in which that is asked for."""
+    """Calls a function in a thread, in the order of these requests."""
     _calling.ask(then)
 
 
 def later(then: Callable[[], object]) -> None:
-    """Calls a function in a thread after a moment, because it cannot be done yet."""
+    """Calls a function in a thread after a short pause."""
     _postponed.ask(then)
 
 
@@ -106,7 +109,7 @@ def _wait_a_moment(then: Callable[[], object] | None) -> None:
 
 
 def do_now() -> bool:
-    """Makes the calls of `soon` that are left, in this thread. True if there were some."""
+    """Makes pending calls of `soon` in this thread. True if there were any."""
     done = False
     while (then := _calling.next()) is not None:
         done = True
@@ -115,9 +118,9 @@ def do_now() -> bool:
 
 
 def call(device: Device, events: Sequence[Event], then: Callable[[], object]) -> None:
-    """Calls a function in a thread once these events are past; at once if there are none. It must not block.
+    """Calls a function in a thread once the device has passed the events; at once if there are none.
 
-    To look at an event ends the capture of a graph in the same thread: so that is not done in this one.
+    The function must not block. This thread does not look at events: that would end its capture of a graph.
     """
     if events:
         soon(partial(_look, _Work(device, events, then)))
@@ -126,7 +129,7 @@ def call(device: Device, events: Sequence[Event], then: Callable[[], object]) ->
 
 
 def _look(work: _Work) -> None:
-    if not _done(work):  # a look at events does not block, but a thread that waits for them may
+    if not _done(work):  # waiting blocks a thread, so another one does that
         _waiting.ask(work)
 
 
@@ -136,17 +139,17 @@ def _wait_for(work: _Work) -> None:
         while (another := _waiting.next()) is not None:
             waiting.append(another)
         waiting = [work for work in waiting if not _done(work)]
-        if waiting and not _waited(waiting[0]):  # the rest is looked at when that one is past
+        if waiting and not _waited(waiting[0]):  # then looks at the others again
             _left.append(waiting.pop(0))
 
 
 def _done(work: _Work) -> bool:
-    """True if the work is done."""
+    """Does the work if it is due. True if it was."""
     try:
         if not work.due():
             return False
     except Exception:
-        return False  # to wait for it says why
+        return False  # waiting for it raises the same error, and logs it
     for event in work.events:
         work.device.recycle(event)
     _call(work.then)
@@ -157,8 +160,8 @@ def _waited(work: _Work) -> bool:
     try:
         for event in work.events:
             work.device.wait(event)
-    except Exception as error:  # the device is lost, as a rule
-        log.warning("memory that was read is not used again, or given back to who lent it: %s", error)
+    except Exception as error:  # usually the device is lost
+        log.warning("the device failed, so memory that it read is neither reused nor returned to its lender: %s", error)
         return False
     return True
 
@@ -166,24 +169,24 @@ def _waited(work: _Work) -> bool:
 def _call(then: Callable[[], object]) -> None:
     try:
         then()
-    except Exception:  # the thread is everybody's
-        log.exception("memory of a device could not be let go of")
+    except Exception:  # the thread must live for other calls
+        log.exception("memory of a device could not be released")
 
 
 _calling: Final = Worker(_call)
 _postponed: Final = Worker(_wait_a_moment)
 _waiting: Final = Worker(_wait_for)
 _left: Final[list[_Work]] = []
-"""Work whose device is lost. It never becomes due, and keeps its memory."""
+"""Work of lost devices, which never becomes due; keeps its memory for ever."""
 
 
 _things: Final[dict[int, list[Any]]] = {}
-"""Things of each `Aside`, by its number, so that they are not garbage together with it."""
+"""The things of each `Aside`, by number, so that they do not become garbage together with it."""
 _numbers: Final = itertools.count()
 
 
 class Aside:
-    """Holds things whose finalizers call CUDA: they run in a thread where this object goes on an event loop."""
+    """Holds things whose finalizers call CUDA. If this object ends on an event loop, a thread finalizes them."""
 
     __slots__ = ("_number",)
 

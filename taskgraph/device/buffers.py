@@ -164,12 +164,12 @@ class _Lease:
             soon(partial(self.memory.release, self._number))
 
 
-def _let_go(nbytes: int) -> bool:
+def _do_pending(nbytes: int) -> bool:
     """See `taskgraph.device.memory.givers`."""
     return do_now()
 
 
-givers.insert(0, _let_go)  # first: others free the memory that this one returns
+givers.insert(0, _do_pending)  # first: others free the memory that this one returns
 
 
 class Digested:

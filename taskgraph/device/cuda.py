@@ -1,7 +1,7 @@
-"""CUDA devices, where there are any, by CuPy: but for `digest`'s kernel the only module that imports it, when asked.
+"""CUDA devices by CuPy, which only this module and `digest` import, and not before a device is needed.
 
-Every method of `CudaDevice` is a few calls of CuPy. What rests on their order is elsewhere, and is tested with a device
-in software (`tests/unit/device/softdevice.py`).
+Every method of `CudaDevice` is a few calls of CuPy. Code that depends on their order is in other modules, and is tested
+on a device in software (`tests/unit/device/softdevice.py`).
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ log = logging.getLogger("taskgraph.devices")
 
 _CHECK_BLOCK: Final = 1 << 16
 _CHECK_BYTES: Final = 3 * _CHECK_BLOCK + 1000
-"""Size of the array that a trial uses: some blocks, and a part of one."""
+"""Size of the array of a trial: some blocks, and a part of one."""
 _MOST_EVENTS: Final = 1024
-"""That wait to be recorded anew."""
+"""Limit on unused events that are kept."""
 _REGISTER: Final = 0
-"""`cudaHostRegisterDefault`: with unified addressing, which every device of today has, all contexts may use it."""
+"""`cudaHostRegisterDefault`: with unified addressing, which today's devices have, it serves all contexts."""
 _CAPTURE_ERRORS: Final = range(900, 909)
-"""`cudaErrorStreamCaptureUnsupported` and those that follow it."""
+"""`cudaErrorStreamCaptureUnsupported` and the errors after it."""
 _CAPTURED: Final = 907
-"""`cudaErrorCapturedEvent`: the event is part of a graph. A query tells it, and CuPy's passes on what it tells."""
-_OF_THREADS: Final = "CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"
+"""`cudaErrorCapturedEvent`: the event is part of a graph. CuPy's `eventQuery` returns it."""
+_PER_THREAD: Final = "CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"
 _FIRST: Final = 0
 """A node computes on the first device its process has."""
 
 
 def device_count() -> int:
-    """Returns how many CUDA devices this process can use; 0 without cupy, without a driver, or with none visible.
+    """Returns the number of CUDA devices that this process can use; 0 without cupy or a driver.
 
     Raises:
-        JobError: there are some, and CuPy is set to use the default streams of threads.
+        JobError: there are devices, and CuPy is set to use a default stream per thread.
     """
     if PRETEND in os.environ:
         return len(visible(os.environ.get(VISIBLE, "")))
@@ -67,16 +67,16 @@ def device_count() -> int:
     except Exception as error:  # cupy raises its own classes, and ImportError where CUDA's libraries are missing
         log.warning("cupy is installed, but no CUDA device can be used: %s", error)
         return 0
-    if found and os.environ.get(_OF_THREADS, "0") not in ("", "0"):
+    if found and os.environ.get(_PER_THREAD, "0") not in ("", "0"):
         raise JobError(
-            f"{_OF_THREADS} is set, and what asyncio tasks and threads of your own code queue would be in no order "
-            "with the streams of tasks: unset it where nodes are started (docs/gpu.md, Streams)"
+            f"{_PER_THREAD} is set, so work of your asyncio tasks and threads would have no order with the streams of "
+            "tasks: unset it where you start nodes (docs/gpu.md, Streams)"
         )
     return found
 
 
 def array_module(devices: int) -> tuple[ModuleType, Device | None]:
-    """`Task.xp` on a node with that many devices, and the device of its arrays: None is the host."""
+    """Returns `Task.xp` of a node with that many devices, and the device of its arrays, None for the host."""
     if devices and PRETEND not in os.environ:
         import cupy
 
@@ -85,12 +85,12 @@ def array_module(devices: int) -> tuple[ModuleType, Device | None]:
 
 
 def bound_memory(devices: int, fraction: float, sharing: int) -> None:
-    """Bounds what CuPy's pools hold, in a process that is a node's: once, before any of its code runs.
+    """Bounds the memory of CuPy's pools in a node's process. Call it once, before user code runs.
 
     Args:
-        devices: how many the process has; nothing is loaded where there is none.
-        fraction: of the first one's memory, what all processes may hold together.
-        sharing: how many processes share it.
+        devices: the number of devices of the process; without any, CuPy is not loaded.
+        fraction: the part of the first device's memory that all processes may hold together.
+        sharing: the number of processes on that device.
     """
     if not devices or PRETEND in os.environ:
         return
@@ -99,12 +99,12 @@ def bound_memory(devices: int, fraction: float, sharing: int) -> None:
     try:
         log.info("%s", Bounded(cupy, _FIRST, fraction, sharing).install())
         bound_pinned(cupy)
-    except Exception:  # no reason for a node not to start: if the device is ill, the first task to use it says so
-        log.exception("what CuPy's pools hold is not bounded")
+    except Exception:  # the node starts all the same; if the device is broken, its first user reports that
+        log.exception("the memory of CuPy's pools is not bounded")
 
 
 def device_of(value: Any) -> Device | None:
-    """The device of a CuPy array; None for everything else."""
+    """Returns the device of a CuPy array; None for other values."""
     cupy = sys.modules.get("cupy")
     if cupy is None or type(value) is not getattr(cupy, "ndarray", None):
         return None
@@ -112,10 +112,10 @@ def device_of(value: Any) -> Device | None:
 
 
 def from_dlpack(value: Any) -> Array | None:
-    """See `lookup.from_dlpack`. CuPy has its current stream follow what the other library tells."""
+    """See `lookup.from_dlpack`. CuPy's current stream follows the other library's work."""
     try:
         import cupy
-    except ImportError:  # it is not installed, or CUDA's libraries are not
+    except ImportError:  # no CuPy, or no libraries of CUDA
         return None
     return cupy.from_dlpack(value)
 
@@ -126,31 +126,31 @@ def _first() -> CudaDevice:
 
 
 def _bytes(array: Array) -> bytes:
-    """Copies a few bytes to the host, from an array whose work was waited for."""
+    """Copies a few bytes to the host; the array must be complete."""
     found: bytes = array.get(out=numpy.empty(array.shape, array.dtype)).tobytes()
     return found
 
 
 class CudaDevice:
-    """`taskgraph.device.api.Device`. Making one asks nothing of CUDA.
+    """A `taskgraph.device.api.Device`. Making one does not call CUDA.
 
     Args:
         cupy: the module.
-        number: the device's, among those that this process sees.
+        number: the device's number in this process.
     """
 
     def __init__(self, cupy: Any, number: int) -> None:
         self._cupy = cupy
         self._number = number
         self._events: deque[Event] = deque()
-        self._works: bool | None = None  # None: not looked at yet
-        self._looking = threading.Lock()
+        self._works: bool | None = None  # None: not tried yet
+        self._trying = threading.Lock()
         self._identity: bytes | None = None
 
     # -- order ------------------------------------------------------------------------------------
 
     def stream(self) -> Stream:
-        # Not non_blocking: what other libraries queue on CUDA's default stream is in order with what is queued on it.
+        # Not non_blocking: work of other libraries on CUDA's default stream must be in order with work on this one.
         with self._cupy.cuda.Device(self._number):
             return self._cupy.cuda.Stream()  # type: ignore[no-any-return]
 
@@ -159,10 +159,9 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        # Entered, and not `use`d: a `with` on another stream, of CuPy's own code, too, goes back to what was entered.
-        # And twice: CuPy only counts who entered. A coroutine's `with` that is open over an await would else be ended
-        # in place of ours, and one that ends here in a later step than it began in would end ours, and go on with what
-        # was current before: the stream of another task, perhaps.
+        # Entered, not `use`d: at the end of a `with` on another stream CuPy returns to the stream entered before.
+        # And entered twice, since CuPy keeps one stack per thread, and a coroutine may have a `with` open over an
+        # await. Its end would pop our entry, and make current what was current before: perhaps another task's stream.
         cuda, number = self._cupy.cuda, self._number
         device = cuda.Device(number)
         device.use()
@@ -172,8 +171,8 @@ class CudaDevice:
             stream.__enter__()
             yield
         finally:
-            device.use()  # code that ran may have left this thread at another one
-            with contextlib.suppress(IndexError):  # more was left than entered
+            device.use()  # user code may have made another one current
+            with contextlib.suppress(IndexError):  # user code left more often than it entered
                 while cuda.get_current_stream(number) is not mark:
                     stream.__exit__(None, None, None)
                 mark.__exit__(None, None, None)
@@ -181,7 +180,7 @@ class CudaDevice:
                 before.use()
 
     def _same(self, stream: Any) -> Any:
-        """Returns another object for a stream."""
+        """Returns another object for the same stream."""
         cuda = self._cupy.cuda
         if hasattr(cuda.Stream, "from_external"):
             return cuda.Stream.from_external(stream)
@@ -201,13 +200,13 @@ class CudaDevice:
             if stream.is_capturing():  # type: ignore[attr-defined]
                 return None
             event = self.record(stream)
-            # In another thread than the stream's a capture may have begun in between, and even ended.
+            # The stream's own thread may have begun a capture meanwhile, and even ended it.
             if self.current() != stream and (
                 stream.is_capturing() or runtime.eventQuery(event.ptr) == _CAPTURED  # type: ignore[attr-defined]
             ):
                 return None
         except RuntimeError as error:
-            # CuPy's own, without a status: an error has ended the capture, which is still to be ended on the stream.
+            # CuPy's own error has no status: the capture failed, and its stream has not ended it yet.
             if type(error) is RuntimeError or getattr(error, "status", 0) in _CAPTURE_ERRORS:
                 return None
             raise
@@ -234,16 +233,16 @@ class CudaDevice:
         if array.device.id != self._number:
             return False
         if self._works is None:
-            with self._looking:
+            with self._trying:
                 if self._works is None:
-                    self._works = self._look()
+                    self._works = self._try()
         return self._works
 
-    def _look(self) -> bool:
-        """True if arrays can stay on this device, with its driver and CuPy: tried once, on a small array.
+    def _try(self) -> bool:
+        """Tries on a small array if arrays can stay on this device, with its driver and CuPy.
 
-        Where it does not they go by the host, which is slower. Digests that were not the host's would be worse: tasks
-        would disagree about every item. An error of the device itself is raised: it is no reason to go on with it.
+        Otherwise they go by the host, which is slower. Digests that differ from the host's would be worse: tasks
+        would disagree about every item. Raises errors of the device itself.
         """
         wanted = numpy.arange(_CHECK_BYTES // 8, dtype=numpy.uint64) * numpy.uint64(0x9E3779B185EBCA87)
         found = numpy.zeros(_CHECK_BYTES, numpy.uint8)
@@ -258,19 +257,19 @@ class CudaDevice:
         except Exception as error:
             if device_error(error) is not None:
                 raise
-            log.exception("arrays do not stay on device %d, and go by the host: what that takes fails", self._number)
+            log.exception("the trial of device %d failed, so its arrays go by the host", self._number)
             return False
         data = wanted.view(numpy.uint8)
         blocks = [data[at : at + _CHECK_BLOCK].data for at in range(0, _CHECK_BYTES, _CHECK_BLOCK)]
         if not numpy.array_equal(found, data) or taken != {b"".join(map(xxhash.xxh3_128_digest, blocks))}:
-            log.error("arrays do not stay on device %d, and go by the host: a copy or a digest is wrong", self._number)
+            log.error("device %d made a wrong copy or digest in its trial, so its arrays go by the host", self._number)
             return False
         return True
 
     def copy(self, array: Array) -> Array:
         with self._cupy.cuda.Device(self._number):
-            # Not `array.copy`: that is a kernel, compiled for each dtype, which may write a bool of 2 as 1. This copies
-            # bytes where it can.
+            # `array.copy` is a kernel, compiled for each dtype, which may write a bool of 2 as 1. This copies bytes if
+            # it can.
             made = self._cupy.empty(array.shape, array.dtype)
             made[...] = array
             return made
@@ -300,7 +299,7 @@ class CudaDevice:
     def upload(self, host: NDArray[Any]) -> Array:
         with self._cupy.cuda.Device(self._number):
             made = self._cupy.empty(host.shape, host.dtype)
-            made.set(host)  # not `array`, which keeps registered memory until it is called the next time
+            made.set(host)  # `cupy.array` would keep registered memory until its next call
             return made
 
     def fetch(self, array: Array, target: NDArray[numpy.uint8], begin: int = 0) -> None:
@@ -312,15 +311,15 @@ class CudaDevice:
 
     def to_host(self, array: Array) -> NDArray[Any]:
         cupy, there = self._cupy, array.device
-        with there:  # maybe not this one
+        with there:  # perhaps another device
             host = numpy.empty(array.shape, array.dtype)
             if array.size:
                 whole = cupy.asarray(array, order="C")
-                # First the work before it, by an event that lets the processor go; the copy itself is short.
+                # Waits for earlier work by an event, which does not use the processor; the copy itself is short.
                 event = cupy.cuda.Event(block=True, disable_timing=True)
                 cupy.cuda.get_current_stream().record(event)
                 event.synchronize()
-                whole.get(out=host)  # not memory of CuPy's choice: it may be the device's own
+                whole.get(out=host)  # without `out`, CuPy may choose memory of the device
             return host
 
     # -- memory that other processes can open -----------------------------------------------------
@@ -329,8 +328,7 @@ class CudaDevice:
     def identity(self) -> bytes:
         if self._identity is None:
             runtime = self._cupy.cuda.runtime
-            # CuPy makes the UUID a string of C's: what follows its first zero is missing. And the instances of a device
-            # that is divided (MIG) share its bus.
+            # CuPy ends the UUID at its first zero byte. And instances of a divided device (MIG) share a bus. So both.
             uuid, bus = runtime.getDeviceProperties(self._number)["uuid"], runtime.deviceGetPCIBusId(self._number)
             self._identity = xxhash.xxh3_128_digest(bus.encode() + bytes(uuid[:IDENTITY_BYTES]))
         return self._identity
@@ -376,7 +374,7 @@ class CudaDevice:
 
     def open(self, handle: bytes, nbytes: int) -> Array:
         with self._cupy.cuda.Device(self._number):
-            self._cupy.cuda.runtime.memGetInfo()  # the device's context is made where there is none
+            self._cupy.cuda.runtime.memGetInfo()  # creates the device's context if there is none
             return self._array_of(virtual.open_run(self._number, handle, nbytes))
 
     def register(self, memory: NDArray[numpy.uint8]) -> None:

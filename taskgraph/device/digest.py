@@ -1,6 +1,6 @@
-"""The xxh3-128 of blocks of memory on a device, taken there: `digest.cu`, and how CuPy launches it.
+"""Computes the xxh3-128 of blocks of a device's memory there: the kernel is in `digest.cu`, CuPy launches it.
 
-Every block in one launch, and each byte is read once, also where it is copied. Written from the specification of XXH3
+One launch digests all blocks and reads each byte once, also if it copies them. Written from the specification of XXH3
 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, version 0.1.1): seed 0, the default secret, canonical
 form, as `xxhash.xxh3_128_digest` on the host.
 """
@@ -19,15 +19,15 @@ DIGESTS: Final = "digest_blocks"
 COPIES: Final = "copy_blocks"
 """The kernels' names."""
 THREADS: Final = 288
-"""Of a thread block, as the kernel has it."""
+"""Threads of a thread block; the kernel has the same number."""
 OPTIONS: Final = ("-std=c++17",)
 ALIGNMENT: Final = 16
-"""Bytes: of the memory and of every block in it."""
+"""Of the memory and of every block in it, bytes."""
 DIGEST_BYTES: Final = 16
 
 
 def source() -> str:
-    """The kernel, in CUDA C++. It includes nothing, so NVRTC needs no headers."""
+    """Returns the kernel, in CUDA C++. It includes no headers, since NVRTC has none."""
     return Path(__file__).with_name("digest.cu").read_text("utf-8")
 
 
@@ -45,7 +45,7 @@ def _module() -> Any:
 
 
 def count(nbytes: int, block_bytes: int) -> int:
-    """Returns how many blocks that many bytes have; the last one may be shorter."""
+    """Returns the number of blocks; the last one may be shorter."""
     return -(-nbytes // block_bytes)
 
 
@@ -53,17 +53,17 @@ def launch(data: int, nbytes: int, block_bytes: int, digests: int, stream: Any, 
     """Queues the digests of the blocks of `nbytes` at the address `data`, in order, on a stream of the current device.
 
     Args:
-        digests: where they go: memory of the device, `DIGEST_BYTES` for each block, aligned to 8.
-        stream: a `cupy.cuda.Stream` or `ExternalStream`. All memory must stay until it came past the launch.
-        copy: where the bytes are copied to in the same pass; 0: nowhere.
+        digests: the address for the digests, `DIGEST_BYTES` for each block, aligned to 8.
+        stream: a `cupy.cuda.Stream` or `ExternalStream`. Keep all memory until the stream has passed the launch.
+        copy: an address to copy the bytes to in the same pass; 0: no copy.
 
     Raises:
-        ValueError: the memory, or a block in it, is not aligned to `ALIGNMENT`; or a block has 4 GiB or more.
+        ValueError: memory or block size is not aligned to `ALIGNMENT`, or a block has 4 GiB or more.
     """
     if data % ALIGNMENT or copy % ALIGNMENT or block_bytes % ALIGNMENT or not 0 < block_bytes < 1 << 32:
         raise ValueError(f"blocks of {block_bytes} bytes at {data:#x}: not aligned to {ALIGNMENT}, or too large")
     if blocks := count(nbytes, block_bytes):
         given = (data, nbytes, block_bytes, digests, copy) if copy else (data, nbytes, block_bytes, digests)
-        arguments = tuple(map(numpy.uint64, given))  # CuPy passes them as they are
+        arguments = tuple(map(numpy.uint64, given))  # sizes as the kernel declares them
         with stream:
             _kernel(COPIES if copy else DIGESTS)((blocks,), (THREADS,), arguments)

@@ -1,11 +1,14 @@
-"""Hands file descriptors to other processes of this host. Their handles may travel there by any way.
+"""Sends file descriptors to other processes of this host, which know them by *handles*.
 
-A piece of a device's memory may be a file descriptor that no other process can open by a path, /proc included: it must
-be sent by a socket. So a process that offers such memory has a thread that sends descriptors on request, to processes
-of the same user. A descriptor is sent once per piece of memory and process, not once per value: nothing here is fast.
+    offer ──► handle ──► (any way to the other process) ──► fetch ──► a duplicate of the descriptor
+    withdraw ──► close_withdrawn
 
-**`withdraw` takes no lock**: finalizers call it, which may run in the middle of any code, also of this module. And it
-closes nothing: the thread may be about to send that descriptor, and by then the number may be that of another file.
+Memory of a device may be a file descriptor that no other process can open by a path, not even in /proc: it must be sent
+through a socket. So a process that offers such memory has a thread that sends descriptors to processes of the same
+user. It sends one per segment and process, not per value, so nothing here is fast.
+
+**`withdraw` takes no lock**: finalizers call it, in the middle of any code, also of this module. And it closes nothing:
+the thread may be about to send that descriptor, and its number would then be another file's.
 """
 
 from __future__ import annotations
@@ -29,26 +32,26 @@ __all__ = ["any_withdrawn", "close_withdrawn", "fetch", "offer", "withdraw"]
 log = logging.getLogger("taskgraph.devices")
 
 _HANDLE: Final = struct.Struct("!16sQ")
-"""The process that offers the descriptor, and the descriptor's number there; padded."""
+"""A handle: key of the offering process, and number of the descriptor there; padded with zeros."""
 _NUMBER: Final = struct.Struct("!Q")
-"""The request of a client."""
+"""A client's request."""
 _FD: Final = struct.Struct("@i")
 _CREDENTIALS: Final = struct.Struct("@iII")
 _HERE: Final = b"\1"
 _GONE: Final = b"\0"
 _CLIENT_S: Final = 1.0
-"""How long the others wait for a client that says nothing."""
+"""Timeout for a silent client, while others wait."""
 _PAUSE_S: Final = 0.05
-"""Between tries while no connection can be accepted: this process has too many files open, as a rule."""
+"""Pause while no connection can be accepted, usually for too many open files."""
 _BUSY_S: Final = 0.01
-"""Between tries while a server has too many clients waiting."""
+"""Pause while too many clients wait for a server."""
 
 
 class _Server:
-    """The descriptors that this process offers. It listens from the first offer on.
+    """The descriptors that this process offers; listens from the first offer on.
 
     Attributes:
-        key: names it.
+        key: identifies this process in handles.
     """
 
     def __init__(self) -> None:
@@ -73,7 +76,7 @@ class _Server:
             self._withdrawn.append(fd)
 
     def take_withdrawn(self) -> list[int]:
-        """Returns withdrawn descriptors, once. They are not being sent, and no client can ask for them."""
+        """Returns withdrawn descriptors, each once; the thread is not sending any of them."""
         with self._sending:
             return self._take_withdrawn()
 
@@ -81,9 +84,11 @@ class _Server:
         return [self._withdrawn.popleft() for _ in range(len(self._withdrawn))]  # others only append
 
     def forget(self) -> list[int]:
-        """Returns all descriptors, and stops listening, in a child of this process: the thread does not run there, and
-        locks may stay locked. If the child kept descriptors, memory would stay that its parent freed. If it listened,
-        no process could see that its parent ended."""
+        """Stops listening, and returns all descriptors; for a forked child, in which the thread does not run.
+
+        Takes no lock: the parent may have held it during the fork. A child that kept descriptors would keep memory that
+        its parent freed; if it listened, clients would not notice the end of its parent.
+        """
         if self._listener is not None:
             self._listener.close()
         return [*self._offered.values(), *self._take_withdrawn()]
@@ -94,14 +99,14 @@ class _Server:
                 return
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                listener.settimeout(None)  # whatever the default is
+                listener.settimeout(None)  # user code may have set a default
                 listener.bind(_address(self.key))
                 listener.listen()
                 threading.Thread(target=self._serve, args=(listener,), name="device-handles", daemon=True).start()
             except BaseException as error:
                 listener.close()
                 if isinstance(error, RuntimeError):
-                    raise OSError(f"no thread can be started that hands descriptors out: {error}") from error
+                    raise OSError(f"no thread can be started to send descriptors: {error}") from error
                 raise
             self._listener = listener
 
@@ -109,25 +114,25 @@ class _Server:
         while True:
             try:
                 client, _ = listener.accept()
-            except Exception as error:  # it may repeat: the client reports that no descriptor comes
+            except Exception as error:  # may repeat; the client reports its timeout
                 log.debug("no client can be accepted: %s", error)
                 time.sleep(_PAUSE_S)
                 continue
             with client:
                 try:
                     self._answer(client)
-                except Exception as error:  # it was slow, or left
+                except Exception as error:  # the client was slow, or left
                     log.debug("a client got no descriptor: %s", error)
 
     def _answer(self, client: socket.socket) -> None:
         if not _is_of_this_user(client):
             return
         client.settimeout(_CLIENT_S)
-        asked = client.recv(_NUMBER.size)  # what is sent at once is received at once, by sockets of this kind
-        if len(asked) != _NUMBER.size:
+        request = client.recv(_NUMBER.size)  # unix sockets do not split so little
+        if len(request) != _NUMBER.size:
             return
-        (number,) = _NUMBER.unpack(asked)
-        # By hand: `socket.send_fds` drops flags before Python 3.14. A client that left must be no SIGPIPE.
+        (number,) = _NUMBER.unpack(request)
+        # `socket.send_fds` drops flags before Python 3.14. Without MSG_NOSIGNAL a client that left causes SIGPIPE.
         with self._sending:
             fd = self._offered.get(number)
             if fd is not None:
@@ -150,10 +155,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def offer(fd: int) -> bytes:
-    """Takes a descriptor over: from now on other processes of the same user can fetch a duplicate by the handle.
+    """Takes over a descriptor; other processes of the same user can now fetch a duplicate by the returned handle.
 
     Raises:
-        OSError: the descriptor remains the caller's.
+        OSError: it failed; the descriptor remains the caller's.
     """
     _need_linux()
     close_withdrawn()
@@ -164,8 +169,7 @@ def offer(fd: int) -> bytes:
 def withdraw(handle: bytes) -> None:
     """Stops offering a descriptor; `close_withdrawn` closes it. Duplicates in other processes stay open.
 
-    Finalizers may call it: it waits for nothing. Nothing is done where it was withdrawn before, or is not of this
-    process, which may be a child of the one that offered it.
+    Finalizers may call it: it does not wait. Ignores handles of other processes, and those withdrawn before.
     """
     server = _server
     if len(handle) == HANDLE_BYTES:
@@ -175,30 +179,32 @@ def withdraw(handle: bytes) -> None:
 
 
 def close_withdrawn() -> None:
-    """Closes what was withdrawn. To be called now and then, in a thread: the last who closes memory frees it."""
+    """Closes withdrawn descriptors. Call it now and then in a thread: closing the last duplicate frees the memory."""
     _close(_server.take_withdrawn())
 
 
 def any_withdrawn() -> bool:
-    """True if there is a descriptor to close."""
+    """True if `close_withdrawn` has work."""
     return bool(_server._withdrawn)
 
 
 def fetch(handle: bytes, timeout_s: float = 5.0) -> int:
-    """Returns a new descriptor of what this or another process offered. It blocks: call it in a worker thread.
+    """Returns a duplicate of an offered descriptor. Blocks, so call it in a worker thread.
 
     Raises:
-        OSError: there is none. ConnectionRefusedError: no process listens; TimeoutError: no answer in time.
+        ConnectionRefusedError: the offering process ended.
+        TimeoutError: it did not answer in time.
+        OSError: it did not send the descriptor.
     """
     _need_linux()
     if len(handle) != HANDLE_BYTES:
-        raise OSError(f"no handle of a descriptor: it has {len(handle)} bytes, not {HANDLE_BYTES}")
+        raise OSError(f"not a handle of a descriptor: it has {len(handle)} bytes, not {HANDLE_BYTES}")
     key, number = _HANDLE.unpack_from(handle)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
             return _fetch(server, key, number, time.monotonic() + timeout_s)
     except TimeoutError:
-        raise TimeoutError(f"who offered the descriptor did not send it within {timeout_s} s") from None
+        raise TimeoutError(f"the process that offered the descriptor did not send it within {timeout_s} s") from None
     except ConnectionRefusedError:
         text = "the process that offered the descriptor ended, or is in another network namespace"
         raise ConnectionRefusedError(text) from None
@@ -212,14 +218,14 @@ def _fetch(server: socket.socket, key: bytes, number: int, until: float) -> int:
         try:
             server.connect(_address(key))
             break
-        except BlockingIOError:  # too many wait already: unlike others, these sockets do not wait for that
+        except BlockingIOError:  # the backlog is full; unix sockets do not wait for that
             time.sleep(min(_BUSY_S, _left(until)))
-    if not _is_of_this_user(server):  # the name of a process that ended is anybody's
+    if not _is_of_this_user(server):  # any user may take the name of an ended process
         raise OSError("the descriptor would come from a process of another user")
     server.settimeout(_left(until))
     server.send(_NUMBER.pack(number), socket.MSG_NOSIGNAL)
     server.settimeout(_left(until))
-    # By hand: `socket.recv_fds` drops flags before Python 3.14. Programs that this process starts must not inherit it.
+    # `socket.recv_fds` drops flags before Python 3.14. Children of this process must not inherit the descriptor.
     room = socket.CMSG_LEN(_FD.size)
     answer, passed, _, _ = server.recvmsg(len(_HERE), room, socket.MSG_CMSG_CLOEXEC)
     if answer == _GONE:
@@ -245,7 +251,7 @@ def _left(until: float) -> float:
 
 
 def _address(key: bytes) -> str:
-    """An abstract name: no file that could be left behind."""
+    """Returns the socket's name, an abstract one: it leaves no file behind."""
     return f"\0taskgraph-{key.hex()}"
 
 
@@ -262,4 +268,4 @@ def _close(fds: list[int]) -> None:
 
 def _need_linux() -> None:
     if sys.platform != "linux":
-        raise OSError("descriptors are handed to other processes on Linux alone")
+        raise OSError("descriptors can be sent to other processes on Linux only")

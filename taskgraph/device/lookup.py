@@ -13,24 +13,27 @@ __all__ = ["declare", "device_of", "from_dlpack"]
 _declared: Final[dict[type, Callable[[Any], Device]]] = {}
 
 _readers: Final[dict[int, Callable[[Any], Array | None]]] = {2: cuda.from_dlpack}
-"""By DLPack's kinds of devices: 2 is CUDA's own memory."""
+"""Functions that read memory of a kind of device, by DLPack's number; 2 is CUDA."""
 
 
 def declare(kind: type, device: Callable[[Any], Device]) -> None:
-    """Arrays of exactly this type are on the device that `device(array)` gives."""
+    """Registers an array type and a function that returns the device of such an array."""
     _declared[kind] = device
 
 
 def device_of(value: Any) -> Device | None:
-    """The device that an array is on; None for everything that is no array of a device."""
+    """Returns the device of an array; None for host arrays and other values."""
     declared = _declared.get(type(value))
     return cuda.device_of(value) if declared is None else declared(value)
 
 
 def from_dlpack(value: Any) -> Array | None:
-    """Returns another library's array as an array of its device, in the same memory, behind that library's queue.
+    """Returns another library's array as an array of its device, in the same memory, after that library's queued work.
 
-    None where this process has nothing that reads that kind of memory. Raises what DLPack or a library says "no" with.
+    None if this process cannot read that kind of memory.
+
+    Raises:
+        Exception: DLPack or a library refuses.
     """
     kind, _ = value.__dlpack_device__()
     read = _readers.get(kind)

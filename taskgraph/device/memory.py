@@ -1,9 +1,9 @@
-"""Counts the memory of a device that a process holds, and frees some before an out-of-memory error is final.
+"""Bounds the memory of a device that one process holds, and frees some before an out-of-memory error is final.
 
-CuPy's pool keeps what was freed. It gives that back when it can get no more, but only its own: what another process
-on the same device keeps, it cannot reach. So each gets an equal part of the device. That is where its pool gives back
-what it only keeps, and not where it ends: a process that took over the tasks of another one goes beyond it, as far as
-the device has memory free.
+CuPy's pool keeps freed memory, and returns it to the device when it can get no more. But it cannot reach what the pool
+of another process keeps. So each process gets an equal part of the device. A pool that reaches its part first returns
+its unused memory. Then it may grow beyond its part, as far as the device has free memory: a process that took over the
+tasks of another one needs more.
 
 Nothing here imports CuPy.
 """
@@ -25,28 +25,29 @@ __all__ = ["Bounded", "bound_pinned", "givers"]
 log = logging.getLogger("taskgraph.devices")
 
 givers: Final[list[Callable[[int], bool]]] = []
-"""Functions that are asked, in turn, for bytes of a device's memory: each frees unused memory that it keeps, and says
-whether it freed some. In any thread, in the middle of an allocation: they neither allocate nor wait for who does."""
+"""Functions that free unused memory of a device, called in turn with the bytes needed; each returns if it freed some.
+
+They run in any thread, in the middle of an allocation, so they must neither allocate nor wait for one that does."""
 
 LIMIT: Final = "CUPY_GPU_MEMORY_LIMIT"
 _UNIT: Final = 512
-"""CuPy's pool takes a multiple of it."""
+"""CuPy's pool allocates multiples of it."""
 _STEPS: Final = 8
-"""A pool that goes beyond its part does so by an eighth of it, so that not every array of a user's loop asks."""
+"""A pool grows beyond its part by an eighth of it at a time, so that not every array of a loop raises the limit."""
 _TRIES: Final = 8
-"""How often it is tried again where there should be room: other threads may take it, and memory may be in pieces."""
+"""Attempts while there should be room: other threads may take it, and memory may be fragmented."""
 _PINNED_SHARE: Final = 16
-"""A process keeps a sixteenth of its host's memory pinned and unused at most: it is one of several."""
+"""A process keeps at most a sixteenth of the host's memory pinned and unused, since several share the host."""
 
 
 class Bounded:
-    """CuPy's pool for one device as an allocator: it asks before it is out of memory, and has a limit.
+    """An allocator for CuPy: its pool with a limit, which calls `givers` before it is out of memory.
 
     Args:
         cupy: the module.
-        number: the device's.
-        fraction: how much of the device all processes may hold together, at most 1.
-        sharing: how many processes share the device.
+        number: the device's number.
+        fraction: the part of the device that all processes may hold together, at most 1.
+        sharing: the number of processes on the device.
     """
 
     def __init__(self, cupy: Any, number: int, fraction: float, sharing: int) -> None:
@@ -55,32 +56,32 @@ class Bounded:
         self._pool = pool = cupy.get_default_memory_pool()
         self._malloc = pool.malloc
         self._full: type[Exception] = cupy.cuda.memory.OutOfMemoryError
-        self._raising = threading.RLock()  # a collection of garbage in the middle may run anything
+        self._raising = threading.RLock()  # a garbage collection may allocate in the middle
         total: int = cupy.cuda.runtime.getDeviceProperties(number)["totalGlobalMem"]
         self._whole = int(total * fraction)
         self._spared = total - self._whole
         self._part = self._whole // sharing
-        self._limit = 0  # as it was set here; 0: somebody else did, and knows why
+        self._limit = 0  # the limit that this object set; 0: the user set one
 
     def install(self) -> str:
-        """Makes it CuPy's allocator, unless that is another one already. Returns what to tell about it."""
+        """Becomes CuPy's allocator, unless the user set another one. Returns a line for the log."""
         cuda = self._cuda
         if cuda.get_allocator() != self._malloc:
             return f"device {self._number}: CuPy has another allocator than its pool, whose memory is not bounded"
-        # Only where it has to be made current: that takes CUDA's context, which costs a second, and memory.
+        # Make the device current only if needed: that creates CUDA's context, which costs a second, and memory.
         here = cuda.runtime.getDevice() == self._number
         with nullcontext() if here else cuda.Device(self._number):
             known = self._pool.get_limit()
             if known or LIMIT in os.environ:
-                said = f"{_gib(known)} (its own limit)" if known else f"all it can get ({LIMIT})"
+                text = f"{_gib(known)} (its own limit)" if known else f"all it can get ({LIMIT})"
             else:
                 self._pool.set_limit(size=self._part)
                 self._limit = self._part
-                said = f"{_gib(self._part)} of {_gib(self._whole + self._spared)}"
+                text = f"{_gib(self._part)} of {_gib(self._whole + self._spared)}"
                 if self._part < self._whole:
-                    said += f", and up to {_gib(self._whole)} where others leave it"
+                    text += f", and up to {_gib(self._whole)} if other processes leave room"
         cuda.set_allocator(self.malloc)
-        return f"device {self._number}: CuPy's pool may hold {said}"
+        return f"device {self._number}: CuPy's pool may hold {text}"
 
     def malloc(self, size: int) -> Any:
         """Allocates by `MemoryPool.malloc`."""
@@ -93,7 +94,7 @@ class Bounded:
             raise
 
     def _made_room(self, size: int) -> Iterator[None]:
-        """Each time there may be more."""
+        """Yields each time there may be more memory."""
         for giver in tuple(givers):
             if giver(size):
                 yield
@@ -103,7 +104,7 @@ class Bounded:
             yield
 
     def _raised(self, size: int) -> bool | None:
-        """Raises the pool's limit for this many bytes more. False: it cannot; None: the limit is high enough."""
+        """Raises the pool's limit for this many more bytes. False: it cannot; None: the limit was high enough."""
         runtime = self._cuda.runtime
         if not self._limit or runtime.getDevice() != self._number:
             return False
@@ -111,8 +112,8 @@ class Bounded:
         with self._raising:
             limit = self._pool.get_limit()
             if limit != self._limit:
-                return False  # user code has its own
-            self._pool.free_all_blocks()  # it did not where the size alone is beyond the limit
+                return False  # user code set another
+            self._pool.free_all_blocks()  # CuPy does not if the size alone exceeds the limit
             wanted, free = self._pool.total_bytes() + size, runtime.memGetInfo()[0]
             if wanted <= limit:
                 return None if size <= free else False
@@ -122,19 +123,19 @@ class Bounded:
             self._limit = min(self._whole, limit + step)
             self._pool.set_limit(size=self._limit)
         log.info(
-            "device %d: CuPy's pool may hold %s now, beyond its part of %s, which is in use: others leave it",
+            "device %d: CuPy's pool has used up its part, %s, and may hold %s now, as other processes leave room",
             self._number,
-            _gib(self._limit),
             _gib(self._part),
+            _gib(self._limit),
         )
         return True
 
 
 def bound_pinned(cupy: Any, limit: int | None = None) -> None:
-    """Makes a pool CuPy's for pinned memory of the host that gives back what is free before it holds more than `limit`.
+    """Gives CuPy a pool of pinned host memory that frees its unused memory before it holds more than `limit`.
 
-    CuPy's own keeps for good what it ever pinned: the next power of two of the largest array that went to the device.
-    What is in use is not bounded: a larger array goes by pinned memory as ever, which is given back after it.
+    CuPy's own pool keeps all memory that it ever pinned, the next power of two above the largest array. Memory in use
+    is not bounded: a larger array is pinned all the same, and freed after use.
     """
     cuda = cupy.cuda
     most = memory_bytes() // _PINNED_SHARE if limit is None else limit

@@ -1,8 +1,8 @@
-"""Memory of the host that is page-locked for a device: copies from and to it run by themselves, and at full speed.
+"""Memory of the host that is page-locked ("pinned") for a device, which copies from and to it by itself at full speed.
 
 A copy from or to other memory goes through small buffers of the driver, at a fraction of the speed, and the call that
-queues it takes as long as the copy. To lock memory takes about as long, too. So it is for memory that is used again and
-again: it is locked where it is first copied from or to, and stays so until it goes.
+queues it takes as long as the copy. Locking memory takes about as long, too. So only memory that is used again and
+again is locked, with its first copy, and it stays locked until it is freed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ PART: Final = 16
 
 
 class Pinnable(Protocol):
-    """Memory that is used again and again, and its pin, once it has one."""
+    """Memory that is used again and again, with its pin, if any."""
 
     memory: Any
     pin: Pin | None
 
 
 class _Reads:
-    """The reads of locked memory that a device still has to make.
+    """A device's unfinished reads of locked memory.
 
     Attributes:
-        events: behind what was queued.
-        unknown: the end of the reads cannot be known.
+        events: after each queued read.
+        unknown: after an error it is unknown when the reads end.
     """
 
     __slots__ = ("events", "unknown")
@@ -51,19 +51,19 @@ class _Reads:
 
 
 _reads: Final[set[_Reads]] = set()
-"""Those of all pins. Finalizers of what is garbage together run in any order, and CuPy's events are destroyed by
-theirs: what a pin's finalizer needs must be no garbage with it."""
+"""Of all pins. Python finalizes objects that become garbage together in any order, and a finalizer of CuPy destroys its
+event. This set keeps the events that the finalizer of a pin needs."""
 
 
 class Pin:
-    """Page-locked memory, for as long as anybody has this object: then it is unlocked, and goes.
+    """Keeps memory page-locked as long as this object lives.
 
-    That is done in a thread of its own, behind what the device still does there: it may take long, and the last
-    reference may go anywhere.
+    A thread unlocks the memory after the device's last read: unlocking may take long, and the last reference may end
+    in any thread.
 
     Attributes:
-        device: for which it is locked.
-        then: called once it is unlocked, in that thread.
+        device: the device that it is locked for.
+        then: called in that thread once the memory is unlocked.
     """
 
     __slots__ = ("_lock", "_locked", "_memory", "_reads", "device", "then")
@@ -78,7 +78,7 @@ class Pin:
         self._lock = threading.Lock()
 
     def upload(self, host: NDArray[Any]) -> Array:
-        """Copies an array in this memory to the device. Do not change the memory until it is `idle`."""
+        """Queues a copy of an array in this memory to the device. Do not write to the memory until it is `idle`."""
         device = self.device
         made = device.upload(host)
         try:
@@ -92,7 +92,7 @@ class Pin:
         return made
 
     def idle(self) -> bool:
-        """True if the device has finished all uploads."""
+        """True if the device has read everything."""
         with self._lock:
             return self._look()
 
@@ -107,21 +107,21 @@ class Pin:
                     else:
                         events.append(event)
                 reads.events = events
-            except Exception as error:  # the device is lost, as a rule
-                log.warning("page-locked memory is not used again: %s", error)
+            except Exception as error:  # usually the device is lost
+                log.warning("the device failed, so page-locked memory is not reused: %s", error)
                 reads.unknown = True
         return not reads.events and not reads.unknown
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # some go after this module
+        if not is_finalizing():  # this module may be gone already
             self._locked.unlock(self.device, self._memory, self._reads, self.then)
 
 
 class _Locked:
-    """The memory that this process has locked.
+    """All memory that this process has locked.
 
     Args:
-        limit: bytes.
+        limit: of its bytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -129,8 +129,8 @@ class _Locked:
         self._locking = threading.Lock()
         self._counting = threading.Lock()
         self._unlocking = Worker(lambda gone: self._unlock(*gone))
-        self._left: list[Any] = []  # memory that the device may use for ever
-        self._said = False
+        self._left: list[Any] = []  # memory of lost devices, kept for ever
+        self._warned = False
         self.nbytes = 0
 
     def pin(self, holder: Pinnable, device: Device) -> None:
@@ -149,9 +149,9 @@ class _Locked:
                 with self._counting:
                     self.nbytes -= size
                     self._limit = self.nbytes
-                if not self._said:
-                    self._said = True
-                    text = "copies from and to a device are slow: no more than %d bytes can be page-locked: %s"
+                if not self._warned:
+                    self._warned = True
+                    text = "only %d bytes can be page-locked, so copies from and to a device are slow: %s"
                     log.warning(text, self.nbytes, error)
                 return
             holder.pin = Pin(self, device, memory)
@@ -160,7 +160,7 @@ class _Locked:
         return self.nbytes + size > self._limit
 
     def unlock(self, device: Device, memory: Any, reads: _Reads, then: Callable[[], object] | None) -> None:
-        """Unlocks the pages later. Finalizers call this in any thread: it waits for nothing."""
+        """Asks a thread to unlock memory. Does not wait, since finalizers call it."""
         self._unlocking.ask((device, memory, reads, then))
 
     def _unlock(self, device: Device, memory: Any, reads: _Reads, then: Callable[[], object] | None) -> None:
@@ -173,7 +173,7 @@ class _Locked:
                 device.recycle(reads.events.pop())
             device.unregister(np.frombuffer(memory, np.uint8))
         except Exception as error:
-            log.warning("page-locked memory of %d bytes is left alone: %s", size, error)
+            log.warning("page-locked memory of %d bytes cannot be unlocked, and stays in use: %s", size, error)
             self._left.append(memory)
             return
         _reads.discard(reads)
@@ -187,9 +187,9 @@ _locked = _Locked(memory_bytes() // PART)
 
 
 def pin_of(holder: Pinnable, device: Device) -> Pin | None:
-    """Returns the pin of some memory for a device. None: the memory is not pinned, so copies are slower.
+    """Returns the pin of memory for a device; None: it has none, so copies are slower.
 
-    In a worker thread it gets one, where there is room for it; that may take long. An event loop takes what there is.
+    A worker thread locks the memory if the limit allows it, which may take long. An event loop does not lock.
     """
     if holder.pin is None and not _locked.full(len(holder.memory)) and not on_a_loop():
         _locked.pin(holder, device)

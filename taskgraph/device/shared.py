@@ -1,9 +1,14 @@
-"""Memory of a device that other processes of the host can open, used again and again.
+"""Memory of a device that other processes of the host can open; reused for value after value.
 
-To allocate such memory, and to open that of others, takes time: so it is kept for the next value. A *segment* is memory
-that was allocated for this alone. It takes the next value when no reader is left in this process
-(`buffers`) or in another one (`taskgraph.transport.devicelending`). If a reader may be left that will not report its
-end, the segment is *spoiled*: it is freed instead, and its memory returns once that reader released it, or ended.
+Allocating such memory, and opening it in another process, takes time. So it is kept in *segments*:
+
+    take ──► used ──► give_back ──► idle ──► take
+                                        ──► freed: idle for long, too many idle bytes, or memory is short
+                           spoiled ─────► freed
+
+A segment takes the next value when no reader is left in this process (`buffers`) or in another one
+(`taskgraph.transport.devicelending`). If another process may read it without ever reporting the end, the segment is
+*spoiled*: it is freed, and its memory returns when that process has closed it, or ended.
 """
 
 from __future__ import annotations
@@ -36,20 +41,20 @@ __all__ = [
 log = logging.getLogger("taskgraph.devices")
 
 LEAST_BYTES: Final = 1 << 20
-"""Smaller values go by the host: a segment cannot be as small as they are."""
+"""Smaller values go by the host, since segments are not that small."""
 _GRAIN: Final = 2 << 20
-"""CUDA shares pieces of this size."""
+"""CUDA shares multiples of this size."""
 _STEPS: Final = 8
-"""Sizes of segments per power of two: values that differ a little use the same ones, and an eighth is lost at most."""
+"""Sizes of segments per power of two: values of similar size share segments, and at most an eighth is unused."""
 _FITS: Final = 1.5
 """A value takes a segment of at most this many times its size."""
 _IDLE_S: Final = 10.0
-"""How long a segment waits for another value."""
+"""An idle segment is freed after this time."""
 IDLE_PART: Final = 32
-"""Idle segments may hold this part of the device's memory, which several processes share."""
+"""Idle segments of a process hold at most this part of the device's memory."""
 _SHORTLY_S: Final = 0.1
 _MAX_SEGMENTS: Final = 256
-"""Each takes a descriptor."""
+"""Limit, since each takes a descriptor."""
 _numbers: Final = itertools.count(1)
 
 
@@ -57,9 +62,9 @@ class Segment:
     """A run of bytes.
 
     Attributes:
-        number: of this one and no other in this process.
+        number: unique in this process.
         array: the bytes.
-        spoiled: a process may read it for as long as it lives, as it will not report the end of its reads.
+        spoiled: another process may read it without ever reporting the end.
     """
 
     __slots__ = ("_events", "_freed_at", "_handle", "_share", "array", "number", "size", "spoiled")
@@ -76,7 +81,7 @@ class Segment:
 
     @property
     def handle(self) -> bytes:
-        """The handle by which other processes open it. Raises the library's error if none can."""
+        """The handle by which other processes open it. Raises the library's error if they cannot."""
         if not self._handle:
             self._handle = self._share(self.array)
             assert len(self._handle) == HANDLE_BYTES
@@ -84,7 +89,7 @@ class Segment:
 
 
 def segment_of(device: Device, array: Array) -> Segment:
-    """Makes a new segment of an array's memory, which other processes can open: this process's, or another's."""
+    """Makes a segment of memory of `Device.allocate` or `Device.open`."""
     return Segment(next(_numbers), array, device.share)
 
 
@@ -92,8 +97,8 @@ class SharedMemory:
     """The segments of one device in this process. May be used from every thread.
 
     Args:
-        max_idle_bytes: what may wait for another value; None: a part of the device's.
-        clock: seconds.
+        max_idle_bytes: limit on idle segments; None: `IDLE_PART` of the device's memory.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -103,9 +108,9 @@ class SharedMemory:
         self._max_idle_bytes = max_idle_bytes
         self._clock = clock
         self._lock = threading.Lock()
-        self._idle: list[Segment] = []  # the one that was used last is last
+        self._idle: list[Segment] = []  # the last used one is last
         self._used = 0
-        self._garbage: deque[tuple[Segment, list[Event], float]] = deque()  # finalizers run anywhere: they only append
+        self._garbage: deque[tuple[Segment, list[Event], float]] = deque()  # finalizers only append
         self._works = True
 
     @property
@@ -120,10 +125,10 @@ class SharedMemory:
         return sum(segment.size for segment in self._idle)
 
     def take(self, nbytes: int) -> Segment | None:
-        """A segment of this many bytes, for the current stream to write to; None: use other memory."""
+        """Returns a segment of this many bytes, for writes on the current stream; None: use other memory."""
         if nbytes < LEAST_BYTES or not self._works:
             return None
-        if self._max_idle_bytes is None:  # not asked for before: the device may have to be made ready
+        if self._max_idle_bytes is None:  # not earlier, since this makes CUDA ready
             self._max_idle_bytes = self._device.memory_bytes // IDLE_PART
         with self._lock:
             too_much = self._collect()
@@ -162,13 +167,13 @@ class SharedMemory:
     def _make(self, nbytes: int) -> Segment | None:
         try:
             made = segment_of(self._device, self._device.allocate(_rounded(nbytes)))
-            _ = made.handle  # it takes a moment
-            _ = self._device.identity  # asked for here, and not where it is lent, on an event loop
+            _ = made.handle  # these take a moment, so not later, on an event loop
+            _ = self._device.identity
         except MemoryError:
             raise
         except Exception as error:
-            # Many systems cannot. If the device is lost, its next use raises the error.
-            log.warning("no process but this one can open memory of its device, and it goes by the host: %s", error)
+            # Many systems cannot share memory. If the device is lost, its next use raises the error.
+            log.warning("other processes cannot open memory of this device, so values go by the host: %s", error)
             self._works = False
             self._not_made()
             return None
@@ -179,11 +184,11 @@ class SharedMemory:
             self._used -= 1
 
     def give_back(self, segment: Segment, events: list[Event]) -> None:
-        """Takes back a segment that has no user in this process. Its reads and writes end with these events."""
+        """Takes back a segment without users in this process; all work on it ends with these events."""
         self._garbage.append((segment, events, self._clock()))
 
     def _collect(self) -> list[Segment]:
-        """Makes returned segments idle. Returns those to free: spoiled, or too many."""
+        """Makes returned segments idle. Returns those to free: spoiled ones, and idle ones above the limit."""
         spoiled: list[Segment] = []
         while self._garbage:
             segment, events, freed_at = self._garbage.popleft()
@@ -193,7 +198,7 @@ class SharedMemory:
         return spoiled + self._chosen(self._max_idle_bytes or 0, self._clock())
 
     def _chosen(self, most: int, before: float) -> list[Segment]:
-        """Takes out idle segments to free, the oldest first, until at most `most` bytes stay idle."""
+        """Removes idle segments, oldest first, until at most `most` bytes are idle. Returns them."""
         idle, count = self.idle_bytes, 0
         for segment in self._idle:
             if idle <= most or segment._freed_at > before:
@@ -204,7 +209,7 @@ class SharedMemory:
         return chosen
 
     def _free(self, segments: list[Segment]) -> bool:
-        """Waits until the device no longer uses the segments. Call it without the lock."""
+        """Waits until the device is done with the segments. Call it without the lock. True if there are any."""
         for segment in segments:
             for event in segment._events:
                 self._device.wait(event)
@@ -212,14 +217,14 @@ class SharedMemory:
         return bool(segments)
 
     def trim(self) -> None:
-        """Frees segments that were idle for long. Call it now and then, in a thread."""
+        """Frees segments that were idle for long. Call it now and then in a thread."""
         with self._lock:
             too_much = self._collect() + self._chosen(0, self._clock() - _IDLE_S)
         self._free(too_much)
 
     def shrink(self, nbytes: int) -> bool:
-        """Frees up to `nbytes` of idle memory, since memory is short. Returns True if it freed any."""
-        # Who is short of it may be a finalizer, in this very thread, while it has the lock.
+        """Frees about `nbytes` of idle memory when memory is short. True if it freed any."""
+        # The caller may be a finalizer, in a thread that has the lock.
         if not self._lock.acquire(timeout=_SHORTLY_S):
             return False
         try:
@@ -229,7 +234,7 @@ class SharedMemory:
             self._lock.release()
         freed = self._free(too_much)
         del too_much
-        handles.close_withdrawn()  # memory is there as long as its descriptor is
+        handles.close_withdrawn()  # a descriptor keeps its memory
         return freed
 
 
@@ -243,7 +248,7 @@ _lock: Final = threading.Lock()
 
 
 def offer(device: Device) -> SharedMemory:
-    """Makes later `put`s keep large values in memory of the device that other processes can open."""
+    """From now on large values of the device are put into memory that other processes can open."""
     with _lock:
         found = _offered.get(device)
         if found is None:
@@ -252,12 +257,12 @@ def offer(device: Device) -> SharedMemory:
 
 
 def of(device: Device) -> SharedMemory | None:
-    """The offered memory of a device."""
+    """Returns the offered memory of a device, if any."""
     return _offered.get(device)
 
 
 def with_identity(identity: bytes) -> SharedMemory | None:
-    """The offered memory of the device with this identity."""
+    """Returns the offered memory of the device with this identity, if any."""
     with _lock:
         return next((found for device, found in _offered.items() if device.identity == identity), None)
 
@@ -268,7 +273,7 @@ def idle() -> bool:
 
 
 def trim() -> None:
-    """Frees segments that were idle for long, of all devices, and memory that is no longer open; in a thread."""
+    """Frees segments of all devices that were idle for long, and closes withdrawn descriptors. Call it in a thread."""
     with _lock:
         offered = list(_offered.values())
     for memory in offered:
@@ -277,7 +282,7 @@ def trim() -> None:
 
 
 def _give_back(nbytes: int) -> bool:
-    """See `taskgraph.device.memory.givers`. It takes no lock that is held while something is allocated."""
+    """See `taskgraph.device.memory.givers`. Takes no lock that a thread keeps during an allocation."""
     return any(memory.shrink(nbytes) for memory in tuple(_offered.values()))
 
 

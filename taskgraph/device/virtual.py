@@ -1,13 +1,12 @@
 """Memory of a CUDA device that other processes can map, by the driver's virtual memory management.
 
-It stays as long as any process has it mapped, or has a descriptor of it: so the CUDA driver API's
-reference has it, at `cuMemRelease`. With what `cudaMalloc` gives and `cudaIpcOpenMemHandle` opens it is not so: there a
-reader depends on the life of the process that allocated it, and on its good manners.
+Such memory lives as long as any process maps it, or has its descriptor (CUDA driver API, `cuMemRelease`). Memory of
+`cudaMalloc` that is opened by `cudaIpcOpenMemHandle` ends with the process that allocated it, even if others read it.
 
-What travels between processes is a file descriptor (`handles`). A process that opens memory of another maps it to be
-read only: to write there is an illegal access, which CUDA reports.
+Processes send each other a file descriptor (`handles`). A process maps memory of another one read-only; a write there
+is an illegal access, which CUDA reports.
 
-CuPy has none of these calls: they are the driver's own, by ctypes.
+CuPy lacks these calls of the driver, so this module makes them by ctypes.
 """
 
 from __future__ import annotations
@@ -119,12 +118,13 @@ def _mapped_size(device: int, nbytes: int) -> int:
 
 
 class Run:
-    """A run of bytes, mapped in this process for as long as anybody has this object.
+    """A run of bytes, mapped in this process as long as this object lives.
 
-    The device must be done with it when the last reference goes.
+    Drop the last reference only when the device is done with it.
 
     Attributes:
-        address: of its first byte. nbytes: how many were asked for; there may be more.
+        address: of the first byte.
+        nbytes: the requested size; more may be mapped.
     """
 
     __slots__ = ("__weakref__", "_descriptor", "_handle", "_offered", "_size", "address", "nbytes")
@@ -132,8 +132,8 @@ class Run:
     def __init__(self, device: int, handle: int, nbytes: int, access: int, descriptor: int | None) -> None:
         """
         Args:
-            handle: the driver's, which is released with this object, also where this raises.
-            descriptor: the file's that it came by, which is closed with this object, likewise.
+            handle: the driver's; released with this object, also if this raises.
+            descriptor: the file by which the memory came; closed with this object, also if this raises.
         """
         self.nbytes = nbytes
         self.address = 0
@@ -153,7 +153,7 @@ class Run:
         _call("cuMemSetAccess", at, size, ctypes.byref(_Access(_Location(_ON_DEVICE, device), access)), 1)
 
     def offer(self) -> bytes:
-        """Returns the handle by which other processes open it while this object lives: `HANDLE_BYTES`."""
+        """Returns `HANDLE_BYTES` by which other processes open it while this object lives."""
         if self._offered is None:
             if self._descriptor is None:
                 found = _int()
@@ -167,17 +167,17 @@ class Run:
         self, is_finalizing: Callable[[], bool] = sys.is_finalizing, here: Callable[[], bool] = on_a_loop
     ) -> None:
         if is_finalizing():
-            return  # the driver may be gone already; all of it goes with the process
+            return  # the driver may be gone already; the process frees everything
         if self._offered is not None:
             handles.withdraw(self._offered)
-        let_go = partial(_let_go, self.address, self._size, self._handle, self._descriptor)
+        release = partial(_release, self.address, self._size, self._handle, self._descriptor)
         if here():
-            soon(let_go)
+            soon(release)
         else:
-            let_go()
+            release()
 
 
-def _let_go(address: int, size: int, handle: int, descriptor: int | None) -> None:
+def _release(address: int, size: int, handle: int, descriptor: int | None) -> None:
     if descriptor is not None:
         os.close(descriptor)
     try:
@@ -185,16 +185,16 @@ def _let_go(address: int, size: int, handle: int, descriptor: int | None) -> Non
             _call("cuMemUnmap", address, size)
             _call("cuMemAddressFree", address, size)
         _call("cuMemRelease", handle)
-    except DriverError as error:  # the device is lost, as a rule
-        log.warning("memory of %d bytes stays: %s", size, error)
+    except DriverError as error:  # usually the device is lost
+        log.warning("%d bytes of a device cannot be freed: %s", size, error)
 
 
 def allocate(device: int, nbytes: int) -> Run:
     """Allocates memory of a device that has a context.
 
     Raises:
-        DriverError: there is not that much (`OUT_OF_MEMORY`), or the device cannot do that.
-        OSError: the driver cannot.
+        DriverError: the device has too little memory (`OUT_OF_MEMORY`), or lacks the feature.
+        OSError: there is no driver, or it lacks these calls.
     """
     made = _handle()
     size = _mapped_size(device, nbytes)
@@ -203,11 +203,11 @@ def allocate(device: int, nbytes: int) -> Run:
 
 
 def open_run(device: int, offered: bytes, nbytes: int) -> Run:
-    """Opens memory that this or another process offered: for reading only.
+    """Opens memory that a process offered, for reading only.
 
     Raises:
-        DriverError: it is none of this device's.
-        OSError: the process that offered it has ended, or withdrew it; or it is in another container.
+        DriverError: it is not memory of this device.
+        OSError: the process that offered it ended, withdrew it, or is in another container.
     """
     descriptor = handles.fetch(offered)
     found = _handle()

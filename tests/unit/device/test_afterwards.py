@@ -52,7 +52,7 @@ def test_call_that_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     afterwards.soon(lambda: 1 / 0)
     afterwards.soon(done.set)
     assert done.wait(30)
-    assert "could not be let go of" in caplog.text and "ZeroDivisionError" in caplog.text
+    assert "could not be released" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
 def test_postponed_call() -> None:
@@ -129,7 +129,7 @@ def test_lost_device_keeps_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     afterwards.call(other, [other.record(other.stream())], done.set)
     assert done.wait(30)
     until(lambda: len(left) == 1)
-    assert "is not used again, or given back to who lent it: division by zero" in caplog.text
+    assert "is neither reused nor returned to its lender: division by zero" in caplog.text
 
 
 class Goes:

@@ -381,7 +381,7 @@ def test_no_needless_cuda_context() -> None:
 def test_report_of_limit() -> None:
     assert Bounded(Cupy(Gpu()), 0, 0.9, 1).install() == "device 0: CuPy's pool may hold 90.0 GiB of 100.0 GiB"
     said = Bounded(Cupy(Gpu()), 0, 0.9, 3).install()
-    assert said.endswith("30.0 GiB of 100.0 GiB, and up to 90.0 GiB where others leave it")
+    assert said.endswith("30.0 GiB of 100.0 GiB, and up to 90.0 GiB if other processes leave room")
 
 
 # -- pinned memory of the host ---------------------------------------------------------------------
