@@ -72,7 +72,7 @@ def test_node_processes_share_a_device(size: int, capfd: pytest.CaptureFixture[s
     alone = tg.run(job(size=size), nodes=0)
     across = tg.run(job(size=size), nodes=2, timeout_s=100, name=f"relax-{size}")
     assert across.epochs == 6
-    assert "goes by the host" not in capfd.readouterr().err
+    assert "go by the host" not in capfd.readouterr().err
     for task, row in alone.values.items():
         assert np.array_equal(row, across.values[task])
 

@@ -37,7 +37,7 @@ async def test_processes_that_share_a_device_open_each_others_memory_and_one_is_
     assert len(numbers_of) == 5 * 150 and not any(numbers["waited_on_loops"] for numbers in numbers_of)
     opened = [numbers["opened"] for numbers in result["reports"][-1]["by_task"].values()]
     assert all(2 <= count <= 150 for count in opened), f"each piece of memory once, of some 450 items: {opened}"
-    assert "goes by the host" not in done.err
+    assert "go by the host" not in done.err
     await cli.nothing_left()
 
 
