@@ -76,7 +76,6 @@ async def submit(coordinator: Coordinator, spec: JobSpec, start_point: StartPoin
             ),
             success=(
                 Delete(keys.gone_nodes, prefix=True),
-                Delete(keys.forgotten),
                 Delete(keys.names),
                 Delete(keys.tasks, prefix=True),
                 Delete(keys.events, prefix=True),

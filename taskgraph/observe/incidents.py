@@ -162,7 +162,7 @@ class Incidents:
     def _is_whole(self, incident: _Incident, view: JobView) -> bool:
         if any(primary.record.node == incident.node for primary in view.primaries.values()):
             return False
-        wanted = min(self._backups + 1, len(view.nodes.keys() - view.gone.keys()))
+        wanted = min(self._backups + 1, sum(node not in view.gone for node in view.nodes))
         return all(len(holders(view, task)) >= wanted for task in range(self._tasks))
 
     def _commit_after(self, incident: _Incident) -> float | None:

@@ -176,7 +176,7 @@ class Progress:
         view = self._view
         if view is None or not view.running or not self._backups or self._epoch < 0 or self._failed:
             return
-        nodes = len(view.nodes.keys() - view.gone.keys())
+        nodes = sum(node not in view.gone for node in view.nodes)
         self._most_nodes = max(self._most_nodes, nodes)
         if nodes > self._backups or self._most_nodes <= self._backups:
             self._few_since = None
@@ -275,7 +275,7 @@ class Progress:
         elif view is None or not view.primaries:
             parts.append("starting")
         if view is not None and view.epoch is not None and not self._over:  # nodes leave when the job is over
-            nodes = len(view.nodes.keys() - view.gone.keys())
+            nodes = sum(node not in view.gone for node in view.nodes)
             ready = sum(1 for task in range(self._tasks) if len(holders(view, task)) > self._backups)
             if self._epoch >= 0:
                 parts.append(counted(nodes, "node"))

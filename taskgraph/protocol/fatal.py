@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from taskgraph.protocol.records import GoneRecord, RanCode
 from taskgraph.protocol.view import JobView, Versioned
 
-__all__ = ["Fatal", "blamed", "fatal"]
+__all__ = ["Fatal", "fatal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ def fatal(view: JobView, limit: int) -> Fatal | None:
     at = view.epoch.record.epoch
     found: dict[tuple[int, int], dict[str, GoneRecord]] = {}
     for node in sorted(view.deaths_from(at), key=lambda node: view.gone[node].mod_revision):
-        for place in blamed(view, view.gone[node], at):
+        for place in _blamed(view, view.gone[node], at):
             found.setdefault(place, {})[node] = view.gone[node].record
     task, epoch = max(found, key=lambda place: (len(found[place]), -place[0]), default=(0, 0))
     deaths = found.get((task, epoch), {})
     return Fatal(task, epoch, deaths) if len(deaths) >= limit else None
 
 
-def blamed(view: JobView, gone: Versioned[GoneRecord], at: int) -> Iterator[tuple[int, int]]:
+def _blamed(view: JobView, gone: Versioned[GoneRecord], at: int) -> Iterator[tuple[int, int]]:
     """Yields the (task, epoch) pairs for which a death counts while epoch `at` is at work."""
     for ran in () if gone.record.intended else gone.record.ran:
         waits = ran.epoch < 0 and (at == 0 or gone.mod_revision > _last_admission(view, ran.task))

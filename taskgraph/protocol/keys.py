@@ -32,7 +32,6 @@ class Keys:
         self.names = self.root + "names"
         self.nodes = self.root + "nodes/"
         self.gone_nodes = self.root + "gone/"
-        self.forgotten = self.root + "forgotten"
         self.tasks = self.root + "tasks/"
         self.events = self.root + "events/"
 

@@ -17,7 +17,6 @@ __all__ = [
     "OUT_OF_MEMORY",
     "CheckpointRecord",
     "EpochRecord",
-    "ForgottenRecord",
     "GoneRecord",
     "MemberRecord",
     "NodeRecord",
@@ -217,17 +216,6 @@ class GoneRecord(Record, frozen=True, kw_only=True):
         ran = f" while it ran {' and '.join(self.running)}" if self.running else ""
         at = f" at {self.at}" if self.at else ""
         return verb + self.reason + ran + at + (" (it was told to end)" if self.intended else "")
-
-
-class ForgottenRecord(Record, frozen=True, kw_only=True):
-    """`forgotten`: old records `gone/{node}` were deleted.
-
-    Attributes:
-        revision: the latest mod revision of the deleted keys. A node that read its own key at a later revision is not
-            among them.
-    """
-
-    revision: int
 
 
 class PrimaryRecord(Record, frozen=True, kw_only=True):

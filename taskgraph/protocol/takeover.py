@@ -106,4 +106,8 @@ def remaining_nodes(view: JobView, run: str, node: str) -> list[str]:
 
 def sole_copies(view: JobView, tasks: int, node: str) -> list[int]:
     """Returns the tasks of `node` whose state no other living node has."""
-    return [t for t in range(tasks) if view.primary_node(t) == node and not set(view.in_sync(t)) - {node, *view.gone}]
+    return [
+        t
+        for t in range(tasks)
+        if view.primary_node(t) == node and all(n == node or n in view.gone for n in view.in_sync(t))
+    ]

@@ -24,7 +24,6 @@ from taskgraph.protocol.kv import Compare, Delete, Get, Op, Put, Txn, TxnResult
 from taskgraph.protocol.records import (
     CheckpointRecord,
     EpochRecord,
-    ForgottenRecord,
     GoneRecord,
     MemberRecord,
     NodeRecord,
@@ -43,7 +42,6 @@ __all__ = [
     "declare_gone",
     "evict",
     "fail",
-    "forget_gone",
     "give_results_up",
     "register",
     "remove_member",
@@ -77,7 +75,7 @@ def register(view: JobView, node: str, record: NodeRecord) -> Txn:
         compares=(
             Compare(view.keys.node(node), 0),
             Compare(view.keys.spec, view.spec_revision),
-            *_not_gone(view, node),
+            Compare(view.keys.gone(node), 0),
         ),
         success=(Put(view.keys.node(node), record.to_bytes(), record.lease),),
     )
@@ -92,18 +90,12 @@ def resume(view: JobView, node: str, record: NodeRecord) -> Txn:
     return Txn(
         compares=(
             Compare(view.keys.spec, view.spec_revision),
-            *_not_gone(view, node),
+            Compare(view.keys.gone(node), 0),
             Compare(view.keys.generation, view.generation_revision),
             Compare(view.keys.node(node), _mod(view.nodes.get(node))),
         ),
         success=(Put(view.keys.node(node), record.to_bytes(), record.lease),),
     )
-
-
-def _not_gone(view: JobView, node: str) -> Iterable[Compare]:
-    """The node is not declared gone, and was not, with the record deleted since `view`."""
-    yield Compare(view.keys.gone(node), 0)
-    yield Compare(view.keys.forgotten, _mod(view.forgotten))
 
 
 def update_node(view: JobView, node: str, record: NodeRecord, node_revision: int) -> Txn:
@@ -481,27 +473,3 @@ def declare_absent_gone(view: JobView, node: str, record: GoneRecord, *, by: str
     txn = declare_gone(view, node, record)
     keys = view.keys
     return replace(txn, compares=(*txn.compares, Compare(keys.node(node), 0), Compare(keys.node(by), by_revision)))
-
-
-def forget_gone(view: JobView, nodes: Iterable[str], *, primary_revision: int, writer: str) -> Txn:
-    """Deletes records of gone nodes (`forgetting.forgettable`), whose number grows.
-
-    Before the deletion no new key can name such a node, since all such writes compare `gone` or the node key. After it
-    the node itself, if it lives, finds that `forgotten` changed.
-    """
-    keys = view.keys
-    known = {node: view.gone[node].mod_revision for node in nodes}
-    last = max(known.values(), default=0)
-    if view.forgotten is not None:
-        last = max(last, view.forgotten.record.revision)
-    return Txn(
-        compares=(
-            Compare(keys.primary(0), primary_revision),
-            Compare(keys.forgotten, _mod(view.forgotten)),
-            *(Compare(keys.gone(node), revision) for node, revision in known.items()),
-        ),
-        success=(
-            Put(keys.forgotten, ForgottenRecord(revision=last, writer=writer).to_bytes()),
-            *(Delete(keys.gone(node)) for node in known),
-        ),
-    )

@@ -22,7 +22,6 @@ from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import (
     CheckpointRecord,
     EpochRecord,
-    ForgottenRecord,
     GoneRecord,
     MemberRecord,
     NodeRecord,
@@ -77,10 +76,9 @@ class JobView:
         self.checkpoint: Versioned[CheckpointRecord] | None = None
         self.collected = False
         self.nodes: dict[str, Versioned[NodeRecord]] = {}
-        # Up to a thousand, so frequent checks must not iterate over it.
+        # Records stay for the life of the run, so frequent checks must not iterate over them.
         self.gone: dict[str, Versioned[GoneRecord]] = {}
         self.gone_revision = 0  # revision of the last change of `gone`
-        self.forgotten: Versioned[ForgottenRecord] | None = None  # the latest deletion of old records in `gone`
         self._deaths: list[tuple[float, str]] = []  # sorted: last epoch in which its code ran, node
         self.primaries: dict[int, Versioned[PrimaryRecord]] = {}
         self.members: dict[int, dict[str, Versioned[MemberRecord]]] = {}
@@ -215,8 +213,6 @@ class JobView:
                 self.checkpoint = _versioned(CheckpointRecord, kv)
             case ["collected"]:
                 self.collected = True
-            case ["forgotten"]:
-                self.forgotten = _versioned(ForgottenRecord, kv)
             case ["nodes", node]:
                 self.nodes[node] = _versioned(NodeRecord, kv)
             case ["gone", node]:
@@ -245,8 +241,6 @@ class JobView:
                 self.checkpoint = None
             case ["collected"]:
                 self.collected = False
-            case ["forgotten"]:
-                self.forgotten = None
             case ["nodes", node]:
                 self.nodes.pop(node, None)
             case ["gone", node]:
@@ -262,7 +256,7 @@ class JobView:
     def _forget_death(self, node: str) -> None:
         known = self.gone.get(node)
         if known is not None and known.record.ran:
-            self._deaths.remove((_last_epoch(known.record), node))
+            del self._deaths[bisect.bisect_left(self._deaths, (_last_epoch(known.record), node))]
 
     def _split(self, key: str) -> list[str]:
         return key[len(self.keys.root) :].split("/")

@@ -11,7 +11,6 @@ from taskgraph.errors import DecodeError
 from taskgraph.protocol.keys import Keys, jobs_prefix
 from taskgraph.protocol.records import (
     EpochRecord,
-    ForgottenRecord,
     GoneRecord,
     MemberRecord,
     PrimaryRecord,
@@ -29,7 +28,6 @@ RECORDS = [
     ),
     node_record("n1", draining=True),
     GoneRecord(reason="killed", writer="launcher"),
-    ForgottenRecord(revision=7, writer="n:7"),
     PrimaryRecord(node="n1", term=2, stateful=False, failovers=1, writer="n:4"),
     MemberRecord(writer="n:5"),
     MemberRecord(until=0, writer="n:6"),

@@ -95,13 +95,6 @@ def _declare_absent_gone(world: World, view: JobView) -> Txn:
     return transactions.declare_absent_gone(view, "d", record, by="a", by_revision=revision)
 
 
-def _forget_gone(world: World, view: JobView) -> Txn:
-    world.put(world.keys.gone("x"), GoneRecord(reason="killed").to_bytes())
-    view.gone["x"] = world.view().gone["x"]
-    revision = view.primaries[0].mod_revision
-    return transactions.forget_gone(view, ["x"], primary_revision=revision, writer=world.writer())
-
-
 def _give_results_up(world: World, view: JobView) -> Txn:
     return transactions.give_results_up(view, "nobody came", by="a", writer=world.writer())
 
@@ -140,7 +133,6 @@ def member_key(node: str) -> Callable[[World], str]:
 NODE_A, NODE_B, NODE_C = (touch(node_key(node)) for node in "abc")
 NO_NODE_A, NO_NODE_B, NO_NODE_C = (drop(node_key(node)) for node in "abc")
 MEMBER_B, MEMBER_C = (touch(member_key(node)) for node in "bc")
-FORGOTTEN = touch(lambda w: w.keys.forgotten)
 NO_MEMBER_B = drop(lambda w: w.keys.member(0, "b"))
 
 
@@ -155,7 +147,6 @@ FENCES: list[tuple[Callable[[World, JobView], Txn], dict[str, Callable[[World], 
             "submitted anew": SPEC,
             "node id taken": touch(lambda w: w.keys.node("d")),
             "declared gone": gone("d"),
-            "forgotten": FORGOTTEN,
         },
     ),
     (
@@ -163,7 +154,6 @@ FENCES: list[tuple[Callable[[World, JobView], Txn], dict[str, Callable[[World], 
         {
             "submitted anew": SPEC,
             "declared gone": gone("a"),
-            "forgotten": FORGOTTEN,
             "a takeover": GENERATION,
             "an earlier try": NODE_A,
         },
@@ -221,10 +211,6 @@ FENCES: list[tuple[Callable[[World, JobView], Txn], dict[str, Callable[[World], 
             "own lease gone": NO_NODE_A,
             "own key put again": NODE_A,
         },
-    ),
-    (
-        _forget_gone,
-        {"no longer leader": PRIMARY, "forgotten by another": FORGOTTEN, "said anew": gone("x")},
     ),
     (
         _give_results_up,

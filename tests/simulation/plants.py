@@ -28,8 +28,7 @@ from taskgraph.node.epochs.lanes import Lanes
 from taskgraph.node.epochs.mailbox import Mailbox
 from taskgraph.node.epochs.quiet import Quiet
 from taskgraph.node.epochs.turns import Turns
-from taskgraph.node.membership.registration import Registration
-from taskgraph.node.primary import forgetting, takeovers
+from taskgraph.node.primary import takeovers
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.checkpoint_reader import CheckpointReader
 from taskgraph.node.primary.leader import LeaderRole
@@ -999,22 +998,6 @@ def epochs_in_flight_begin_in_any_order(patch: pytest.MonkeyPatch) -> None:
             await self._room.wait()
 
     patch.setattr(Lanes, "_until_allowed", until_allowed)
-
-
-# -- forgetting -------------------------------------------------------------------------------------
-
-
-@plant
-def a_node_that_is_gone_comes_back_once_that_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Registration, "_forgotten", lambda self: "")
-
-
-@plant
-def a_node_is_forgotten_that_holds_tasks(patch: pytest.MonkeyPatch) -> None:
-    def oldest(view: JobView, kept: int) -> list[str]:
-        return sorted(view.gone, key=lambda node: view.gone[node].mod_revision)[: max(0, len(view.gone) - kept)]
-
-    patch.setattr(forgetting, "forgettable", oldest)
 
 
 @plant

@@ -57,8 +57,6 @@ LATE = {
     "an error of a later epoch is told at once": 98,
     "a restart leaves lanes running": 193,
     "epochs in flight begin in any order": 12,
-    "a node that is gone comes back once that is forgotten": 459,
-    "a node is forgotten that holds tasks": 19,
     "an admission does not compare that the candidate is not gone": 21,
     "a take over does not compare its own member key": 476,
     "a checkpoint is given up before a later epoch commits": 244,

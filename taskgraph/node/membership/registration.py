@@ -59,7 +59,6 @@ class Registration:
         self._writing = ""  # the writer of a change of the key that is not answered yet
         self._write_lock = asyncio.Lock()
         node.announce = self.announce
-        self._there = 0  # the last revision that showed this node as not gone; 0: it has put no key yet
         self._reached: set[str] = set()  # nodes that have answered; ids are never reused
 
     def _current(self) -> NodeRecord:
@@ -144,7 +143,7 @@ class Registration:
             asked_at = node.now()
             await node.from_etcd(node.keeper.load)
             self._check_run()
-            self._check_not_gone()  # the record may be deleted before this node may register
+            self._check_not_gone()
             renews = dict(zip(found, await asyncio.gather(*map(self._renews, found)), strict=True))
             now = node.now()
             if now - asked_at > settings.lease_ttl_s / _RENEWALS:
@@ -238,7 +237,6 @@ class Registration:
         self._lease = lease
         self._check_not_gone()
         view, record = node.keeper.view, self._current()
-        self._there = view.revision
         txn = transactions.register(view, node.id, record)
         try:
             revision = await node.transact(txn, key=view.keys.node(node.id), writer=record.writer)
@@ -254,9 +252,6 @@ class Registration:
             lease = self._lease
             assert lease is not None
             lease.tick()
-            view = self._node.keeper.view
-            if self._node.id in view.nodes:
-                self._there = view.revision
             if not self._node.paused and (why := self._why_unproved(lease)):
                 self._node.pause(True)
                 self._paused_for = why
@@ -328,9 +323,6 @@ class Registration:
             self._reconcile()  # stale primaries step down now: the transaction names those that stay
             if node.id in node.keeper.view.gone:
                 return  # `reconcile` ends the node
-            if self._forgotten():
-                node.end_with(JobError(self._forgotten()))
-                return
             txn = transactions.resume(node.keeper.view, node.id, self._current())
             result = await node.coordinator.txn(txn)
         except CoordinationError as error:
@@ -350,24 +342,11 @@ class Registration:
             node.events.emit("resumed", "the lease is proved, and the key in etcd is there")
             node.keeper.notify_later()
 
-    def _forgotten(self) -> str:
-        """Returns why this node counts as gone although no record says so any longer; "": it does not.
-
-        Its key was absent when records of gone nodes were deleted, and it has not read its key since.
-        """
-        node, view = self._node, self._node.keeper.view
-        last = view.forgotten.record.revision if view.forgotten is not None else 0
-        if node.id in view.nodes or not 0 < self._there < last:
-            return ""
-        return f"{node.name} was absent for so long that it counts as gone"
-
     def _check_not_gone(self) -> None:
         """Raises JobError if this node was declared gone."""
         node = self._node
-        gone = node.keeper.view.gone.get(node.id)
-        why = f"{node.name} was declared gone: {gone.record.reason}" if gone is not None else self._forgotten()
-        if why:
-            raise JobError(why)
+        if (gone := node.keeper.view.gone.get(node.id)) is not None:
+            raise JobError(f"{node.name} was declared gone: {gone.record.reason}")
 
     @contextlib.contextmanager
     def _ticking(self) -> Iterator[None]:

@@ -241,7 +241,6 @@ class Suspicion:
         view = self._node.keeper.view
         if self._emitted is None:
             self._emitted = set(view.gone)
-        self._emitted &= view.gone.keys()  # records of the others are deleted
         for node in sorted(view.gone.keys() - self._emitted):
             self._emitted.add(node)
             record = view.gone[node].record

@@ -15,7 +15,6 @@ from taskgraph.errors import GraphError, TransportError, first_lines
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary import audits
 from taskgraph.node.primary.checkpointer import Checkpointer
-from taskgraph.node.primary.forgetting import forget_gone
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.commit import DIFFERENTLY, Commit, Diverged, Leader, Restart, SealTasks, WaitFor
@@ -195,7 +194,6 @@ class LeaderRole:
                     group.create_task(self.checkpointer.sweep(), name="unfinished checkpoints")
                 group.create_task(self._watch_stalls(), name="stalls")
                 group.create_task(self._look_again(), name="looking again")
-                group.create_task(forget_gone(self._node, self._primary), name="forgetting")
                 await self._lead()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None

@@ -17,9 +17,9 @@ __all__ = [
     "Fault",
     "Slips",
     "draw",
+    "draw_absences",
     "draw_again",
     "draw_around_checkpoints",
-    "draw_around_forgetting",
     "draw_around_race",
     "draw_at_the_end",
     "draw_between_steps",
@@ -326,9 +326,9 @@ def draw_in_flight(rng: random.Random, *, erratic: bool) -> list[Fault]:
     return faults
 
 
-def draw_around_forgetting(rng: random.Random) -> list[Fault]:
-    """Faults around forgetting: several nodes end, and one freezes for so long that it counts as gone; or a write of a
-    node that ended is long on its way."""
+def draw_absences(rng: random.Random) -> list[Fault]:
+    """Several nodes end, and one freezes for so long that it counts as gone; or a write of a node that ended is long on
+    its way."""
     faults = [draw_one(rng, follows=True) for _ in range(rng.choice((2, 3, 4)))]
     for number, fault in enumerate(faults[1:]):
         fault.kind, fault.target, fault.gone_s, fault.then = (
@@ -344,10 +344,10 @@ def draw_around_forgetting(rng: random.Random) -> list[Fault]:
     late.count = rng.choice((1, 1, 2, 4))
     if rng.random() < 0.7:
         late.kind, late.target = "freeze", rng.choice(("who", "member", "member"))
-        late.lasts_s, late.wakes = rng.uniform(3.5, 8.0), rng.choice(("", "", "after forget"))
+        late.lasts_s = rng.uniform(3.5, 8.0)
     else:
         _hold_back(late, rng, rng.choice(("sending register", "sending admit", "sending evict", "sending takeover")))
-        late.lasts_s, late.until = rng.uniform(1.0, 6.0), rng.choice(("after gone", "after forget", "after forget"))
+        late.lasts_s, late.until = rng.uniform(1.0, 6.0), rng.choice(("after gone", ""))
         late.then = draw_one(rng, follows=True)
         late.then.kind, late.then.target, late.then.then = "crash", rng.choice(("who", "member")), None
         late.then.at_s, late.then.gone_s, late.then.again = 0.1 * rng.random(), rng.choice((0.0, 0.05)), True

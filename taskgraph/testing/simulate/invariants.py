@@ -82,9 +82,6 @@ class Invariants:
         self._unlogged = 0  # task 0 keeps the reports; those of epochs before this one went with all who held it
         self._filed: set[int] = set()  # tasks whose committed boundary is in a file, and perhaps nowhere else
         self._commit_calls: set[tuple[int, int]] = set()  # (task, epoch) since the last roll-back
-        self.forgotten: set[str] = set()  # nodes that were declared gone, and whose record was deleted
-        self._registered: set[str] = set()  # nodes that ever had a key
-        self._over: set[str] = set()  # forgotten nodes that ever had a key: they may have held tasks
         self._wishes: dict[int, Mapping[int, Wish]] = {}  # revision of a structure -> what placement wishes for there
 
     # -- another run --------------------------------------------------------------------------------
@@ -151,27 +148,12 @@ class Invariants:
             if known.mod_revision == revision and known.record.node not in held[task]:
                 self._check_from_nothing(task, held[task])
         for node, record in gone_before.items():
-            if node not in view.gone:
-                self._check_forgotten(node)
-            elif view.gone[node] != record:
+            if view.gone.get(node) != record:
                 raise Violation(f"node {node} was declared gone, and then something else was written about it")
-        self._registered.update(view.nodes)
-        for node in view.nodes.keys() & self._over & self._living().keys():
-            raise Violation(f"node {node} was gone and forgotten, and came back")
         if self._min_in_sync > 1:
             self._count_members(revision)
         self.check_holders()
         self._check_wishes()
-
-    def _check_forgotten(self, node: str) -> None:
-        """The record of a node that is gone was deleted, so no key may name the node."""
-        view = self.view
-        named = {p.record.node for p in view.primaries.values()}.union(view.nodes, *view.members.values())
-        if node in named:
-            raise Violation(f"node {node} was forgotten, and there are keys that name it")
-        self.forgotten.add(node)
-        if node in self._registered:  # else it never was one of them: it cannot know what was said, and has nothing
-            self._over.add(node)
 
     def _check_put(self, kv: KeyValue, before: Mapping[int, object], gone: Container[str]) -> None:
         keys = self.view.keys
@@ -418,8 +400,6 @@ def kind_of(view: JobView, puts: list[tuple[str, bytes]]) -> str:
     by_key = dict(puts)
     if keys.spec in by_key:
         return "submit"
-    if keys.forgotten in by_key:
-        return "forget"
     if keys.epoch in by_key:
         record = EpochRecord.from_bytes(by_key[keys.epoch])
         assert view.stamp is not None

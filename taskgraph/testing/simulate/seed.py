@@ -24,15 +24,15 @@ from taskgraph.coordination import viewkeeper
 from taskgraph.errors import JobRunning
 from taskgraph.node import reconciler, replica
 from taskgraph.node.epochs import inbound, pulls
-from taskgraph.node.primary import forgetting, primary, unsent_offers
+from taskgraph.node.primary import primary, unsent_offers
 from taskgraph.protocol import shortage
 from taskgraph.protocol.records import State
 from taskgraph.testing.simulate.drawing import (
     Again,
     draw,
+    draw_absences,
     draw_again,
     draw_around_checkpoints,
-    draw_around_forgetting,
     draw_around_members,
     draw_around_race,
     draw_at_the_end,
@@ -110,11 +110,11 @@ RESTS_S = (0.0, 0.0, 0.01, 0.05, 0.2)
 SHORT_S = 0.02
 """Instead of a second."""
 
-FORGETTING = 0.1
-"""Share of the seeds in which nodes that are gone are forgotten soon, and taken for gone soon: else it takes days."""
+ABSENT = 0.1
+"""Share of the seeds in which an absent node soon counts as gone."""
 
 _LOST_AFTER_S = 7.0
-"""No failure lasts longer, but where nodes are forgotten; two of one node in a row may."""
+"""No failure of other seeds lasts longer; two of one node in a row may."""
 
 LIMIT_CPU_S = 10.0
 """Processor seconds that no seed needs: one that takes longer is in an endless loop."""
@@ -128,7 +128,6 @@ class Outcome:
         problem: "" or what was violated, or what hangs.
         rests: whether nodes rested between their looks.
         large: whether all values counted as large.
-        forgets: whether nodes that are gone were soon forgotten.
         ended: "finished"; "lost" where every holder of a task was gone; "mistaken" where its own code failed it; "shut
             down" by a command.
     """
@@ -143,7 +142,6 @@ class Outcome:
     steps: int
     rests: bool = False
     large: bool = False
-    forgets: random.Random | None = None
 
 
 def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
@@ -155,7 +153,7 @@ def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
     began = time.perf_counter()
     loop = SimLoop()
     outcome = Outcome(seed, "", "", "", Transcript(lambda: loop.at), 0.0, 0.0, 0)
-    with _watched(loop), _garbage_kept(), _resting(outcome), _large(outcome), _soon(), _forgetting(outcome):
+    with _watched(loop), _garbage_kept(), _resting(outcome), _large(outcome), _soon():
         runner = asyncio.Runner(loop_factory=lambda: loop)
         try:
             with runner:
@@ -223,22 +221,6 @@ def _large(outcome: Outcome) -> Iterator[None]:
 def _soon() -> Iterator[None]:
     """Shortens the retries of a node without memory, so that it leaves a task within a seed."""
     with mock.patch.object(primary, "_SHORT_S", SHORT_S), mock.patch.object(shortage, "GIVE_UP_S", 120 * SHORT_S):
-        yield
-
-
-@contextlib.contextmanager
-def _forgetting(outcome: Outcome) -> Iterator[None]:
-    """Forgets gone nodes early in some seeds: no seed has the thousand nodes that it takes otherwise."""
-    forgets = random.Random(f"nodes forgotten in {outcome.seed}")
-    if forgets.random() >= FORGETTING:
-        yield
-        return
-    outcome.forgets = forgets
-    with (
-        mock.patch.object(forgetting, "KEPT", forgets.choice((0, 0, 1, 2))),
-        mock.patch.object(forgetting, "BATCH", forgets.choice((1, 1, 2))),
-        mock.patch.object(forgetting, "LOOK_AGAIN_S", forgets.choice((0.01, 0.1, 0.5))),
-    ):
         yield
 
 
@@ -325,8 +307,10 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     settings = _settings(rng, workload)
     if keeping:
         settings = dataclasses.replace(settings, checkpoints_kept=keeps.choice((1, 2, 3)))
-    if outcome.forgets is not None:
-        settings = dataclasses.replace(settings, lost_after_s=outcome.forgets.choice((0.5, 0.5, 0.5, 2.0, 7.0)))
+    absences = random.Random(f"absences of {outcome.seed}")
+    absent = absences.random() < ABSENT
+    if absent:
+        settings = dataclasses.replace(settings, lost_after_s=absences.choice((0.5, 0.5, 0.5, 2.0, 7.0)))
     pace = Pace.draw(outcome.seed, own_time)
     if not workload.backups:
         pace.memory.lasts = False  # no other node could lead its tasks
@@ -345,7 +329,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         "nodes that rest between their looks": outcome.rests,
         "values that count as large": outcome.large,
         **pace.has,
-        "nodes that are soon forgotten": outcome.forgets,
+        "absent nodes that soon count as gone": absent,
         f"a checkpoint every {workload.checkpoint_every} epochs": keeping,
     }
     outcome.described += "".join(f", {what}" for what, so in has.items() if so)
@@ -367,9 +351,9 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         faults.add(draw_with_moods(turns))
     if race:
         faults.add(draw_around_race(races, race))
-    if outcome.forgets is not None:
-        world.compute_s = outcome.forgets.choice((0.1, 0.3))  # else most are over before that
-        faults.add(draw_around_forgetting(outcome.forgets))
+    if absent:
+        world.compute_s = absences.choice((0.1, 0.3))  # else most are over before that
+        faults.add(draw_absences(absences))
     if pace.steps.drawn:
         faults.add(draw_between_steps(random.Random(f"failures between steps of {outcome.seed}")))
     if (ending := random.Random(f"the last epoch of {outcome.seed}")).random() < AT_THE_END:
@@ -541,7 +525,8 @@ def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
     for task in range(world.workload.tasks):
         holders = view.in_sync(task)
         gone = {n: view.gone[n].record for n in holders if n in view.gone}
-        missed = any("was absent" in record.reason and not world.nodes[n].dead for n, record in gone.items())
+        absent = [n for n, record in gone.items() if record.reason.startswith("its key was absent")]
+        missed = any(not world.nodes[n].dead for n in absent)
         lost = len(gone) == len(holders) and (ruthless or missed)
         if lost and f"task {task}: every replica in sync is gone" in reason:
             return "lost"

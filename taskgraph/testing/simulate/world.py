@@ -354,11 +354,8 @@ class World:
             await self.nodes[node.id].coordinator.close()
 
     def _gone(self, node_id: str) -> bool:
-        """True if the node's run has ever declared it gone. Also true if that record may have been deleted."""
-        view = self.invariants.view
-        if node_id in self._gone_before or node_id in view.gone or node_id in self.invariants.forgotten:
-            return True
-        return view.forgotten is not None and node_id not in view.nodes
+        """True if the node's run has ever declared it gone."""
+        return node_id in self._gone_before or node_id in self.invariants.view.gone
 
     def violated(self, error: Exception) -> None:
         """Ends the run, since an invariant broke."""
@@ -599,7 +596,7 @@ class World:
                 node_id, record = key.removeprefix(self.keys.gone_nodes), GoneRecord.from_bytes(event.kv.value)
                 for_s = now - absent.get(node_id, -math.inf)
                 least_s = self.settings.lost_after_s * (1.0 - self.pace.clocks.drift)
-                if "was absent" in record.reason and for_s < least_s:
+                if record.reason.startswith("its key was absent") and for_s < least_s:
                     raise Violation(f"{node_id} is gone since {record.reason}, and it was for {for_s:.3f} s")
 
     def _check_run(self, events: tuple[KeyEvent, ...]) -> None:
