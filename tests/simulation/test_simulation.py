@@ -298,15 +298,7 @@ def test_later_seeds_find_no_violation(capsys: pytest.CaptureFixture[str]) -> No
     assert time.monotonic() - began < LIMIT_S + 60
 
 
-_EVICTION_IN_FLIGHT = pytest.mark.xfail(
-    strict=True, reason="a fault kills the last holder of a task but one, whose eviction is on its way to etcd"
-)
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [20952, 41611, 74024, 74430, 84499, 87838, 114811, pytest.param(160897, marks=_EVICTION_IN_FLIGHT)],
-)
+@pytest.mark.parametrize("seed", [20952, 41611, 74024, 74430, 84499, 87838, 114811, 160897])
 def test_seeds_that_found_something_once(seed: int) -> None:
     """Each of these is one of some ten thousand; what they found is in `test_found.py`, each as small as it got."""
     assert not run_seed(seed).problem

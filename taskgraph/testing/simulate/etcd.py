@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from taskgraph.coordination.api import WatchBatch, WatchCompacted
 from taskgraph.coordination.memory import MemoryStore, StoredLease
 from taskgraph.errors import CoordinationError
-from taskgraph.protocol.kv import KeyEvent
+from taskgraph.protocol.kv import KeyEvent, Txn
 from taskgraph.testing.simulate.loop import later, own_time, plan
 
 __all__ = ["SimEtcd", "SimStore", "Stream"]
@@ -37,6 +37,10 @@ class SimStore(MemoryStore):
         super()._publish(events)
         if events:
             self._on_write(self.revision, tuple(events))
+
+    def would_succeed(self, txn: Txn) -> bool:
+        """True if the transaction would succeed now."""
+        return all(map(self._holds, txn.compares))
 
     def expire(self) -> None:
         if not self.stopped:

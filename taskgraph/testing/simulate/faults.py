@@ -98,19 +98,14 @@ class Faults:
         return self._rng.choice(others) if others else None
 
     def _survivable(self, *victims: SimNode) -> bool:
-        """True if every task has a member in sync in another process that exists."""
+        """True if every task that the victims hold has another member in sync that exists and stays."""
         world = self._world
         view = world.invariants.view
         if self.ruthless or (self.bold and view.checkpoint is not None):
             return True
         living = {n.id for n in world.existing() if n not in victims and not (n.draining or n.called_gone)}
-        for task in range(world.workload.tasks):
-            members = view.members_of(task)
-            if not any(victim.id in view.in_sync(task) for victim in victims):
-                continue
-            if not any(n in living and n not in view.gone and m.record.until is None for n, m in members.items()):
-                return False
-        return True
+        held = (task for task in range(world.workload.tasks) if any(v.id in view.in_sync(task) for v in victims))
+        return all(any(n in living and n not in view.gone for n in world.active_members(task)) for task in held)
 
     # -- what -------------------------------------------------------------------------------------
 

@@ -119,6 +119,7 @@ class World:
         self.keys = Keys(self.spec.name)
         self._absent_since: dict[str, float] = {}  # node whose key was deleted -> when
         self._gone_before: set[str] = set()  # nodes that were gone when their job's name was submitted again
+        self._evictions: dict[str, Txn] = {}  # member key -> the last eviction that was sent
         self.shut_down = False  # a user ended the run by a command
         self.moment: Moment = lambda name, node, peer="": None
         self.nodes: dict[str, SimNode] = {}
@@ -458,6 +459,14 @@ class World:
         """Nodes of the run whose process exists, in the order in which they started."""
         return [known for known in self.nodes.values() if known.of == self.spec.run and known.exists]
 
+    def active_members(self, task: int) -> list[str]:
+        """Members of a task that are not evicted, also not by a transaction on its way."""
+        sent = {
+            node: self._evictions.get(self.keys.member(task, node))
+            for node in self.invariants.view.active_members(task)
+        }
+        return [node for node, txn in sent.items() if txn is None or not self.etcd.store.would_succeed(txn)]
+
     def _living(self) -> dict[str, Node]:
         return {known.id: known.node for known in self.existing()}
 
@@ -511,6 +520,8 @@ class World:
         kind = kind_of(self.invariants.view, puts) if puts else ""
         if kind:
             member = puts[0][0].rpartition("/")[2] if kind in ("admit", "evict") else ""
+            if (when, kind) == ("sending", "evict"):
+                self._evictions[puts[0][0]] = txn
             self.moment(f"{when} {kind}", process.name, member)
 
     def _wrote(self, revision: int, events: tuple[KeyEvent, ...]) -> None:
