@@ -199,7 +199,7 @@ class _Standing:
             return id(attempt.replica.job), attempt.task, attempt.attempt, attempt.term
 
         async def counted(attempt: Attempt) -> Any:
-            composed[key_of(attempt)] += attempt.replica.may_stand
+            composed[key_of(attempt)] += attempt.replica.graph_may_be_constant
             return await compose(attempt)
 
         def began(attempt: Attempt, graph: Any) -> None:
