@@ -13,6 +13,7 @@ from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.primary.audits import Findings
 from taskgraph.protocol.messages import LedgerEntry, Report, Stamp
 from taskgraph.protocol.sums import identity, packed
+from taskgraph.protocol.sums import total as mod_sum
 
 S = Stamp(1, 0)
 LONG_S = 5.0
@@ -71,7 +72,7 @@ def found(*pages: tuple[LedgerEntry, ...], moved: int | None = None) -> Findings
     """Findings from idle tasks; all but `moved` show the ledger that they reported."""
 
     def total(page: tuple[LedgerEntry, ...], side: bool) -> bytes:
-        return packed(sum(identity(e.kind, e.sender, e.receiver, e.name, e.digest) for e in page if e.sent is side))
+        return packed(mod_sum(identity(e.kind, e.sender, e.receiver, e.name, e.digest) for e in page if e.sent is side))
 
     then = [() if task == moved else page for task, page in enumerate(pages)]
     reports = {
