@@ -126,7 +126,7 @@ KEYS = Keys(JOB)
 
 
 def places_that_count(*left_out: Place) -> Patch:
-    return lambda patch: patch.setattr(insync, "_COUNTS", insync._COUNTS - set(left_out))
+    return lambda patch: patch.setattr(insync, "_MUST_ACKNOWLEDGE", insync._MUST_ACKNOWLEDGE - set(left_out))
 
 
 def changed(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
