@@ -144,7 +144,7 @@ class Inputs:
 
 
 def _is_view(encoded: Encoded, value: object) -> bool:
-    """Is this an array on a device that shares the producer's memory?"""
+    """True if this is an array on a device that shares the producer's memory."""
     return type(encoded) is EncodedOnDevice and device_of(value) is not None
 
 

@@ -65,7 +65,7 @@ def _asks(error: BaseException) -> bool:
 
 
 def _terminal() -> bool:
-    """Is there a terminal, where a user may have ended a debugger or an input on purpose?"""
+    """True if there is a terminal, where a user may have ended a debugger or an input on purpose."""
     try:
         return sys.stdin is not None and sys.stdin.isatty()
     except ValueError:  # it is closed

@@ -378,9 +378,9 @@ _Made = TypeVar("_Made")
 
 
 def _kept(make: Callable[[_Key], tuple[_Made, int]]) -> Callable[[_Key], _Made]:
-    """A cache of `make(key)` for the latest keys; `make` also returns its number of pairs.
+    """Returns a function that caches `make(key)` for the latest keys; `make` also returns its number of pairs.
 
-    Computes that ask may be in several threads.
+    Several threads may call it.
     """
     kept: dict[_Key, tuple[_Made, int]] = {}
     lock = Lock()

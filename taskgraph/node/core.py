@@ -146,7 +146,7 @@ class NodeCore:
         return self._leaving
 
     def emits_for_all(self) -> bool:
-        """True for the first living node by name, which emits what all nodes see."""
+        """True for the first living node by name: it emits the events about changes that all nodes see."""
         return min(self.keeper.view.live_nodes(self.spec.run), default="") == self.id
 
     @property

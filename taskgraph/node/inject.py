@@ -9,8 +9,7 @@
     hold,commit,epoch=50          a process at that moment waits until the file is removed
 
 A process that reaches the moment removes the file, and fails if it was the one that removed it. So a fault happens
-once,
-however many nodes there are, and a test sees the file vanish. Remove a hold to end it. Epochs that are committed
+once, however many nodes there are, and a test sees the file vanish. Remove a hold to end it. Epochs that are committed
 together reach `commit` one after another. Files may be added while the job runs. Without the variable nodes call
 nothing at these moments.
 """

@@ -276,7 +276,7 @@ class Node(NodeServices):
             self.suspicion.call_refused(node)
 
     def _cut_off(self) -> None:
-        """Somebody cancelled the node. In a process of its own that was user code, of an unknown task."""
+        """Notes that the node was cancelled. In its own process only user code can do that, of an unknown task."""
         self._why_left = (
             "was ended by user code (sys.exit in an asyncio task of its own, a cancel of all, or loop.stop)"
         )

@@ -138,7 +138,7 @@ def _say(text: str, code: int) -> int:
 
 
 def _say_last(text: str) -> None:
-    """Prints why the node ends. No logger is used: user code may have silenced them all."""
+    """Prints why the node ends. It uses no logger, since user code may have silenced all loggers."""
     with contextlib.suppress(OSError, ValueError):  # user code may have closed the stream
         _say(text, CANNOT_GO_ON)
 
@@ -337,7 +337,7 @@ _view: JobView | None = None
 
 
 def _handle_signals(config: NodeConfig, node: Node) -> None:
-    """SIGTERM, SIGINT and the launcher drain the node; a later signal ends it at once."""
+    """Drains the node after SIGTERM, SIGINT or the launcher's order; a later signal ends the process at once."""
     global _leave, _view
     orders, drained = Orders(), False
 

@@ -13,8 +13,7 @@ is the same on all replicas and after failures.
 
 A block is level and length of its text; the text, JSON, padded to 8 bytes: [[epochs, [[task, [name, ...]], ...]], ...];
 then for each of these the epoch numbers, 8 bytes each, and the reported doubles of each epoch, little-endian. Blocks
-are
-not compressed: equal rows must be equal bytes on all hosts, and zlib differs between hosts.
+are not compressed: equal rows must be equal bytes on all hosts, and zlib differs between hosts.
 """
 
 from __future__ import annotations
@@ -254,8 +253,7 @@ class ReportLog:
         """All blocks; only the open one is copied. The result never changes.
 
         Equal rows give equal bytes, in whatever order they came: two primaries, one of them stale, may write the same
-        file of a
-        checkpoint, and either may come last.
+        file of a checkpoint, and either may come last.
         """
         if not self:
             return []
@@ -284,10 +282,10 @@ class ReportLog:
         return made
 
     def fold(self, carried: Mapping[int, Mapping[int, Mapping[str, float]]] | ReportLog) -> None:
-        """Takes what a boundary carried: added rows, or all rows, if they reach as far as those here.
+        """Takes the reports that a boundary carried: added rows, or all rows, if they reach as far as those here.
 
-        There are no gaps: a replica has all rows up to its newest, and a primary lacks at most what it has not read
-        yet.
+        There are no gaps: a replica has all rows up to its newest, and a primary lacks at most what it has not
+        read yet.
         """
         if not isinstance(carried, ReportLog):
             for epoch, by_task in carried.items():

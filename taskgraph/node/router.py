@@ -2,8 +2,7 @@
 
 This is the only place that decides what a failed call means. After a broken connection or "not primary", the call is
 repeated when the view changes, or a moment later, until the caller is cancelled because its attempt is over. Errors
-that
-a retry cannot change are raised.
+that a retry cannot change are raised.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _FORGOTTEN_S = 20.0
 
 
 class _FailedCalls(NamedTuple):
-    """Failed calls to one node: `since` when, the `last` of them, and `why`."""
+    """The failed calls to one node: times of the first and the last one, and the error of the last."""
 
     since: float
     last: float
@@ -82,7 +81,7 @@ class Router:
         keeper.on_change(self._abandon, structure=True)
 
     def _abandon(self) -> None:
-        """Ends calls that are in vain by the view: a frozen process neither answers nor breaks its connection."""
+        """Ends calls that the view shows to be in vain: a frozen process neither answers nor breaks its connection."""
         view = self._keeper.view
         if view.structure_revision == self._looked_at:
             return

@@ -75,9 +75,8 @@ class NodeServices(NodeCore):
         *,
         finished: bool = False,
     ) -> bool:
-        """Fails the job with an error. False if a fence failed, if the job had ended already, or if this process ends
-        instead
-        because its device is lost.
+        """Fails the job with an error. False if a fence failed, if the job had ended already, or if this process
+        ends instead because its device is lost.
 
         Args:
             finished: True to fail also a job whose epochs are all committed (a `result()` that raises).

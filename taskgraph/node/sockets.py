@@ -22,7 +22,7 @@ _LOOK_S = 2.0
 
 
 class SocketListener(Protocol):
-    """A service with such a file."""
+    """A service that listens on a unix socket, which is a file."""
 
     @property
     def unreachable(self) -> bool: ...

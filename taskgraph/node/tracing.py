@@ -21,8 +21,7 @@ hundreds of spans, whatever its size."""
 
 
 class TracedNode(Protocol):
-    """What the stream needs of a node. `epoch` is the committed one, `latest` the last that a task here began; -1:
-    none."""
+    """The part of a node that a trace reads: the committed epoch, and the latest that a task here began; -1: none."""
 
     tracing: Tracing
 

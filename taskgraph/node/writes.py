@@ -121,7 +121,7 @@ class Writes:
 
 
 class _RepeatedRequest:
-    """One request that is repeated until it is answered."""
+    """A request to etcd that is repeated until etcd answers."""
 
     def __init__(self, coordinator: Coordinator, since: float) -> None:
         self._coordinator = coordinator

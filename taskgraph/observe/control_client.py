@@ -248,7 +248,7 @@ class ControlClient:
                 yield Event.from_json(event), 0
 
     async def results(self, silent_s: float | None = None) -> list[TaskResult]:
-        """Results of the tasks this node is primary of; waits until they are computed.
+        """Returns the results of the tasks that this node is primary of; waits until they are computed.
 
         Args:
             silent_s: how long the node may send nothing; None: for ever.

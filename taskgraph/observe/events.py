@@ -126,7 +126,7 @@ def readable_events(kept: Iterable[bytes]) -> Iterator[Event]:
 
 
 def task_count(event: Event) -> int:
-    """The number of tasks that an event of a `GATHERED` kind is about."""
+    """Returns how many tasks an event is about: several after `gathered` merged events."""
     return int(event.fields.get("count", 1))
 
 
@@ -325,7 +325,7 @@ class _EventWriter:
         return len(batch) if result.succeeded else 0
 
     def written(self) -> None:
-        """The events of a burst are written."""
+        """Notes that the events of a burst are in etcd."""
         if self.waiting:
             return
         self._some.clear()

@@ -93,7 +93,7 @@ class Incidents:
         return bool(self._open)
 
     def take(self, event: Event) -> None:
-        """An event, in whatever order they come."""
+        """Takes an event. Events may come in any order."""
         if event.kind == FAILOVER:
             self._close(str(event.fields.get("node")))  # another follower of the job has reported it
         elif event.kind == "lost":
@@ -134,11 +134,11 @@ class Incidents:
         return incident
 
     def committed(self, at: float) -> None:
-        """An epoch committed."""
+        """Notes that an epoch committed."""
         self._commits.append(at)
 
     def look(self, view: JobView, *, over: bool = False) -> list[Event]:
-        """Events of incidents that are finished.
+        """Returns an event for each incident that is finished.
 
         Args:
             over: the job has ended, so that nothing more will come.

@@ -168,7 +168,7 @@ class Progress:
 
     @property
     def _is_moving(self) -> bool:
-        """Tasks move because a node failed."""
+        """True while tasks move because a node failed."""
         return bool(self._failed) or self._clock() < self._settled_at
 
     def _warn(self) -> None:

@@ -24,7 +24,7 @@ def takes_codes(out: TextIO) -> bool:
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """The text with an escape, such as `\\x1b`, for each character that is not to be seen, but for those in `keep`."""
+    """The text with an escape, such as `\\x1b`, in place of each invisible character that is not in `keep`."""
     if text.isprintable():
         return text
     return "".join(c if c in keep or _seen(c) else c.encode("unicode_escape").decode() for c in text)
@@ -45,7 +45,7 @@ def say(text: str, *, anew: bool = False) -> None:
 
 
 def width(text: str) -> int:
-    """Columns that it takes on a terminal."""
+    """Returns how many columns a text takes on a terminal."""
     return len(text) if text.isascii() else sum(map(_columns, text))
 
 

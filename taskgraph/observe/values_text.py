@@ -1,4 +1,4 @@
-"""A job's values as text for people. The only text here that needs numpy."""
+"""A job's values as text for people. No other text of this package needs numpy."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Boundary:
 
 
 class Boundaries:
-    """The boundaries of one replica."""
+    """The boundaries that one replica stores."""
 
     def __init__(self) -> None:
         self._stored: dict[tuple[int, int, int], Boundary] = {}
@@ -120,7 +120,7 @@ class Boundaries:
         return self.committed
 
     def holds(self, epoch: int) -> bool:
-        """The committed boundary is the one of `epoch`."""
+        """True if boundary `epoch` is the committed one."""
         return self.committed is not None and self.committed.stamp.epoch == epoch
 
     def drop_pending(self) -> None:

@@ -44,12 +44,12 @@ def sparse(boundaries: Iterable[Stamp], most: int) -> list[Stamp]:
 
 
 def due(view: JobView, boundary: Stamp, every: int) -> bool:
-    """A checkpoint has to be written of this committed boundary."""
+    """True if a checkpoint has to be written of this committed boundary."""
     return boundary.epoch % every == 0 and is_open(view, boundary)
 
 
 def is_open(view: JobView, boundary: Stamp) -> bool:
-    """The boundary may still become the checkpoint: it is not undone, and later than the current one (0 is never)."""
+    """True if the boundary may still become the checkpoint: not undone, and later than the current one. 0 never is."""
     return (
         view.epoch is not None
         and boundary.attempt >= view.epoch.record.lineage
@@ -68,7 +68,7 @@ def files_needed(view: JobView, tasks: int) -> frozenset[int] | None:
 
 
 class Collected:
-    """The reported files, as the leader collects them."""
+    """The files of checkpoints that primaries have reported to the leader, and which checkpoints they complete."""
 
     def __init__(self, tasks: int) -> None:
         self._tasks = tasks
@@ -98,7 +98,7 @@ class Collected:
         self._began[task] = at
 
     def _is_before(self, stamp: Stamp, task: int) -> bool:
-        """The current primary of the task began after that boundary."""
+        """True if the current primary of the task began after that boundary, so it writes no file of it."""
         at = self._began.get(task)
         return at is not None and stamp.epoch < at.epoch and stamp.attempt <= at.attempt
 

@@ -164,7 +164,7 @@ class Leader:
             self._restart = None
 
     def takes(self, stamp: Stamp) -> bool:
-        """Messages of `stamp` count: it is the epoch at work, or one that tasks may be ahead with."""
+        """True if messages of `stamp` count: it is the epoch at work, or one that tasks may be ahead with."""
         at = self.stamp
         return at is not None and stamp.attempt == at.attempt and at.epoch <= stamp.epoch <= at.epoch + self._ahead
 
@@ -221,7 +221,7 @@ class Leader:
         return any(self._lacks_task_0(self._reports.get(epoch, _NOTHING)) for epoch in self._awaited)
 
     def request_restart(self, stamp: Stamp, why: str) -> bool:
-        """Takes a node's word that the attempt cannot complete the epoch. Returns True if `stamp` counts."""
+        """Notes that a node cannot complete the epoch in this attempt. Returns True if `stamp` counts."""
         if not self.takes(stamp):
             return False
         self._must_restart(stamp.epoch, why)

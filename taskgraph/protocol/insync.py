@@ -173,18 +173,18 @@ class InSync:
     # -- admission and eviction -------------------------------------------------------------------
 
     def may_admit(self, node: str) -> bool:
-        """The node is a candidate or marked, and acknowledged all boundaries."""
+        """True if the node is a candidate or marked, and acknowledged all boundaries."""
         place = self._place.get(node)
         return place in (Place.CANDIDATE, Place.MARKED) and bool(self._current) and not self.missing(node)
 
     def admitting(self, node: str) -> None:
-        """The admitting write is about to be sent."""
+        """Notes that the admitting write is about to be sent."""
         if not self.may_admit(node):
             raise ValueError(f"{node} is {self._place.get(node)}, not a candidate with every boundary")
         self._set_place(node, Place.ADMITTING)
 
     def admitted(self, node: str, written: bool) -> None:
-        """The outcome of the admitting write is known."""
+        """Notes the outcome of the admitting write."""
         if self._place.get(node) is Place.ADMITTING:
             self._settle(node, written, Place.MEMBER if written else Place.CANDIDATE)
 

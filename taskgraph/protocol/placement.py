@@ -118,7 +118,7 @@ class _Plan(Assignment):
         return steps
 
     def _lack(self, task: int, node: int) -> tuple[int, bool]:
-        """Orders nodes by their lack of memory for a task."""
+        """Sort key of a node: how often it gave the task up, then whether it gave up any task, for lack of memory."""
         return self.given_up[node][task], self.short_of_memory[node]
 
     def trim(self) -> None:

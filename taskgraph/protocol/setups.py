@@ -18,7 +18,7 @@ RESTS_ON_NODE: Final = frozenset({"task builder", "setup", "restore"})
 
 
 def job_goes_on(view: JobView, me: str, task: int, *, suspects: Set[str], min_in_sync: int) -> bool:
-    """The job continues without node `me`, which cannot set up its replica of `task`.
+    """True if the job continues without node `me`, which cannot set up its replica of `task`.
 
     An epoch is committed, `me` is no primary, and every task with `me` as a member or candidate has a living primary
     and enough members on nodes that stay.

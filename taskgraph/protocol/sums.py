@@ -150,7 +150,7 @@ class Ledger:
         return True
 
     def has_received(self, kind: Kind, sender: int, receiver: int, name: str) -> bool:
-        """The identity was received before, so its effect must not happen again."""
+        """True if the identity was received before, so its effect must not happen again."""
         return self._received is not None and (kind, sender, receiver, name) in self._received
 
     def entries(self) -> tuple[LedgerEntry, ...]:

@@ -317,12 +317,12 @@ class JobView:
         return [node for _, node in sorted(found)]
 
     def holds(self, member: MemberRecord) -> bool:
-        """A member with this record has the committed boundary."""
+        """True if a member with this record has the committed boundary."""
         return self.epoch is None or holds(member, self.epoch.record)
 
     @property
     def is_checkpointed(self) -> bool:
-        """The committed boundary is in the checkpoint."""
+        """True if the checkpoint is of the committed boundary."""
         return (
             self.epoch is not None
             and self.checkpoint is not None
@@ -335,7 +335,7 @@ class JobView:
 
 
 def holds(member: MemberRecord, at: EpochRecord) -> bool:
-    """A member with this record has boundary `at`.
+    """True if a member with this record has boundary `at`.
 
     A member that was evicted "until e" has boundary e of that lineage. After a roll-back the same number is another
     boundary.

@@ -70,7 +70,7 @@ class OtherCluster(Exception):
 
 
 class _LoginTakesLonger(Exception):
-    """The time of a call ended while it waited for a login."""
+    """A call reached its time limit while it waited for a login."""
 
 
 class Stream(Generic[Response]):

@@ -9,7 +9,7 @@ __all__ = ["Quiet"]
 
 
 class Quiet:
-    """One task's part in finding out that nothing of an epoch runs, waits or travels.
+    """Counts what still runs or waits in one task's epoch, so that the leader can find the whole epoch quiet.
 
     `version` grows with everything that begins. The leader seals a version: a task that has moved on since it reported
     to be idle refuses the seal. Lives on the event loop; only the attempt waits for it, in one place at a time.

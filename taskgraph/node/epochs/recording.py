@@ -74,7 +74,7 @@ class SharedItem:
 
 @dataclass(frozen=True, slots=True)
 class SideEffects:
-    """Digests of what an epoch's processors had handed on, besides items, before and after one of them ran.
+    """Digests of `epoch.scratch` and of what the task reported, before and after one of its processors ran.
 
     Attributes:
         alone: no other code of the task ran between `before` and `after`.
@@ -286,7 +286,7 @@ class _Work(Protocol):
 
 
 def side_effects_of(work: _Work) -> Digests:
-    """Returns digests of what an epoch's processors have handed on so far, besides items."""
+    """Returns digests of `epoch.scratch`, of the numbers reported so far, and of a call of `epoch.finish()`."""
     found: dict[str, object] = {f"epoch.scratch.{name}": value for name, value in vars(work.scratch).items()}
     found |= {f"reported {name!r}": number for name, number in work.numbers.items()}
     if work.finishing:

@@ -41,7 +41,7 @@ class ReplayResult:
         differing: in words, what came out differently.
         state: the state after the epoch.
         reports: what the task reported; "epoch.finish()" is 1 if the job is to end.
-        left: attributes in which a first try left something that `restore` did not take back.
+        left: attributes that a first try changed and `restore` did not set back.
     """
 
     differing: list[str]

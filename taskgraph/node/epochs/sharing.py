@@ -1,4 +1,4 @@
-"""Memory of uncommitted epochs on one node: items and boundaries stay until their epoch commits."""
+"""Limits the memory of uncommitted epochs on one node: items and boundaries stay until their epoch commits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Strict mode: whether `@tg.stateless` holds for `compose` and for what may run before earlier epochs have ended.
+"""Strict mode: checks that methods marked `@tg.stateless` depend on no state, and change none.
 
-What is marked runs on an object as `setup` left it. There it must do what it did, and leave the object as it is: epochs
-in flight depend on that.
+Marked methods run again on an object as `setup` left it. There they must do what they did in the epoch, and leave the
+object unchanged: epochs in flight depend on that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES = 5
 
 
 async def check_stateless(recording: Recording, fresh: Replica) -> None:
-    """Runs what is marked on `fresh`, as `setup` left it.
+    """Runs the marked methods of a recorded epoch on `fresh`, an object as `setup` left it.
 
     Raises:
         StateError: it came out differently, failed, or changed the object.

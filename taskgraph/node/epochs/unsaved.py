@@ -56,7 +56,7 @@ _Same = Callable[[object], bool]
 
 
 class UnsavedState:
-    """Checks the first epochs of one task in one term."""
+    """Checks the first epochs of one task in one term for changed attributes that no snapshot has."""
 
     def __init__(self, node: NodeServices, replica: Replica, term: int) -> None:
         self._node = node

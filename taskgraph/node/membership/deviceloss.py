@@ -47,7 +47,7 @@ class DeviceLoss:
         self._spoiled: tuple[UserCodeError, int, Stamp] | None = None
 
     def note_error(self, error: BaseException, task: int, stamp: Stamp) -> None:
-        """The work of an epoch met a device error; it is reported once earlier epochs are settled."""
+        """Notes that the work of an epoch met a device error. It is reported once earlier epochs are settled."""
         if isinstance(error, UserCodeError) and (self._spoiled is None or self._spoiled[2].attempt < stamp.attempt):
             self._spoiled = error, task, stamp
 
@@ -112,7 +112,7 @@ class DeviceLoss:
         node.end_with(self.error)
 
     async def _given_away(self, task: int, epoch: int) -> str:
-        """Waits until others hold what only this node holds. Returns why the job has to fail instead, or ""."""
+        """Waits until other nodes have the state that only this one has. Returns why the job fails instead, or ""."""
         node = self._node
         if (first := self._outcome(task, epoch)).wait:
             text = f"task {task} met an error of its device; its node {node.name} ends, and waits for {first.wait}"

@@ -62,7 +62,7 @@ class Draining:
         node.keeper.notify_later()
 
     def _given_up(self) -> str:
-        """Returns what was not handed over, why, and what follows; "": everything was, as far as this node knows."""
+        """Names tasks that were not handed over, with reason and consequence; "": none, as far as this node knows."""
         node, view = self._node, self._node.keeper.view
         alone = sole_copies(view, node.job.tasks, node.id)
         others = [t for t in range(node.job.tasks) if view.primary_node(t) == node.id and t not in alone]

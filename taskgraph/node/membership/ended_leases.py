@@ -1,8 +1,8 @@
 """Finds nodes whose lease has ended although their key is still there: frozen, or cut off from etcd.
 
 While epochs commit, no lease is examined. Without a commit for a fifth of the TTL, etcd is asked for the leases of
-nodes
-that share a task with this one: rarely at first, often towards the end of a lease.
+nodes that
+share a task with this one: rarely at first, often towards the end of a lease.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAST_TTL_S = 2.0
 
 
 class _LeaseQuery:
-    """One lease that etcd is asked about."""
+    """The lease of one other node, and when to ask etcd about it next."""
 
     def __init__(self, lease: int, ttl_s: float) -> None:
         self.lease = lease
@@ -33,7 +33,7 @@ class _LeaseQuery:
 
 
 class EndedLeases:
-    """The leases of other nodes, as far as this node asked.
+    """Watches the leases of the nodes that share a task with this one.
 
     Args:
         changed: called with a node, its lease, and whether that has ended.
@@ -48,7 +48,7 @@ class EndedLeases:
 
     @property
     def nodes(self) -> frozenset[str]:
-        """Nodes whose lease has ended."""
+        """Nodes whose lease has ended, though their key is still in etcd."""
         return frozenset(node for node, asked in self._asked.items() if asked.end.ended and self._current(node, asked))
 
     async def watch(self) -> None:

@@ -117,12 +117,10 @@ class Registration:
     async def _until_it_may(self) -> None:
         """Waits for members that this node cannot reach, until they are gone or prove that they live.
 
-        A living member renews its lease, so at least half of its TTL is always left. A member whose lease shows nothing
-        less for
-        long enough is alive. Time alone proves nothing: after an absence or a new leader of etcd, leases of the dead
-        have their
-        whole TTL again. The last try to reach it decides, since a member that is back may have missed an earlier one.
-        Returns also when the node is asked to leave.
+        A living member renews its lease, so at least half of its TTL is always left. A member whose lease never shows
+        less for long enough is alive. Time alone proves nothing: after an absence or a new leader of etcd, the leases
+        of dead nodes have their whole TTL again. The last try to reach it decides, since a member that is back may have
+        missed an earlier one. Returns also when the node is asked to leave.
 
         Raises:
             JobError: an unreachable member is alive; or the job is another one; or this node was declared gone.
@@ -289,8 +287,7 @@ class Registration:
         """Returns why the key in etcd is not the one that this node wrote last; "": it is.
 
         Without the key, others take this node for dead. With another revision of the key (it was deleted, and an
-        earlier write
-        arrived after that), all fenced writes of this node would be refused.
+        earlier write arrived after that), all fenced writes of this node would be refused.
         """
         node, view = self._node, self._node.keeper.view
         if not 0 < node.node_revision <= view.revision or view.spec is None or node.id in view.gone:

@@ -53,7 +53,7 @@ class Refusal:
 
 
 class Suspicion:
-    """One node's opinion of the others; sets `suspects` and `gone` of the node.
+    """Decides for one node which others it suspects, and which are gone; sets its `suspects` and `gone`.
 
     Args:
         primaries: those on this node.
@@ -106,7 +106,7 @@ class Suspicion:
         return None if node is None else self._refused.get(node)
 
     def _lease_changed(self, node: str, lease: int, ended: bool) -> None:
-        """Its lease ended, or lives again: a new leader of etcd extends every lease."""
+        """Notes that a node's lease ended, or lives again: a new leader of etcd extends every lease."""
         if ended:
             text = f"{name_of(node)} does not answer: its lease ended (the node is frozen or cut off)"
             self._node.events.emit("lost", text, fields={"lost": node, "lease": lease})
@@ -114,7 +114,7 @@ class Suspicion:
         self._changed()
 
     def connection_lost(self, node: str) -> None:
-        """A connection to it broke: probe whether its process still listens."""
+        """Probes whether a node still listens, since a connection to it broke."""
         self._outlived.discard(node)
         self._look_at(node)
 
@@ -218,7 +218,7 @@ class Suspicion:
         )
 
     def _named(self) -> set[str]:
-        """Nodes that hold tasks or are to hold some; an absent one counts until it is back or gone."""
+        """Returns the nodes that have tasks, or are to have some. An absent node counts until it is back or gone."""
         view = self._node.keeper.view
         named = {p.record.node for p in view.primaries.values()}
         named.update(node for members in view.members.values() for node in members)
@@ -229,7 +229,7 @@ class Suspicion:
         return named
 
     def _forget(self, named: set[str]) -> None:
-        """Drops what is known of nodes that no longer matter."""
+        """Drops what it noted of nodes that are neither registered nor in `named`."""
         kept = named | self._node.keeper.view.nodes.keys()
         self._refused = {node: refusal for node, refusal in self._refused.items() if node in kept}
         self._outlived &= kept

@@ -294,7 +294,7 @@ class Backups:
                     tender.withdraw()
 
     def _poke(self) -> None:
-        """Looks again, after the caller is through: something changed that the view does not show."""
+        """Examines all tenders after this step of the event loop: something changed that the view does not show."""
         self._changed()
         if self._group is not None and not self._poked:
             self._poked = True
@@ -348,8 +348,8 @@ class Backups:
         """True for a dead node; also for one that is not wished for, once all wished-for nodes are living members.
 
         A candidate is unwanted as soon as there are members enough: wishes change while replicas are set up, and
-        admitting a
-        node only to evict it costs a copy and two writes. If members are lacking, the first that is ready is admitted.
+        admitting a node only to evict it costs a copy and two writes. If members are lacking, the first that is ready
+        is admitted.
         """
         if node in self._node.suspects:
             return True
@@ -423,8 +423,7 @@ class Backups:
         """Offers one boundary, again and again, until the node has it or is known to be dead.
 
         An offer to a member has no timeout: a large boundary takes as long as the network needs, and would begin again.
-        The
-        lease, the port or the broken connection shows that a peer is dead.
+        The lease, the port or the broken connection shows that a peer is dead.
         """
         node = tender.node
         boundary = self._boundaries.get(key)

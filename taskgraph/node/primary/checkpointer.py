@@ -299,8 +299,8 @@ class Checkpointer:
     def _emit_other_runs(self, mine: Name, others: Iterable[Name]) -> None:
         """Emits an event, once each, about other runs that write checkpoints of this job to the same place.
 
-        The run that began later removes the files of the other. Of two that began at the same time, the one that is
-        ahead does.
+        The run that began later removes the files of the other. Of two runs that began at the same time, the one
+        that is ahead removes the files of the other.
         """
         for other in others:
             later, beside = other > mine, (other.series, other.attempt) == (mine.series, mine.attempt)

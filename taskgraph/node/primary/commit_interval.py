@@ -2,8 +2,7 @@
 
 A commit costs each node half a millisecond of processor time, mostly for being woken by etcd. With 15 nodes on two
 cores, 50 commits a second take a fifth of both cores. So commits are rarer if many nodes share cores, and cost no
-larger
-share of the time than with two nodes per core.
+larger share of the time than with two nodes per core.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ _MOST = 5
 
 
 def adapted(gather_s: float, nodes: int, cores: int) -> float:
-    """Adapts `gather_s` to the number of nodes and cores."""
+    """Returns `gather_s`, or up to five times as much if more than two nodes share a core."""
     return gather_s * min(_MOST, max(1.0, nodes / (_NODES_A_CORE * cores)))
 
 
 class CommitInterval:
-    """The commit interval for one node. It counts the nodes on the leader's host, and assumes its own number of cores
-    there.
+    """How long the epochs of one node wait to be committed together.
+
+    It counts the nodes on the leader's host, and assumes that this host has as many cores as this node's.
 
     Containers of one machine count together, against all cores of the machine.
 
@@ -46,8 +46,7 @@ class CommitInterval:
 
         Args:
             ahead: how many epochs the caller may be ahead of the last commit. If large epochs reduce that below the
-            setting,
-                the interval is not adapted: the task would run out of epochs.
+                setting, the interval is not adapted: the task would run out of epochs.
         """
         node, view = self._node, self._node.keeper.view
         if ahead < node.settings.epochs_ahead:

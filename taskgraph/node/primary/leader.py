@@ -69,7 +69,7 @@ _REFUSALS = 20
 
 
 class _LedgerLook(NamedTuple):
-    """The last look at ledgers."""
+    """What the leader found when it last asked the tasks for their ledgers."""
 
     at: float
     entries: int

@@ -318,7 +318,7 @@ class Primary:
             moving.cancel()
 
     def _check_work(self, work: asyncio.Task[None]) -> None:
-        """Passes an error of the work on if it came in the epoch at work; a later epoch may still be undone."""
+        """Raises an error of the work if it came in the epoch at work. A later epoch may still be undone."""
         moving, lanes = self._moving, self._lanes
         if work.cancelled() or moving is None or moving.done() or lanes is None:
             return
@@ -328,7 +328,7 @@ class Primary:
             moving.set_exception(error)
 
     def _not_done(self) -> None:
-        """Passes on why an epoch could not finish although all its user code had returned."""
+        """Raises the error by which an epoch could not finish although all its user code had returned."""
         error = self._lanes.not_done if self._lanes is not None else None
         if error is not None and self._moving is not None and not self._moving.done():
             self._moving.set_exception(error)
@@ -627,8 +627,7 @@ class Primary:
         """Decides whether a refused call is repeated in the same attempt, after a pause.
 
         Only a lack of memory is a reason, and only after an earlier restart did not free enough. The time limit doubles
-        with
-        each attempt.
+        with each attempt.
 
         Args:
             pulls: this node lacks the memory, so in the end it leaves the task to another node.

@@ -117,7 +117,7 @@ class Reporter:
         self._look.set()
 
     def _taken_by_own_leader(self, report: Report) -> bool:
-        """True if the leader is on this node and took the report, without a call."""
+        """Gives the report to a leader on this node. Returns False if there is none, or the report has to be sent."""
         node = self._node
         role, since = node.leader, node.tracing.on and clock()
         if role is None or node.paused or role.report_now(report) is None:

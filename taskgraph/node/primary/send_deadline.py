@@ -1,4 +1,4 @@
-"""The deadline for what is gathered for a commit; `commit_interval.py` computes the interval."""
+"""When gathered offers and reports must be sent, to count in the next commit; `commit_interval.py` has the interval."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SendDeadline"]
 
 
 class SendDeadline:
-    """The deadline for what is gathered for the next commit: some time before the leader commits again.
+    """The time by which gathered offers or reports must be sent: some time before the leader commits again.
 
     Args:
         part: the share of the interval between commits after which the deadline comes.
@@ -41,7 +41,7 @@ class SendDeadline:
         self._at, self._sent = 0.0, False
 
     def mark_sent(self) -> None:
-        """Notes that everything gathered was sent."""
+        """Notes that all gathered messages were sent."""
         self._sent = True
 
     def early(self, view: JobView) -> bool:
@@ -49,7 +49,7 @@ class SendDeadline:
         return self._loop.time() < self._at and view.generation_revision == self._of
 
     def at(self, overdue: float) -> float:
-        """The deadline for what is gathered from now on, in the loop's time.
+        """Returns the deadline for messages gathered from now on, in the loop's time.
 
         Args:
             overdue: how long to wait if the next commit is overdue, as a share of the interval.

@@ -1,4 +1,4 @@
-"""The state of one other node in its primary's care."""
+"""The state of one other node, which a primary tends: from the first offer to the node's release."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Key = tuple[int, int, int]
 
 @dataclass(eq=False, slots=True)
 class Tender:
-    """The state of one other node, from an invitation to its release.
+    """What a primary knows of one other node that has, or is to have, a replica of its task.
 
     Attributes:
         offered: offers under way that were made outside the tender.
@@ -35,13 +35,13 @@ class Tender:
     due: Callable[[], bool] = bool
 
     def until(self, due: Callable[[], bool]) -> asyncio.Future[None]:
-        """Sets what the tender waits for; cancel the future when it is not needed."""
+        """Returns a future that is done when `due` is true; cancel it when it is not needed."""
         self.wait, self.due = asyncio.get_running_loop().create_future(), due
         self.look()
         return self.wait
 
     def look(self) -> None:
-        """Wakes the tender if its condition holds."""
+        """Wakes the coroutine that waits, if its condition holds."""
         if self.wait is not None and not self.wait.done() and self.due():
             self.wait.set_result(None)
 

@@ -26,10 +26,10 @@ _MESSAGE_BYTES = 64 << 10
 
 
 class UnsentOffers:
-    """Pending boundaries of one task that were not offered yet.
+    """Pending boundaries of one task that were not offered to its members yet.
 
-    They go in time to be acknowledged and reported for the leader's next commit; earlier if there are enough, or if
-    somebody waits for one and calls `flush` or `flush_soon`.
+    They are sent early enough to be acknowledged and reported before the leader's next commit; at once if there are
+    enough of them, or if `flush` or `flush_soon` is called since code waits for one.
 
     Args:
         offer: offers boundaries, in order, to all members.
@@ -50,13 +50,13 @@ class UnsentOffers:
         self.gather_by(node.settings.epochs_ahead)
 
     def gather_by(self, ahead: int) -> None:
-        """The task may be this many epochs ahead of the commit; half as many fill a message."""
+        """Sets how many epochs the task may be ahead of the commit. Half as many boundaries fill a message."""
         self._deadline.ahead = ahead
         self._enough = max(1, ahead // 2) if self._node.settings.gather_s else 1
 
     @staticmethod
     def takes(value: Encoded) -> bool:
-        """True if this boundary should be gathered."""
+        """True if this boundary is small enough to be gathered."""
         return not value.buffers and value.size_bytes <= _SMALL_BYTES
 
     def add(self, boundary: Boundary, *, goes_on: bool) -> None:
@@ -78,10 +78,10 @@ class UnsentOffers:
             self._arm(self._deadline.at(_OVERDUE))
 
     def committed(self, *, goes_on: bool) -> None:
-        """A commit was read: the next deadline counts from it.
+        """Notes that a commit was read: the next deadline counts from it.
 
         Args:
-            goes_on: so does the attempt; False: no deadline is known.
+            goes_on: the attempt goes on; False: no deadline is known.
         """
         if goes_on:
             self._deadline.committed()
@@ -91,7 +91,7 @@ class UnsentOffers:
             self._arm(self._deadline.at(_OVERDUE))
 
     def flush(self) -> None:
-        """Offers everything gathered."""
+        """Offers all gathered boundaries."""
         if self.boundaries:
             gathered = list(self.boundaries.values())
             self.clear()
@@ -99,12 +99,12 @@ class UnsentOffers:
             self._offer(gathered)
 
     def flush_soon(self) -> None:
-        """Offers everything gathered, including what this step of the event loop still adds."""
+        """Offers all gathered boundaries, with those that this step of the event loop still adds."""
         if self.boundaries:
             self._arm(0.0)
 
     def clear(self) -> None:
-        """Drops everything gathered."""
+        """Drops all gathered boundaries."""
         self.boundaries = {}
         self._bytes = 0
         self._last = None

@@ -59,7 +59,7 @@ _BRIEF_FOR = 3
 
 
 class CallOwner(Protocol):
-    """An attempt, or another piece of work that user code belongs to."""
+    """The attempt, or other work, that a call of user code belongs to."""
 
     cancelled: bool
     """The work is over: its code unwinds."""

@@ -1,4 +1,4 @@
-"""Errors that end threads and asyncio tasks of user code, which Python prints only.
+"""Reports errors that end threads and asyncio tasks of user code: Python only prints them.
 
 When an attempt ends, `AttemptEnded` ends threads that hold its epoch open. That is expected, and not printed, or a
 failover would print a traceback for each. Other errors are printed by Python, and a node emits an event, too: a hold of
@@ -30,7 +30,7 @@ def is_expected_end(error: object) -> bool:
 
 
 def on_uncaught(report: Callable[[str], object] | None) -> None:
-    """Sets what is called, in any thread, with errors that no code handles; None for nothing."""
+    """Sets the function that gets errors which no code handles, in any thread; None: no function."""
     global _on_uncaught
     _on_uncaught = report
     _places.clear()
