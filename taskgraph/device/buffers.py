@@ -62,7 +62,7 @@ def _side_stream(device: Device) -> Stream:
 class _Memory:
     """Memory that no longer changes, with its leases. It is freed after the last lease.
 
-    After an error of the device it is kept for ever, so that nobody reuses it.
+    After an error of the device it is kept for ever, so that it is not reused.
     """
 
     __slots__ = ("_last", "array", "device", "leases", "read", "stream")

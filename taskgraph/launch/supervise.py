@@ -260,9 +260,9 @@ class Supervisor:
 
     async def _use_collected(self) -> None:
         """Keeps the results that another process collected, or notes why not."""
-        kept = None
+        kept = self._runtime.finished(self._spec.name, self._spec.run)
         async with if_etcd_answers(_LAST_WORDS_S):
-            kept = await find_kept(self._coordinator, self._spec.name)
+            kept = await find_kept(self._coordinator, self._spec.name) or kept
         if kept is None or not (kept.result or kept.not_kept):
             kept = KeptJob(not_kept="another process collected them")
         self._follower.kept = kept

@@ -259,6 +259,19 @@ def test_finalizer_withdraws_without_locks() -> None:
         fetch(handle)
 
 
+def test_not_closed_while_sent() -> None:
+    fd = memory()
+    file = file_of(fd)
+    withdraw(offer(fd))
+    closing = threading.Thread(target=close_withdrawn)
+    with handles._server._sending:
+        closing.start()
+        closing.join(0.05)
+        assert is_open(fd, file)
+    closing.join()
+    assert not is_open(fd, file)
+
+
 def test_many_offers_leave_nothing_open() -> None:
     before = memories()
     made = [offer(memory()) for _ in range(200)]

@@ -250,6 +250,20 @@ def test_another_thread_takes_gained_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert one.pool.total == 65 * GIB
 
 
+def test_gain_for_two_threads() -> None:
+    (one, _), held = processes(Gpu(), 2), []
+
+    def meanwhile(nbytes: int) -> bool:
+        givers.clear()
+        held.append(one.alloc(2))
+        return False
+
+    held.append(one.alloc(45))
+    givers.append(meanwhile)
+    held.append(one.alloc(3))
+    assert one.pool.total == 50 * GIB and one.pool.limit == int(45 * GIB * 9 / 8)
+
+
 def test_full_device_is_not_retried() -> None:
     gpu = Gpu()
     (one,) = processes(gpu, 1)

@@ -161,6 +161,28 @@ def test_when_it_raises_nobody_works_any_more(error: type[BaseException]) -> Non
     assert len(ended) == 1
 
 
+def test_interrupted_caller_leaves_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C while the last block of a helper is waited for: that block ends, and no other is begun."""
+    shared = worksharing._Pass(lambda block: done.append(block), 3)
+    done: list[int] = []
+
+    class Thrown:
+        def get(self) -> None:
+            raise KeyboardInterrupt
+
+        def put(self, _: None) -> None:
+            pass
+
+    shared._blocks.popleft()  # as a helper would
+    monkeypatch.setattr(shared, "_ended", Thrown())
+    with pytest.raises(KeyboardInterrupt):
+        shared.make(lambda: False)
+    assert done == [1, 2]
+    shared._blocks.append(0)
+    shared.help()
+    assert done == [1, 2]
+
+
 def test_passes_of_several_threads_at_once() -> None:
     results: dict[int, list[int]] = {}
 

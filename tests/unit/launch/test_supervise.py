@@ -15,7 +15,7 @@ import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver.spec import JobSpec
-from taskgraph.errors import JobError, JobFailed, PeerLost
+from taskgraph.errors import JobError, JobFailed, PeerLost, Unavailable
 from taskgraph.jobs import Job
 from taskgraph.launch import supervise
 from taskgraph.launch.collector import Collector
@@ -296,6 +296,30 @@ async def test_run_says_who_collected_its_results(kept: bool, monkeypatch: pytes
     assert left is not None and left.result == (RESULT.to_json() if kept else "")
     found = await etcd.get(keys.collected)
     assert found is not None and found.value == collected.value, "what the other one said of it stays"
+
+
+async def test_result_on_this_host_counts_without_etcd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another process of this host collected it, and etcd ended before the run could ask."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
+    etcd, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
+    await submit(etcd, SPEC)
+    puts = Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes()), Put(keys.collected, KeptJob().to_bytes())
+    await etcd.txn(Txn(success=puts))
+    Runtime().keep_finished("fit", KeptJob(run=SPEC.run, result=RESULT.to_json()))
+    follower = Collector(etcd, SPEC, b"")
+    await follower.start()
+
+    async def silent(key: str) -> None:
+        raise Unavailable(f"get {key!r}: no answer")
+
+    monkeypatch.setattr(etcd, "get", silent)
+    try:
+        with pytest.raises(JobFailed, match="`taskgraph result fit` has its values"):
+            async with asyncio.timeout(30):
+                await Supervisor(SPEC, ENTRY, etcd, follower, Hooks())._result()
+    finally:
+        await follower.stop()
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from transport_kit import (
     JOB,
@@ -577,6 +578,22 @@ async def test_lack_of_memory_is_a_refusal(streams: Cluster, monkeypatch: pytest
 
 
 # Bulk.
+
+
+@pytest.mark.slow
+async def test_item_of_200_mib_arrives_intact(streams: Cluster) -> None:
+    a, b = await streams.node(), await streams.node()
+    bulk = np.random.default_rng(0).integers(0, 2**63, (200 << 20) // 8, dtype=np.int64)
+    value = encoded(b"meta", bulk.data)
+
+    async def handler(caller: str, call: m.Call) -> m.Reply:
+        assert isinstance(call, m.Pull)
+        return item(call, value)
+
+    b.handler = handler
+    reply = await a.call(b, pull(), timeout_s=60)
+    assert isinstance(reply, m.Item)
+    assert np.array_equal(np.frombuffer(reply.value.buffers[0], np.int64), bulk)
 
 
 async def test_session_survives_cancelling_a_large_value(streams: Cluster) -> None:
