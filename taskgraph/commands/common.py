@@ -29,7 +29,7 @@ from taskgraph.protocol.records import State
 from taskgraph.protocol.view import readable
 from taskgraph.system.files import remove_file
 from taskgraph.system.signals import Orders, obey_sigterm
-from taskgraph.transport.hello import mark
+from taskgraph.transport.hello import token_mark
 
 if TYPE_CHECKING:
     from taskgraph.coordination.etcd import EtcdCoordinator
@@ -195,7 +195,7 @@ class FoundJob:
     def check_token(self) -> None:
         """Raises JobError if the job's nodes would refuse our token."""
         wanted, name = self.spec.token_mark, self.name
-        if not wanted or (self.entry.token and mark(self.entry.token_bytes) == wanted):
+        if not wanted or (self.entry.token and token_mark(self.entry.token_bytes) == wanted):
             return
         if not self.entry.token:
             raise JobError(f"the token of job {name!r} is unknown here: give --token-file")

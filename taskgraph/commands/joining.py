@@ -53,7 +53,7 @@ from taskgraph.results import JobResult
 from taskgraph.system.alongside import alongside, any_done
 from taskgraph.system.environment import node_env
 from taskgraph.system.streams import never_wait
-from taskgraph.transport.hello import mark
+from taskgraph.transport.hello import token_mark
 
 __all__ = ["launch", "node"]
 
@@ -326,12 +326,12 @@ async def _with_its_token(
     while True:
         spec, _ = await process.wait_for_job(coordinator, options.job)
         why = "waiting for the right one in the file that --token-file names"
-        if spec.token_mark and mark(bytes.fromhex(token)) != spec.token_mark:
+        if spec.token_mark and token_mark(bytes.fromhex(token)) != spec.token_mark:
             try:
                 token = _token_at(options, etcd) or token
             except JobError as error:  # perhaps the file is just being replaced
                 why = f"waiting for the right one: {error}"
-        if spec.token_mark in ("", mark(bytes.fromhex(token))):
+        if spec.token_mark in ("", token_mark(bytes.fromhex(token))):
             return spec, token
         if warned != spec.run:
             log.warning("job %r was submitted with another token: %s", options.job, why)

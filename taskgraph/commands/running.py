@@ -48,7 +48,7 @@ from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.system.streams import never_wait, open_missing, settle
-from taskgraph.transport.hello import mark
+from taskgraph.transport.hello import token_mark
 
 __all__ = ["job_of", "print_result", "run", "submit_command"]
 
@@ -233,7 +233,7 @@ def submit_command(options: argparse.Namespace, function: JobFunction[...] | Non
     spec = JobSpec.of(job)
     token = token_for(options, Path(f"{spec.name}.token"))
     assert token is not None
-    spec = dataclasses.replace(spec, token_mark=mark(bytes.fromhex(token.token)))
+    spec = dataclasses.replace(spec, token_mark=token_mark(bytes.fromhex(token.token)))
     submitting = False
 
     async def put() -> None:

@@ -45,7 +45,7 @@ from taskgraph.launch.shown import JobProgress
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.network import rpc
 from taskgraph.results import JobResult
-from taskgraph.transport.hello import mark
+from taskgraph.transport.hello import token_mark
 
 __all__ = ["arun", "result", "run"]
 
@@ -234,7 +234,7 @@ async def _on_nodes(
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         log.warning("this program ignores SIGCHLD: how a node or etcd ended is unknown, and reported as exit code 255")
     token = access.token or secrets.token_hex(32)
-    spec = JobSpec.of(job, expected_nodes=nodes, token_mark=mark(bytes.fromhex(token)))
+    spec = JobSpec.of(job, expected_nodes=nodes, token_mark=token_mark(bytes.fromhex(token)))
     async with AsyncExitStack() as stack:
         runtime = Runtime()
         if not stack.enter_context(runtime.claim(spec.name)) or runtime.find(spec.name) is not None:

@@ -36,7 +36,7 @@ from taskgraph.observe.trace import clock
 from taskgraph.system import host
 from taskgraph.system.files import remove_file
 from taskgraph.transport.endpoints import host_key, is_free, no_free_port, tcp_endpoint, unix_endpoint
-from taskgraph.transport.refusals import Refusals
+from taskgraph.transport.refusals import RefusalLog
 
 __all__ = ["ControlServer", "ControlledNode"]
 
@@ -89,7 +89,7 @@ class ControlServer:
     def __init__(self, events: EventLog, token: bytes) -> None:
         self._events = events
         self._credential = credential(token).encode()
-        self._refusals = Refusals(log, time.monotonic)
+        self._refusals = RefusalLog(log, time.monotonic)
         self._host_key = host_key()
         self._node: ControlledNode | None = None
         self._servers: list[grpc.aio.Server] = []
@@ -334,7 +334,7 @@ class ControlServer:
 class _Gate(grpc.GenericRpcHandler):
     """Checks a call's token as soon as its head is there, so that a client without one cannot hold a connection."""
 
-    def __init__(self, methods: grpc.GenericRpcHandler, credential: bytes, refusals: Refusals) -> None:
+    def __init__(self, methods: grpc.GenericRpcHandler, credential: bytes, refusals: RefusalLog) -> None:
         self._methods = methods
         self._credential = credential
         self._refusals = refusals
@@ -346,7 +346,7 @@ class _Gate(grpc.GenericRpcHandler):
         text = "a call with a wrong token" if token else "a call without a token"
 
         async def refuse(requests: object, context: Any) -> None:
-            self._refusals.refused(context.peer(), text)
+            self._refusals.add(context.peer(), text)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's token is missing or wrong")
 
         return grpc.stream_stream_rpc_method_handler(refuse)  # this kind begins before there is any request

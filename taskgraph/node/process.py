@@ -68,7 +68,7 @@ from taskgraph.system.alongside import alongside
 from taskgraph.system.processes import end_children
 from taskgraph.system.signals import Orders
 from taskgraph.system.streams import DroppingOutput
-from taskgraph.transport.hello import mark
+from taskgraph.transport.hello import token_mark
 from taskgraph.transport.stream import StreamTransport
 
 __all__ = ["end_on_sigterm", "main", "run_node", "wait_for_job"]
@@ -238,7 +238,7 @@ async def _run(
                 tls=tls,
                 insecure=listening.insecure,
             ),
-            token_mark=mark(token),
+            token_mark=token_mark(token),
             devices=devices,
             point=injected(),
             own_process=True,

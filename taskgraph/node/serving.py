@@ -44,7 +44,7 @@ from taskgraph.protocol.messages import (
     stamp_of,
 )
 from taskgraph.protocol.records import name_of
-from taskgraph.transport.api import Counted, PendingReply
+from taskgraph.transport.api import PendingCount, PendingReply
 
 if TYPE_CHECKING:
     from taskgraph.node.primary.leader import LeaderRole
@@ -74,7 +74,7 @@ class Serving:
         self._node = node
         self._roles = roles
         self._takeovers = takeovers
-        self._waiting = Counted()  # calls of the kinds `_PARKED` that wait here
+        self._waiting = PendingCount()  # calls of the kinds `_PARKED` that wait here
         self._ahead = node.settings.epochs_ahead
 
     @property
@@ -111,7 +111,7 @@ class Serving:
         reply = primary.attempts.item(pull)
         if type(reply) is PendingReply:
             self._waiting.count += 1
-            reply.among = self._waiting
+            reply.counter = self._waiting
         return reply
 
     def all_now(self, peer: str, pull: Pull) -> list[Reply | PendingReply | None] | None:
@@ -129,7 +129,7 @@ class Serving:
         for reply in replies:
             if type(reply) is PendingReply:
                 waiting.count += 1
-                reply.among = waiting
+                reply.counter = waiting
         return replies
 
     def _room(self, stamp: Stamp) -> int:

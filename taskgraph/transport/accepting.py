@@ -31,7 +31,7 @@ class TlsListener:
         listener: the listening socket; this object closes it.
         make: makes the protocol of a connection after its handshake.
         handshake_s: the time limit of a handshake.
-        limit: handshakes at a time. The oldest is cancelled beyond that: an honest one takes milliseconds.
+        limit: the most handshakes at a time. Beyond it the oldest is cancelled: an honest one takes milliseconds.
         refused: called with (where, why) of a failed connection.
     """
 
@@ -39,32 +39,32 @@ class TlsListener:
         self,
         listener: socket.socket,
         tls: Tls,
-        make: Callable[[], asyncio.BaseProtocol],
+        make_session: Callable[[], asyncio.BaseProtocol],
         tasks: OwnedTasks,
         *,
         handshake_s: float,
         limit: int,
-        refused: Callable[[str, str], None],
+        on_refused: Callable[[str, str], None],
     ) -> None:
         self._listener = listener
         self._tls = tls
-        self._make = make
+        self._make_session = make_session
         self._tasks = tasks
         self._handshake_s = handshake_s
         self._limit = limit
-        self._refused = refused
-        self._shaking: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._on_refused = on_refused
+        self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first
         self._accepting = tasks.spawn(self._accept(), name="accept over TLS")
         self._accepting.add_done_callback(lambda _: listener.close())  # also if the task never ran
 
     def close(self) -> None:
         """Stops listening and cancels all handshakes."""
         self._accepting.cancel()
-        for task in self._shaking:
+        for task in self._handshakes:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        await asyncio.wait([self._accepting, *self._shaking])
+        await asyncio.wait([self._accepting, *self._handshakes])
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -77,31 +77,31 @@ class TlsListener:
                 log.error("cannot accept a connection: %s", error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            self._begin(sock, str(address))
+            self._begin_handshake(sock, str(address))
 
-    def _begin(self, sock: socket.socket, where: str) -> None:
-        ours = [sock]  # until the event loop owns it
-        task = self._tasks.spawn(self._shake(ours, where), name=f"TLS handshake with {where}")
-        self._shaking[task] = None
+    def _begin_handshake(self, sock: socket.socket, where: str) -> None:
+        unowned = [sock]  # until the event loop owns it
+        task = self._tasks.spawn(self._handshake(unowned, where), name=f"TLS handshake with {where}")
+        self._handshakes[task] = None
 
-        def over(done: asyncio.Task[None]) -> None:
-            self._shaking.pop(done, None)
-            for left in ours:
+        def remove(done: asyncio.Task[None]) -> None:
+            self._handshakes.pop(done, None)
+            for left in unowned:
                 left.close()
 
-        task.add_done_callback(over)
-        if len(self._shaking) > self._limit:
-            oldest = next(iter(self._shaking))
-            del self._shaking[oldest]
+        task.add_done_callback(remove)
+        if len(self._handshakes) > self._limit:
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
             oldest.cancel()
 
-    async def _shake(self, ours: list[socket.socket], where: str) -> None:
+    async def _handshake(self, unowned: list[socket.socket], where: str) -> None:
         try:
             context = self._tls.context(server=True)
-            sock = ours.pop()
+            sock = unowned.pop()
             sock.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._make,
+                self._make_session,
                 sock,
                 ssl=context,
                 ssl_handshake_timeout=self._handshake_s,
@@ -109,8 +109,8 @@ class TlsListener:
             )
         except asyncio.CancelledError:
             if not self._accepting.cancelling():
-                self._refused(where, "too many connections without a TLS handshake")
+                self._on_refused(where, "too many connections without a TLS handshake")
             raise
         except (OSError, TransportError) as error:
             why = str(error) or "its end closed the connection"  # asyncio gives no text
-            self._refused(where, f"no TLS handshake: {why}{advice(error)}")
+            self._on_refused(where, f"no TLS handshake: {why}{advice(error)}")

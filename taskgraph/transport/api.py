@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Pull, Reply
 
-__all__ = ["CallFuture", "Counted", "OnLost", "Peer", "PendingReply", "Serve", "ServeAll", "ServeNow", "Transport"]
+__all__ = ["CallFuture", "OnLost", "Peer", "PendingCount", "PendingReply", "Serve", "ServeAll", "ServeNow", "Transport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ call or the session breaks.
 An attribute `now` (a `ServeNow`) and an attribute `all_now` (a `ServeAll`) may answer calls without a task."""
 
 
-class Counted:
-    """The number of pending replies."""
+class PendingCount:
+    """A count of replies that are pending."""
 
     __slots__ = ("count",)
 
@@ -58,17 +58,17 @@ class PendingReply:
 
     Attributes:
         reply: the reply, or None.
-        done: it was settled or cancelled.
+        done: the reply was settled or cancelled.
         among: counts it until it is done.
         listener: called with (number, reply) by `settle`. May be set directly while there is no reply.
     """
 
-    __slots__ = ("among", "done", "listener", "number", "reply")
+    __slots__ = ("counter", "done", "listener", "number", "reply")
 
     def __init__(self) -> None:
         self.reply: Reply | None = None
         self.done = False
-        self.among: Counted | None = None
+        self.counter: PendingCount | None = None
         self.listener: Callable[[int, Reply], object] | None = None
         self.number = 0
 
@@ -78,8 +78,8 @@ class PendingReply:
             return
         self.reply = reply
         self.done = True
-        if self.among is not None:
-            self.among.count -= 1
+        if self.counter is not None:
+            self.counter.count -= 1
         if self.listener is not None:
             self.listener(self.number, reply)
 
@@ -88,11 +88,11 @@ class PendingReply:
         if not self.done:
             self.listener = None
             self.done = True
-            if self.among is not None:
-                self.among.count -= 1
+            if self.counter is not None:
+                self.counter.count -= 1
 
     def listen(self, listener: Callable[[int, Reply], object], number: int = 0) -> None:
-        """Calls `listener(number, reply)` when the reply is there, maybe now. The listener must not raise."""
+        """Calls `listener(number, reply)` when the reply arrives, or now if it has. The listener must not raise."""
         if self.reply is not None:
             listener(number, self.reply)
         else:
@@ -100,15 +100,15 @@ class PendingReply:
 
     def __await__(self) -> Generator[Any, None, Reply]:
         if self.reply is None:
-            there: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
             def settled(_: int, reply: Reply) -> None:
-                if not there.done():
-                    there.set_result(None)
+                if not arrived.done():
+                    arrived.set_result(None)
 
             self.listen(settled)
             try:
-                yield from there.__await__()
+                yield from arrived.__await__()
             except BaseException:
                 self.cancel()
                 raise

@@ -81,10 +81,10 @@ def answer_now(serve: Serve, caller: str, call: Call) -> Reply | PendingReply | 
     try:
         reply = now(caller, call)
     except Exception as error:
-        return _refusal(error, caller, call)
+        return _to_refusal(error, caller, call)
     if type(reply) is REPLY_OF[type(call)]:
         return reply
-    return reply if reply is None or isinstance(reply, PendingReply) else _checked(reply, caller, call)
+    return reply if reply is None or isinstance(reply, PendingReply) else _check_type(reply, caller, call)
 
 
 def answer_all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | PendingReply | None]:
@@ -101,7 +101,7 @@ def all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | PendingReply 
     try:
         return None if every is None else every(caller, pull)
     except Exception as error:
-        return [_refusal(error, caller, pull)] * pull.count
+        return [_to_refusal(error, caller, pull)] * pull.count
 
 
 async def answer(serve: Serve, caller: str, call: Call) -> Reply:
@@ -129,11 +129,11 @@ async def answer_later(serve: Serve, caller: str, call: Call, now: Reply | Pendi
         log.exception("serving %s for node %s was cut off", describe(call), caller)
         return Refusal(Reason.BAD_MESSAGE, "something that the handler awaited was cancelled")
     except Exception as error:
-        return _refusal(error, caller, call)
-    return _checked(reply, caller, call)
+        return _to_refusal(error, caller, call)
+    return _check_type(reply, caller, call)
 
 
-def _refusal(error: Exception, caller: str, call: Call) -> Refusal:
+def _to_refusal(error: Exception, caller: str, call: Call) -> Refusal:
     if isinstance(error, Refused):
         text = str(error)
         return Refusal(error.reason, "" if text == error.reason else text)
@@ -141,7 +141,7 @@ def _refusal(error: Exception, caller: str, call: Call) -> Refusal:
     return Refusal(Reason.BAD_MESSAGE, f"{type(error).__name__}: {error}")
 
 
-def _checked(reply: Reply, caller: str, call: Call) -> Reply:
+def _check_type(reply: Reply, caller: str, call: Call) -> Reply:
     if type(reply) is not REPLY_OF[type(call)] and type(reply) is not Refusal:
         log.error("%s for node %s was answered with a %s", describe(call), caller, type(reply).__name__)
         return Refusal(Reason.BAD_MESSAGE, f"the handler answered with a {type(reply).__name__}")
@@ -167,10 +167,10 @@ class OwnedTasks:
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks[task] = None
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_end)
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.pop(task, None)
         if task.cancelled():
             return

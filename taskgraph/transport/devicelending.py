@@ -32,7 +32,7 @@ from taskgraph.graph.digests import BLOCK_BYTES
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 from taskgraph.transport.mappings import CannotBorrow
 
-__all__ = ["TICKET_BYTES", "DeviceBorrowing", "DeviceLending", "Opened", "Ticket"]
+__all__ = ["TICKET_BYTES", "DeviceBorrowing", "DeviceLending", "OpenMemory", "Ticket"]
 
 log = logging.getLogger("taskgraph.transport")
 
@@ -56,10 +56,10 @@ class Ticket(NamedTuple):
     Attributes:
         number: grows within a session.
         memory: the lender's number of the memory.
-        size: of the memory.
-        length: of the buffer, which begins where the memory begins.
-        identity: of the device.
-        handle: opens the memory.
+        size: size of the memory, in bytes.
+        length: size of the buffer, which begins where the memory begins.
+        identity: the identity of the device.
+        handle: the handle that opens the memory.
     """
 
     number: int
@@ -80,10 +80,10 @@ class Ticket(NamedTuple):
 
 
 class DeviceLending:
-    """Tickets that one side of a session gave to the other. To be used on the event loop."""
+    """The lender's side: tickets that it gave to the peer of a session. To be used on the event loop."""
 
     def __init__(self) -> None:
-        self._on = False
+        self._enabled = False
         self._lent: dict[int, tuple[DeviceBuffer, int]] = {}  # number of a ticket that is out -> buffer, call
         self._last = 0
 
@@ -92,14 +92,14 @@ class DeviceLending:
 
     def start(self) -> None:
         """Begins to lend: the peer is a process of this host."""
-        self._on = True
+        self._enabled = True
 
     def stop(self) -> None:
         """Stops lending: the peer cannot open the memory."""
-        self._on = False
+        self._enabled = False
 
     def lendable(self, buffer: DeviceBuffer) -> bool:
-        return self._on and buffer.segment is not None and len(self._lent) < _MAX_LENT
+        return self._enabled and buffer.segment is not None and len(self._lent) < _MAX_LENT
 
     def lend(self, call: int, value: EncodedOnDevice) -> Encoded | None:
         """Replaces all device buffers by tickets. Returns None if one of them cannot be lent."""
@@ -132,8 +132,8 @@ class DeviceLending:
         for number in [number for number, (_, of) in self._lent.items() if of == call]:
             del self._lent[number]
 
-    def returned(self, data: bytes) -> None:
-        """Takes tickets that the peer returned.
+    def take_returned(self, data: bytes) -> None:
+        """Takes back the tickets whose numbers the peer returned.
 
         Raises:
             DecodeError: the peer never had such a ticket.
@@ -149,7 +149,7 @@ class DeviceLending:
                 if spoiled:
                     _spoil(buffer)
 
-    def broken(self) -> None:
+    def spoil_all(self) -> None:
         """Spoils the memory of all tickets that are out, since the session ended."""
         self.stop()
         for buffer, _ in self._lent.values():
@@ -162,12 +162,12 @@ def _spoil(buffer: DeviceBuffer) -> None:
     buffer.segment.spoiled = True
 
 
-class Opened:
-    """Open memory of the peer.
+class OpenMemory:
+    """Device memory of the peer that this process has opened.
 
     Attributes:
-        segment: lends it to a third process.
-        readers: tickets that were not returned.
+        segment: lends the memory to a third process.
+        readers: the number of tickets that were not returned.
         most: bytes of this device that may be open without a reader.
     """
 
@@ -183,7 +183,7 @@ class Opened:
 
 
 class DeviceBorrowing:
-    """Tickets that one side of a session got from the other. To be used on the event loop, except `open`.
+    """The borrower's side: tickets that the peer of a session gave it. To be used on the event loop, except `open`.
 
     Args:
         send: sends the numbers of returned tickets.
@@ -200,7 +200,7 @@ class DeviceBorrowing:
         self._send: Callable[[bytes], object] | None = send  # None: the session ended
         self._wake = wake
         self._clock = clock
-        self._opened: dict[int, Opened] = {}
+        self._opened: dict[int, OpenMemory] = {}
 
     def __len__(self) -> int:
         return len(self._opened)
@@ -219,13 +219,13 @@ class DeviceBorrowing:
         return [ticket for ticket in tickets if ticket.memory not in self._opened]
 
     @staticmethod
-    def open(tickets: Sequence[Ticket]) -> dict[int, Opened]:
+    def open(tickets: Sequence[Ticket]) -> dict[int, OpenMemory]:
         """Opens the memory of tickets. Call it in a thread: it waits for other processes.
 
         Raises:
             CannotBorrow: this process does not use the device, or cannot open the memory.
         """
-        found: dict[int, Opened] = {}
+        found: dict[int, OpenMemory] = {}
         for ticket in tickets:
             if ticket.memory in found:
                 continue
@@ -241,10 +241,10 @@ class DeviceBorrowing:
                 raise CannotBorrow(f"{type(error).__name__}: {error}", for_good=True) from error
             if not keeps:
                 raise CannotBorrow("arrays do not stay on this process's device", for_good=True)
-            found[ticket.memory] = Opened(memory.device, segment_of(memory.device, array), ticket.size, most)
+            found[ticket.memory] = OpenMemory(memory.device, segment_of(memory.device, array), ticket.size, most)
         return found
 
-    def keep(self, opened: dict[int, Opened], tickets: Sequence[Ticket]) -> None:
+    def keep(self, opened: dict[int, OpenMemory], tickets: Sequence[Ticket]) -> None:
         """Keeps opened memory for later tickets. Closes idle memory to make room, but none that `tickets` need."""
         if self._send is None:
             raise CannotBorrow("the session ended", for_good=False)
@@ -260,7 +260,7 @@ class DeviceBorrowing:
             self._opened.setdefault(memory, new)  # another reply may have opened it
 
     def take(self, value: Encoded, tickets: Sequence[Ticket]) -> EncodedOnDevice:
-        """Makes the value, in open memory. Each ticket is returned when its buffer is garbage.
+        """Makes the value from open memory. Each ticket is returned when its buffer is garbage.
 
         Raises:
             CannotBorrow: the peer contradicts an earlier ticket.
@@ -275,7 +275,7 @@ class DeviceBorrowing:
         for buffer in value.buffers:
             if buffer.nbytes == TICKET_BYTES:
                 ticket, memory = next(lent)
-                ended = partial(self._ended, memory, ticket.number)
+                ended = partial(self._end_loan, memory, ticket.number)
                 buffers.append(borrowed(memory.device, memory.segment, ticket.length, BLOCK_BYTES, ended))
                 memory.readers += 1
             else:
@@ -286,11 +286,11 @@ class DeviceBorrowing:
         """Returns tickets without reading the memory."""
         self._send_back([ticket.number for ticket in tickets])
 
-    def _ended(self, memory: Opened, number: int, events: list[Event]) -> None:
+    def _end_loan(self, memory: OpenMemory, number: int, events: list[Event]) -> None:
         """Ends a loan: the last view is garbage. Called in any thread, in the middle of any code."""
-        afterwards.call(memory.device, events, partial(self._wake, partial(self._returned, memory, number)))
+        afterwards.call(memory.device, events, partial(self._wake, partial(self._return_ticket, memory, number)))
 
-    def _returned(self, memory: Opened, number: int) -> None:
+    def _return_ticket(self, memory: OpenMemory, number: int) -> None:
         memory.readers -= 1
         memory.idle_since = self._clock()
         if not memory.readers:
@@ -310,14 +310,14 @@ class DeviceBorrowing:
         if numbers and self._send is not None:
             self._send(b"".join([_NUMBER.pack(number) for number in numbers]))
 
-    def trim(self) -> list[Opened]:
+    def trim(self) -> list[OpenMemory]:
         """Returns memory that was idle for long. Drop it in a thread, since the device may be slow."""
         before = self._clock() - _IDLE_S
         idle = [memory for memory, kept in self._opened.items() if not kept.readers and kept.idle_since < before]
         return [self._opened.pop(memory) for memory in idle]
 
-    def end(self) -> list[Opened]:
-        """Ends with the session. Returns open memory, to be dropped in a thread. Memory that is read stays open."""
+    def end(self) -> list[OpenMemory]:
+        """Returns all open memory when the session ends. Drop it in a thread. Memory that is read stays open."""
         self._send = None  # else a reader would keep the session alive
         opened, self._opened = list(self._opened.values()), {}
         return opened

@@ -25,14 +25,14 @@ from taskgraph.settings import Settings
 
 __all__ = [
     "connect",
-    "descriptors",
+    "descriptor_limit",
     "handed_over",
     "host_key",
     "is_free",
     "listen_tcp",
     "listen_unix",
     "no_free_port",
-    "process_behind",
+    "peer_pid",
     "tcp_endpoint",
     "tune_tcp",
     "unix_endpoint",
@@ -51,7 +51,7 @@ _UNIX_RETRY_S = 0.01
 
 @functools.cache
 def host_key() -> str:
-    """Identifies processes that can share unix sockets: of one kernel, file system and user (after the dot)."""
+    """Returns the key of this host. Processes with the same key (kernel, file system, user) can share unix sockets."""
     parts = [platform.node()]
     with contextlib.suppress(OSError):  # only Linux has these two
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -134,7 +134,7 @@ def no_free_port(host: str, ports: Sequence[int]) -> TransportError:
 
 
 def _listen_at(host: str, port: int) -> socket.socket | None:
-    """Returns None if the port is taken."""
+    """Listens on one port. Returns None if the port is taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -158,22 +158,22 @@ def _listen_at(host: str, port: int) -> socket.socket | None:
 # Connecting.
 
 
-def process_behind(sock: socket.socket | None) -> int:
-    """The process at the other end of a unix socket, if it has our user and is visible here; else 0."""
+def peer_pid(sock: socket.socket | None) -> int:
+    """Returns the id of the process at the other end of a unix socket; 0: of another user, or not visible here."""
     if sock is None or sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return 0
     pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return pid if uid == os.geteuid() else 0
 
 
-def descriptors() -> int:
-    """The most files that this process may open."""
+def descriptor_limit() -> int:
+    """Returns how many files this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MANY if soft == resource.RLIM_INFINITY else soft
 
 
 def tune_tcp(sock: socket.socket, settings: Settings) -> None:
-    """Makes the kernel send small frames at once, and detect a network that was cut.
+    """Sets the options of a TCP socket: the kernel sends small frames at once, and detects a cut network.
 
     The kernel of the peer answers keep-alive probes even if the process is stopped or busy; then its lease decides.
     """

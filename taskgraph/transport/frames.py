@@ -36,7 +36,7 @@ __all__ = [
     "MAX_BUFFERS",
     "MAX_HEADER_BYTES",
     "MAX_LENT",
-    "OPENING",
+    "OPENING_KINDS",
     "PROTOCOL_VERSION",
     "Head",
     "Kind",
@@ -100,11 +100,11 @@ class Kind(enum.IntEnum):
 
 
 KINDS = {int(kind): kind for kind in Kind}
-OPENING = (Kind.CALL, Kind.REPLY, Kind.TELL, Kind.REPLY_ON_DEVICE)
+OPENING_KINDS = (Kind.CALL, Kind.REPLY, Kind.TELL, Kind.REPLY_ON_DEVICE)
 
 
 class OtherVersion(DecodeError):
-    """The frame belongs to another version of this protocol."""
+    """A frame of another version of this protocol."""
 
     def __init__(self, theirs: int) -> None:
         super().__init__(f"the peer speaks protocol version {theirs}; this node speaks {PROTOCOL_VERSION}")
@@ -161,7 +161,7 @@ def unpack_head(data: memoryview, limits: Limits) -> Head:
         raise DecodeError(f"a value of {buffers} buffers; the limit is {limits.buffers}")
     if payload > limits.payload:
         raise DecodeError(f"a value of {payload} bytes; the limit is {limits.payload}")
-    if kind in OPENING:
+    if kind in OPENING_KINDS:
         if body > min(payload, MAX_BODY_BYTES) or meta > payload:
             raise DecodeError(f"a frame with {body} bytes of body and {meta} of meta in a payload of {payload}")
     elif kind == Kind.CHUNK:
@@ -173,7 +173,7 @@ def unpack_head(data: memoryview, limits: Limits) -> Head:
 
 
 def seal(frame: bytes, rest_bytes: int) -> bytes:
-    """Adds the digests to a frame. `rest_bytes`: of the sizes and the header."""
+    """Adds the digests to a frame. `rest_bytes`: the number of bytes of its sizes and header."""
     head = frame[:_REST_DIGEST_AT] + xxh3_64_digest(frame[HEAD_BYTES : HEAD_BYTES + rest_bytes])
     return b"".join((head, xxh3_64_digest(head), frame[HEAD_BYTES:]))
 

@@ -27,7 +27,7 @@ from taskgraph.errors import DecodeError
 from taskgraph.transport.frames import PROTOCOL_VERSION, Kind, Limits
 from taskgraph.transport.refusals import printable
 
-__all__ = ["HELLO_LIMITS", "Answering", "Dialling", "HelloRefused", "mark", "refusal"]
+__all__ = ["HELLO_LIMITS", "Answering", "Dialling", "HelloRefused", "refusal", "token_mark"]
 
 #: The most that a stranger can make this process read.
 HELLO_LIMITS = Limits(header=4096, buffers=0, payload=0)
@@ -36,8 +36,8 @@ _NONCE_BYTES = 32
 Frames = list[tuple[Kind, bytes]]
 
 
-def mark(token: bytes) -> str:
-    """A public fingerprint of the token. Nodes compare it; it opens nothing."""
+def token_mark(token: bytes) -> str:
+    """Returns a public digest of the token. Nodes compare it; it gives no access."""
     return hmac.new(token, b"taskgraph mark", hashlib.sha256).hexdigest()[:16]
 
 
@@ -64,7 +64,7 @@ class _Step(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Open(_Step, frozen=True):
-    """Dialler to listener, the first frame of a session. A probe wants the hello only."""
+    """The content of HELLO_OPEN, which a dialler sends first. `probe`: the dialler wants the hello only."""
 
     job: str
     node: Annotated[str, msgspec.Meta(min_length=1)]
@@ -73,26 +73,26 @@ class Open(_Step, frozen=True):
 
 
 class Challenge(_Step, frozen=True):
-    """Listener to dialler."""
+    """The content of HELLO_CHALLENGE, the listener's answer to HELLO_OPEN."""
 
     node: str
     nonce: Nonce
 
 
 class Proof(_Step, frozen=True):
-    """An HMAC-SHA256: the dialler's in HELLO_PROOF, the listener's in HELLO_WELCOME, after which calls may come."""
+    """The content of HELLO_PROOF and HELLO_WELCOME: the HMAC-SHA256 of the dialler, and of the listener."""
 
     proof: bytes
 
 
 class Refuse(_Step, frozen=True):
-    """Either side, in place of any other frame; then the connection is closed."""
+    """The content of HELLO_REFUSE: why its sender closes the connection."""
 
     why: str
 
 
 def refusal(why: str) -> bytes:
-    """The content of a HELLO_REFUSE."""
+    """Returns the content of a HELLO_REFUSE frame."""
     return _pack(Refuse(why))
 
 
@@ -108,7 +108,7 @@ def _parse(cls: type[S], data: bytes) -> S:
 
 
 class _Hello:
-    """The base of both sides.
+    """The base of `Dialling` and `Answering`: one side of a hello.
 
     Attributes:
         node: this node.
@@ -122,15 +122,15 @@ class _Hello:
         self._token = token
         self._job = job
         self.node = node
-        self._mine = secrets.token_bytes(_NONCE_BYTES)
-        self._theirs = b""
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._peer_nonce = b""
         self._expected = Kind.HELLO_OPEN
         self.peer = ""
         self.probe = False
         self.done = False
         self.binding = b""
 
-    def _random(self, a: bytes, b: bytes) -> tuple[bytes, ...]:
+    def _nonces(self, a: bytes, b: bytes) -> tuple[bytes, ...]:
         return (a, b, self.binding) if self.binding else (a, b)
 
     def _expect(self, kind: Kind, data: bytes) -> None:
@@ -142,7 +142,7 @@ class _Hello:
 
 
 class Dialling(_Hello):
-    """The side of the dialler."""
+    """The dialler's side of a hello."""
 
     def __init__(self, token: bytes, job: str, node: str, *, probe: bool) -> None:
         super().__init__(token, job, node)
@@ -150,10 +150,10 @@ class Dialling(_Hello):
         self._expected = Kind.HELLO_CHALLENGE
 
     def open(self) -> Frames:
-        return [(Kind.HELLO_OPEN, _pack(Open(self._job, self.node, self._mine, self.probe)))]
+        return [(Kind.HELLO_OPEN, _pack(Open(self._job, self.node, self._nonce, self.probe)))]
 
     def _proof_of(self, role: bytes) -> bytes:
-        return _proof(self._token, role, self._job, self.node, self.peer, *self._random(self._mine, self._theirs))
+        return _proof(self._token, role, self._job, self.node, self.peer, *self._nonces(self._nonce, self._peer_nonce))
 
     def on_frame(self, kind: Kind, data: bytes) -> Frames:
         """Takes a frame, and returns the frames to send.
@@ -165,7 +165,7 @@ class Dialling(_Hello):
         self._expect(kind, data)
         if kind is Kind.HELLO_CHALLENGE:
             challenge = _parse(Challenge, data)
-            self.peer, self._theirs = challenge.node, challenge.nonce
+            self.peer, self._peer_nonce = challenge.node, challenge.nonce
             self._expected = Kind.HELLO_WELCOME
             return [(Kind.HELLO_PROOF, _pack(Proof(self._proof_of(b"dialler"))))]
         proof = _parse(Proof, data).proof
@@ -176,10 +176,10 @@ class Dialling(_Hello):
 
 
 class Answering(_Hello):
-    """The side of the listener."""
+    """The listener's side of a hello."""
 
     def _proof_of(self, role: bytes) -> bytes:
-        return _proof(self._token, role, self._job, self.peer, self.node, *self._random(self._theirs, self._mine))
+        return _proof(self._token, role, self._job, self.peer, self.node, *self._nonces(self._peer_nonce, self._nonce))
 
     def on_frame(self, kind: Kind, data: bytes) -> Frames:
         """Takes a frame, and returns the frames to send.
@@ -193,9 +193,9 @@ class Answering(_Hello):
             opened = _parse(Open, data)
             if opened.job != self._job:
                 raise HelloRefused("another job's nodes listen here", tell=True)
-            self.peer, self.probe, self._theirs = opened.node, opened.probe, opened.nonce
+            self.peer, self.probe, self._peer_nonce = opened.node, opened.probe, opened.nonce
             self._expected = Kind.HELLO_PROOF
-            return [(Kind.HELLO_CHALLENGE, _pack(Challenge(self.node, self._mine)))]
+            return [(Kind.HELLO_CHALLENGE, _pack(Challenge(self.node, self._nonce)))]
         proof = _parse(Proof, data).proof
         if not hmac.compare_digest(proof, self._proof_of(b"dialler")):
             raise HelloRefused("wrong token", tell=True)

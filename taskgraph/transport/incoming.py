@@ -20,7 +20,7 @@ _DIGESTED_BYTES = 256 << 10  # values with more bulk, and less meta, are digeste
 
 
 def _allocate(size_bytes: int, allocate: Allocate) -> memoryview:
-    """Allocates memory. Clearing it is cheaper only if it is small."""
+    """Allocates memory for a part of a payload. Only small memory is cleared: then clearing is cheaper."""
     if size_bytes <= _CLEARED_BYTES:
         return memoryview(bytearray(size_bytes))
     block = allocate(size_bytes)
@@ -98,8 +98,8 @@ class Incoming:
         """Returns the memory for the next bytes. Not empty while bytes are missing."""
         return self._targets[self._at][self._offset :]
 
-    def filled(self, count: int) -> None:
-        """`count` bytes were written to `room()`."""
+    def advance(self, count: int) -> None:
+        """Notes that `count` bytes were written to `room()`."""
         if self._hasher is not None:
             self._hasher.update(self._targets[self._at][self._offset : self._offset + count])
         self._offset += count
@@ -112,7 +112,7 @@ class Incoming:
             room = self.room()
             count = min(room.nbytes, data.nbytes)
             room[:count] = data[:count]
-            self.filled(count)
+            self.advance(count)
             data = data[count:]
 
     def meta(self) -> bytes:

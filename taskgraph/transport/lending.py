@@ -47,16 +47,16 @@ _read_reference: Final = _REFERENCE.unpack_from
 _this_thread: Final = threading.get_ident
 _LEASE: Final = struct.Struct("!Q")
 _SPOILED: Final = 1 << 63
-_TOGETHER: Final = 4
-"""Leases that are returned together with the next reply."""
+_BATCH: Final = 4
+"""The number of leases that are returned together with the next reply."""
 _LARGE_BYTES: Final = 8 << 20
 """Leases of this much memory are returned at once, since the memory is needed for other values."""
-_LATE_S: Final = 0.02
-"""A lease waits this long, or twice as long if others were returned meanwhile."""
+_RETURN_DELAY_S: Final = 0.02
+"""Time until a lease is returned by itself; twice as long if other leases were returned meanwhile."""
 
 
 class Lending:
-    """Leases that one side of a session gave to the other.
+    """The lender's side: leases that it gave to the peer of a session.
 
     Args:
         now: a clock, in seconds.
@@ -64,7 +64,7 @@ class Lending:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._until: float | None = None  # lending begins then; None: never
+        self._begins_at: float | None = None  # lending begins then; None: never
         self._lent: dict[int, tuple[Block, int]] = {}  # lease -> block, and call of the message
         self._last = 0
 
@@ -73,15 +73,15 @@ class Lending:
 
     def start(self) -> None:
         """Begins to lend: the peer is a process of this host."""
-        self._until = 0.0
+        self._begins_at = 0.0
 
     def stop(self, *, for_good: bool) -> None:
         """Stops lending: the peer cannot open the memory."""
-        self._until = None if for_good else self._now() + _PAUSE_S
+        self._begins_at = None if for_good else self._now() + _PAUSE_S
 
     def lend(self, call: int, buffer: memoryview) -> bytes:
         """Lends a buffer with the message of a call. Returns its reference, or b"" if the buffer has to be sent."""
-        until, size = self._until, buffer.nbytes
+        until, size = self._begins_at, buffer.nbytes
         if until is None or size < LEAST_BYTES or (until and self._now() < until):
             return b""
         block = block_behind(buffer)
@@ -102,8 +102,8 @@ class Lending:
         for lease in [lease for lease, (_, of) in self._lent.items() if of == call]:
             del self._lent[lease]
 
-    def returned(self, data: bytes) -> None:
-        """Takes leases that the peer returned. Raises DecodeError if the peer does not have such a lease."""
+    def take_returned(self, data: bytes) -> None:
+        """Takes back leases that the peer returned. Raises DecodeError if the peer does not have such a lease."""
         if len(data) % _LEASE.size:
             raise DecodeError(f"leases in {len(data)} bytes")
         for (number,) in _LEASE.iter_unpack(data):
@@ -113,16 +113,16 @@ class Lending:
             if number & _SPOILED:
                 _spoil(entry[0])
 
-    def broken(self) -> None:
+    def spoil_all(self) -> None:
         """Spoils all open leases, since the session ended."""
-        self._until = None
+        self._begins_at = None
         for block, _ in self._lent.values():
             _spoil(block)
         self._lent.clear()
 
 
 def _offset(buffer: memoryview, region: Region) -> int:
-    """The offset of a buffer in its region."""
+    """Returns the offset of a buffer in its region."""
     address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     offset = address - region.address
     if not 0 <= offset <= region.size - buffer.nbytes:
@@ -136,7 +136,7 @@ def _spoil(block: Block) -> None:
 
 
 class Borrowing:
-    """Leases that one side of a session got from the other.
+    """The borrower's side: leases that the peer of a session gave it.
 
     Args:
         send: sends returned leases; called on the event loop.
@@ -144,19 +144,19 @@ class Borrowing:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], None], several: Callable[[], object]
+        self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], None], on_batch: Callable[[], object]
     ) -> None:
         self._loop = loop
         self._send = send
-        self._several = several
+        self._on_batch = on_batch
         self._pid = 0
         self._mappings: Mappings | None = None
         self._thread = threading.get_ident()
-        self._back: deque[int] = deque()
-        self._back_bytes = 0  # roughly, since threads add to it
-        self._asked = False  # `flush` will run soon
+        self._to_return: deque[int] = deque()
+        self._to_return_bytes = 0  # roughly, since threads add to it
+        self._flush_scheduled = False  # `flush` will run soon
         self._flushed = False  # `flush` ran since the timer was set
-        self._late: asyncio.TimerHandle | None = None  # flushes after a while
+        self._return_timer: asyncio.TimerHandle | None = None  # flushes after a while
         self._closed = False
 
     def start(self, pid: int, mappings: Mappings) -> None:
@@ -205,55 +205,55 @@ class Borrowing:
 
     def refuse(self, references: Sequence[Reference]) -> None:
         """Returns leases without opening the memory."""
-        self._back.extend(reference.lease for reference in references)
+        self._to_return.extend(reference.lease for reference in references)
         self._flush_soon()
 
     def give_back(self, loan: Loan) -> None:
         """Notes a lease to return. Called in any thread, in the middle of anything."""
         loan.loans.discard(loan)
-        self._back.append(loan.lease | _SPOILED if loan.spoiled else loan.lease)
-        self._back_bytes += loan.length
-        if self._asked or self._closed:
+        self._to_return.append(loan.lease | _SPOILED if loan.spoiled else loan.lease)
+        self._to_return_bytes += loan.length
+        if self._flush_scheduled or self._closed:
             return
         if _this_thread() != self._thread:
-            self._asked = True
+            self._flush_scheduled = True
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 self._loop.call_soon_threadsafe(self.flush)
-        elif self._back_bytes >= _LARGE_BYTES:
+        elif self._to_return_bytes >= _LARGE_BYTES:
             if not self._loop.is_closed():
                 self._flush_soon()
-        elif self._late is None:
+        elif self._return_timer is None:
             if not self._loop.is_closed():
                 self._flushed = False
-                self._late = self._loop.call_later(_LATE_S, self._flush_late)
-        elif len(self._back) == _TOGETHER:
-            self._several()
+                self._return_timer = self._loop.call_later(_RETURN_DELAY_S, self._flush_by_timer)
+        elif len(self._to_return) == _BATCH:
+            self._on_batch()
 
     def _flush_soon(self) -> None:
-        self._asked = True
+        self._flush_scheduled = True
         self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
         """Returns the noted leases now."""
-        self._asked, self._flushed, self._back_bytes = False, True, 0
+        self._flush_scheduled, self._flushed, self._to_return_bytes = False, True, 0
         leases = []
-        while self._back:
-            leases.append(_LEASE.pack(self._back.popleft()))
+        while self._to_return:
+            leases.append(_LEASE.pack(self._to_return.popleft()))
         if leases:
             self._send(b"".join(leases))
 
-    def _flush_late(self) -> None:
+    def _flush_by_timer(self) -> None:
         """Flushes, unless `flush` ran since the timer was set; then the timer starts again."""
-        self._late = None
+        self._return_timer = None
         if not self._flushed:
             self.flush()
-        elif self._back:
+        elif self._to_return:
             self._flushed = False
-            self._late = self._loop.call_later(_LATE_S, self._flush_late)
+            self._return_timer = self._loop.call_later(_RETURN_DELAY_S, self._flush_by_timer)
 
     def close(self) -> None:
         """Returns no more leases: the session ended."""
         self._closed = True
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+        if self._return_timer is not None:
+            self._return_timer.cancel()
+            self._return_timer = None

@@ -18,14 +18,14 @@ import numpy as np
 
 from taskgraph.device.api import Device
 from taskgraph.graph.blocks import Block, Watch
-from taskgraph.transport.pages import address_of, mapped
+from taskgraph.transport.pages import address_of, map_shared
 from taskgraph.transport.regions import NAME, Region
 
 __all__ = ["CannotBorrow", "Loan", "Mappings", "Reference"]
 
 _IDLE_S: Final = 15.0
 """Time that a mapping waits for the next loan. Longer than a segment waits for its next value."""
-_FOR_NOW: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+_PASSING_ERRORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 _SEAL: Final = getattr(fcntl, "F_SEAL_SHRINK", 0)
 
 
@@ -57,6 +57,8 @@ class CannotBorrow(Exception):
 
 
 class _Mapping:
+    """Memory of another process that is mapped here, and the loans of it."""
+
     __slots__ = ("loans", "memory", "region", "used_at")
 
     def __init__(self, memory: memoryview, region: Region) -> None:
@@ -164,7 +166,7 @@ def _open(pid: int, reference: Reference) -> _Mapping:
             raise CannotBorrow(f"{path} is {shown:.100}", for_good=True)
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
-        raise CannotBorrow(f"{path} cannot be opened: {error}", for_good=error.errno not in _FOR_NOW) from error
+        raise CannotBorrow(f"{path} cannot be opened: {error}", for_good=error.errno not in _PASSING_ERRORS) from error
     try:
         found = os.fstat(fd)
         same = (found.st_dev, found.st_ino, found.st_size) == (reference.dev, reference.ino, reference.size)
@@ -172,10 +174,10 @@ def _open(pid: int, reference: Reference) -> _Mapping:
             raise CannotBorrow(f"{path} is other memory than the reference says", for_good=True)
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEAL:
             raise CannotBorrow(f"{path} may shrink", for_good=True)
-        memory = mapped(fd, reference.size, writable=False)
+        memory = map_shared(fd, reference.size, writable=False)
     except OSError as error:
         os.close(fd)
-        raise CannotBorrow(f"{path} cannot be mapped: {error}", for_good=error.errno not in _FOR_NOW) from error
+        raise CannotBorrow(f"{path} cannot be mapped: {error}", for_good=error.errno not in _PASSING_ERRORS) from error
     except BaseException:
         os.close(fd)
         raise

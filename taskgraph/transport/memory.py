@@ -39,8 +39,8 @@ class MemoryNetwork:
         transport = self._nodes.pop(node, None)
         if transport is None:
             return
-        transport._vanish(f"node {node} crashed")
-        for other in self._partners(node):
+        transport._shut_down(f"node {node} crashed")
+        for other in self._peers_of(node):
             self._break(node, other, f"node {node} crashed")
 
     def cut(self, one: str, other: str) -> None:
@@ -61,8 +61,8 @@ class MemoryNetwork:
     def _leave(self, transport: MemoryTransport) -> None:
         """Ends all sessions of a node in good order."""
         self._nodes.pop(transport.node, None)
-        for other in self._partners(transport.node):
-            self._part(transport.node, other, f"node {transport.node} said goodbye")
+        for other in self._peers_of(transport.node):
+            self._end_session(transport.node, other, f"node {transport.node} said goodbye")
 
     def _find(self, caller: str, node: str) -> MemoryTransport:
         if frozenset((caller, node)) in self._cut:
@@ -75,10 +75,10 @@ class MemoryNetwork:
     def _connect(self, one: str, other: str) -> None:
         self._sessions.add(frozenset((one, other)))
 
-    def _partners(self, node: str) -> list[str]:
+    def _peers_of(self, node: str) -> list[str]:
         return sorted(other for pair in self._sessions if node in pair for other in pair if other != node)
 
-    def _part(self, one: str, other: str, why: str) -> None:
+    def _end_session(self, one: str, other: str, why: str) -> None:
         """Ends the session of two nodes and every call in it."""
         self._sessions.discard(frozenset((one, other)))
         for here, there in ((one, other), (other, one)):
@@ -89,23 +89,23 @@ class MemoryNetwork:
     def _break(self, one: str, other: str, why: str) -> None:
         if frozenset((one, other)) not in self._sessions:
             return
-        self._part(one, other, why)
+        self._end_session(one, other, why)
         for here, there in ((one, other), (other, one)):
             if (transport := self._nodes.get(here)) is not None:
-                self._after_turns(self._turns(), transport, there)
+                self._after_turns(self._draw_turns(), transport, there)
 
     def _after_turns(self, turns: int, transport: MemoryTransport, lost: str) -> None:
         loop = asyncio.get_running_loop()
         if turns:
             loop.call_soon(self._after_turns, turns - 1, transport, lost)
         else:
-            loop.call_soon(transport._lost, lost)
+            loop.call_soon(transport._on_session_lost, lost)
 
-    def _turns(self) -> int:
+    def _draw_turns(self) -> int:
         return self._rng.randrange(_MAX_TURNS) if self._rng is not None else 0
 
-    async def _travel(self) -> None:
-        for _ in range(self._turns()):
+    async def _delay_delivery(self) -> None:
+        for _ in range(self._draw_turns()):
             await asyncio.sleep(0)
 
 
@@ -144,7 +144,7 @@ class MemoryTransport:
     async def close(self) -> None:
         if not self._down:
             self._network._leave(self)
-            self._vanish("this node's transport is closed")
+            self._shut_down("this node's transport is closed")
         await self._tasks.close()
 
     # Calls.
@@ -167,7 +167,7 @@ class MemoryTransport:
         return [call for call in calls if call is not None] or None  # None: the transport is closed
 
     async def _exchange(self, node: str, message: Call, *, quiet: bool = False) -> Reply:
-        target = self._reach(node)
+        target = self._find_peer(node)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._pending[reply] = node
         task = target._accept(self.node, message, reply, quiet)
@@ -178,7 +178,7 @@ class MemoryTransport:
             if not quiet:
                 task.cancel()
 
-    def _reach(self, node: str) -> MemoryTransport:
+    def _find_peer(self, node: str) -> MemoryTransport:
         if self._down:
             raise PeerLost(self._down)
         target = self if node == self.node else self._network._find(self.node, node)
@@ -190,7 +190,7 @@ class MemoryTransport:
         if self._down:
             raise PeerLost(self._down)
         if peer.node != self.node:
-            await self._network._travel()
+            await self._network._delay_delivery()
             self._network._find(self.node, peer.node)
 
     # Serving.
@@ -203,9 +203,9 @@ class MemoryTransport:
 
     async def _answer(self, caller: str, message: Call, reply: asyncio.Future[Reply], quiet: bool) -> None:
         assert self._serve is not None
-        await self._network._travel()
+        await self._network._delay_delivery()
         answered = await (answer_quietly if quiet else answer)(self._serve, caller, message)
-        await self._network._travel()
+        await self._network._delay_delivery()
         if answered is not None and not reply.done():
             reply.set_result(answered)
 
@@ -221,7 +221,7 @@ class MemoryTransport:
             if whose == caller:
                 task.cancel()
 
-    def _vanish(self, why: str) -> None:
+    def _shut_down(self, why: str) -> None:
         self._down = why
         for reply in self._pending:
             if not reply.done():
@@ -229,6 +229,6 @@ class MemoryTransport:
         for task in list(self._serving):
             task.cancel()
 
-    def _lost(self, node: str) -> None:
+    def _on_session_lost(self, node: str) -> None:
         if not self._down:
             self._on_lost(node)

@@ -32,14 +32,14 @@ __all__ = ["Outbox"]
 
 _pack_size: Final = struct.Struct("!Q").pack
 #: Large values that take turns; others wait. Few, since half a value is of no use to the receiver.
-_IN_TURN = 4
+_MAX_IN_TURN = 4
 #: With more messages than this the outbox is full, until half of them are sent.
 _FULL = 1 << 12
 #: Bytes written before other work of the event loop runs, if the socket takes them all at once.
 _TURN_BYTES = 8 << 20
 
 
-class _Large:
+class _LargePayload:
     """A payload that is sent in chunks."""
 
     __slots__ = ("_at", "_offset", "_parts", "call", "left", "opening")
@@ -99,15 +99,15 @@ class Outbox:
         self._on_backpressure = on_backpressure
         self._is_full = False
         self._small: deque[tuple[int, bytes]] = deque()
-        self._turn: deque[_Large] = deque()
-        self._waiting: deque[_Large] = deque()
+        self._in_turn: deque[_LargePayload] = deque()
+        self._waiting: deque[_LargePayload] = deque()
         self._paused = False
         self._scheduled = False
         self._closed = False
 
     @property
     def idle(self) -> bool:
-        return not (self._small or self._turn or self._waiting)
+        return not (self._small or self._in_turn or self._waiting)
 
     def send(self, kind: Kind, call: int = 0, header: bytes = b"", value: Encoded | None = None) -> None:
         """Sends a frame, with a value if one is given, or queues it while the socket is full."""
@@ -180,7 +180,7 @@ class Outbox:
             self._send_small(call, b"".join((opening, value.meta, *carried)))
         else:
             parts = [memoryview(value.meta), *carried]
-            self._waiting.append(_Large(call, opening, parts, payload))
+            self._waiting.append(_LargePayload(call, opening, parts, payload))
             self._pump()
 
     def drop(self, call: int) -> bool:
@@ -193,10 +193,10 @@ class Outbox:
         if self._waiting:
             self._waiting = deque(large for large in self._waiting if large.call != call)
         unseen = len(self._small) + len(self._waiting) < before
-        for large in self._turn:
+        for large in self._in_turn:
             if large.call == call:
                 unseen = large.opening is not None
-                self._turn.remove(large)
+                self._in_turn.remove(large)
                 break
         return not unseen
 
@@ -211,13 +211,13 @@ class Outbox:
         """Drops all frames, and ignores later ones."""
         self._closed = True
         self._small.clear()
-        self._turn.clear()
+        self._in_turn.clear()
         self._waiting.clear()
 
     def _pump(self) -> None:
         """Writes frames while the socket has room, then reports backpressure."""
         budget = _TURN_BYTES
-        while not self._paused and (self._small or self._turn or self._waiting):
+        while not self._paused and (self._small or self._in_turn or self._waiting):
             if budget <= 0:
                 if not self._scheduled:
                     self._scheduled = True
@@ -240,9 +240,9 @@ class Outbox:
         if self._small:
             yield self._small.popleft()[1]
             return
-        while self._waiting and len(self._turn) < _IN_TURN:
-            self._turn.append(self._waiting.popleft())
-        large = self._turn.popleft()
+        while self._waiting and len(self._in_turn) < _MAX_IN_TURN:
+            self._in_turn.append(self._waiting.popleft())
+        large = self._in_turn.popleft()
         if large.opening is not None:
             yield large.opening
             large.opening = None
@@ -250,4 +250,4 @@ class Outbox:
         yield Head(Kind.CHUNK, large.call, body=size).pack()
         yield from pieces
         if large.left:
-            self._turn.append(large)
+            self._in_turn.append(large)

@@ -21,14 +21,14 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["address_of", "emptied", "gathered", "huge_page_bytes", "mapped"]
+__all__ = ["address_of", "huge_page_bytes", "map_shared", "move_to_huge_pages", "release_pages"]
 
 _SETTINGS: Final = Path("/sys/kernel/mm/transparent_hugepage")
 _LARGEST: Final = 4 << 20
 """Larger huge pages (of kernels with pages of 64 KiB) would waste more than they save."""
 _PAUSE_S: Final = 30.0
 """Pause after the kernel had no huge page, or spent much time to make one."""
-_DEAR_S: Final = 0.01
+_COSTLY_S: Final = 0.01
 """A huge page is not worth this much processor time. It mostly takes a hundredth of it."""
 _MADV_COLLAPSE: Final = 25
 _MADV_REMOVE: Final = 9
@@ -39,7 +39,7 @@ _not_before = 0.0
 
 @functools.cache
 def huge_page_bytes() -> int:
-    """The size of a huge page; 0 if the kernel has none, or they are switched off (`transparent_hugepage/enabled`)."""
+    """Returns the size of a huge page; 0: the kernel has none, or `transparent_hugepage/enabled` forbids them."""
     try:
         if "[never]" in (_SETTINGS / "enabled").read_text():
             return 0
@@ -49,8 +49,8 @@ def huge_page_bytes() -> int:
     return size if size <= _LARGEST else 0
 
 
-def mapped(fd: int, size: int, *, writable: bool) -> memoryview:
-    """Maps a file, shared, until the last view of the mapping is gone. The caller keeps the descriptor.
+def map_shared(fd: int, size: int, *, writable: bool) -> memoryview:
+    """Maps a file as shared memory, until no view of the mapping is left. The caller keeps the descriptor.
 
     Raises:
         OSError: the file cannot be mapped.
@@ -87,7 +87,7 @@ def address_of(memory: memoryview) -> int:
     return address
 
 
-def gathered(
+def move_to_huge_pages(
     address: int,
     size: int,
     *,
@@ -118,11 +118,11 @@ def gathered(
             if ctypes.get_errno() == errno.EAGAIN:  # a page was in use
                 continue
             _not_before = now() + _PAUSE_S
-        elif used() - began > _DEAR_S:
+        elif used() - began > _COSTLY_S:
             _not_before = now() + _PAUSE_S
     return done
 
 
-def emptied(address: int, size: int) -> bool:
-    """Returns pages of writable shared memory to the kernel. All processes see zeros then. False: it refused."""
+def release_pages(address: int, size: int) -> bool:
+    """Returns pages of writable shared memory to the kernel: all processes see zeros. False: the kernel refused."""
     return sys.platform == "linux" and not _libc().madvise(address, size, _MADV_REMOVE)

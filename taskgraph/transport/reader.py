@@ -21,7 +21,7 @@ from taskgraph.transport.frames import (
     HEAD_BYTES,
     LENT,
     MAGIC,
-    OPENING,
+    OPENING_KINDS,
     PROTOCOL_VERSION,
     Head,
     Kind,
@@ -114,12 +114,12 @@ class FrameReader:
 
     @property
     def mid_frame(self) -> bool:
-        """The stream is inside a frame or a message, so it must not end here."""
+        """True inside a frame or a message, where the stream must not end."""
         return bool(self._end - self._start or self._head or self._body or self._partial)
 
     @property
-    def within(self) -> tuple[object, ...] | None:
-        """The place inside a frame, another value with each byte; None between two frames."""
+    def position(self) -> tuple[object, ...] | None:
+        """The position inside a frame, which changes with each byte; None between two frames."""
         unread = self._end - self._start
         if self._stopped or not (unread or self._head or self._body):
             return None
@@ -160,10 +160,10 @@ class FrameReader:
         return self._scratch[self._end :]
 
     def received(self, count: int) -> None:
-        """`count` bytes were written to the start of `buffer()`."""
+        """Parses the stream after `count` bytes were written to the start of `buffer()`."""
         try:
             if self._direct is not None:
-                self._direct.filled(count)
+                self._direct.advance(count)
                 self._body -= count
                 self._end_of_body()
                 return
@@ -270,7 +270,7 @@ class FrameReader:
         return True
 
     def _dispatch(self, head: Head, sizes: tuple[int, ...], header: bytes) -> None:
-        if head.kind in OPENING:
+        if head.kind in OPENING_KINDS:
             carried = head.meta + sum(size for size in sizes if not size & LENT)
             if carried != head.payload:
                 raise DecodeError(f"sizes that make {carried} bytes in a payload of {head.payload}")

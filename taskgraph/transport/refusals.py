@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Callable
 
-__all__ = ["Refusals", "printable"]
+__all__ = ["RefusalLog", "printable"]
 
 #: Each reason is logged once in this time, and at most `_LINES` reasons are.
 _EVERY_S = 60.0
@@ -21,7 +21,7 @@ _UNPRINTABLE = re.compile(r"[^ -~]")
 _NUMBERS = re.compile(r"[0-9a-fA-F]*\d[0-9a-fA-F]*")
 
 
-class Refusals:
+class RefusalLog:
     """Logs refused connections.
 
     Args:
@@ -37,7 +37,7 @@ class Refusals:
         self._others = 0  # refusals for reasons beyond `_LINES`
         self.count = 0
 
-    def refused(self, where: str, why: str) -> None:
+    def add(self, where: str, why: str) -> None:
         """Counts a refused connection, and logs its reason. A stranger may have chosen `where` and `why`."""
         self.count += 1
         now = self._now()

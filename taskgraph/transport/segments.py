@@ -36,7 +36,7 @@ import numpy as np
 from taskgraph.device.api import Device
 from taskgraph.device.pinning import Pin, pin_of
 from taskgraph.graph.blocks import Block, Watch
-from taskgraph.transport.pages import address_of, emptied, gathered, huge_page_bytes, mapped
+from taskgraph.transport.pages import address_of, huge_page_bytes, map_shared, move_to_huge_pages, release_pages
 from taskgraph.transport.regions import NAME, Region
 
 __all__ = ["LEAST_BYTES", "Pool", "Use"]
@@ -51,7 +51,7 @@ _FITS: Final = 1.5
 """A segment is at most this many times as large as its value."""
 _PAGES: Final = 2
 """Huge pages of an arena: the most memory that one small value can keep."""
-_GATHERED_PAGES: Final = 8
+_PAGES_AT_ONCE: Final = 8
 """Huge pages that one `allocate` asks for, since an event loop may wait for it."""
 _NOEXEC_SEAL: Final = 0x8  # MFD_NOEXEC_SEAL, from Linux 6.3 on
 _IDLE_S: Final = 10.0
@@ -61,7 +61,7 @@ _WANTED_SEALS: Final = (
 )
 
 
-_LACKING = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EMFILE, errno.ENFILE)
+_SHORTAGE_ERRORS = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EMFILE, errno.ENFILE)
 """Errors that may pass: too little memory, too few descriptors."""
 
 
@@ -71,18 +71,18 @@ class _Arena:
     Attributes:
         region: how other processes open it; None: they cannot.
         cut: bytes that were given to segments. The rest takes no memory.
-        gathered: bytes that were asked to be put into huge pages.
+        collapsed: bytes that the kernel was asked to move into huge pages.
         retired: its segments take no more values, since one was spoiled.
     """
 
-    __slots__ = ("_closed", "_pid", "cut", "gathered", "memory", "region", "retired", "size")
+    __slots__ = ("_closed", "_pid", "collapsed", "cut", "memory", "region", "retired", "size")
 
     def __init__(self, size: int, *, shared: bool) -> None:
         """Raises OSError or MemoryError if there is no memory or no descriptor."""
         self.size = size
         self.cut = 0
         self.retired = False
-        self.gathered = 0 if shared else size
+        self.collapsed = 0 if shared else size
         self.region: Region | None = None
         self._closed: list[tuple[int, int]] = []
         self._pid = os.getpid()
@@ -93,18 +93,18 @@ class _Arena:
         try:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _WANTED_SEALS)  # no process, nor this one, can take pages from a reader
-            self.memory = mapped(fd, size, writable=True)
+            self.memory = map_shared(fd, size, writable=True)
             found = os.fstat(fd)
         except BaseException:
             os.close(fd)
             raise
         self.region = Region(fd, found.st_dev, found.st_ino, size, address_of(self.memory))
 
-    def to_gather(self) -> tuple[int, int]:
-        """Returns address and size of the next part to put into huge pages, and marks it."""
+    def next_to_collapse(self) -> tuple[int, int]:
+        """Returns address and size of the next part to move to huge pages, and counts it as `collapsed`."""
         huge = huge_page_bytes() or self.size
-        begin = self.gathered
-        end = self.gathered = min(-(-self.cut // huge) * huge, begin + _GATHERED_PAGES * huge, self.size)
+        begin = self.collapsed
+        end = self.collapsed = min(-(-self.cut // huge) * huge, begin + _PAGES_AT_ONCE * huge, self.size)
         assert self.region is not None
         return self.region.address + begin, end - begin
 
@@ -113,15 +113,15 @@ class _Arena:
         self._closed.append((offset, size))
         self._empty(offset, size)
 
-    def unlocked(self, offset: int, size: int) -> None:
-        """Empties unlocked pages like `empty`. The kernel can take others of their huge page now, too."""
+    def empty_unlocked(self, offset: int, size: int) -> None:
+        """Does as `empty` for memory that was page-locked, which kept the other parts of its huge pages, too."""
         self.empty(offset, size)
         for piece in tuple(self._closed):
             self._empty(*piece)
 
     def _empty(self, offset: int, size: int) -> None:
         if self.region is not None and size and self._pid == os.getpid():  # a forked child does not own it
-            emptied(self.region.address + offset, size)
+            release_pages(self.region.address + offset, size)
 
 
 class _Segment:
@@ -147,7 +147,7 @@ class _Segment:
         if pin is None:
             self.arena.empty(self.offset, self.size)
         else:
-            pin.then = partial(self.arena.unlocked, self.offset, self.size)
+            pin.then = partial(self.arena.empty_unlocked, self.offset, self.size)
 
 
 def _anonymous() -> int:
@@ -184,12 +184,12 @@ class Use(Watch[Block]):
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
-def _forked() -> None:
+def _disown_in_child() -> None:
     for pool in _pools:
         pool.disown()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_disown_in_child)
 
 
 class Pool:
@@ -211,11 +211,11 @@ class Pool:
         self._idle_bytes = 0
         self._used: set[Use] = set()
         self._garbage: deque[Use] = deque()
-        self._ended = self._garbage.append  # may run anywhere, also while this thread has the lock
+        self._note_garbage = self._garbage.append  # may run anywhere, also while this thread has the lock
         self._arena: _Arena | None = None  # new small segments are cut from it
         self._cut_at = 0.0
         self._closed = False
-        self._lacked = False  # logged once
+        self._logged_shortage = False  # logged once
         _pools.add(self)
 
     def disown(self) -> None:
@@ -239,14 +239,14 @@ class Pool:
                 return None
             arena = segment.arena
             block = Block((nbytes,), np.uint8, segment.memory)
-            block.origin = use = Use(block, self._ended)
+            block.origin = use = Use(block, self._note_garbage)
             use.segment, use.region, use.offset = segment, arena.region, segment.offset
             use.locked = segment.pin is not None
             self._used.add(use)
-            if arena.gathered >= arena.cut:
+            if arena.collapsed >= arena.cut:
                 return block
-            piece = arena.to_gather()
-        gathered(*piece)  # without the lock, since it may take a while
+            piece = arena.next_to_collapse()
+        move_to_huge_pages(*piece)  # without the lock, since it may take a while
         return block
 
     def _take(self, nbytes: int) -> _Segment | None:
@@ -269,12 +269,12 @@ class Pool:
         if len(self) >= self._max_segments:
             return None
         try:
-            return self._cut(_rounded(nbytes))
+            return self._cut(_round_up(nbytes))
         except (OSError, MemoryError) as error:
-            if isinstance(error, MemoryError) or error.errno in _LACKING:
-                if not self._lacked:
+            if isinstance(error, MemoryError) or error.errno in _SHORTAGE_ERRORS:
+                if not self._logged_shortage:
                     log.warning("no shared memory for a value of %d bytes (%s): bytes are sent", nbytes, error)
-                self._lacked = True
+                self._logged_shortage = True
             elif self._shared and not self._used and not self._idle:
                 log.warning("no shared memory here (%s): bytes are sent", error)
                 self._shared = False
@@ -350,6 +350,6 @@ class Pool:
                     use.region.close()
 
 
-def _rounded(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     step = max(mmap.PAGESIZE, (1 << (nbytes.bit_length() - 1)) // _STEPS)
     return -(-nbytes // step) * step

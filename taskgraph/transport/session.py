@@ -10,8 +10,8 @@ own. So call ids have one author.
                 ended                   the connection breaks; a frame cannot be read; a value is damaged
     ended       -                       `why` keeps the first reason
 
-It calls each of `Owner.connected`, `opened`, `ended`, `disconnected` at most once. `sides` has the two kinds of
-session.
+It calls `Owner.on_connected`, `on_opened`, `on_ended` and `on_disconnected` once each at most. `sides` has both kinds
+of session.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from taskgraph.settings import Settings
 from taskgraph.transport import wire
 from taskgraph.transport.api import Serve
 from taskgraph.transport.calls import OwnedTasks
-from taskgraph.transport.endpoints import process_behind, tune_tcp
+from taskgraph.transport.endpoints import peer_pid, tune_tcp
 from taskgraph.transport.frames import (
     LENT,
     MAX_BUFFERS,
@@ -73,10 +73,10 @@ class Owner(Protocol):
     digesting: Digesting | None
     returning: dict[str, Session]
     """Peer -> session that returns leases to it together with the next reply."""
-    verified_now: Callable[[Encoded], bool]
+    verify_now: Callable[[Encoded], bool]
     """Checks the digest of a value below `VERIFY_AT_ONCE_BYTES`, on the event loop."""
 
-    async def hosted(self, value: Encoded, *, but: Callable[[DeviceBuffer], bool]) -> Encoded:
+    async def copy_to_host(self, value: Encoded, *, but: Callable[[DeviceBuffer], bool]) -> Encoded:
         """Copies the bulk of a value to the host, except for the buffers that `but` selects."""
 
     async def in_thread(self, work: Callable[[], T]) -> T:
@@ -85,19 +85,19 @@ class Owner(Protocol):
     def in_thread_soon(self, work: Callable[[], None]) -> None:
         """Starts `work` in a thread. Does nothing if the transport has ended."""
 
-    def connected(self, session: Session) -> None:
-        """The connection exists, and the peer has not proven who it is."""
+    def on_connected(self, session: Session) -> None:
+        """Called when the connection exists. The peer has not proven who it is."""
 
-    def opened(self, session: Session) -> None:
-        """The hello succeeded."""
+    def on_opened(self, session: Session) -> None:
+        """Called when the hello has succeeded."""
 
-    def ended(self, session: Session) -> None:
-        """Called once after `connected`: the session makes and serves no more calls."""
+    def on_ended(self, session: Session) -> None:
+        """Called once after `on_connected`: the session makes and serves no more calls."""
 
-    def disconnected(self, session: Session) -> None:
-        """Called once after `ended`: the socket is closed."""
+    def on_disconnected(self, session: Session) -> None:
+        """Called once after `on_ended`: the socket is closed."""
 
-    async def verified(self, value: Encoded) -> bool:
+    async def verify(self, value: Encoded) -> bool:
         """Checks the digest of a value, in a thread if it is large."""
 
     def allocate(self, nbytes: int) -> Block | None:
@@ -149,10 +149,10 @@ class Session(asyncio.BufferedProtocol):
             failed=self._unreadable,
         )
         self.get_buffer, self.buffer_updated = self._reader.buffer, self._reader.received
-        self._borrowing = Borrowing(self._loop, self._return, self._several)
+        self._borrowing = Borrowing(self._loop, self._send_returned, self._schedule_return)
         self._largest = 0  # bytes of the largest value; known once open
-        self._within: tuple[object, ...] | None = None  # the place within a frame at the last look
-        self._looks = 0  # looks that found the same place
+        self._position: tuple[object, ...] | None = None  # the place within a frame at the last look
+        self._checks = 0  # looks that found the same place
         self.open = False
         self.peer = ""
         self.probe = False
@@ -174,17 +174,17 @@ class Session(asyncio.BufferedProtocol):
         self._outbox.sealed = self._reader.checked = sock is None or sock.family != socket.AF_UNIX
         self._hello.binding = channel_binding(transport.get_extra_info("ssl_object"))
         self.where = self.where or str(transport.get_extra_info("peername") or "a unix socket")
-        self._timer = self._loop.call_later(self._hello_s, self._hello_late)
-        self._owner.connected(self)
+        self._timer = self._loop.call_later(self._hello_s, self._on_hello_timeout)
+        self._owner.on_connected(self)
         if isinstance(self._hello, Dialling):
             self._send_hello(self._hello.open())
 
     def _unreadable(self, error: Exception) -> None:
         """Ends the session after an error of the reader, or of a handler that it called."""
         if isinstance(error, HelloRefused):
-            self._refused(error)
+            self._on_refused(error)
         elif isinstance(error, OtherVersion) and not self._hello.done:
-            self._refused(HelloRefused(str(error), tell=True))
+            self._on_refused(HelloRefused(str(error), tell=True))
         elif isinstance(error, DecodeError):
             if self._hello.done:
                 log.error("session with node %s: %s; closing it", self.peer, error)
@@ -206,7 +206,7 @@ class Session(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.cut_off = self.cut_off or not self.why
         self.end(f"the connection broke: {exc or 'closed'}")
-        self._owner.disconnected(self)
+        self._owner.on_disconnected(self)
 
     def _write(self, data: bytes | memoryview) -> None:
         assert self._transport is not None
@@ -214,18 +214,18 @@ class Session(asyncio.BufferedProtocol):
             self._transport.write(data)
 
     def _on_backpressure(self, crowded: bool) -> None:
-        """The outbox is full, or has room again."""
+        """Called when the outbox is full, and when it has room again."""
 
     # Hello.
 
-    def _hello_late(self) -> None:
+    def _on_hello_timeout(self) -> None:
         self.end(f"no hello within {self._hello_s:g} s")
 
     def _send_hello(self, frames: list[tuple[Kind, bytes]]) -> None:
         for kind, data in frames:
             self._outbox.send(kind, header=data)
 
-    def _refused(self, refused: HelloRefused) -> None:
+    def _on_refused(self, refused: HelloRefused) -> None:
         if refused.tell:
             self._send_hello([(Kind.HELLO_REFUSE, refusal(str(refused)))])
         self.end(f"the hello failed: {refused}", flush=True)
@@ -234,14 +234,14 @@ class Session(asyncio.BufferedProtocol):
         if not self._hello.done:
             self._send_hello(self._hello.on_frame(head.kind, header))
             if self._hello.done:
-                self._opened()
+                self._on_hello_done()
         elif head.kind is Kind.GOODBYE:
             self.clean = True
             self.end("it said goodbye")
         elif head.kind is Kind.CANCEL:
             self._on_cancel(head.call)
         elif head.kind is Kind.RETURN:
-            self._lending.returned(header)
+            self._lending.take_returned(header)
         elif head.kind is Kind.DECLINE:
             self._lending.stop(for_good=header == _FOR_GOOD)
             self._on_decline(head.call)
@@ -250,7 +250,7 @@ class Session(asyncio.BufferedProtocol):
         else:
             raise DecodeError(f"a {head.kind.name} frame in an open session")
 
-    def _opened(self) -> None:
+    def _on_hello_done(self) -> None:
         assert self._timer is not None
         self._timer.cancel()
         self.open, self.peer, self.probe = True, self._hello.peer, self._hello.probe
@@ -260,11 +260,11 @@ class Session(asyncio.BufferedProtocol):
         self._reader.whole = (*whole, Kind.RETURN)
         assert self._transport is not None
         self._outbox.write = self._transport.write  # no call in between: it writes nothing once this has ended
-        if pid := process_behind(self._transport.get_extra_info("socket")):
+        if pid := peer_pid(self._transport.get_extra_info("socket")):
             self._borrowing.start(pid, self._owner.mappings)
             self._lending.start()
-            self._same_host()
-        self._owner.opened(self)
+            self._on_same_host()
+        self._owner.on_opened(self)
 
     # Messages.
 
@@ -279,12 +279,12 @@ class Session(asyncio.BufferedProtocol):
         """Returns the leases of memory that this process has finished reading."""
         self._borrowing.flush()
 
-    def _several(self) -> None:
+    def _schedule_return(self) -> None:
         """Schedules the return of several leases. May be called in the middle of any code."""
         if not self._loop.is_closed():
             self._loop.call_soon(self.give_back)
 
-    def _return(self, leases: bytes) -> None:
+    def _send_returned(self, leases: bytes) -> None:
         if self.open:
             self._outbox.send(Kind.RETURN, header=leases)
 
@@ -312,13 +312,13 @@ class Session(asyncio.BufferedProtocol):
             self._decline(head.call, error)
             return None
         except MemoryError:
-            self._no_memory(head)
+            self._on_no_memory(head)
             return None
 
     def _decline(self, call: int, error: CannotBorrow) -> None:
         log.warning("memory lent by node %s cannot be opened, so bytes are sent: %s", self.peer, error)
         self._outbox.send(Kind.DECLINE, call, _FOR_GOOD if error.for_good else b"")
-        self._cannot_borrow(call)
+        self._on_cannot_borrow(call)
 
     def _on_whole(
         self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes
@@ -330,7 +330,7 @@ class Session(asyncio.BufferedProtocol):
         if kind is _RETURN:
             if sizes or meta:
                 raise DecodeError("a RETURN frame with a payload")
-            self._lending.returned(header)
+            self._lending.take_returned(header)
             return
         references: Sequence[Reference] | None = None
         if sizes and (first := sizes[0] ^ LENT) < LENT:
@@ -357,8 +357,8 @@ class Session(asyncio.BufferedProtocol):
             return
         else:
             value.complete(meta, cut(carried, sizes) if sizes else ())
-            verified = self._owner.verified_now
-            if not verified(value):
+            verify = self._owner.verify_now
+            if not verify(value):
                 raise _corrupted(type(message), value)
         self._take_whole(kind, call, message)
 
@@ -375,10 +375,10 @@ class Session(asyncio.BufferedProtocol):
         if self._admits(call, type(message)):
             self._take(kind, call, message)
 
-    def _no_memory(self, head: Head) -> None:
+    def _on_no_memory(self, head: Head) -> None:
         raise NotImplementedError
 
-    def _cannot_borrow(self, call: int) -> None:
+    def _on_cannot_borrow(self, call: int) -> None:
         """Forgets an admitted message whose lent memory cannot be opened. Its sender will send bytes."""
         raise NotImplementedError
 
@@ -388,32 +388,32 @@ class Session(asyncio.BufferedProtocol):
     def _on_cancel(self, call: int) -> None:
         raise DecodeError("a CANCEL in the wrong direction")
 
-    def _same_host(self) -> None:
-        """The peer is a process of this host."""
+    def _on_same_host(self) -> None:
+        """Called if the peer is a process of this host."""
 
     def _on_device(self, kind: Kind, data: bytes) -> None:
         raise DecodeError(f"a {kind.name} in the wrong direction")
 
     def _on_decline(self, call: int) -> None:
-        """The peer cannot open the memory that was lent with the message of a call."""
+        """Called if the peer cannot open the memory that was lent with the message of a call."""
 
-    async def _received(self, incoming: Incoming) -> Any:
-        """Returns the message. Ends the session and raises PeerLost if its value is damaged."""
+    async def _complete(self, incoming: Incoming) -> Any:
+        """Returns the message with its value. If the value is damaged, ends the session and raises PeerLost."""
         value = incoming.complete()
         if value is None:
             return incoming.message
         whole = incoming.is_whole(value)
-        return self._checked(incoming.message, value, await self._owner.verified(value) if whole is None else whole)
+        return self._check_value(incoming.message, value, await self._owner.verify(value) if whole is None else whole)
 
-    def _received_now(self, incoming: Incoming) -> Any:
-        """Handles a message like `_received`, with a small value or none."""
+    def _complete_now(self, incoming: Incoming) -> Any:
+        """Does as `_complete`, for a message with a small value or none."""
         value = incoming.complete()
         if value is None:
             return incoming.message
         whole = incoming.is_whole(value)
-        return self._checked(incoming.message, value, self._owner.verified_now(value) if whole is None else whole)
+        return self._check_value(incoming.message, value, self._owner.verify_now(value) if whole is None else whole)
 
-    def _checked(self, message: Message, value: Encoded, whole: bool) -> Message:
+    def _check_value(self, message: Message, value: Encoded, whole: bool) -> Message:
         """Returns the message. Ends the session and raises PeerLost if its value is not `whole`."""
         if whole:
             return message
@@ -436,7 +436,7 @@ class Session(asyncio.BufferedProtocol):
         self._reader.stop()
         self._outbox.close()
         self._borrowing.close()
-        self._lending.broken()
+        self._lending.spoil_all()
         if self._transport is not None:
             if flush:
                 self._transport.close()
@@ -444,7 +444,7 @@ class Session(asyncio.BufferedProtocol):
                 self._transport.abort()
         self._release()
         if self._transport is not None:
-            self._owner.ended(self)
+            self._owner.on_ended(self)
 
     def goodbye(self) -> None:
         """Ends the session in good order: the peer sees no loss."""
@@ -464,17 +464,17 @@ class Session(asyncio.BufferedProtocol):
                 # The dialling task was cancelled, so uvloop closed the socket and does not call this.
                 self.connection_lost(None)
 
-    def look(self, looks: int) -> None:
-        """Ends a TCP session that got no byte of an unfinished frame for `looks` calls. Called periodically.
+    def end_if_stuck(self, checks: int) -> None:
+        """Ends a TCP session that got no byte of an unfinished frame for `checks` calls. Called periodically.
 
         Frames are sent without a pause. If the rest of a frame is missing, a proxy between the nodes lost it, and TCP
         does not notice. Calls are counted, not time: a process that was stopped has bytes that it has not read.
         """
         reads = self.open and self._transport is not None and self._transport.is_reading()
-        within = self._reader.within if reads and self._reader.checked else None
-        self._looks = self._looks + 1 if within is not None and within == self._within else 0
-        self._within = within
-        if self._looks >= looks:
+        position = self._reader.position if reads and self._reader.checked else None
+        self._checks = self._checks + 1 if position is not None and position == self._position else 0
+        self._position = position
+        if self._checks >= checks:
             log.error("session with node %s: the rest of a frame did not arrive; closing it", self.peer)
             self.end("the rest of a frame did not arrive")
 

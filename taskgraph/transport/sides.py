@@ -15,7 +15,7 @@ from taskgraph.protocol.records import name_of
 from taskgraph.transport import wire
 from taskgraph.transport.api import PendingReply
 from taskgraph.transport.calls import OpenCall, answer, answer_all_now, answer_later, answer_now, describe
-from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, Opened, Ticket
+from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, OpenMemory, Ticket
 from taskgraph.transport.frames import Head, Kind
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Incoming
@@ -34,13 +34,13 @@ MAX_COUNT = 1 << 10
 _NUMBERS: Final = 1 << 64  # call ids that fit into a head
 #: With more calls than this, a session stops reading for a turn of the event loop after it made a task. uvloop reads
 #: up to 32 times in a turn, and other work would wait for seconds.
-_AT_ONCE: Final = 1 << 10
+_BUSY_CALLS: Final = 1 << 10
 #: Tries of a call whose message or reply is in memory that cannot be opened. Bytes are sent from the second on.
 _TRIES = 4
 _REPLY: Final = Kind.REPLY  # a global: faster than a member of an enum
 
 
-class _Pending(OpenCall):
+class _PendingCall(OpenCall):
     """The future of a call on a session. To cancel it cancels the call."""
 
     __slots__ = ("first", "number", "session")
@@ -67,16 +67,16 @@ class DialledSession(Session):
     def __init__(self, owner: Owner, hello: Dialling, *, wanted: str, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
         self.wanted = wanted  # the node to be called; another node may listen there now
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, _PendingCall] = {}
         self._last_call = 0
         self._devices = DeviceBorrowing(self._return_tickets, partial(wake, self._loop))
         self.hello_done: asyncio.Future[None] = self._loop.create_future()
 
-    def _several(self) -> None:
+    def _schedule_return(self) -> None:
         self._owner.returning[self.peer] = self  # mostly the peer calls, too, and gets the leases with a reply
 
-    def _opened(self) -> None:
-        super()._opened()
+    def _on_hello_done(self) -> None:
+        super()._on_hello_done()
         if not self.hello_done.done():
             self.hello_done.set_result(None)
 
@@ -94,7 +94,7 @@ class DialledSession(Session):
                 Reason.BAD_MESSAGE,
                 f"{describe(message)}: {value.size_bytes} bytes; max_value_bytes is {self._owner.max_value_bytes}",
             )
-        pending = _Pending(loop=self._loop)
+        pending = _PendingCall(loop=self._loop)
         pending.session, pending.message, pending.listener = self, message, None
         if quiet:
             pending.quiet = True
@@ -110,21 +110,21 @@ class DialledSession(Session):
         calls: list[asyncio.Future[Reply]] = []
         loop, waiting = self._loop, self._pending
         for number in range(first, first + message.count):
-            waiting[number] = pending = _Pending(loop=loop)
+            waiting[number] = pending = _PendingCall(loop=loop)
             pending.session, pending.message, pending.listener = self, message, None
             pending.first, pending.number = first, number
             calls.append(pending)
         self._outbox.send_several(Kind.CALL, first, header)
         return calls
 
-    def _send_call(self, pending: _Pending, value: Encoded | None) -> None:
+    def _send_call(self, pending: _PendingCall, value: Encoded | None) -> None:
         message = pending.message
         header = wire.to_header(message)
         self._last_call = pending.number = pending.first = self._last_call + 1
         self._pending[pending.number] = pending
         self._outbox.send(Kind.TELL if pending.quiet else Kind.CALL, pending.number, header, value)
 
-    def cancelled(self, pending: _Pending) -> None:
+    def cancelled(self, pending: _PendingCall) -> None:
         """Forgets a call that its caller cancelled, and tells the peer."""
         if self._pending.pop(pending.number, None) is None or self.why:
             return
@@ -144,20 +144,20 @@ class DialledSession(Session):
             raise DecodeError(f"a {cls.__name__} where a {expected.__name__} was expected")
         return True
 
-    def _no_memory(self, head: Head) -> None:
+    def _on_no_memory(self, head: Head) -> None:
         text = f"{name_of(self._hello.node)} has no memory for a reply of {head.payload} bytes"
         self._pending.pop(head.call).fail(Refused(Reason.NO_MEMORY, text))
         self._outbox.send(Kind.CANCEL, head.call)  # skips the rest, and returns its tickets
 
-    def _cannot_borrow(self, call: int) -> None:
+    def _on_cannot_borrow(self, call: int) -> None:
         self._on_decline(call)
 
     def _on_decline(self, call: int) -> None:
         pending = self._pending.pop(call, None)
         if pending is not None:
-            self._again(pending)
+            self._retry(pending)
 
-    def _again(self, pending: _Pending) -> None:
+    def _retry(self, pending: _PendingCall) -> None:
         """Makes a call again after memory of its message or its reply could not be opened."""
         if pending.done():
             return  # cancelled
@@ -181,16 +181,16 @@ class DialledSession(Session):
             return
         if wire.value_of(incoming.message) is None or incoming.head.payload < VERIFY_AT_ONCE_BYTES:
             try:
-                pending.settle(self._received_now(incoming))
+                pending.settle(self._complete_now(incoming))
             except PeerLost as error:
                 pending.fail(error)
         else:
             work = self._settle_later(pending, incoming)
             self._owner.tasks.spawn(work, name=f"verify a reply of {self.peer}")
 
-    async def _settle_later(self, pending: _Pending, incoming: Incoming) -> None:
+    async def _settle_later(self, pending: _PendingCall, incoming: Incoming) -> None:
         try:
-            pending.settle(await self._received(incoming))
+            pending.settle(await self._complete(incoming))
         except PeerLost as error:
             pending.fail(error)
         except asyncio.CancelledError:
@@ -206,13 +206,13 @@ class DialledSession(Session):
         if pending is None:
             return
         if self._devices.unopened(tickets):
-            work = self._open_first(pending, incoming, value, tickets)
+            work = self._open_and_take(pending, incoming, value, tickets)
             self._owner.tasks.spawn(work, name=f"open memory of {self.peer}")
         else:
             self._take_from_device(pending, incoming, value, tickets)
 
-    async def _open_first(
-        self, pending: _Pending, incoming: Incoming, value: Encoded, tickets: Sequence[Ticket]
+    async def _open_and_take(
+        self, pending: _PendingCall, incoming: Incoming, value: Encoded, tickets: Sequence[Ticket]
     ) -> None:
         try:
             while unopened := self._devices.unopened(tickets):  # others may be closed meanwhile
@@ -226,7 +226,7 @@ class DialledSession(Session):
             self._take_from_device(pending, incoming, value, tickets)
 
     def _take_from_device(
-        self, pending: _Pending, incoming: Incoming, value: Encoded, tickets: Sequence[Ticket]
+        self, pending: _PendingCall, incoming: Incoming, value: Encoded, tickets: Sequence[Ticket]
     ) -> None:
         try:
             there = self._devices.take(value, tickets)
@@ -235,7 +235,7 @@ class DialledSession(Session):
             return
         pending.settle(cast(Reply, wire.with_value(incoming.message, there)))
 
-    def _decline_device(self, pending: _Pending, tickets: Sequence[Ticket], error: Exception) -> None:
+    def _decline_device(self, pending: _PendingCall, tickets: Sequence[Ticket], error: Exception) -> None:
         """Makes the call again. The peer will send its values by way of the host's memory."""
         text = "device memory of node %s cannot be opened, so values go by the host's memory: %s"
         if isinstance(error, CannotBorrow):
@@ -244,7 +244,7 @@ class DialledSession(Session):
             log.error(text, self.peer, error, exc_info=error)
         self._devices.give_back(tickets)
         self._outbox.send(Kind.DECLINE_ON_DEVICE)
-        self._again(pending)
+        self._retry(pending)
 
     def _return_tickets(self, numbers: bytes) -> None:
         if self.open:
@@ -253,7 +253,7 @@ class DialledSession(Session):
     def trim(self) -> None:
         self._drop(self._devices.trim())
 
-    def _drop(self, opened: list[Opened]) -> None:
+    def _drop(self, opened: list[OpenMemory]) -> None:
         if opened:
             self._owner.in_thread_soon(opened.clear)
 
@@ -293,7 +293,7 @@ class AcceptedSession(Session):
         self._backpressure = False  # the peer does not read its replies
         self._resting = False  # until the next turn of the event loop
 
-    def _same_host(self) -> None:
+    def _on_same_host(self) -> None:
         self._devices.start()
 
     def _on_backpressure(self, full: bool) -> None:
@@ -309,13 +309,13 @@ class AcceptedSession(Session):
             else:
                 self._transport.resume_reading()
 
-    def _rested(self) -> None:
+    def _end_rest(self) -> None:
         self._resting = False
         self._pause_or_resume()
 
     def _on_device(self, kind: Kind, data: bytes) -> None:
         if kind is Kind.RETURN_ON_DEVICE:
-            self._devices.returned(data)
+            self._devices.take_returned(data)
         else:
             self._devices.stop()
 
@@ -327,18 +327,18 @@ class AcceptedSession(Session):
         if call in self._calls:
             raise DecodeError(f"call {call} is made twice")
         if len(self._calls) >= MAX_CALLS:
-            self._reply(call, _too_many())
+            self._reply(call, _too_many_calls())
             return False
         self._calls[call] = None
         return True
 
-    def _no_memory(self, head: Head) -> None:
+    def _on_no_memory(self, head: Head) -> None:
         del self._calls[head.call]
         log.error("no memory for a call of %d bytes from node %s", head.payload, self.peer)
         text = f"{name_of(self._hello.node)} has no memory for a call of {head.payload} bytes"
         self._reply(head.call, Refusal(Reason.NO_MEMORY, text))
 
-    def _cannot_borrow(self, call: int) -> None:
+    def _on_cannot_borrow(self, call: int) -> None:
         del self._calls[call]
 
     def _on_decline(self, call: int) -> None:
@@ -378,7 +378,7 @@ class AcceptedSession(Session):
             raise DecodeError(f"one of the calls {first} to {numbers[-1]} is made twice")
         if len(self._calls) + pull.count > MAX_CALLS:
             for number in numbers:
-                self._reply(number, _too_many())
+                self._reply(number, _too_many_calls())
             return
         serve, caller, answered = self._owner.serve, self.peer, self._reply
         for nth, reply in enumerate(answer_all_now(serve, caller, pull)):
@@ -397,18 +397,18 @@ class AcceptedSession(Session):
     def _spawn(self, number: int, answers: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
         task = self._owner.tasks.spawn(self._serve(number, answers), name=f"serve {self.peer} {number}")
         self._calls[number] = task
-        task.add_done_callback(partial(self._served, number))
-        if len(self._calls) > _AT_ONCE and not self._resting:
+        task.add_done_callback(partial(self._on_served, number))
+        if len(self._calls) > _BUSY_CALLS and not self._resting:
             self._resting = True
             self._pause_or_resume()
-            self._loop.call_soon(self._rested)
+            self._loop.call_soon(self._end_rest)
 
-    def _served(self, number: int, task: asyncio.Task[Any]) -> None:
+    def _on_served(self, number: int, task: asyncio.Task[Any]) -> None:
         if self._calls.get(number) is task:  # else the call was cancelled, or its reply is copied from a device
             del self._calls[number]
 
     async def _receive_and_answer(self, incoming: Incoming) -> Reply:
-        call = await self._received(incoming)
+        call = await self._complete(incoming)
         del incoming  # see `_serve`
         return await answer(self._owner.serve, self.peer, call)
 
@@ -430,7 +430,7 @@ class AcceptedSession(Session):
         if type(value) is EncodedOnDevice:
             value, kind = self._devices.lend(number, value), Kind.REPLY_ON_DEVICE
             if value is None:
-                self._spawn(number, partial(self._staged, reply))
+                self._spawn(number, partial(self._stage_reply, reply))
                 return
         try:
             header = wire.to_header(reply)
@@ -444,16 +444,16 @@ class AcceptedSession(Session):
         if (returning := self._owner.returning) and (other := returning.pop(self.peer, None)):
             other.give_back()
 
-    async def _staged(self, reply: Reply) -> Reply:
-        """Copies the buffers of a reply that cannot be lent from the device to the host."""
+    async def _stage_reply(self, reply: Reply) -> Reply:
+        """Copies those buffers of a reply from the device to the host that cannot be lent."""
         value = wire.value_of(reply)
         assert value is not None
         try:
-            hosted = await self._owner.hosted(value, but=self._devices.lendable)
+            hosted = await self._owner.copy_to_host(value, but=self._devices.lendable)
         except Exception as error:
             # The epoch restarts, and the task meets the error of its device itself.
             log.exception("a %s cannot be copied to the host", type(reply).__name__)
-            return _not_copied(error)
+            return _copy_failed(error)
         return cast(Reply, wire.with_value(reply, hosted))
 
     def _on_cancel(self, call: int) -> None:
@@ -465,17 +465,17 @@ class AcceptedSession(Session):
             task.cancel()
 
     def _release(self) -> None:
-        self._devices.broken()
+        self._devices.spoil_all()
         calls, self._calls = self._calls, {}
         for task in calls.values():
             if task is not None:
                 task.cancel()
 
 
-def _too_many() -> Refusal:
+def _too_many_calls() -> Refusal:
     return Refusal(Reason.PAUSED, f"{MAX_CALLS} calls of this session are being served")
 
 
-def _not_copied(error: Exception) -> Refusal:
+def _copy_failed(error: Exception) -> Refusal:
     reason = Reason.NOT_COPIED if device_error(error) is None else Reason.DEVICE_ERROR
     return Refusal(reason, f"it cannot be copied to the host: {type(error).__name__}: {error}")

@@ -33,7 +33,7 @@ from taskgraph.transport.calls import OpenCall, OwnedTasks, all_now, answer_now,
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Digesting
 from taskgraph.transport.mappings import Mappings
-from taskgraph.transport.refusals import Refusals
+from taskgraph.transport.refusals import RefusalLog
 from taskgraph.transport.segments import Pool
 from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Session
 from taskgraph.transport.sides import AcceptedSession, DialledSession
@@ -67,27 +67,27 @@ class _Listener(Protocol):
 T = TypeVar("T")
 
 
-_WENT = (errno.ECONNRESET, errno.ENOTCONN)
+_CLOSED_ERRORS = (errno.ECONNRESET, errno.ENOTCONN)
 """Errors of a connection whose listener ended at the same time."""
 
 
-_IN_BETWEEN = (
+_LIKELY_CAUSES = (
     "the network drops large packets (the MTU of a tunnel or VPN), a proxy answers in its place, or its process is "
     "stopped"
 )
 
 
-class _Awaited(Enum):
+class _DialStep(Enum):
     """The step of dialling that timed out, and likely causes."""
 
     CONNECTION = "no connection within {}"
-    HANDSHAKE = f"connected, but the TLS handshake did not end within {{}}: {_IN_BETWEEN}"
-    HELLO_IN_TLS = f"connected with TLS, but no hello came within {{}}: {_IN_BETWEEN}"
+    HANDSHAKE = f"connected, but the TLS handshake did not end within {{}}: {_LIKELY_CAUSES}"
+    HELLO_IN_TLS = f"connected with TLS, but no hello came within {{}}: {_LIKELY_CAUSES}"
     HELLO = "connected, but no hello came within {}: another program listens there, or its process is stopped"
 
 
-class _Dialled:
-    """The progress of dialling a peer.
+class _DialProgress:
+    """How far the dialling of a peer has come, for the error of a timeout.
 
     Attributes:
         endpoint: the endpoint that is tried.
@@ -97,29 +97,29 @@ class _Dialled:
 
     def __init__(self) -> None:
         self.endpoint = ""
-        self.awaited = _Awaited.CONNECTION
+        self.awaited = _DialStep.CONNECTION
         self.connected = False
 
     def try_endpoint(self, endpoint: str) -> None:
-        self.endpoint, self.awaited = endpoint, _Awaited.CONNECTION
+        self.endpoint, self.awaited = endpoint, _DialStep.CONNECTION
 
-    def reached(self, awaited: _Awaited) -> None:
+    def reach(self, awaited: _DialStep) -> None:
         self.awaited, self.connected = awaited, True
 
-    def timed_out(self, limit_s: float) -> str:
+    def describe_timeout(self, limit_s: float) -> str:
         return f"{self.endpoint}: {self.awaited.value.format(f'{limit_s:g} s')}"
 
 
-class _CutOff(PeerLost):
+class _BrokeInHello(PeerLost):
     """The connection broke during the hello."""
 
 
 def _idle_bytes() -> int:
-    """Idle memory that a process keeps for its next values. A small part, since a host runs several nodes."""
+    """Returns how much idle memory a process keeps for its next values: little, since a host runs several nodes."""
     return max(_LEAST_IDLE_BYTES, memory_bytes() // 32)
 
 
-def _logged(work: Callable[[], None]) -> None:
+def _run_logged(work: Callable[[], None]) -> None:
     try:
         work()
     except Exception:  # tasks meet errors of the device themselves
@@ -136,7 +136,7 @@ class _OwnCall(OpenCall):
     __slots__ = ("calls",)
     calls: dict[_OwnCall, PendingReply]
 
-    def answered(self, _: int, reply: Reply) -> None:
+    def on_reply(self, _: int, reply: Reply) -> None:
         if self.calls.pop(self, None) is not None:  # else cancelled
             self.settle(reply)
 
@@ -194,7 +194,7 @@ class StreamTransport:
         self._settings = settings
         self._token = token
         self._job = job
-        self.verified_now = verify
+        self.verify_now = verify
         self.digesting = digesting
         self._unix_dir = unix_dir
         self._tcp_host = tcp_host
@@ -218,10 +218,10 @@ class StreamTransport:
         self._dialled: dict[str, DialledSession] = {}
         self.returning: dict[str, Session] = {}
         self._dials: dict[str, asyncio.Task[DialledSession]] = {}
-        self._refusals: Refusals | None = None
+        self._refusals: RefusalLog | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._staging: ThreadPoolExecutor | None = None
-        descriptors = endpoints.descriptors()
+        descriptors = endpoints.descriptor_limit()
         self._pool = Pool(max_segments=min(descriptors // 8, 1024), max_idle_bytes=_idle_bytes())
         self.allocate = self._pool.allocate
         self.mappings = Mappings(limit=min(descriptors // 8, 1024))
@@ -245,7 +245,7 @@ class StreamTransport:
             raise RuntimeError(f"the transport is {self._state}")
         self._node, self.serve, self._on_lost = node, serve, on_lost
         self._state = "running"
-        self._refusals = Refusals(log, asyncio.get_running_loop().time)
+        self._refusals = RefusalLog(log, asyncio.get_running_loop().time)
         try:
             await self._listen()
         except BaseException:
@@ -256,9 +256,9 @@ class StreamTransport:
     def _trim(self) -> None:
         self._pool.trim()
         self.mappings.trim()
-        looks = max(2, math.ceil(self._settings.ping_timeout_s / _TRIM_S))
+        checks = max(2, math.ceil(self._settings.ping_timeout_s / _TRIM_S))
         for session in list(self._connections):
-            session.look(looks)
+            session.end_if_stuck(checks)
             session.trim()
         if shared.idle():
             self.in_thread_soon(shared.trim)
@@ -291,7 +291,7 @@ class StreamTransport:
 
     @property
     def unreachable(self) -> bool:
-        """The file of the unix socket was removed by somebody else."""
+        """True if another program removed the file of the unix socket."""
         return self._state == "running" and self._socket_file is not None and not self._socket_file.exists()
 
     async def listen_anew(self) -> None:
@@ -311,7 +311,7 @@ class StreamTransport:
             self.tasks,
             handshake_s=self._settings.connect_s,
             limit=MAX_STRANGERS,
-            refused=self._refused,
+            on_refused=self._on_refused,
         )
 
     async def close(self) -> None:
@@ -392,7 +392,7 @@ class StreamTransport:
         call.calls, call.message, call.listener = self._own_calls, message, None
         if isinstance(reply, PendingReply):
             self._own_calls[call] = reply
-            reply.listen(call.answered)
+            reply.listen(call.on_reply)
         else:
             call.settle(reply)
         return call
@@ -403,7 +403,7 @@ class StreamTransport:
             return await call_self(self.tasks, self.serve, self._node, message)
         session = self._dialled.get(peer.node)
         if session is None or not session.open:
-            session = await self._session(peer)
+            session = await self._get_session(peer)
         return await session.begin(message)
 
     def _check_running(self) -> None:
@@ -414,21 +414,23 @@ class StreamTransport:
         self._check_running()
         if peer.node == self._node:
             return
-        dialled = _Dialled()
+        progress = _DialProgress()
         try:
             async with asyncio.timeout(timeout_s):
-                session = await self._dial(peer, dialled, probe=True)
+                session = await self._dial(peer, progress, probe=True)
         except TimeoutError:
-            raise PeerLost(f"node {peer.node}: {dialled.timed_out(timeout_s)}", connected=dialled.connected) from None
+            raise PeerLost(
+                f"node {peer.node}: {progress.describe_timeout(timeout_s)}", connected=progress.connected
+            ) from None
         session.goodbye()
 
     # Dialling.
 
-    async def _session(self, peer: Peer) -> DialledSession:
+    async def _get_session(self, peer: Peer) -> DialledSession:
         """Dials a session for calls to `peer`. Concurrent callers share it."""
         dial = self._dials.get(peer.node)
         if dial is None:
-            dial = self.tasks.spawn(self._dial(peer, _Dialled(), probe=False), name=f"dial {peer.node}")
+            dial = self.tasks.spawn(self._dial(peer, _DialProgress(), probe=False), name=f"dial {peer.node}")
             self._dials[peer.node] = dial
             dial.add_done_callback(lambda _: self._dials.pop(peer.node))
         await asyncio.wait((dial,))
@@ -439,29 +441,31 @@ class StreamTransport:
             raise type(error)(str(error)) from error  # an instance for each caller
         return dial.result()
 
-    async def _dial(self, peer: Peer, dialled: _Dialled, *, probe: bool) -> DialledSession:
+    async def _dial(self, peer: Peer, progress: _DialProgress, *, probe: bool) -> DialledSession:
         """Tries the endpoints in order. Raises PeerGone only if all usable endpoints refuse."""
         gone, lost = [], []
         for endpoint in peer.endpoints:
             if not endpoints.usable(endpoint):
                 continue
-            dialled.try_endpoint(endpoint)
+            progress.try_endpoint(endpoint)
             try:
                 async with asyncio.timeout(self._settings.connect_s):
-                    return await self._dial_patiently(peer, endpoint, dialled, probe=probe)
+                    return await self._dial_patiently(peer, endpoint, progress, probe=probe)
             except PeerGone as error:
                 gone.append(str(error))
             except PeerLost as error:
                 lost.append(str(error))
             except TimeoutError:
-                lost.append(dialled.timed_out(self._settings.connect_s))
+                lost.append(progress.describe_timeout(self._settings.connect_s))
         if lost:
-            raise PeerLost(f"node {peer.node}: {'; '.join(lost + gone)}", connected=dialled.connected)
+            raise PeerLost(f"node {peer.node}: {'; '.join(lost + gone)}", connected=progress.connected)
         if gone:
             raise PeerGone(f"node {peer.node}: {'; '.join(gone)}")
         raise PeerLost(f"node {peer.node} has no endpoint that can be used from here: {peer.endpoints}")
 
-    async def _dial_patiently(self, peer: Peer, endpoint: str, dialled: _Dialled, *, probe: bool) -> DialledSession:
+    async def _dial_patiently(
+        self, peer: Peer, endpoint: str, progress: _DialProgress, *, probe: bool
+    ) -> DialledSession:
         """Dials again if the connection breaks during the hello.
 
         A dying process loses its connections and its port at slightly different times. The caller should learn that
@@ -469,25 +473,27 @@ class StreamTransport:
         """
         for pause_s in _DIAL_AGAIN_S:
             try:
-                return await self._dial_endpoint(peer, endpoint, dialled, probe=probe)
-            except _CutOff:
+                return await self._dial_endpoint(peer, endpoint, progress, probe=probe)
+            except _BrokeInHello:
                 await asyncio.sleep(pause_s)
-        return await self._dial_endpoint(peer, endpoint, dialled, probe=probe)
+        return await self._dial_endpoint(peer, endpoint, progress, probe=probe)
 
-    async def _dial_endpoint(self, peer: Peer, endpoint: str, dialled: _Dialled, *, probe: bool) -> DialledSession:
+    async def _dial_endpoint(
+        self, peer: Peer, endpoint: str, progress: _DialProgress, *, probe: bool
+    ) -> DialledSession:
         loop = asyncio.get_running_loop()
         try:
             sock = await endpoints.connect(endpoint, self._settings)
         except PeerLost as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _WENT:
-                raise _CutOff(str(error)) from error
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _CLOSED_ERRORS:
+                raise _BrokeInHello(str(error)) from error
             raise
         hello = Dialling(self._token, self._job, self._node, probe=probe)
         session = DialledSession(self, hello, wanted=peer.node, hello_s=self._settings.connect_s)
         session.where = endpoint
         try:
             context = self._tls.context(server=False) if self._tls and sock.family != socket.AF_UNIX else None
-            dialled.reached(_Awaited.HELLO if context is None else _Awaited.HANDSHAKE)
+            progress.reach(_DialStep.HELLO if context is None else _DialStep.HANDSHAKE)
             with endpoints.handed_over(sock):
                 if sock.family == socket.AF_UNIX:
                     await loop.create_unix_connection(lambda: session, sock=sock)
@@ -503,7 +509,7 @@ class StreamTransport:
                         ssl_shutdown_timeout=CLOSE_S,
                     )
             if context is not None:
-                dialled.reached(_Awaited.HELLO_IN_TLS)
+                progress.reach(_DialStep.HELLO_IN_TLS)
             await session.hello_done
         except PeerLost as error:
             if not session.cut_off:
@@ -513,13 +519,13 @@ class StreamTransport:
                 hint = " (it may not accept our certificate: see its log)"
             elif self._tls is None and endpoint.startswith("tcp:"):
                 hint = " (perhaps it speaks TLS only: give --tls)"
-            raise _CutOff(f"{endpoint}: {error}{hint}") from error
+            raise _BrokeInHello(f"{endpoint}: {error}{hint}") from error
         except OSError as error:
             sock.close()
             why = str(error)
             if self._tls is not None and endpoint.startswith("tcp:"):
                 why = f"no TLS handshake: {why or 'its end closed the connection: was it started without TLS (--tls)?'}"
-            lost = _CutOff if error.errno == errno.ENOTCONN else PeerLost
+            lost = _BrokeInHello if error.errno == errno.ENOTCONN else PeerLost
             raise lost(f"{endpoint}: {why}{advice(error)}") from error
         except BaseException:
             session.abort()
@@ -535,7 +541,7 @@ class StreamTransport:
         hello = Answering(self._token, self._job, self._node)
         return AcceptedSession(self, hello, hello_s=self._settings.connect_s)
 
-    def connected(self, session: Session) -> None:
+    def on_connected(self, session: Session) -> None:
         self._connections[session] = asyncio.get_running_loop().create_future()
         if self._state != "running":
             session.abort()
@@ -548,7 +554,7 @@ class StreamTransport:
                 self._strangers.pop(oldest, None)
                 oldest.abort()  # also if it ended, and its refusal was not read
 
-    def opened(self, session: Session) -> None:
+    def on_opened(self, session: Session) -> None:
         self._strangers.pop(session, None)
         if session.probe:
             return
@@ -558,9 +564,9 @@ class StreamTransport:
             self._dialled[session.peer] = session
         self._open.setdefault(session.peer, set()).add(session)
 
-    def ended(self, session: Session) -> None:
+    def on_ended(self, session: Session) -> None:
         if session in self._strangers:  # until its socket is closed
-            self._refused(session.where, session.why)
+            self._on_refused(session.where, session.why)
         node = session.peer
         if isinstance(session, DialledSession) and self._dialled.get(node) is session:
             del self._dialled[node]
@@ -576,43 +582,43 @@ class StreamTransport:
                 log.info("lost node %s: %s", node, session.why)
                 self._on_lost(node)
 
-    def disconnected(self, session: Session) -> None:
+    def on_disconnected(self, session: Session) -> None:
         self._strangers.pop(session, None)
         closed = self._connections.pop(session, None)
         if closed is not None:  # else called before
             closed.set_result(None)
 
-    def _refused(self, where: str, why: str) -> None:
+    def _on_refused(self, where: str, why: str) -> None:
         if self._refusals is not None and self._state == "running":
-            self._refusals.refused(where, why)
+            self._refusals.add(where, why)
 
-    async def hosted(self, value: Encoded, *, but: Callable[[DeviceBuffer], bool]) -> Encoded:
+    async def copy_to_host(self, value: Encoded, *, but: Callable[[DeviceBuffer], bool]) -> Encoded:
         return await self.in_thread(partial(hosted, value, allocate=self.allocate, but=but))
 
-    def _stagers(self) -> ThreadPoolExecutor:
+    def _staging_threads(self) -> ThreadPoolExecutor:
         if self._staging is None:
             self._staging = ThreadPoolExecutor(_STAGING_THREADS, thread_name_prefix="taskgraph-stage")
         return self._staging
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._stagers(), work)
+        return await asyncio.get_running_loop().run_in_executor(self._staging_threads(), work)
 
     def in_thread_soon(self, work: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # shut down
-            self._stagers().submit(_logged, work)
+            self._staging_threads().submit(_run_logged, work)
 
-    async def verified(self, value: Encoded) -> bool:
+    async def verify(self, value: Encoded) -> bool:
         if value.size_bytes < VERIFY_AT_ONCE_BYTES:
-            return self.verified_now(value)
+            return self.verify_now(value)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="taskgraph-verify")
         try:
-            work = asyncio.get_running_loop().run_in_executor(self._threads, self.verified_now, value)
+            work = asyncio.get_running_loop().run_in_executor(self._threads, self.verify_now, value)
         except RuntimeError:
             if self._state != "running":
                 return False  # shut down: the session is closed
             # No thread can be started. The next value uses a new pool, since the queue of this one keeps the value.
             self._threads.shutdown(wait=False)
             self._threads = None
-            return self.verified_now(value)
+            return self.verify_now(value)
         return await work

@@ -37,13 +37,13 @@ DIGEST_BYTES = 16  # xxh3-128
 
 
 def value_of(message: Message) -> Encoded | None:
-    """The value that a message carries, or None."""
+    """Returns the value that a message carries, or None."""
     value: Encoded | None = getattr(message, "value", None)
     return value
 
 
 def with_value(message: Message, value: Encoded) -> Message:
-    """A copy of the message that carries another value."""
+    """Returns a copy of the message that carries another value."""
     return msgspec.structs.replace(message, value=value)
 
 
@@ -66,7 +66,7 @@ _decode = msgspec.msgpack.Decoder(Message, dec_hook=_from_wire).decode
 
 
 def to_header(message: Message) -> bytes:
-    """The header of a message.
+    """Encodes a message as the header of a frame.
 
     Raises:
         TypeError, ValueError, OverflowError: a field has a value that its type does not allow.
@@ -87,7 +87,7 @@ def _escaped(text: str) -> str:
 
 
 def from_header(header: bytes) -> Message:
-    """Decodes a header. If the message carries a value, it has its digest only: `Encoded.complete` adds the rest.
+    """Decodes a header. A value in the message has its digest only: `Encoded.complete` adds the rest.
 
     Raises:
         DecodeError: `to_header` does not make such a header.

@@ -24,7 +24,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.task import Task
-from taskgraph.transport.hello import mark
+from taskgraph.transport.hello import token_mark
 
 KEYS = Keys("fit")
 OLD, NEW = "ab" * 32, "cd" * 32
@@ -63,7 +63,7 @@ async def test_node_with_old_token_waits(
     etcd: MemoryCoordinator, old: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(joining, "_TOKEN_AGAIN_S", 0.01)
-    await submitted(etcd, mark(bytes.fromhex(NEW)))
+    await submitted(etcd, token_mark(bytes.fromhex(NEW)))
     waiting = asyncio.ensure_future(token_of_node(etcd, old))
     await asyncio.sleep(0.05)
     assert not waiting.done()
@@ -75,7 +75,7 @@ async def test_node_with_old_token_waits(
     assert token == NEW and spec.name == "fit"
 
 
-@pytest.mark.parametrize("token_mark", ["", mark(bytes.fromhex(OLD))])
+@pytest.mark.parametrize("token_mark", ["", token_mark(bytes.fromhex(OLD))])
 async def test_node_with_right_token_joins(etcd: MemoryCoordinator, old: Path, token_mark: str) -> None:
     await submitted(etcd, token_mark)
     async with asyncio.timeout(30):
@@ -87,7 +87,7 @@ async def test_node_with_right_token_joins(etcd: MemoryCoordinator, old: Path, t
 async def test_commands_refuse_another_token(
     etcd: MemoryCoordinator, old: Path, command: Callable[[Any], Coroutine[Any, Any, Any]], given: bool
 ) -> None:
-    await submitted(etcd, mark(bytes.fromhex(NEW)))
+    await submitted(etcd, token_mark(bytes.fromhex(NEW)))
     await etcd.txn(Txn(success=(Put(KEYS.status, StatusRecord(state=State.FINISHED).to_bytes()),)))
     words = ["--token-file", str(old)] if given else []
     more = [] if command is _result else ["--nodes", "1"]
@@ -117,5 +117,5 @@ def test_submit_marks_token(old: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     words = ["submit", str(tmp_path / "fit.py"), "--etcd", ETCD, "--token-file", str(old)]
     assert running.submit_command(parser().parse_args(words)) == 0
     spec = asyncio.run(etcd.get(KEYS.spec))
-    assert spec is not None and JobSpec.from_bytes(spec.value).token_mark == mark(bytes.fromhex(OLD))
+    assert spec is not None and JobSpec.from_bytes(spec.value).token_mark == token_mark(bytes.fromhex(OLD))
     assert OLD.encode() not in spec.value

@@ -293,7 +293,7 @@ class Pair:
         await turns_until(lambda: len(self.told) >= tickets)
         told, self.told[:] = self.told[:], []
         for data in told:
-            self.lending.returned(data)
+            self.lending.take_returned(data)
 
 
 @pytest.fixture
@@ -346,7 +346,7 @@ def test_tickets_count_for_the_size_limit() -> None:
 @pytest.mark.parametrize("data", [b"123", bytes(8), (5).to_bytes(8, "big")])
 def test_returned_ticket_must_be_lent(data: bytes) -> None:
     with pytest.raises(DecodeError):
-        DeviceLending().returned(data)
+        DeviceLending().take_returned(data)
 
 
 async def test_call_with_tickets_ends_the_session(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:

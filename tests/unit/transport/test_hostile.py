@@ -19,7 +19,7 @@ from taskgraph.protocol import messages as m
 from taskgraph.transport import wire
 from taskgraph.transport.frames import MAX_BUFFERS, MAX_HEADER_BYTES, PROTOCOL_VERSION, Head, Kind, Limits, pack_frame
 from taskgraph.transport.hello import HELLO_LIMITS, Answering, Challenge, Dialling, HelloRefused, Open, Proof, refusal
-from taskgraph.transport.refusals import Refusals
+from taskgraph.transport.refusals import RefusalLog
 
 TOKEN = b"0123456789abcdef"
 HELLO_KINDS = [kind for kind in Kind if kind.name.startswith("HELLO")]
@@ -194,14 +194,14 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_refusal_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    refusals = Refusals(logging.getLogger("refusals"), clock)
+    refusals = RefusalLog(logging.getLogger("refusals"), clock)
     for _ in range(1000):
-        refusals.refused("1.2.3.4", "wrong token")
+        refusals.add("1.2.3.4", "wrong token")
     clock.now += 59
-    refusals.refused("1.2.3.4", "wrong token")
+    refusals.add("1.2.3.4", "wrong token")
     assert said(caplog) == ["refused a connection from 1.2.3.4: wrong token"]
     clock.now += 2
-    refusals.refused("5.6.7.8", "wrong token")
+    refusals.add("5.6.7.8", "wrong token")
     assert said(caplog)[1:] == [
         "refused 1000 more connections since, for like reasons",
         "refused a connection from 5.6.7.8: wrong token",
@@ -210,18 +210,18 @@ def test_refusal_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_number_of_refusal_lines_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    refusals = Refusals(logging.getLogger("refusals"), Clock())
+    refusals = RefusalLog(logging.getLogger("refusals"), Clock())
     for size in range(5000, 6000):
-        refusals.refused("x", f"a header of {size} bytes; the limit is 4096")
+        refusals.add("x", f"a header of {size} bytes; the limit is 4096")
     assert len(said(caplog)) == 1
     for number in range(1000):
-        refusals.refused("x", "".join(chr(ord("g") + int(digit)) for digit in str(number)) + "!")
+        refusals.add("x", "".join(chr(ord("g") + int(digit)) for digit in str(number)) + "!")
     assert len(said(caplog)) == 20
 
 
 def test_text_of_refusal_lines_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    refusals = Refusals(logging.getLogger("refusals"), Clock())
-    refusals.refused("a\nb", "no\r\n2026-01-01 root INFO all is well \x1b[31m\N{SNOWMAN}" + "z" * 10_000)
+    refusals = RefusalLog(logging.getLogger("refusals"), Clock())
+    refusals.add("a\nb", "no\r\n2026-01-01 root INFO all is well \x1b[31m\N{SNOWMAN}" + "z" * 10_000)
     (line,) = said(caplog)
     assert line.startswith("refused a connection from a?b: no??2026-01-01 root INFO all is well ?[31m?zzz")
     assert line.isascii() and line.isprintable() and len(line) < 400

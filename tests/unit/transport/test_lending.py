@@ -156,7 +156,7 @@ def test_unsent_message_takes_back_its_leases() -> None:
         assert block is not None and ours.lend(call, block.data)
     ours.take_back(1)
     assert len(ours) == 1
-    ours.returned(struct.pack("!Q", 3))
+    ours.take_returned(struct.pack("!Q", 3))
     assert len(ours) == 0
     del blocks, block
     memory.close()
@@ -491,7 +491,7 @@ async def test_goodbye_returns_leases(host: Cluster) -> None:
     del got
     gc.collect()
     (session,) = sessions(b)
-    await turns_until(lambda: session._borrowing._back or not lent(a))
+    await turns_until(lambda: session._borrowing._to_return or not lent(a))
     session.goodbye()
     await turns_until(lambda: lent(a) == 0)
     found = [pooled(a, MIB) for _ in range(3)]
@@ -502,7 +502,7 @@ def test_unknown_lease_is_refused() -> None:
     ours = Lending(lambda: 0.0)
     for data in (bytes(7), struct.pack("!Q", 1), struct.pack("!Q", 1 << 63)):
         with pytest.raises(DecodeError):
-            ours.returned(data)
+            ours.take_returned(data)
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,8 @@ async def test_invisible_process_gets_bytes(folder: Path, monkeypatch: pytest.Mo
     from taskgraph.transport import endpoints
 
     async with child(folder) as (_, peer):
-        monkeypatch.setattr("taskgraph.transport.session.process_behind", lambda sock: pid)
-        assert endpoints.process_behind(None) == 0
+        monkeypatch.setattr("taskgraph.transport.session.peer_pid", lambda sock: pid)
+        assert endpoints.peer_pid(None) == 0
         async with node(folder) as me:
             value = await pull(me, peer, 3, str(MIB))
             assert int(decode(value).sum()) == 3 * MIB

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from taskgraph.transport import pages
-from taskgraph.transport.pages import address_of, emptied, gathered, huge_page_bytes, mapped
+from taskgraph.transport.pages import address_of, huge_page_bytes, map_shared, move_to_huge_pages, release_pages
 
 pytestmark = pytest.mark.skipif(not huge_page_bytes(), reason="this kernel has none, or they are switched off")
 
@@ -45,13 +45,13 @@ def mapped_at(address: int) -> bool:
 def test_mapping_is_aligned_to_huge_pages(fd: int) -> None:
     size = 3 * huge_page_bytes() + 5000
     for writable in (True, False):
-        memory = mapped(fd, size, writable=writable)
+        memory = map_shared(fd, size, writable=writable)
         assert address_of(memory) % huge_page_bytes() == 0
         assert len(memory) == size and memory.readonly is not writable and memory.format == "B"
 
 
 def test_mapping_ends_with_its_last_view(fd: int) -> None:
-    memory = mapped(fd, 2 * huge_page_bytes(), writable=True)
+    memory = map_shared(fd, 2 * huge_page_bytes(), writable=True)
     address = address_of(memory)
     array = np.frombuffer(memory[100:200], np.uint8)
     part = array[5:6]
@@ -69,9 +69,9 @@ def test_failed_mapping_leaves_nothing(fd: int) -> None:
     before = len(Path("/proc/self/maps").read_text().splitlines())
     try:
         with pytest.raises(PermissionError):
-            mapped(reader, 2 * huge_page_bytes(), writable=True)
+            map_shared(reader, 2 * huge_page_bytes(), writable=True)
         with pytest.raises(OSError, match="Cannot allocate"):
-            mapped(fd, 1 << 60, writable=True)
+            map_shared(fd, 1 << 60, writable=True)
     finally:
         os.close(reader)
     assert len(Path("/proc/self/maps").read_text().splitlines()) == before
@@ -79,27 +79,27 @@ def test_failed_mapping_leaves_nothing(fd: int) -> None:
 
 def test_gathered_memory_keeps_its_content(fd: int) -> None:
     huge = huge_page_bytes()
-    memory = mapped(fd, 3 * huge + 5000, writable=True)
+    memory = map_shared(fd, 3 * huge + 5000, writable=True)
     array = np.frombuffer(memory, np.uint8)
     array[huge + 3] = 7
     array[-1] = 8
     address = address_of(memory)
-    if not gathered(address, len(memory)):
+    if not move_to_huge_pages(address, len(memory)):
         pytest.skip("the kernel has no huge page to give")
     assert in_huge_pages(address) == 3 * huge
     assert (int(array.sum()), int(array[huge + 3]), int(array[-1])) == (15, 7, 8)
-    reader = mapped(fd, 3 * huge + 5000, writable=False)
+    reader = map_shared(fd, 3 * huge + 5000, writable=False)
     assert sum(reader) == 15
     assert in_huge_pages(address_of(reader)) == 3 * huge
 
 
 def test_returned_pages_become_zeros(fd: int) -> None:
     huge = huge_page_bytes()
-    memory = mapped(fd, 3 * huge + 5000, writable=True)
-    gathered(address_of(memory), len(memory))
+    memory = map_shared(fd, 3 * huge + 5000, writable=True)
+    move_to_huge_pages(address_of(memory), len(memory))
     np.frombuffer(memory, np.uint8)[:] = 5
     held = os.fstat(fd).st_blocks
-    assert emptied(address_of(memory) + huge // 2, huge)
+    assert release_pages(address_of(memory) + huge // 2, huge)
     assert held - os.fstat(fd).st_blocks == huge // 512
     array = np.frombuffer(memory, np.uint8)
     assert int(array[: huge // 2].min()) == 5 and int(array[huge // 2 : huge * 3 // 2].max()) == 0

@@ -516,8 +516,8 @@ async def test_reply_calls_its_listener_at_once() -> None:
     """Once per call."""
     heard: list[asyncio.Future[m.Reply]] = []
 
-    def begun() -> sides._Pending:
-        pending = sides._Pending(loop=asyncio.get_running_loop())
+    def begun() -> sides._PendingCall:
+        pending = sides._PendingCall(loop=asyncio.get_running_loop())
         pending.session = Forgetful()  # type: ignore[assignment]
         pending.listener = heard.append
         return pending
@@ -608,7 +608,7 @@ async def test_session_survives_cancelling_a_large_value(streams: Cluster) -> No
     (here,), (there,) = sessions_of(a.transport), sessions_of(b.transport)
     for call, sender in ((m.Flag(m.Stamp(1, 1), 1, 1, 1, large), here), (pull(), there)):
         waiting = asyncio.ensure_future(a.call(b, call))
-        await turns_until(lambda sender=sender: sender._outbox._turn)
+        await turns_until(lambda sender=sender: sender._outbox._in_turn)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

@@ -270,7 +270,7 @@ async def test_silent_tls_connections_are_bounded(
                 closed += 1
         assert closed == 21
         listener = b.transport._servers[0]  # type: ignore[attr-defined]
-        assert isinstance(listener, accepting.TlsListener) and len(listener._shaking) <= 8
+        assert isinstance(listener, accepting.TlsListener) and len(listener._handshakes) <= 8
     finally:
         for sock in silent:
             sock.close()
