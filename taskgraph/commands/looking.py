@@ -23,7 +23,7 @@ from taskgraph.launch.follow import client_of, find_kept, follow_events, kept_ev
 from taskgraph.launch.kept import KeptJob
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import clock_text, counted, fitted, kept_json, status_json
+from taskgraph.observe.format import clock_text, counted, fit_screen, kept_json, status_json
 from taskgraph.observe.screen import one_line, printable, say, takes_codes
 from taskgraph.observe.status import NodeStatus
 from taskgraph.observe.status_text import StatusData, no_node_text, status_text
@@ -90,7 +90,7 @@ async def _status(options: argparse.Namespace) -> int:
                 text = status_text(await _picture(reached, view, statuses, etcd_s), shown) + _warning(reached)
             if options.watch and not options.json and takes_codes(sys.stdout):
                 size = shutil.get_terminal_size()
-                text = fitted(text, size.columns, size.lines - 1)  # the cursor takes the last line
+                text = fit_screen(text, size.columns, size.lines - 1)  # the cursor takes the last line
                 print("\x1b[H\x1b[2J", end="")
             print(text, flush=True)
             if not options.watch or not keeper.view.running:

@@ -21,7 +21,14 @@ from taskgraph.launch.kept import KeptJob, collected_record, resume_hint
 from taskgraph.launch.runtime import Runtime
 from taskgraph.network.tls import Tls
 from taskgraph.observe.control_client import ControlClient, control_address
-from taskgraph.observe.events import GATHERED, Event, guarded_listener, in_order, put_events, readable_events
+from taskgraph.observe.events import (
+    MERGED_KINDS,
+    Event,
+    guarded_listener,
+    put_events,
+    readable_events,
+    sort_by_revision,
+)
 from taskgraph.observe.incidents import FAILOVER, Incidents
 from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol import transactions
@@ -65,7 +72,7 @@ async def if_etcd_answers(within_s: float) -> AsyncIterator[None]:
 
 async def kept_events(coordinator: Coordinator, job: str) -> list[Event]:
     """Returns the events in etcd, in the order they were written."""
-    return list(readable_events(kv.value for kv in in_order(await coordinator.list(Keys(job).events))))
+    return list(readable_events(kv.value for kv in sort_by_revision(await coordinator.list(Keys(job).events))))
 
 
 async def find_kept(coordinator: Coordinator, name: str) -> KeptJob | None:
@@ -207,7 +214,7 @@ class Follower:
             await asyncio.sleep(_LOOK_S)
             if not self._incidents.any_open:
                 continue
-            for event in self._incidents.look(self.view):
+            for event in self._incidents.take_finished(self.view):
                 self._report(event)
                 if event.kind == FAILOVER:
                     await self._keep(event)
@@ -237,7 +244,7 @@ class Follower:
             return
         for event in found:
             self._report(event)
-        for event in self._incidents.look(self.view, over=True):
+        for event in self._incidents.take_finished(self.view, over=True):
             self._report(event)
 
     async def _follow_leader(self, on_event: Callable[[Event], None]) -> None:
@@ -262,7 +269,7 @@ class Follower:
             async with client_of(record, self._token, self._tls) as client:
                 async for event, _ in client.events(follow=True):
                     if event.kind != "commit":
-                        if not event.transient and event.kind not in GATHERED:  # etcd has these, gathered
+                        if not event.transient and event.kind not in MERGED_KINDS:  # etcd has these, gathered
                             self._report(event)
                     elif (event.epoch or 0) > last:
                         last = event.epoch or 0
@@ -317,7 +324,7 @@ async def follow_events(coordinator: Coordinator, job: str, *, after: int = 0) -
     keys = Keys(job)
     listing, revision = await coordinator.list(keys.events), after
     while True:
-        for event in readable_events(kv.value for kv in in_order(listing) if kv.mod_revision > revision):
+        for event in readable_events(kv.value for kv in sort_by_revision(listing) if kv.mod_revision > revision):
             yield event
         revision = max(revision, listing.revision)
         try:

@@ -141,7 +141,7 @@ class Tracer:
             stop()
             await cancel_and_wait(*self._follows.values())
 
-    def enough(self) -> None:
+    def finish(self) -> None:
         """Ends the trace early: nodes send the spans that they have."""
         self.ended_early = True
 
@@ -240,7 +240,7 @@ class Tracer:
                         if chunk.over:
                             break
                         if trace.whole or self.ended_early:
-                            await call.enough()
+                            await call.finish()
                     else:
                         raise PeerLost(f"node {trace.record.name} ended without a last word")
             if not trace.whole and not self.ended_early and await self._runs():

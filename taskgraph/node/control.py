@@ -287,7 +287,7 @@ class ControlServer:
 
     async def _results(self, node: ControlledNode, request: pb.ResultsRequest) -> AsyncGenerator[pb.ResultChunk, None]:
         found = await node.results()
-        await self._events.kept()
+        await self._events.wait_until_kept()
         for result in found:
             value = result.value
             yield pb.ResultChunk(

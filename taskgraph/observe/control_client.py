@@ -49,8 +49,8 @@ _UNACKNOWLEDGED_S = 20.0
 _UNANSWERED_S = 300.0
 """Likewise if a proxy acknowledges, and the node does not answer a ping. Over a slow network the answer comes after the
 results that were sent before: with gRPC's 60 s, results at 30 kB/s would never arrive."""
-_CUT_OFF = ("Socket closed", "Connection reset", "connection closed")
-_ENDED = "certificate has expired"
+_RESET_SIGNS = ("Socket closed", "Connection reset", "connection closed")
+_EXPIRED = "certificate has expired"
 _NOT_CONNECTED = ("failed to connect to all addresses", "errors resolving ", "DNS resolution failed")
 """gRPC's words if it had no connection for a call."""
 _NO_LISTENER = ("Connection refused", "No such file or directory")
@@ -60,12 +60,12 @@ _LAST_ERROR = re.compile(r"^failed to connect to all addresses; last error: (\w+
 
 
 def credential(token: bytes) -> str:
-    """The proof of the job's token in a call. The token itself never travels: an eavesdropper cannot join as a node."""
+    """Returns what a call sends in place of the job's token, so that no eavesdropper can join as a node."""
     return hashlib.sha256(b"taskgraph control\0" + token).hexdigest()
 
 
 def control_address(control: str, host_key: str) -> str:
-    """The gRPC target of a node record's `control`, e.g. `unix:KEY:/path|tcp:host:port`; raises TaskGraphError."""
+    """Returns the gRPC target of a node record's `control`, e.g. `unix:KEY:/path|tcp:host:port`."""
     another_users = ""
     for endpoint in control.split("|"):
         key, path = unix_socket(endpoint)
@@ -88,18 +88,18 @@ _BUSY_S = 10.0
 
 
 _KILL_TRIES = 10
-"""Kills, and checks that it died; a process takes a moment to end, and its port with it."""
-_KILL_AGAIN_S = 0.25
+"""Tries to kill a node and to see that it died: a process, and its port, take a moment to end."""
+_KILL_RETRY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """A node's clock against ours, by one round trip.
+    """A node's clock compared with ours, by one round trip.
 
     Attributes:
         ahead_ns: how far the node's clock is ahead of ours, if both ways took the same time.
-        within_ns: how far off that may be: half of the round trip.
-        host_key: of the node's host, whose processes share the clock.
+        within_ns: the largest error of `ahead_ns`: half of the round trip.
+        host_key: the key of the node's host, whose processes share the clock.
     """
 
     ahead_ns: int
@@ -108,25 +108,25 @@ class ClockReading:
 
 
 class TraceCall:
-    """The spans of a node as it sends them. The first chunk has none: the node traces from then on."""
+    """A call that receives a node's spans. The first chunk has no spans: the node traces from then on."""
 
     def __init__(self, call: Any, readable: Callable[[Any], Any]) -> None:
         self._call = call
-        self._readable = readable
+        self._require_message = readable
 
-    async def enough(self) -> None:
-        """Asks the node to send what it has, and to stop."""
+    async def finish(self) -> None:
+        """Asks the node to send the remaining spans, and to stop tracing."""
         with contextlib.suppress(asyncio.InvalidStateError):  # the call is over: `next` says why
             await self._call.done_writing()
 
     async def next(self) -> pb.TraceChunk | None:
-        """The next chunk; None after the last."""
+        """Returns the next chunk of spans; None after the last."""
         chunk = await self._call.read()
-        return None if chunk is grpc.aio.EOF else self._readable(chunk)
+        return None if chunk is grpc.aio.EOF else self._require_message(chunk)
 
 
 class StillComputing(PeerLost):
-    """A node answers, and has no results yet."""
+    """A node answers, but has no results yet."""
 
 
 class ControlClient:
@@ -195,12 +195,12 @@ class ControlClient:
             PeerLost: it does not answer: it may be stopped, or not reachable from here.
         """
         if number == signals.SIGKILL:
-            await self._kill_for_good(timeout_s)
+            await self._kill_and_check(timeout_s)
         else:
             await self._call("Kill", pb.KillRequest(signal=number), pb.KillReply, timeout_s)
 
-    async def _kill_for_good(self, timeout_s: float) -> None:
-        """Kills, and checks: a connection breaks if the process died, and also if the network lost the order."""
+    async def _kill_and_check(self, timeout_s: float) -> None:
+        """Sends SIGKILL until the node is known dead: a broken connection may also mean that the order was lost."""
         await self.clock(timeout_s)  # a node that cannot be reached has not died
         lives, lost = True, None
         for _ in range(_KILL_TRIES):
@@ -215,23 +215,22 @@ class ControlClient:
                     raise
                 return
             except PeerLost as error:
-                if not _broke(error):
+                if not _is_broken_connection(error):
                     raise
                 lives, lost = False, error
-                await asyncio.sleep(_KILL_AGAIN_S)
+                await asyncio.sleep(_KILL_RETRY_S)
         raise PeerLost(f"{lost}; whether it died is not known: see `taskgraph status`") from lost
 
     async def drain(self, why: str, timeout_s: float = _BUSY_S) -> None:
-        """Asks the node to hand over and leave.
+        """Asks the node to hand its tasks over and leave.
 
         Raises:
-            PeerLost: it does not answer. A busy node may drain all the same, and the message says so, unless there was
-                no connection to the node.
+            PeerLost: the node does not answer. If the order was sent, a busy node may still drain; the message says so.
         """
         try:
             await self._call("Drain", pb.DrainRequest(why=why), pb.DrainReply, timeout_s)
         except PeerLost as error:
-            if _never_sent(error):
+            if _is_unsent(error):
                 raise
             raise PeerLost(f"{error}; whether it drains is not known: see `taskgraph status`") from error
 
@@ -254,13 +253,13 @@ class ControlClient:
             silent_s: how long the node may send nothing; None: for ever.
 
         Raises:
-            StillComputing: it sent nothing for this long, and it answers: it computes.
+            StillComputing: the node sent nothing for this long, but answers: it computes.
             DecodeError: the results were damaged on their way.
             TaskGraphError: the node does not answer, or not with results.
         """
         found: list[_IncomingResult] = []
         whole, digest = xxhash.xxh3_128(), b""
-        async for data, chunk in self._stream("Results", pb.ResultsRequest(), _with_its_bytes, silent_s):
+        async for data, chunk in self._stream("Results", pb.ResultsRequest(), _parse_with_bytes, silent_s):
             if chunk.digest:
                 digest = chunk.digest
                 continue
@@ -286,7 +285,7 @@ class ControlClient:
 
     @contextlib.asynccontextmanager
     async def trace(self, every: int = 1) -> AsyncIterator[TraceCall]:
-        """Traces the node until `TraceCall.enough`, or until the block ends.
+        """Traces the node until `TraceCall.finish`, or until the block ends.
 
         Args:
             every: traces the epochs that this number divides.
@@ -299,7 +298,7 @@ class ControlClient:
         try:
             with contextlib.suppress(asyncio.InvalidStateError):  # the call is over: `next` says why
                 await call.write(pb.TraceRequest(every=every))
-            yield TraceCall(call, partial(self._readable, "Trace"))
+            yield TraceCall(call, partial(self._require_message, "Trace"))
         except grpc.aio.AioRpcError as error:
             raise self._error("Trace", error) from error
         finally:
@@ -314,7 +313,7 @@ class ControlClient:
         try:
             found = await rpc.answered(call(request, metadata=self._metadata), timeout_s)
             self._answered = True
-            return self._readable(method, found)
+            return self._require_message(method, found)
         except grpc.aio.AioRpcError as error:
             raise self._error(method, error, timeout_s) from error
 
@@ -333,7 +332,7 @@ class ControlClient:
                 if message is grpc.aio.EOF:
                     return
                 self._answered = True
-                yield self._readable(method, message)
+                yield self._require_message(method, message)
         except grpc.aio.AioRpcError as error:
             raise self._error(method, error) from error
         except TimeoutError:
@@ -342,8 +341,8 @@ class ControlClient:
         finally:
             call.cancel()
 
-    def _readable(self, method: str, reply: Any) -> Any:
-        """The reply; raises PeerLost if its bytes are no message, for which gRPC returns None."""
+    def _require_message(self, method: str, reply: Any) -> Any:
+        """Returns the reply. Raises PeerLost if it is None, which gRPC returns for bytes that are no message."""
         if reply is None:
             raise PeerLost(f"the node at {self._address} sent an answer to {method} that cannot be read")
         return reply
@@ -362,7 +361,7 @@ class ControlClient:
             return PeerGone(f"no node listens at {self._address} ({signs[0].lower()})")
         details = _LAST_ERROR.sub("", details)
         first = code == grpc.StatusCode.UNAVAILABLE and not self._answered  # after an answer, TLS is right
-        if first and self._encrypted and _ENDED in details:
+        if first and self._encrypted and _EXPIRED in details:
             details += (
                 "; the certificate of that node has ended: write a renewed one, and its key, to its files there, which "
                 "it uses at once (or this host's clock is wrong)"
@@ -372,21 +371,25 @@ class ControlClient:
                 "; with TLS: check that its certificate and ours are signed by the same --tls authority, that it names "
                 "the host, and that neither has ended"
             )
-        elif first and not self._address.startswith("unix:") and any(sign in details for sign in _CUT_OFF):
+        elif first and not self._address.startswith("unix:") and any(sign in details for sign in _RESET_SIGNS):
             details += "; it may accept TLS only: give --tls; or it has too many connections"
         return PeerLost(f"the node at {self._address} did not answer {method}: {details or code.name}")
 
 
-def _broke(error: PeerLost) -> bool:
-    """True if the connection broke, or none was made; not if the node was silent, or answered an error."""
+def _is_broken_connection(error: PeerLost) -> bool:
+    """True if the connection broke or could not be made; False if the node was silent or answered with an error."""
     cause = error.__cause__
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() == grpc.StatusCode.UNAVAILABLE
 
 
-def _never_sent(error: PeerLost) -> bool:
-    """True if no connection was made, so that nothing was sent."""
+def _is_unsent(error: PeerLost) -> bool:
+    """True if the call was not sent, since no connection could be made."""
     cause = error.__cause__
-    return _broke(error) and isinstance(cause, grpc.RpcError) and (cause.details() or "").startswith(_NOT_CONNECTED)
+    return (
+        _is_broken_connection(error)
+        and isinstance(cause, grpc.RpcError)
+        and (cause.details() or "").startswith(_NOT_CONNECTED)
+    )
 
 
 def _options(address: str) -> list[tuple[str, int]]:
@@ -407,12 +410,12 @@ def _options(address: str) -> list[tuple[str, int]]:
     return options
 
 
-def _with_its_bytes(data: bytes) -> tuple[bytes, pb.ResultChunk]:
+def _parse_with_bytes(data: bytes) -> tuple[bytes, pb.ResultChunk]:
     return data, pb.ResultChunk.FromString(data)
 
 
 class _IncomingResult:
-    """One task's result while its chunks come in. Each buffer gets memory of its own, aligned like any other."""
+    """One task's result while its chunks arrive. Each buffer gets aligned memory of its own."""
 
     def __init__(self, head: pb.ResultHead) -> None:
         self._head = head

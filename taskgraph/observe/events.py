@@ -26,15 +26,15 @@ from taskgraph.protocol.kv import Compare, Delete, KeyValue, Put, Txn
 from taskgraph.protocol.numbers import Numbers
 
 __all__ = [
-    "GATHERED",
+    "MERGED_KINDS",
     "Event",
     "EventLog",
-    "gathered",
     "guarded_listener",
-    "in_order",
     "keep_events",
+    "merge_alike",
     "put_events",
     "readable_events",
+    "sort_by_revision",
     "task_count",
 ]
 
@@ -43,27 +43,27 @@ log = logging.getLogger("taskgraph.events")
 _RING = 4096
 """Events a node remembers; older ones are only in etcd."""
 _RING_FIELDS = 1 << 18
-"""Fields that they may have in total: a commit has all numbers that tasks reported, 8 bytes each."""
+"""The most fields of these events in total: a commit has all numbers that tasks reported, 8 bytes each."""
 _BATCH = 32
 """Durable events written in one transaction: below etcd's 128 operations."""
 _GATHER_S = 0.1
-"""Events come in bursts, around a failure or a drain, when all nodes are busy; each write wakes every node's watch."""
-GATHERED = {"takeover": "from", "hand-over": "from", "evicted": "of", "admitted": "of"}
-"""Kinds of which a failure causes one event per task, and their field with the other node: etcd keeps one event per
-kind, node and burst."""
-_IDS = 60
-"""Characters of task ids in a text; `fields` has all of them."""
+"""How long events wait to be written together: they come in bursts, and each write wakes every node's watch."""
+MERGED_KINDS = {"takeover": "from", "hand-over": "from", "evicted": "of", "admitted": "of"}
+"""Kind -> its field with the other node. A failure causes an event of these kinds for each task; `merge_alike` merges
+them, so that etcd keeps one event for each kind, node and burst."""
+_MAX_IDS_LENGTH = 60
+"""The most characters of task ids in a text; `fields` has all ids."""
 _GATHER_TASKS_S = 0.5
-"""How long events of these kinds wait for more of them."""
+"""How long events of `MERGED_KINDS` wait for more of them."""
 _RETRY_S = 0.5
-_SAY_AGAIN_S = 10.0
+_WARN_AGAIN_S = 10.0
 _MAX_TEXT = 4000
-_LAST_S = 1.0
+_FLUSH_S = 1.0
 
 
 @frozen
 class Event:
-    """Something that happened.
+    """One entry of the job's history.
 
     Attributes:
         at: unix time, seconds.
@@ -117,7 +117,7 @@ _decode = json.JSONDecoder().decode
 
 
 def readable_events(kept: Iterable[bytes]) -> Iterator[Event]:
-    """The events in these values; leaves out values that are no events, since a story with a gap beats none."""
+    """Yields the events that these values encode, and skips values that are damaged."""
     for value in kept:
         try:
             yield Event.from_bytes(value)
@@ -126,21 +126,21 @@ def readable_events(kept: Iterable[bytes]) -> Iterator[Event]:
 
 
 def task_count(event: Event) -> int:
-    """Returns how many tasks an event is about: several after `gathered` merged events."""
+    """Returns how many tasks an event is about: several after `merge_alike` merged events."""
     return int(event.fields.get("count", 1))
 
 
-def gathered(events: Iterable[tuple[str, Event]]) -> list[tuple[str, Event]]:
-    """Merges events that differ only in the task into one event, in the place of the first."""
+def merge_alike(events: Iterable[tuple[str, Event]]) -> list[tuple[str, Event]]:
+    """Merges events of `MERGED_KINDS` that differ only in the task into one event, in the place of the first."""
     groups: dict[object, list[tuple[str, Event]]] = {}
     for key, event in events:
-        alike = event.task is not None and event.kind in GATHERED
-        group = (event.kind, event.node, event.fields.get(GATHERED[event.kind])) if alike else key
+        alike = event.task is not None and event.kind in MERGED_KINDS
+        group = (event.kind, event.node, event.fields.get(MERGED_KINDS[event.kind])) if alike else key
         groups.setdefault(group, []).append((key, event))
-    return [(group[0][0], _as_one([event for _, event in group])) for group in groups.values()]
+    return [(group[0][0], _merge([event for _, event in group])) for group in groups.values()]
 
 
-def _as_one(events: list[Event]) -> Event:
+def _merge(events: list[Event]) -> Event:
     first, last = events[0], events[-1]
     if len(events) == 1:
         return first
@@ -148,15 +148,15 @@ def _as_one(events: list[Event]) -> Event:
     text = texts.pop() if len(texts) == 1 else texts.pop().rpartition(" (")[0]  # without the part that differs
     tasks = ids_text(sorted(event.task for event in events if event.task is not None))
     fields = {**first.fields, "count": len(events), "tasks": tasks, "until": max(event.at for event in events)}
-    whole = f"tasks {tasks}: {text}" if len(tasks) <= _IDS else f"{len(events)} tasks: {text}"
+    whole = f"tasks {tasks}: {text}" if len(tasks) <= _MAX_IDS_LENGTH else f"{len(events)} tasks: {text}"
     return Event(first.at, first.node, first.kind, whole, epoch=last.epoch, attempt=last.attempt, fields=fields)
 
 
 def guarded_listener(listener: Callable[[Event], None]) -> Callable[[Event], None]:
-    """Wraps a user's listener: if it raises, the log says so, it gets no further events, and the job goes on."""
+    """Wraps a user's listener. If it raises, the wrapper logs the error and passes it no further events."""
     failed = False
 
-    def hear(event: Event) -> None:
+    def pass_on(event: Event) -> None:
         nonlocal failed
         if failed:
             return
@@ -166,7 +166,7 @@ def guarded_listener(listener: Callable[[Event], None]) -> Callable[[Event], Non
             failed = True
             log.exception("a listener of events raised, and gets no further events; the job goes on")
 
-    return hear
+    return pass_on
 
 
 class EventLog:
@@ -211,7 +211,7 @@ class EventLog:
             listener(event)
 
     def listen(self, listener: Callable[[Event], None], *, transient: bool = True) -> Callable[[], None]:
-        """Calls `listener` with events from now on; returns a function that stops this. It must not raise or wait.
+        """Calls `listener`, which must not raise or wait, with later events. Returns a function that ends this.
 
         Args:
             transient: also with transient events, of which every epoch has one.
@@ -221,7 +221,7 @@ class EventLog:
         return lambda: listeners.remove(listener) if listener in listeners else None
 
     def recent(self) -> list[Event]:
-        """The events that this node remembers, oldest first."""
+        """Returns the events that this node remembers, oldest first."""
         return list(self._ring)
 
     @contextlib.contextmanager
@@ -235,21 +235,21 @@ class EventLog:
             self._keepers.remove(keeper)
             stop()
 
-    async def kept(self) -> None:
+    async def wait_until_kept(self) -> None:
         """Returns once all events so far are in etcd, or after a second.
 
         The collector of a job's results reads its events next: a job may be over before a burst is gathered.
         """
         try:
-            async with asyncio.timeout(_LAST_S):
+            async with asyncio.timeout(_FLUSH_S):
                 for keeper in tuple(self._keepers):
-                    await keeper.emptied()
+                    await keeper.wait_until_written()
         except TimeoutError:
             log.warning("some events are not kept yet: etcd is away, or slow")
 
 
 def put_events(keys: Keys, spec_revision: int, events: Iterable[tuple[str, Event]]) -> Txn:
-    """A transaction that puts events, by their keys, if the spec of their run is still there.
+    """Returns the transaction that puts events by their keys, if the spec of their run is still in etcd.
 
     Another run may have the job's name by now; or etcd lost the job, and nothing would ever delete its events.
     """
@@ -258,21 +258,21 @@ def put_events(keys: Keys, spec_revision: int, events: Iterable[tuple[str, Event
 
 
 class _EventWriter:
-    """Durable events that wait to be written."""
+    """Writes durable events into etcd, burst by burst."""
 
     def __init__(self, keys: Keys, spec_revision: int, node_id: str) -> None:
         self.waiting: deque[tuple[str, Event]] = deque()
         self.due: deque[tuple[str, Event]] = deque()  # of a burst that is over
         self._left_out = 0
-        self._said_at = -_SAY_AGAIN_S
+        self._warned_at = -_WARN_AGAIN_S
         self._keys = keys
         self._spec_revision = spec_revision
         self._node_id = node_id
         self._numbers = itertools.count()
-        self._some = asyncio.Event()
-        self._none = asyncio.Event()
-        self._hurry = asyncio.Event()
-        self._none.set()
+        self._has_events = asyncio.Event()
+        self._all_written = asyncio.Event()
+        self._write_now = asyncio.Event()
+        self._all_written.set()
 
     def take(self, event: Event) -> None:
         if not event.transient:
@@ -281,31 +281,31 @@ class _EventWriter:
                 self._left_out += 1
             key = self._keys.event(f"{event.at:017.6f}-{self._node_id}-{next(self._numbers)}")
             self.waiting.append((key, event))
-            self._some.set()
-            self._none.clear()
+            self._has_events.set()
+            self._all_written.clear()
 
-    async def burst(self) -> None:
-        """Returns when there are events to write, and their burst had time to gather."""
-        await self._some.wait()
-        await self._more(_GATHER_S)
-        if any(event.kind in GATHERED for _, event in self.waiting):
-            await self._more(_GATHER_TASKS_S - _GATHER_S)
-        self.gather()
+    async def wait_for_burst(self) -> None:
+        """Waits for events and for the rest of their burst, then makes them `due`."""
+        await self._has_events.wait()
+        await self._wait_for_more(_GATHER_S)
+        if any(event.kind in MERGED_KINDS for _, event in self.waiting):
+            await self._wait_for_more(_GATHER_TASKS_S - _GATHER_S)
+        self.end_burst()
 
-    def gather(self) -> None:
-        """Ends the burst: its events are to be written, one for each kind and node."""
-        self.due.extend(gathered(self.waiting))
+    def end_burst(self) -> None:
+        """Makes the waiting events `due`, one for each kind and node."""
+        self.due.extend(merge_alike(self.waiting))
         self.waiting.clear()
 
-    async def _more(self, within_s: float) -> None:
+    async def _wait_for_more(self, within_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                await self._hurry.wait()
+                await self._write_now.wait()
 
     async def write_some(self, coordinator: Coordinator) -> int:
-        """Writes the oldest events; returns how many were written.
+        """Writes the oldest due events; returns how many were written.
 
-        If etcd does not answer, they wait again; if their run no longer exists, they are dropped.
+        Keeps them due if etcd does not answer, and drops them if their run no longer exists.
         """
         batch = [self.due.popleft() for _ in range(min(_BATCH, len(self.due)))]
         try:
@@ -314,8 +314,8 @@ class _EventWriter:
             self.due.extendleft(reversed(batch))
             if not isinstance(error, CoordinationError):
                 raise
-            if coordinator.now() - self._said_at >= _SAY_AGAIN_S:
-                self._said_at = coordinator.now()
+            if coordinator.now() - self._warned_at >= _WARN_AGAIN_S:
+                self._warned_at = coordinator.now()
                 log.warning("events wait for etcd: %s", error)
             await asyncio.sleep(_RETRY_S)
             return 0
@@ -324,19 +324,19 @@ class _EventWriter:
             self._left_out = 0
         return len(batch) if result.succeeded else 0
 
-    def written(self) -> None:
-        """Notes that the events of a burst are in etcd."""
+    def on_burst_written(self) -> None:
+        """Wakes those who wait for all events to be written, unless others came meanwhile."""
         if self.waiting:
             return
-        self._some.clear()
-        self._hurry.clear()
-        self._none.set()
+        self._has_events.clear()
+        self._write_now.clear()
+        self._all_written.set()
 
-    async def emptied(self) -> None:
-        """Writes without gathering more; returns when all events are written."""
+    async def wait_until_written(self) -> None:
+        """Ends the burst now; returns when all events are in etcd."""
         if self.waiting or self.due:
-            self._hurry.set()
-        await self._none.wait()
+            self._write_now.set()
+        await self._all_written.wait()
 
 
 async def keep_events(
@@ -357,32 +357,32 @@ async def keep_events(
         try:
             written = 0
             while True:
-                await keeper.burst()
+                await keeper.wait_for_burst()
                 while keeper.due:
                     written += await keeper.write_some(coordinator)
-                keeper.written()
+                keeper.on_burst_written()
                 if written >= _BATCH:
                     written = 0
                     await _prune(coordinator, keys, kept)
         finally:
             try:
-                keeper.gather()
-                async with asyncio.timeout(_LAST_S):
+                keeper.end_burst()
+                async with asyncio.timeout(_FLUSH_S):
                     while keeper.due:
                         await keeper.write_some(coordinator)
             except TimeoutError:
                 log.warning("%d events could not be kept", len(keeper.due))
 
 
-def in_order(listing: Listing) -> list[KeyValue]:
-    """Kept events in the order they were written. Their keys begin with the time, and the clocks of hosts differ."""
+def sort_by_revision(listing: Listing) -> list[KeyValue]:
+    """Sorts kept events by their writing. The times in their keys do not: the clocks of hosts differ."""
     return sorted(listing.items, key=attrgetter("create_revision"))  # those of one write stay ordered by key
 
 
 async def _prune(coordinator: Coordinator, keys: Keys, kept: int) -> None:
     try:
         listing = await coordinator.list(keys.events)
-        there = in_order(listing)
+        there = sort_by_revision(listing)
         old = there[: max(0, len(there) - kept)]
         for start in range(0, len(old), _BATCH):
             part = old[start : start + _BATCH]

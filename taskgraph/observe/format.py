@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from taskgraph.errors import TaskGraphError
-from taskgraph.observe.screen import cut, one_line, padded, width
+from taskgraph.observe.screen import cut, one_line, pad, width
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.records import StatusRecord, name_of
@@ -19,7 +19,7 @@ __all__ = [
     "counted",
     "cut_lines",
     "few_nodes_text",
-    "fitted",
+    "fit_screen",
     "holders",
     "ids_text",
     "kept_json",
@@ -31,24 +31,24 @@ __all__ = [
 
 
 def clock_text(at: float) -> str:
-    """The local time of day, to the millisecond."""
+    """Formats a unix time as the local time of day, to the millisecond."""
     return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at * 1000) % 1000:03d}"
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 task`, `1,000 tasks`."""
+    """Formats a count with its noun: `1 task`, `1,000 tasks`."""
     return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with left-aligned columns; the first row is the head."""
+    """Formats rows as lines with left-aligned columns."""
     cells = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(width(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return ["  ".join(map(padded, row, widths)).rstrip() for row in cells]
+    return ["  ".join(map(pad, row, widths)).rstrip() for row in cells]
 
 
 def holders(view: JobView, task: int) -> list[str]:
-    """The nodes with replicas of a task that count: in sync, registered and not evicted."""
+    """Returns the nodes whose replica of a task counts: in sync, not evicted, and the node registered and not gone."""
     return [n for n in view.active_members(task) if n in view.nodes and n not in view.gone]
 
 
@@ -56,8 +56,8 @@ def cut_lines(lines: Sequence[str], columns: int) -> list[str]:
     return [cut(line, columns) for line in lines]
 
 
-def fitted(text: str, columns: int, rows: int) -> str:
-    """The text on a screen of that size: wide lines are cut, and the last lines left out."""
+def fit_screen(text: str, columns: int, rows: int) -> str:
+    """Fits a text to a screen: cuts wide lines, and leaves the last lines out."""
     lines = cut_lines(text.split("\n"), columns)
     if len(lines) > rows:
         lines = [*lines[: max(1, rows - 1)], f"... {len(lines) - rows + 1} more lines"][:rows]
@@ -65,24 +65,24 @@ def fitted(text: str, columns: int, rows: int) -> str:
 
 
 def last_text(epochs: int | None) -> str:
-    """`/39`: the number of the last epoch, counted from 0; "" if the job has no last epoch."""
+    """Formats the number of a job's last epoch, counted from 0: `/39`; "" if the job has no last epoch."""
     return f"/{epochs - 1}" if epochs is not None else ""
 
 
 def few_nodes_text(name: str, nodes: int, backups: int) -> str:
-    """The warning that too few nodes are left for the backups that the job asks for."""
+    """Returns the warning that too few nodes are left for the backups that the job asks for."""
     what = "no task has a backup" if nodes <= 1 else f"tasks have fewer than {backups} backups"
     then = "another failure ends the job" if nodes <= 1 else f"{backups + 1} nodes are needed, and {nodes} are left"
     return f"! {what}: {then}. Start a node: taskgraph launch {name}"
 
 
 def reason_text(error: TaskGraphError) -> str:
-    """The error in one line."""
+    """Formats an error as one line."""
     return one_line(" ".join(str(error).split()))
 
 
 def ids_text(ids: Sequence[int]) -> str:
-    """1 2 3 7 as `1-3 7`."""
+    """Formats task ids as ranges: 1 2 3 7 as `1-3 7`."""
     runs: list[list[int]] = []
     for i in sorted(set(ids)):
         if runs and runs[-1][1] == i - 1:
@@ -95,11 +95,11 @@ def ids_text(ids: Sequence[int]) -> str:
 def status_json(
     name: str, tasks: int, epochs: int | None, view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError]
 ) -> dict[str, Any]:
-    """The status for programs. Its keys are always the same, also for an ended job: docs/commands.md lists them."""
+    """Returns a job's status for programs. An ended job has the same keys (docs/commands.md)."""
     said = {node: status for node, status in statuses.items() if isinstance(status, NodeStatus)}
     replicas = {(node, replica.task): replica for node, status in said.items() for replica in status.replicas}
     return {
-        **_ended_as(name, view.status.record if view.status else None),
+        **_end_json(name, view.status.record if view.status else None),
         "epoch": view.stamp.epoch if view.stamp else None,
         "attempt": view.stamp.attempt if view.stamp else None,
         "epochs": epochs,
@@ -123,10 +123,10 @@ def status_json(
 
 
 def kept_json(name: str, record: StatusRecord | None, result: dict[str, Any] | None) -> dict[str, Any]:
-    """The status of an ended job, from what was kept of it."""
+    """Returns the status of an ended job from its kept record and result, with the keys of `status_json`."""
     epoch = record.epoch if record is not None else None
     return {
-        **_ended_as(name, record),
+        **_end_json(name, record),
         "epoch": epoch if result is None else result["epochs"],
         "attempt": None,
         "epochs": None,
@@ -137,7 +137,7 @@ def kept_json(name: str, record: StatusRecord | None, result: dict[str, Any] | N
     }
 
 
-def _ended_as(name: str, record: StatusRecord | None) -> dict[str, Any]:
+def _end_json(name: str, record: StatusRecord | None) -> dict[str, Any]:
     """Returns how the job ended, and where it failed."""
     return {
         "name": name,

@@ -13,7 +13,7 @@ After `_SLOW_S` an incident is finished without a commit, too: epochs may take m
 in any case. A node that was frozen may notice the failure after that: its report opens no second incident, unless tasks
 were taken over again, or the failed node had come back as a backup.
 
-The caller passes every event to `take`, every commit to `committed`, and calls `look` several times a second.
+The caller passes every event to `take`, every commit to `committed`, and calls `take_finished` several times a second.
 Times are those of the events, by the clocks of the nodes.
 """
 
@@ -38,7 +38,7 @@ _SLOW_S = 2.5
 _LONG_S = 15.0
 _COMMITS = 8192
 """Commits remembered. A failure is known after a second or two, in which a fast job commits some thousands."""
-_NAMED = 8
+_MAX_NAMED = 8
 """Nodes named in a line."""
 _REPORTED = 1024
 """Failed nodes remembered: many more than notice a failure late."""
@@ -46,7 +46,7 @@ _REPORTED = 1024
 
 @dataclass(slots=True)
 class _Incident:
-    """The facts about one failed node. Times are those of events, except the two that name this process's clock.
+    """What the events say about one failed node. Times are those of events, except `opened_at` and `last_event_at`.
 
     Attributes:
         noticed_at: when the first node reported the failure.
@@ -73,10 +73,10 @@ class _Incident:
 
 
 class Incidents:
-    """Collects the events of failed nodes.
+    """Collects the events of failed nodes, and sums them up.
 
     Args:
-        tasks, backups: of the job.
+        tasks, backups: the job's numbers of tasks and of backups per task.
         clock: this process's clock, in seconds.
     """
 
@@ -99,13 +99,13 @@ class Incidents:
         elif event.kind == "lost":
             if str(event.fields["lost"]) in self._reported:
                 return
-            incident = self._of(event, "lost")
+            incident = self._incident_of(event, "lost")
             if "lease" in event.fields:
                 incident.cause = "its lease ended"
             elif not incident.cause:
                 incident.cause = event.text.partition(": ")[2]
         elif event.kind == "takeover" and event.fields.get("from"):
-            incident = self._of(event, "from")
+            incident = self._incident_of(event, "from")
             incident.moved += task_count(event)
             incident.takers.add(event.node)
             incident.last_takeover_at = max(incident.last_takeover_at, float(event.fields.get("until", event.at)))
@@ -127,7 +127,7 @@ class Incidents:
         if len(self._reported) > _REPORTED:
             del self._reported[next(iter(self._reported))]
 
-    def _of(self, event: Event, field_name: str) -> _Incident:
+    def _incident_of(self, event: Event, field_name: str) -> _Incident:
         node, now = str(event.fields[field_name]), self._clock()
         incident = self._open.setdefault(node, _Incident(node, event.at, now, now))
         incident.noticed_at, incident.last_event_at = min(incident.noticed_at, event.at), now
@@ -137,41 +137,41 @@ class Incidents:
         """Notes that an epoch committed."""
         self._commits.append(at)
 
-    def look(self, view: JobView, *, over: bool = False) -> list[Event]:
-        """Returns an event for each incident that is finished.
+    def take_finished(self, view: JobView, *, over: bool = False) -> list[Event]:
+        """Closes the incidents that are finished, and returns an event for each.
 
         Args:
-            over: the job has ended, so that nothing more will come.
+            over: the job has ended: closes all incidents.
         """
         now, found = self._clock(), []
         for node, incident in list(self._open.items()):
             lasted = now - incident.opened_at
-            late = self._commit_after(incident) is None and lasted < _SLOW_S
+            late = self._first_commit_after(incident) is None and lasted < _SLOW_S
             quiet = now - incident.last_event_at >= _QUIET_S
-            if over or lasted >= _LONG_S or (quiet and not late and self._is_whole(incident, view)):
+            if over or lasted >= _LONG_S or (quiet and not late and self._is_recovered(incident, view)):
                 self._close(node)
                 if incident.moved or not over:  # nodes leave when a job ends
-                    found.append(self._event(incident, view, over=over))
+                    found.append(self._to_event(incident, view, over=over))
             elif lasted >= _SLOW_S and not incident.reported:
                 incident.reported = True
                 if any(primary.record.node == node for primary in view.primaries.values()):
-                    text = f"{_what(incident, view)}: some of its tasks have not moved yet"
+                    text = f"{_describe(incident, view)}: some of its tasks have not moved yet"
                     found.append(Event(incident.noticed_at, "launcher", "waits", text))
         return found
 
-    def _is_whole(self, incident: _Incident, view: JobView) -> bool:
+    def _is_recovered(self, incident: _Incident, view: JobView) -> bool:
         if any(primary.record.node == incident.node for primary in view.primaries.values()):
             return False
         wanted = min(self._backups + 1, sum(node not in view.gone for node in view.nodes))
         return all(len(holders(view, task)) >= wanted for task in range(self._tasks))
 
-    def _commit_after(self, incident: _Incident) -> float | None:
+    def _first_commit_after(self, incident: _Incident) -> float | None:
         since = max(incident.noticed_at, incident.last_takeover_at)
         at = bisect_right(self._commits, since)
         return self._commits[at] if at < len(self._commits) else None
 
-    def _event(self, incident: _Incident, view: JobView, *, over: bool) -> Event:
-        began, commit = incident.noticed_at, self._commit_after(incident)
+    def _to_event(self, incident: _Incident, view: JobView, *, over: bool) -> Event:
+        began, commit = incident.noticed_at, self._first_commit_after(incident)
         redone = len(incident.restarted) + incident.undone
         fields: dict[str, str | int | float] = {
             "node": incident.node,
@@ -188,30 +188,30 @@ class Incidents:
             parts.append(f"next commit after {commit - began:.2f} s{again}")
         elif view.running and not over:
             parts.append("no commit yet")
-        lacking = self._lacking(view)
+        lacking = self._count_unbacked(view)
         if not lacking and incident.last_admission_at >= began:
             fields["backed_up_ms"] = _ms(incident.last_admission_at - began)
             parts.append(f"all tasks backed up again after {incident.last_admission_at - began:.2f} s")
         elif lacking:
             parts.append(f"{counted(lacking, 'task')} without a backup")
-        what = _what(incident, view)
+        what = _describe(incident, view)
         if incident.moved:
             takers = sorted(incident.takers)
-            more = f" and {len(takers) - _NAMED} more" if len(takers) > _NAMED else ""
-            what += f": {counted(incident.moved, 'task')} moved to {' '.join(takers[:_NAMED])}{more}"
+            more = f" and {len(takers) - _MAX_NAMED} more" if len(takers) > _MAX_NAMED else ""
+            what += f": {counted(incident.moved, 'task')} moved to {' '.join(takers[:_MAX_NAMED])}{more}"
         else:
             what += ": no task was computed there" if not parts else ""
         return Event(began, "launcher", FAILOVER, "; ".join([what, *parts]), fields=fields)
 
-    def _lacking(self, view: JobView) -> int:
-        """Returns how many tasks have no backup, of a job that asks for backups."""
+    def _count_unbacked(self, view: JobView) -> int:
+        """Returns how many tasks have no backup; 0 if the job asks for none."""
         if not self._backups or not view.running:
             return 0
         return sum(1 for task in range(self._tasks) if len(holders(view, task)) < 2)
 
 
-def _what(incident: _Incident, view: JobView) -> str:
-    """`n1 died (SIGKILL)`."""
+def _describe(incident: _Incident, view: JobView) -> str:
+    """Says what happened to the failed node: `n1 died (SIGKILL)`."""
     name, gone = name_of(incident.node), view.gone.get(incident.node)
     cause = incident.cause
     if gone is not None and gone.record.died:

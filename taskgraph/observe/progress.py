@@ -19,7 +19,7 @@ from typing import TextIO
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import clock_text, counted, few_nodes_text, holders, ids_text, last_text
 from taskgraph.observe.incidents import FAILOVER
-from taskgraph.observe.screen import cut, one_line, printable, takes_codes, wrapped
+from taskgraph.observe.screen import cut, one_line, printable, takes_codes, wrap
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 from taskgraph.results import EpochReport
@@ -32,27 +32,27 @@ _REFRESH_S = 0.1
 _WINDOW = 200
 _MERGE_S = 0.3
 _SETTLED_S = 10.0
-"""For so long after a failure is reported, tasks may still move between nodes because of it."""
+"""Time after the report of a failure in which tasks may still move between nodes because of it."""
 _WARN_S = 1.0
-"""How long tasks must lack a backup, for want of nodes, before a warning."""
+"""How long nodes must be too few for the backups before a warning."""
 _ENDING_S = 2.0
 """How long the end of the job, which comes from etcd, waits for the last commits, which come from the leader."""
-_MERGED = ("hand-over", "admitted", "slow", "teardown failed")
-_MOVES = ("hand-over", "admitted")
-"""Not printed while a failure is not reported yet: they are part of its line."""
-_HIDDEN = ("lost", "takeover", "evicted")
+_MERGED_KINDS = ("hand-over", "admitted", "slow", "teardown failed")
+_MOVE_KINDS = ("hand-over", "admitted")
+"""Not printed until a failure is reported: its line includes them."""
+_HIDDEN_KINDS = ("lost", "takeover", "evicted")
 """Only `taskgraph events` shows them: the line of a failure sums them up."""
-_ONCE = ("unheld", "sockets")
+_KINDS_SHOWN_ONCE = ("unheld", "sockets")
 """Printed for the first task only: the other tasks of the same class report the same."""
-_OF_A_NODE = ("paused", "resumed", "raised")
+_NODE_KINDS = ("paused", "resumed", "raised")
 """Events whose text does not name the node."""
-_ENDS = (State.FINISHED, State.FAILED, State.CANCELLED)
-_DEPARTURES = ("gone", "drain")
+_END_KINDS = (State.FINISHED, State.FAILED, State.CANCELLED)
+_DEPARTURE_KINDS = ("gone", "drain")
 """Not printed after the end of the job, when its nodes leave."""
 
 
 class Progress:
-    """Shows one job. The caller passes every event to `event`, and calls `tick` several times a second."""
+    """Shows the progress of one job. The caller passes every event to `event`, and calls `tick` often."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Progress:
         self._backups = backups
         self._out = out or sys.stderr
         self._live = takes_codes(self._out)
-        self._few = epochs is not None and epochs <= _FEW
+        self._has_few_epochs = epochs is not None and epochs <= _FEW
         self._clock = clock
         self._times: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
         self._epoch = -1
@@ -87,16 +87,16 @@ class Progress:
         self._view: JobView | None = None
         self._closed = False
         self._ended = False
-        self._over = False
+        self._job_over = False
         self._ending: Event | None = None
         self._ending_since = 0.0
-        self._once: set[str] = set()
+        self._shown_once: set[str] = set()
         self._merging: dict[tuple[str, str], list[Event]] = {}
         self._merging_since = 0.0
         self._printed: deque[int] = deque(maxlen=_FEW)
 
     def _write(self, text: str) -> None:
-        """Writes, until that fails: a job does not end because its output has no reader, or the disk is full."""
+        """Writes a text. After an error it writes nothing more: a job goes on though its output has no reader."""
         if self._closed:
             return
         try:
@@ -106,39 +106,39 @@ class Progress:
             self._closed = True
 
     def follow(self, view: JobView) -> None:
-        """Takes nodes, replicas and the first epoch from this view."""
+        """Uses this view for the nodes, replicas and first epoch that are shown."""
         self._view = view
         self._first = view.epoch.record.base if view.epoch is not None else 0
 
     def event(self, event: Event) -> None:
-        """Takes an event."""
+        """Shows an event, or keeps it to be shown with others."""
         if event.kind == "commit":
-            self._commit(event)
+            self._on_commit(event)
             return
-        if event.transient or (self._over and event.kind in _DEPARTURES):
+        if event.transient or (self._job_over and event.kind in _DEPARTURE_KINDS):
             return
-        self._over = self._over or event.kind in _ENDS
+        self._job_over = self._job_over or event.kind in _END_KINDS
         if event.kind == "lost":
             self._failed.add(str(event.fields.get("lost")))
-        if event.kind in _HIDDEN or (event.kind in _MOVES and self._is_moving):
+        if event.kind in _HIDDEN_KINDS or (event.kind in _MOVE_KINDS and self._is_moving):
             return
         if event.kind == FAILOVER:
             self._failed.discard(str(event.fields.get("node")))
             self._settled_at = self._clock() + _SETTLED_S
             self.failures += 1
-        if event.kind in _ONCE:
-            if (what := _of_its_task(event)) in self._once:
+        if event.kind in _KINDS_SHOWN_ONCE:
+            if (what := _text_without_task(event)) in self._shown_once:
                 return
-            self._once.add(what)
-        if event.kind in _MERGED:
+            self._shown_once.add(what)
+        if event.kind in _MERGED_KINDS:
             if not self._merging:
                 self._merging_since = self._clock()
-            self._merging.setdefault((event.kind, _of_its_task(event)), []).append(event)
+            self._merging.setdefault((event.kind, _text_without_task(event)), []).append(event)
             self._flush_merged()
             return
         self._flush_merged(now=True)
-        if event.kind not in _ENDS:
-            self._print_event(event.at, f"{event.node}: {event.text}" if event.kind in _OF_A_NODE else event.text)
+        if event.kind not in _END_KINDS:
+            self._print_event(event.at, f"{event.node}: {event.text}" if event.kind in _NODE_KINDS else event.text)
         else:  # the command prints a failure itself, with the traceback
             self._ending = event if event.kind != State.FAILED else None
             self._ending_since = self._clock()
@@ -153,8 +153,8 @@ class Progress:
         lines = [one_line(text)]
         if self._live:
             columns = max(40, shutil.get_terminal_size().columns - len(when) - 2)
-            lines = wrapped(lines[0], columns)
-        self._line(f"{when} " + f"\n{' ' * len(when)} ".join(lines))
+            lines = wrap(lines[0], columns)
+        self._print_line(f"{when} " + f"\n{' ' * len(when)} ".join(lines))
 
     def _flush_merged(self, *, now: bool = False) -> None:
         if not self._merging or (not now and self._clock() - self._merging_since < _MERGE_S):
@@ -171,8 +171,8 @@ class Progress:
         """True while tasks move because a node failed."""
         return bool(self._failed) or self._clock() < self._settled_at
 
-    def _warn(self) -> None:
-        """Warns once when too few nodes are left for backups; not of a job that was started with so few."""
+    def _warn_of_few_nodes(self) -> None:
+        """Warns once when too few nodes are left for the backups, unless the job began with too few."""
         view = self._view
         if view is None or not view.running or not self._backups or self._epoch < 0 or self._failed:
             return
@@ -191,9 +191,9 @@ class Progress:
     def line(self, text: str) -> None:
         """Prints a line among the events, such as one that a task printed."""
         self._flush_merged(now=True)
-        self._line(printable(text) if self._out.isatty() else text)
+        self._print_line(printable(text) if self._out.isatty() else text)
 
-    def _line(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         if self._live:
             self._write(f"\r\x1b[2K{text}\n")
             self._refresh(force=True)
@@ -201,7 +201,7 @@ class Progress:
             self._flush_delayed()
             self._write(f"{text}\n")
 
-    def _commit(self, event: Event) -> None:
+    def _on_commit(self, event: Event) -> None:
         epoch = event.epoch or 0
         if epoch <= self._epoch:
             return  # a new leader repeats the last commit
@@ -209,7 +209,7 @@ class Progress:
         self._times.append((self._clock(), epoch))
         if self._live:
             self._refresh(force=False)
-        elif self._few or self._rate() < _FEW_PER_S or self._clock() - self._shown_at >= 1.0:
+        elif self._has_few_epochs or self._epochs_per_s() < _FEW_PER_S or self._clock() - self._shown_at >= 1.0:
             self._delayed = None
             self._print_commit(event)
         else:
@@ -231,7 +231,7 @@ class Progress:
     def tick(self) -> None:
         """Refreshes the live line; prints events that waited to be merged."""
         self._flush_merged()
-        self._warn()
+        self._warn_of_few_nodes()
         if self._clock() - self._ending_since >= _ENDING_S:
             self._flush_ending()
         if self._live and not self._ended:
@@ -255,26 +255,26 @@ class Progress:
             self._write("\n")
             return
         self._flush_delayed()
-        for report in reports if self._few else reports[-1:]:
+        for report in reports if self._has_few_epochs else reports[-1:]:
             if report.epoch >= self._first and report.epoch not in self._printed:
                 self._print_numbers(report.epoch, dict(report.numbers))
         self._flush_ending()
 
-    def _rate(self) -> float:
+    def _epochs_per_s(self) -> float:
         if len(self._times) < 2:
             return 0.0
         (t0, e0), (t1, e1) = self._times[0], self._times[-1]
         return (e1 - e0) / (t1 - t0) if t1 > t0 else 0.0
 
     def text(self) -> str:
-        """The live line."""
+        """Returns the live line."""
         parts = [self._name]
         view = self._view
         if self._epoch >= 0:
-            parts += [f"epoch {self._epoch}{last_text(self._epochs)}", f"{self._rate():.1f}/s"]
+            parts += [f"epoch {self._epoch}{last_text(self._epochs)}", f"{self._epochs_per_s():.1f}/s"]
         elif view is None or not view.primaries:
             parts.append("starting")
-        if view is not None and view.epoch is not None and not self._over:  # nodes leave when the job is over
+        if view is not None and view.epoch is not None and not self._job_over:  # nodes leave when the job is over
             nodes = sum(node not in view.gone for node in view.nodes)
             ready = sum(1 for task in range(self._tasks) if len(holders(view, task)) > self._backups)
             if self._epoch >= 0:
@@ -298,12 +298,12 @@ class Progress:
 
 
 def numbers_text(numbers: Mapping[str, str | int | float]) -> str:
-    """`  loss=0.5  slope=3` for a commit's reports."""
+    """Formats the numbers of a commit's reports: `  loss=0.5  slope=3`."""
     return "".join(
         f"  {key}={value:.6g}" if isinstance(value, float) else f"  {key}={value}" for key, value in numbers.items()
     )
 
 
-def _of_its_task(event: Event) -> str:
-    """The text without its task."""
+def _text_without_task(event: Event) -> str:
+    """Returns an event's text without the task at its beginning, so that alike events compare equal."""
     return event.text.removeprefix(f"task {event.task}: ") if event.task is not None else event.text

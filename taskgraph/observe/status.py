@@ -17,7 +17,7 @@ class NoAnswer(PeerLost):
     """A node did not answer in time. It may be busy: a failover of hundreds of tasks takes seconds.
 
     Attributes:
-        within_s: the time that it had.
+        within_s: how long the caller waited.
     """
 
     def __init__(self, message: str, within_s: float) -> None:
@@ -31,10 +31,10 @@ class ReplicaStatus:
 
     Attributes:
         role: "primary", "backup" or "setup".
-        boundary: number of the committed boundary it holds, or None.
+        boundary: number of the committed boundary that the replica has, or None.
         processor: user code that runs, or "".
-        running_s: for how long it runs.
-        waits: each thing that it waits for.
+        running_s: for how long this code has run.
+        waits: each thing that the replica waits for.
         in_sync: members of the in-sync set, as its primary knows; 0 on backups.
     """
 
@@ -82,12 +82,12 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """A task's part of the job's result: made at boundary `epoch` in `attempt`; and the reports it keeps.
+    """A task's part of the job's result, made at boundary `epoch` in `attempt`, with reports.
 
     Attributes:
-        reports: its reports of the last epoch.
+        reports: the task's reports of the last epoch.
         log: for task 0, the reports of all tasks in earlier epochs, packed (`node/reports.py`).
-        lasted_s: how long its node had run by then, by the clock of that node.
+        lasted_s: how long the task's node had run by then, by the clock of that node.
     """
 
     task: int
@@ -99,15 +99,15 @@ class TaskResult:
     lasted_s: float = 0.0
 
 
-_SHOWN = 8
+_MAX_LINES = 8
 """Lines to show."""
 
 
 def waits_text(statuses: Iterable[NodeStatus]) -> str:
     """Says what a job that did not end in time waits for.
 
-    Running user code comes first: the other waits may depend on it. The leader's findings follow in their order; if it
-    found nothing yet, the waits of the primaries.
+    Running user code comes first, since other waits may depend on it. Then come the leader's findings, or if there are
+    none, the waits of the primaries.
     """
     statuses = tuple(statuses)
     replicas = [replica for status in statuses for replica in status.replicas]
@@ -119,7 +119,7 @@ def waits_text(statuses: Iterable[NodeStatus]) -> str:
     ]
     lines += found or [f"task {r.task}: {w}" for r in replicas if r.role == "primary" for w in r.waits]
     if lines:
-        return "it waits: " + "; ".join(first_lines(tuple(dict.fromkeys(lines)), _SHOWN))
+        return "it waits: " + "; ".join(first_lines(tuple(dict.fromkeys(lines)), _MAX_LINES))
     if not statuses:
         return "no node had registered yet"
     if paused := [status.name for status in statuses if status.paused]:

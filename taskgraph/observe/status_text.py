@@ -15,7 +15,7 @@ from taskgraph.errors import FingerprintMismatch, TaskGraphError, first_names
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import counted, cut_lines, holders, ids_text, last_text, reason_text, table
 from taskgraph.observe.incidents import FAILOVER
-from taskgraph.observe.screen import cut, one_line, printable, width, wrapped
+from taskgraph.observe.screen import cut, one_line, printable, width, wrap
 from taskgraph.observe.status import NoAnswer, NodeStatus, ReplicaStatus
 from taskgraph.protocol.records import NodeRecord, State, name_of
 from taskgraph.protocol.view import JobView
@@ -27,23 +27,23 @@ _COLUMNS = 80
 _NODES = 6
 """Nodes that are listed, unless tasks are asked for: with the other lines that is less than a screen."""
 _ID = len("GPU-8932f937")
-"""How much of a device's UUID is shown; CUDA accepts it as a name, too."""
-_NAMED = 8
+"""Characters of a device's UUID that are shown; CUDA accepts them as a name."""
+_MAX_NAMED = 8
 """Nodes or task ids that a line names."""
 _SLOWEST = 3
 _PROBLEMS, _LINES = 2, 3
 """Warnings that are shown, and lines of each."""
 _RECENT_S = 2.0
 """A commit that is older is mentioned."""
-_SILENT = "busy (a failover of many tasks takes seconds), stopped, or not reachable from here"
+_SILENT_TEXT = "busy (a failover of many tasks takes seconds), stopped, or not reachable from here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusData:
-    """All that `status` knows of a job.
+    """The data that `taskgraph status` shows of a job.
 
     Attributes:
-        statuses: by node, its answer or why there is none.
+        statuses: node -> its answer, or the error in place of an answer.
         commits: the newest commits, as the leader reported them.
         kept: the events that etcd keeps.
         etcd_s: how long etcd took for an answer.
@@ -67,12 +67,12 @@ class StatusData:
 
     @property
     def replicas(self) -> list[tuple[str, ReplicaStatus]]:
-        """The primaries, each with its node's name."""
+        """The status of each primary, with its node's name."""
         said = [s for s in self.statuses.values() if isinstance(s, NodeStatus)]
         return [(s.name, r) for s in said for r in s.replicas if r.role == "primary"]
 
     def primary(self, task: int) -> ReplicaStatus | None:
-        """Returns what the node of a task's primary says of this task."""
+        """Returns the status of a task's primary, as its node reported it."""
         said = self.statuses.get(self.view.primary_node(task) or "")
         if not isinstance(said, NodeStatus):
             return None
@@ -80,7 +80,7 @@ class StatusData:
 
 
 def status_text(picture: StatusData, shown: Sequence[int] = ()) -> str:
-    """The status of a job.
+    """Formats the status of a job.
 
     Args:
         shown: tasks that get a row each.
@@ -88,7 +88,7 @@ def status_text(picture: StatusData, shown: Sequence[int] = ()) -> str:
     view = picture.view
     lines = [*_head(picture), *_numbers(picture)]
     if not view.nodes:
-        lines += ["", *_wrapped(picture.no_node_text)]
+        lines += ["", *_wrap(picture.no_node_text)]
         if view.status and not view.running:
             return "\n".join(lines)
     else:
@@ -106,7 +106,7 @@ def status_text(picture: StatusData, shown: Sequence[int] = ()) -> str:
 def _head(picture: StatusData) -> list[str]:
     view = picture.view
     state = view.status.record.state if view.status else "unknown"
-    words = [picture.name, state + _since(picture)]
+    words = [picture.name, state + _running_since(picture)]
     if view.stamp and state == State.FINISHED:
         words.append(f" {counted(view.stamp.epoch, 'epoch')}")
     elif view.stamp:
@@ -120,7 +120,7 @@ def _head(picture: StatusData) -> list[str]:
     return ["  ".join(words), *([f"  {printable(reason)}"] if reason else [])]
 
 
-def _since(picture: StatusData) -> str:
+def _running_since(picture: StatusData) -> str:
     began = next((event.at for event in picture.kept if event.kind == "began"), None)
     return f" {_duration(picture.now - began)}" if began is not None and picture.view.running else ""
 
@@ -143,18 +143,18 @@ def _pace(picture: StatusData) -> list[str]:
 
 
 def _duration(seconds: float) -> str:
-    """`0:07`, `4:12`, `1:04:12`."""
+    """Formats a duration: `0:07`, `4:12`, `1:04:12`."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _numbers(picture: StatusData) -> list[str]:
-    """The numbers that tasks reported in the last epoch, and the failures so far."""
+    """Returns lines with the numbers of the last epoch, and the failures so far."""
     numbers = ""
     if picture.commits:
         pairs = picture.commits[-1].fields.items()
-        shown = [f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in islice(pairs, 4 * _NAMED)]
+        shown = [f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in islice(pairs, 4 * _MAX_NAMED)]
         numbers = cut(one_line("  ".join(shown)), _COLUMNS)
     failures = [event for event in picture.kept if event.kind == FAILOVER]
     if not failures:
@@ -170,7 +170,7 @@ def _numbers(picture: StatusData) -> list[str]:
 
 
 def _safety(picture: StatusData) -> list[str]:
-    """`ok`, or `WARN` with what to do."""
+    """Returns the line `ok`, or warnings (`WARN`) with what to do."""
     view, backups = picture.view, picture.backups
     live = [node for node in view.nodes if node not in view.gone]
     answering = sum(1 for node in live if isinstance(picture.statuses.get(node), NodeStatus))
@@ -183,21 +183,21 @@ def _safety(picture: StatusData) -> list[str]:
     words.append(f"{answering}/{len(live)} nodes answer")
     if picture.etcd_s is not None:
         words.append(f"etcd {1000 * picture.etcd_s:.1f} ms")
-    problems = _unanswered(picture)
+    problems = _silent_nodes(picture)
     if view.running and backups and (lacking := lacking_text(view, picture.name, picture.tasks, backups)):
         problems.insert(0, lacking)
     mark = "WARN" if problems else "ok  "
     lines = [f"{mark} {'   '.join(words)}"]
     for text in problems[:_PROBLEMS]:
-        lines += _wrapped(text, "     ")[:_LINES]
+        lines += _wrap(text, "     ")[:_LINES]
     if left_out := len(problems[_PROBLEMS:]):
         lines.append(f"     and {counted(left_out, 'reason')} more: --json")
     return lines
 
 
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    """Lines of at most 80 columns."""
-    return [indent + line for part in text.split("\n") for line in wrapped(part, _COLUMNS - len(indent))]
+def _wrap(text: str, indent: str = "") -> list[str]:
+    """Breaks a text into lines of at most 80 columns."""
+    return [indent + line for part in text.split("\n") for line in wrap(part, _COLUMNS - len(indent))]
 
 
 def _node_table(picture: StatusData, most: int | None) -> list[str]:
@@ -245,14 +245,14 @@ def _node_state(said: NodeStatus | TaskGraphError | None, record: NodeRecord) ->
     return ", ".join(words) or "ok"
 
 
-def _unanswered(picture: StatusData) -> list[str]:
+def _silent_nodes(picture: StatusData) -> list[str]:
     """Returns why nodes do not answer: one line for each reason."""
     by_reason: dict[str, list[str]] = {}
     for node, said in sorted(picture.statuses.items()):
         if isinstance(said, TaskGraphError) and node in picture.view.nodes:
-            why = _SILENT if isinstance(said, NoAnswer) else reason_text(said)
+            why = _SILENT_TEXT if isinstance(said, NoAnswer) else reason_text(said)
             by_reason.setdefault(why, []).append(picture.view.nodes[node].record.name)
-    return [f"{first_names(names, _NAMED)}: {why}" for why, names in by_reason.items()]
+    return [f"{first_names(names, _MAX_NAMED)}: {why}" for why, names in by_reason.items()]
 
 
 def _waiting(picture: StatusData) -> list[str]:
@@ -273,7 +273,7 @@ def _waiting(picture: StatusData) -> list[str]:
     elif working:
         node, replica = working[0]
         others = f"; {counted(len(waiting), 'task')} wait" if waiting else ""
-        text = f"task {replica.task} {replica.processor!r} on {node}, running {_short(replica.running_s)}{others}"
+        text = f"task {replica.task} {replica.processor!r} on {node}, running {_short_time(replica.running_s)}{others}"
         lines += cut_lines([f"waits for  {one_line(text)}"], _COLUMNS)
     elif waiting:
         node, replica = waiting[0]
@@ -281,12 +281,12 @@ def _waiting(picture: StatusData) -> list[str]:
         text = f"task {replica.task} on {node}: {replica.waits[0]}{others}"
         lines += cut_lines([f"waits for  {one_line(text)}"], _COLUMNS)
     if len(working) > 1:
-        slow = (f"{replica.task} ({node}) {_short(replica.running_s)}" for node, replica in working[:_SLOWEST])
+        slow = (f"{replica.task} ({node}) {_short_time(replica.running_s)}" for node, replica in working[:_SLOWEST])
         lines += cut_lines([f"slowest    {'   '.join(slow)}"], _COLUMNS)
     return lines
 
 
-def _short(seconds: float) -> str:
+def _short_time(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
@@ -301,17 +301,17 @@ def _task_table(picture: StatusData, shown: Sequence[int]) -> list[str]:
                 name_of(first) if first else "-",
                 " ".join(name_of(node) for node in holders(view, task) if node != first) or "-",
                 str(view.term(task)),
-                _doing(picture.primary(task)),
+                _activity(picture.primary(task)),
             ]
         )
     return cut_lines(table(rows), _COLUMNS)
 
 
-def _doing(replica: ReplicaStatus | None) -> str:
+def _activity(replica: ReplicaStatus | None) -> str:
     if replica is None:
         return "-"
     if replica.processor:
-        return f"{replica.processor}, {_short(replica.running_s)}"
+        return f"{replica.processor}, {_short_time(replica.running_s)}"
     return "; ".join(replica.waits[:2]) or "-"
 
 
@@ -340,7 +340,7 @@ def no_node_text(
         if node not in view.gone
     }
     if members:
-        names = first_names(sorted(map(name_of, members)), _NAMED)
+        names = first_names(sorted(map(name_of, members)), _MAX_NAMED)
         return (
             f"{none}. {names} had the state of the tasks, and {'has' if len(members) == 1 else 'have'} lost contact "
             f"with etcd.\nA node that is only cut off comes back by itself: look first which processes live.\n"
@@ -360,7 +360,7 @@ def no_node_text(
 
 
 def _after_loss(view: JobView, name: str) -> str:
-    """Returns what becomes of a job that loses the state of its tasks, and what to do if all nodes are dead."""
+    """Says what happens to the job if its tasks' state is lost, and what to do if all nodes died."""
     at, checkpoint = view.stamp.epoch if view.stamp else 0, view.checkpoint
     if at and (checkpoint is None or checkpoint.record.epoch > at):
         return f"the job fails then. If all are dead: `taskgraph shutdown {name}` ends it"
@@ -369,7 +369,7 @@ def _after_loss(view: JobView, name: str) -> str:
 
 
 def lacking_text(view: JobView, name: str, tasks: int, backups: int) -> str:
-    """Returns which tasks have too few backups, and what to do; "" if none has."""
+    """Says which tasks have too few backups, and what to do; "" if all tasks have enough."""
     have = {task: len(holders(view, task)) - (view.primary_node(task) in holders(view, task)) for task in range(tasks)}
     lacking = [task for task, count in have.items() if count < backups]
     nodes = sum(1 for node, v in view.nodes.items() if node not in view.gone and not v.record.draining)

@@ -34,24 +34,24 @@ NO_STAMP = (0, -1)
 """The stamp of a span that belongs to no epoch."""
 
 _ROOM = 1 << 16
-"""Spans between two fetches: about 20 MB, and more spans than a busy node makes in half a second."""
+"""The most spans between two fetches: about 20 MB, more than a busy node makes in half a second."""
 
 
 class Tracing:
-    """The spans of one node. Lives on the event loop.
+    """Collects the spans of one node, on its event loop.
 
     Attributes:
-        on: whether somebody traces this node.
+        on: True while the node is traced.
     """
 
-    __slots__ = ("_every", "_lost", "_room", "_spans", "_stop_events", "on")
+    __slots__ = ("_dropped", "_every", "_room", "_spans", "_stop_events", "on")
 
     def __init__(self, room: int = _ROOM) -> None:
         self.on = False
         self._room = room
         self._every = 1
         self._spans: list[Span] = []
-        self._lost = 0
+        self._dropped = 0
         self._stop_events: Callable[[], None] | None = None
 
     def start(self, events: EventLog | None = None, every: int = 1) -> None:
@@ -66,7 +66,7 @@ class Tracing:
         """
         if self.on:
             raise TaskGraphError("somebody else traces this node at the moment")
-        self._spans, self._lost, self._every = [], 0, every
+        self._spans, self._dropped, self._every = [], 0, every
         if events is not None:
             self._stop_events = events.listen(self._on_event)
         self.on = True
@@ -84,10 +84,10 @@ class Tracing:
         return epoch % self._every == 0 or epoch < 0
 
     def began(self, stamp: Stamp | None, *, boundary: bool = False) -> int:
-        """The time now, or 0 if the epoch of `stamp` is not traced.
+        """Returns the time now, for the beginning of a span; 0 if the epoch of `stamp` is not traced.
 
         Args:
-            boundary: `stamp` names a boundary, which the epoch before made.
+            boundary: `stamp` names a boundary, which the previous epoch made.
         """
         return clock() if stamp is None or (stamp[1] - boundary) % self._every == 0 else 0
 
@@ -106,29 +106,29 @@ class Tracing:
         """Keeps one span, or one moment, which ends when it begins.
 
         Args:
-            kind: its kind, e.g. "pull".
-            name: names it among its kind, e.g. the tag.
+            kind: the kind of the span, e.g. "pull".
+            name: distinguishes spans of one kind, e.g. the tag of a pull.
             peer: the other side: the number of a task, or the name of a node; "": none.
-            began: the `clock()` at its beginning.
-            task: -1: none.
+            began, ended: `clock()` at the beginning and the end.
+            task: the number of the task; -1: none.
             stamp: (attempt, epoch).
-            size: bytes that it moved; -1: it moves none.
+            size: the bytes that moved; -1: none.
         """
         if not self.on:  # the trace stopped after the span began
             return
         if len(self._spans) >= self._room:
-            self._lost += 1
+            self._dropped += 1
             return
         self._spans.append((kind, name, peer, began, ended, task, stamp[1], stamp[0], term, size))
 
     def add(self, kind: str, began: int, task: int, stamp: Stamp | None, term: int = 0, name: str = "") -> None:
-        """Keeps a span that ends now and has no other side."""
+        """Keeps a span that ends now and has no peer."""
         self.keep(kind, name, "", began, clock(), task, stamp or NO_STAMP, term, -1)
 
     def fetch(self) -> tuple[list[Span], int]:
-        """Takes the spans since the last fetch, in the order they ended; and how many did not fit."""
-        spans, lost = self._spans, self._lost
-        self._spans, self._lost = [], 0
+        """Takes the spans since the last fetch, in the order they ended. Also returns how many did not fit."""
+        spans, lost = self._spans, self._dropped
+        self._spans, self._dropped = [], 0
         return spans, lost
 
     def _on_event(self, event: Event) -> None:

@@ -35,16 +35,16 @@ _BESIDE = {
     "held by backups": "offers to backups",
     "hold": "held for its primary",
 }
-"""Kinds of spans that have a track beside their task's, on which none is drawn within another."""
+"""Kinds of spans that have a track of their own beside their task's, on which no span is drawn within another."""
 _ORDER = ("", *dict.fromkeys(_BESIDE.values()))
 _LOOK_BACK = 16
-"""Spans of a row that a new one is compared with: those before ended long ago."""
+"""The number of last spans of a row that a new one is compared with: earlier spans ended long ago."""
 _ROWS = 500
-"""Rows of one track that are next to each other; more come last."""
-_SPARE = 1 << 30
+"""The most rows of one track that are placed next to each other; further rows come last."""
+_FIRST_SPARE = 1 << 30
 
 Track = tuple[str, int, str]
-"""("task" | "leader" | "events", task, which of the task's)."""
+"""("task" | "leader" | "events", task, which of the task's tracks)."""
 
 
 class TraceFile:
@@ -111,7 +111,7 @@ class TraceFile:
 
 
 class _Tracks:
-    """Finds a place for each span of one node. Spans come in the order they ended, so an epoch's own comes last.
+    """Finds a row for each span of one node. Spans come in the order they ended: the span of an epoch comes last.
 
     A span of a task waits for the end of its epoch. The epoch then takes the first slot of the task that was free
     when it began, and all its spans go there, apart from those of epochs in flight beside it.
@@ -120,23 +120,23 @@ class _Tracks:
     def __init__(self) -> None:
         self._rows: dict[tuple[Track, int], list[_Row]] = {}
         self._count: dict[Track, int] = {}
-        self._spare = _SPARE
+        self._spare = _FIRST_SPARE
         self._waiting: dict[tuple[int, int, int], list[Span]] = {}
         self._slots: dict[int, list[int]] = {}  # task -> when the last epoch of each slot ended
-        self._over: dict[int, tuple[int, int]] = {}  # task -> the last (attempt, epoch) that ended
+        self._last_ended: dict[int, tuple[int, int]] = {}  # task -> the last (attempt, epoch) that ended
 
     def place(self, spans: Iterable[Span]) -> Iterator[tuple[Span, int]]:
-        """Each span with the number of its row."""
+        """Yields each span with the number of its row."""
         for span in spans:
             kind, (task, epoch, attempt) = span[0], span[5:8]
             track = _track(kind, task)
-            if track[0] != "task" or track[2] or epoch < 0 or (attempt, epoch) <= self._over.get(task, (-1, -1)):
+            if track[0] != "task" or track[2] or epoch < 0 or (attempt, epoch) <= self._last_ended.get(task, (-1, -1)):
                 yield span, self._row(track, 0, span)
             elif kind != "epoch":
                 self._waiting.setdefault((task, attempt, epoch), []).append(span)
             else:
                 slot = self._slot(task, span)
-                self._over[task] = (attempt, epoch)
+                self._last_ended[task] = (attempt, epoch)
                 for each in (*self._waiting.pop((task, attempt, epoch), ()), span):
                     yield each, self._row(track, slot, each)
         for left in self._waiting.values():
@@ -144,7 +144,7 @@ class _Tracks:
                 yield each, self._row(("task", each[5], ""), 0, each)
 
     def names(self) -> Iterator[tuple[int, str]]:
-        """(number, name) of every row."""
+        """Yields (number, name) of every row."""
         for ((what, task, which), _), rows in self._rows.items():
             name = (f"task {task}" + (f": {which}" if which else "")) if what == "task" else what
             for row in rows:
@@ -162,14 +162,14 @@ class _Tracks:
         flat = track[0] == "leader" or track[2] != ""
         rows = self._rows.setdefault((track, slot), [])
         for row in rows:
-            if row.takes(begin, end, flat=flat):
+            if row.take_if_fits(begin, end, flat=flat):
                 return row.tid
         rows.append(row := _Row(*self._number(track)))
-        row.takes(begin, end, flat=flat)
+        row.take_if_fits(begin, end, flat=flat)
         return row.tid
 
     def _number(self, track: Track) -> tuple[int, int]:
-        """(tid, part) of a new row. Numbers are in the order to be seen: events, the leader, then task by task."""
+        """Returns (tid, part) of a new row. Viewers sort rows by tid: events, the leader, then task by task."""
         what, task, which = track
         part = self._count[track] = self._count.get(track, -1) + 1
         if part >= _ROWS:
@@ -188,11 +188,11 @@ class _Row:
         self.part = part
         self._last: deque[tuple[int, int]] = deque(maxlen=_LOOK_BACK)
 
-    def takes(self, begin: int, end: int, *, flat: bool) -> bool:
-        """Takes a span if it fits.
+    def take_if_fits(self, begin: int, end: int, *, flat: bool) -> bool:
+        """Adds a span if it fits. Returns False if it does not.
 
         Args:
-            flat: no span is within another.
+            flat: no span may be within another.
         """
         for other_begin, other_end in self._last:
             apart = end <= other_begin or other_end <= begin
@@ -213,7 +213,7 @@ def _track(kind: str, task: int) -> Track:
 
 
 def _label(kind: str, name: str) -> tuple[str, str]:
-    """(text, category) of a span."""
+    """Returns (text, category) of a span."""
     match kind:
         case "event":
             return name, kind
@@ -231,7 +231,7 @@ def _label(kind: str, name: str) -> tuple[str, str]:
 
 
 def _arguments(category: str, span: Span) -> dict[str, Any]:
-    """The numbers and texts of a span that mean something for its kind."""
+    """Returns the details that a viewer shows of a span: those that its kind has."""
     kind, name, peer, _, _, task, epoch, attempt, term, size = span
     args: dict[str, Any] = {}
     if epoch >= 0:
@@ -254,6 +254,6 @@ def _arguments(category: str, span: Span) -> dict[str, Any]:
 
 
 def _item(span: Span, producer: int | str, consumer: int | str) -> str:
-    """Identifies an item, the same for its put and its pull."""
+    """Returns the id of an item, which its put and its pull share."""
     epoch, attempt, term = span[6:9]
     return xxhash.xxh3_64_hexdigest(f"{epoch}/{attempt}/{term}/{producer}/{consumer}/{span[1]}".encode())

@@ -11,13 +11,13 @@ from taskgraph.results import plain_value
 __all__ = ["values_text"]
 
 _LONG = 200
-"""Elements of an array that is printed whole."""
+"""The most elements of an array that is printed whole."""
 _LINES = 5000
 """Lines of a list that are printed. Many jobs return one value per epoch; `--json` has all of them."""
 
 
 def values_text(values: dict[int, Any]) -> str:
-    """The only value, or all values by task."""
+    """Formats the values of a job's tasks; a single value without its task."""
     if len(values) == 1:
         return _value_text(next(iter(values.values())))
     return "\n".join(_entry_text(f"task {task}", value) for task, value in values.items())
@@ -46,7 +46,7 @@ def _exact_text(value: Any) -> str:
 
 
 def _entry_text(key: str, value: Any) -> str:
-    """`key: value`; a value of several lines stands below its key, indented."""
+    """Formats an entry as `key: value`, with a value of several lines indented below its key."""
     text = _value_text(value)
     if "\n" in text or isinstance(value, dict):
         return f"{key}:\n" + "\n".join(f"  {line}" for line in text.splitlines())

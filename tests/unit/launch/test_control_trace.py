@@ -70,9 +70,9 @@ async def test_spans_and_events_until_the_tool_has_enough(service: Service) -> N
         service.events.emit("takeover", "task 3 was taken over", task=3, epoch=7)
         service.node.move(9)
         add(service, 2)
-        await call.enough()
+        await call.finish()
         spans, last, lost = await rest(call)
-        await call.enough()  # twice is once
+        await call.finish()  # twice is once
     assert [s[0] for s in spans] == ["put", "put", "put", "event", "put", "put"]
     assert [s[9] for s in spans if s[0] == "put"] == [0, 1, 2, 0, 1]
     assert (last.epoch, lost) == (9, 0)
@@ -90,7 +90,7 @@ async def test_chosen_epochs_are_traced(service: Service) -> None:
 async def test_spans_that_do_not_fit_are_counted(service: Service) -> None:
     async with tracing(service) as call:
         add(service, 6_000)  # at a stretch: nothing is sent meanwhile
-        await call.enough()
+        await call.finish()
         spans, _, lost = await rest(call)
     assert (len(spans), lost) == (5_000, 1_000)
 
@@ -152,7 +152,7 @@ async def test_tool_that_goes_away_ends_the_trace(service: Service) -> None:
         pass
     await service.off()
     async with tracing(service) as call:
-        await call.enough()
+        await call.finish()
         assert (await rest(call))[1].over
 
 
@@ -163,7 +163,7 @@ async def test_second_tool_is_refused(service: Service) -> None:
                 async with client.trace() as second:
                     await second.next()
         add(service, 1)
-        await call.enough()
+        await call.finish()
         assert len((await rest(call))[0]) == 1, "the first goes on"
 
 

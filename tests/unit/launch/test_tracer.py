@@ -142,7 +142,7 @@ async def test_frozen_node_is_given_up_after_the_others(
         async with job.traced(tracer := job.tracer()):
             await asyncio.sleep(0)
             if early:  # no node hears of it
-                monkeypatch.setattr(TraceCall, "enough", unheard)
+                monkeypatch.setattr(TraceCall, "finish", unheard)
                 tracer.enough()
             else:
                 job.move(13, "n1")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from taskgraph.errors import PeerLost
-from taskgraph.observe.format import fitted, ids_text, kept_json, status_json, table
+from taskgraph.observe.format import fit_screen, ids_text, kept_json, status_json, table
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
 from taskgraph.observe.values_text import values_text
@@ -72,11 +72,11 @@ def status() -> NodeStatus:
 
 def test_text_fits_a_screen() -> None:
     high = "\n".join(["fit  running", *(f"{task}     add waits for a long time" for task in range(20))])
-    assert fitted(high, 80, 40) == fitted(high, 80, 21) == high
-    lines = fitted(high, 16, 10).splitlines()
+    assert fit_screen(high, 80, 40) == fit_screen(high, 80, 21) == high
+    lines = fit_screen(high, 16, 10).splitlines()
     assert len(lines) == 10 and max(map(len, lines[:-1])) == 16
     assert lines[0] == "fit  running" and lines[-1] == "... 12 more lines"
-    assert fitted(high, 80, 1) == "fit  running"
+    assert fit_screen(high, 80, 1) == "fit  running"
 
 
 def test_status_as_json(view: JobView) -> None:

@@ -67,7 +67,7 @@ def finished(incidents: Incidents, clock: Clock, view: JobView) -> list[str]:
     found = []
     for _ in range(200):
         clock.now += 0.1
-        found += [event.text for event in incidents.look(view)]
+        found += [event.text for event in incidents.take_finished(view)]
     return found
 
 
@@ -81,9 +81,9 @@ def test_failure_is_one_event_with_its_cost() -> None:
     incidents.committed(10.07)
     incidents.committed(10.20)
     incidents.take(admitted(10.32))
-    assert incidents.look(AFTER) == [], "events of other nodes may still come"
+    assert incidents.take_finished(AFTER) == [], "events of other nodes may still come"
     clock.now += 2
-    (event,) = incidents.look(AFTER)
+    (event,) = incidents.take_finished(AFTER)
     assert event.text == (
         "n1 died (SIGKILL): 2 tasks moved to n2 n3; next commit after 0.07 s, 1 epoch redone; "
         "all tasks backed up again after 0.32 s"
@@ -151,9 +151,9 @@ def test_node_that_leaves_at_the_end_is_no_failure(moved: int) -> None:
     incidents.take(lost("n4", 10.0))
     if moved:
         incidents.take(takeover("n2", "n4", 10.1, count=moved))
-    assert [event.text for event in incidents.look(AFTER, over=True)] == ["n4 died (exit code 3): 2 tasks moved to n2"][
-        :moved
-    ]
+    assert [event.text for event in incidents.take_finished(AFTER, over=True)] == [
+        "n4 died (exit code 3): 2 tasks moved to n2"
+    ][:moved]
 
 
 def test_failure_reported_by_another_follower_is_closed() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.errors import DecodeError, Unavailable
-from taskgraph.observe.events import Event, EventLog, in_order, keep_events, task_count
+from taskgraph.observe.events import Event, EventLog, keep_events, sort_by_revision, task_count
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
 from taskgraph.protocol.numbers import Numbers, compact
@@ -97,15 +97,15 @@ def test_waiting_for_kept_events_writes_them() -> None:
 
     async def scenario() -> None:
         events, store = EventLog("n1"), submitted()
-        await events.kept()  # no keeper: nothing to wait for
+        await events.wait_until_kept()  # no keeper: nothing to wait for
         async with kept(events, store):
             await asyncio.sleep(0.01)
             for text in ("began", "finished"):
                 events.emit(text, text)
                 async with asyncio.timeout(0.08):  # they are gathered for 0.1 s
-                    await events.kept()
+                    await events.wait_until_kept()
                 assert in_etcd(store)[-1] == text
-            await events.kept()
+            await events.wait_until_kept()
 
     at_its_own_pace(scenario())
 
@@ -124,7 +124,7 @@ def test_waiting_for_kept_events_is_bounded(monkeypatch: pytest.MonkeyPatch, cap
         await asyncio.sleep(0)
         events.emit("began", "began")
         async with asyncio.timeout(1.5):
-            await events.kept()
+            await events.wait_until_kept()
         assert "some events are not kept yet" in caplog.text
         keeping.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -162,7 +162,7 @@ async def test_events_wait_for_a_dead_etcd(monkeypatch: pytest.MonkeyPatch, capl
         "events wait for etcd: etcd is away"
     ]
     away = False
-    await events.kept()
+    await events.wait_until_kept()
     assert in_etcd(store) == [str(number) for number in range(10, 50)]
     assert "10 events were left out: etcd was away for too long" in caplog.text
     keeping.cancel()
@@ -206,13 +206,13 @@ async def test_oldest_events_are_pruned(
         for number in range(40):
             now = 2_000_000_000.0 - number  # as later events of hosts whose clocks are ever later
             events.emit("evicted", f"{number}")
-            await events.kept()
+            await events.wait_until_kept()
         await asyncio.sleep(0)
         async with asyncio.timeout(30):
             while len(in_etcd(store)) > 12:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     listing = await MemoryCoordinator(store).list(Keys(JOB).events)
-    texts = [Event.from_bytes(kv.value).text for kv in in_order(listing)]
+    texts = [Event.from_bytes(kv.value).text for kv in sort_by_revision(listing)]
     assert texts == [str(number) for number in range(28, 40)]
 
 
@@ -228,7 +228,7 @@ async def test_takeovers_of_one_failure_are_one_event() -> None:
                 text = f"task {task}: n9 is primary after {node} (term {2 + task % 2})"
                 events.emit("takeover", text, task=task, epoch=3, fields={"from": node})
         events.emit("takeover", "task 3: n9 is primary after n4 (term 4)", task=3, fields={"from": "n4"})
-        await events.kept()
+        await events.wait_until_kept()
     assert in_etcd(store) == [
         "the job began",
         "n1 died",
@@ -247,11 +247,11 @@ async def test_late_events_of_an_earlier_run_are_dropped() -> None:
     async with kept(events, store):
         await asyncio.sleep(0.01)
         events.emit("began", "began")
-        await events.kept()
+        await events.wait_until_kept()
         # As a submit does it.
         store.execute(Txn(success=(Delete(Keys(JOB).events, prefix=True), Put(Keys(JOB).spec, b"{}"))))
         events.emit("cancelled", "the job was ended")
-        await events.kept()
+        await events.wait_until_kept()
     assert in_etcd(store) == []
 
 
@@ -262,7 +262,7 @@ async def test_events_of_a_lost_job_are_dropped() -> None:
         await asyncio.sleep(0.01)
         store.execute(Txn(success=(Delete(Keys(JOB).spec),)))
         events.emit("paused", "the lease could not be renewed")
-        await events.kept()
+        await events.wait_until_kept()
     assert in_etcd(store) == []
 
 
@@ -310,5 +310,5 @@ async def test_events_of_a_burst_that_lasts_are_gathered() -> None:
         for task in range(300):
             events.emit("admitted", f"task {task}: n2 has a backup now (in sync: 2)", task=task, fields={"of": "n2"})
             await asyncio.sleep(0.004)
-        await events.kept()
+        await events.wait_until_kept()
     assert 1 < len(in_etcd(store)) <= 8

@@ -9,9 +9,9 @@ import pytest
 
 from taskgraph.commands.looking import print_event
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import fitted, table
+from taskgraph.observe.format import fit_screen, table
 from taskgraph.observe.progress import Progress
-from taskgraph.observe.screen import cut, one_line, printable, width, wrapped
+from taskgraph.observe.screen import cut, one_line, printable, width, wrap
 
 WIPES = "red\x1b[2J"
 
@@ -49,12 +49,12 @@ def test_a_line_is_cut_by_what_its_characters_take(text: str, columns: int, show
 def test_a_table_of_any_names_is_a_table() -> None:
     rows = table([["A", "B"], ["処理", "x"], ["a\n\nb", "y"], [WIPES, "z"]])
     assert rows == ["A           B", "処理        x", "a\\n\\nb      y", "red\\x1b[2J  z"]
-    assert fitted("\n".join(rows), 3, 9).split("\n") == ["A  ", "処", "a\\n", "red"]
+    assert fit_screen("\n".join(rows), 3, 9).split("\n") == ["A  ", "処", "a\\n", "red"]
 
 
 def test_number_and_unit_stay_on_one_line() -> None:
-    assert wrapped("a commit after 0.07 s; and more", 20) == ["a commit after", "0.07 s; and more"]
-    assert wrapped("", 20) == [""]
+    assert wrap("a commit after 0.07 s; and more", 20) == ["a commit after", "0.07 s; and more"]
+    assert wrap("", 20) == [""]
 
 
 @pytest.fixture(autouse=True)
