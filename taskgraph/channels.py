@@ -25,14 +25,14 @@ __all__ = ["Inputs", "Outputs"]
 T = TypeVar("T")
 _ndarray: Final = np.ndarray  # a module-level name is faster to look up
 
-_Given = tuple[NDArray[Any], tuple[int, ...], tuple[int, ...], np.dtype[Any], Encoded]
-"""An array that user code received: the array, its shape, strides and dtype then, and its encoded value.
+_ReceivedArray = tuple[NDArray[Any], tuple[int, ...], tuple[int, ...], np.dtype[Any], Encoded]
+"""An array that user code received, with its shape, strides, dtype and encoded value at that time.
 
 User code cannot write to the array, but may set its shape or dtype."""
 
 
-def _as_it_came(value: Any, given: Mapping[int, _Given]) -> Encoded | None:
-    """The encoded value of a received array; None if the array is another one, or was changed."""
+def _unchanged_encoding(value: Any, given: Mapping[int, _ReceivedArray]) -> Encoded | None:
+    """Returns the encoded value of a received array; None if `value` is no received array, or was changed since."""
     found = given.get(id(value))
     if found is None:
         return None
@@ -64,7 +64,7 @@ class Inputs:
         self._processor = processor
         self._inbound = processor.inbound
         self._items = items
-        self.given: dict[int, _Given] | None = None
+        self.given: dict[int, _ReceivedArray] | None = None
         """Large arrays that user code received, by `id`: passing one on needs no encoding."""
 
     @overload
@@ -72,34 +72,34 @@ class Inputs:
     @overload
     def __getitem__(self, tag: str) -> Any: ...
     def __getitem__(self, tag: str) -> Any:
-        """The value of the only producer of `tag`. Raises GraphError if there is none, or more than one."""
+        """Returns the value from the only producer of `tag`. Raises GraphError if there is none, or more than one."""
         name = tag if type(tag) is str else str(tag)
         producers = self._inbound.get(name)
         if producers is None:
             raise self._not_declared(name)
         if not producers:
             raise GraphError(
-                f"{self._at()}: {name!r} comes from no task: its link has no neighbor here; "
+                f"{self._place()}: {name!r} comes from no task: its link has no neighbor here; "
                 f"ask `if {name!r} in ins` first, or use ins.all({name!r})"
             )
         if len(producers) > 1:
             raise GraphError(
-                f"{self._at()}: {name!r} comes from {len(producers)} tasks "
+                f"{self._place()}: {name!r} comes from {len(producers)} tasks "
                 f"({', '.join(map(str, producers))}); use ins.all({name!r})"
             )
         try:
             encoded = self._items[name, producers[0]]
         except KeyError:
-            raise self._over() from None
+            raise self._epoch_over() from None
         small = None if encoded.buffers else small_array(encoded.meta)
-        return self._decoded(encoded) if small is None else small
+        return self._decode(encoded) if small is None else small
 
     @overload
     def all(self, tag: Tag[T]) -> dict[int, T]: ...
     @overload
     def all(self, tag: str) -> dict[int, Any]: ...
     def all(self, tag: str) -> Any:
-        """{task id: value} in the declared order, not in that of arrival."""
+        """Returns {task id: value} of all producers of `tag`, in the declared order."""
         name = tag if type(tag) is str else str(tag)
         producers = self._inbound.get(name)
         if producers is None:
@@ -109,12 +109,12 @@ class Inputs:
             try:
                 encoded = self._items[name, producer]
             except KeyError:
-                raise self._over() from None
+                raise self._epoch_over() from None
             small = None if encoded.buffers else small_array(encoded.meta)
-            values[producer] = self._decoded(encoded) if small is None else small
+            values[producer] = self._decode(encoded) if small is None else small
         return values
 
-    def _decoded(self, encoded: Encoded) -> Any:
+    def _decode(self, encoded: Encoded) -> Any:
         value = decode(encoded, device=self._work.device)
         if encoded.buffers and (type(value) is _ndarray or _is_view(encoded, value)):
             given = self.given
@@ -129,27 +129,27 @@ class Inputs:
     def __iter__(self) -> Iterator[str]:
         return iter(self._inbound)
 
-    def _over(self) -> GraphError:
+    def _epoch_over(self) -> GraphError:
         return GraphError(
-            f"{self._at()}: the epoch of this `ins` is over. The arguments of a method are valid until it returns: "
+            f"{self._place()}: the epoch of this `ins` is over. The arguments of a method are valid until it returns: "
             f"keep the values you need, not the ins"
         )
 
     def _not_declared(self, tag: str) -> GraphError:
         declared = ", ".join(repr(t) for t in self._inbound) or "none"
-        return GraphError(f"{self._at()}: no inbound channel {tag!r} is declared; inbound are: {declared}")
+        return GraphError(f"{self._place()}: no inbound channel {tag!r} is declared; inbound are: {declared}")
 
-    def _at(self) -> str:
+    def _place(self) -> str:
         return f"task {self._work.task}, epoch {self._work.number}, {self._processor.name}"
 
 
 def _is_view(encoded: Encoded, value: object) -> bool:
-    """True if this is an array on a device that shares the producer's memory."""
+    """True if a decoded value is an array on a device that shares the producer's memory."""
     return type(encoded) is EncodedOnDevice and device_of(value) is not None
 
 
-def _channel(tag: str, consumer: int) -> str:
-    """A channel in words; `tg.testing.compute` has no consumers."""
+def _channel_text(tag: str, consumer: int) -> str:
+    """Names a channel in a message. A consumer below 0 is left out: `tg.testing.compute` has none."""
     return f"{tag!r} to task {consumer}" if consumer >= 0 else repr(tag)
 
 
@@ -189,7 +189,7 @@ class Outputs:
         consumers = self._claim(tag, to)
         if consumers:
             work, inputs = self._work, self._inputs
-            encoded = None if inputs is None or inputs.given is None else _as_it_came(value, inputs.given)
+            encoded = None if inputs is None or inputs.given is None else _unchanged_encoding(value, inputs.given)
             if encoded is None:
                 what = f"channel {str(tag)!r} of task {work.task}"
                 stays = work.device is not None
@@ -202,12 +202,12 @@ class Outputs:
         """Returns an array to fill, which is sent when the processor returns. Do not keep the array or a view of it.
 
         Raises:
-            ValueNotEncodable: there is no such array, or it could not travel.
+            ValueNotEncodable: numpy cannot make such an array, or it could not travel.
         """
         try:
             array: NDArray[Any] = empty(shape, dtype, self._work.allocate)
         except (TypeError, ValueError) as error:
-            text = f"{self._at()}: outs.empty({tag!r}, {shape!r}, {dtype!r}): {error}"
+            text = f"{self._place()}: outs.empty({tag!r}, {shape!r}, {dtype!r}): {error}"
             raise ValueNotEncodable(text) from None
         consumers = self._claim(tag, to)
         if self._filling is None:
@@ -224,9 +224,9 @@ class Outputs:
                     self._work.put(tag, consumers, encoded)
             self._filling = None
         if not self._put.issuperset(self._processor.puts):
-            missing = [_channel(tag, task) for tag, task in self._processor.puts if (tag, task) not in self._put]
+            missing = [_channel_text(tag, task) for tag, task in self._processor.puts if (tag, task) not in self._put]
             raise GraphError(
-                f"{self._at()}: returned without putting {', '.join(missing[:5])}"
+                f"{self._place()}: returned without putting {', '.join(missing[:5])}"
                 f"{' ...' if len(missing) > 5 else ''}; every declared channel is put exactly once per epoch: "
                 f"outs.put(tag, value), with None for nothing; the return value of a processor is ignored"
             )
@@ -234,7 +234,7 @@ class Outputs:
 
     @property
     def filled(self) -> tuple[tuple[str, int], ...]:
-        """The channels with an array to fill, until `close` sends it. For the framework."""
+        """The (tag, consumer) pairs whose array is to be filled, until `close` sends it. For the framework."""
         return tuple([(tag, consumer) for tag, consumers, _ in self._filling or () for consumer in consumers])
 
     def _claim(self, tag: str, to: To | None) -> tuple[int, ...]:
@@ -242,35 +242,35 @@ class Outputs:
         declared = self._processor.outbound.get(tag)
         if declared is None:
             names = ", ".join(repr(t) for t in self._processor.outbound) or "none (it is a sync point)"
-            raise GraphError(f"{self._at()}: no outbound channel {tag!r} is declared; outbound are: {names}")
-        consumers = declared if to is None else task_ids(self._work, to, self._at, f"channel {tag!r}")
+            raise GraphError(f"{self._place()}: no outbound channel {tag!r} is declared; outbound are: {names}")
+        consumers = declared if to is None else task_ids(self._work, to, self._place, f"channel {tag!r}")
         if to is None and self._put.isdisjoint(channels := [*zip(repeat(tag), consumers)]):  # as a rule
             self._put.update(channels)
             return consumers
         for consumer in consumers:
             if consumer not in declared:
                 raise GraphError(
-                    f"{self._at()}: channel {tag!r} does not lead to task {consumer}; it leads to: "
+                    f"{self._place()}: channel {tag!r} does not lead to task {consumer}; it leads to: "
                     f"{', '.join(map(str, declared)) or 'no task'}"
                 )
             if (tag, consumer) in self._put and self._closed:
                 raise GraphError(
-                    f"{self._at()}: a put into channel {tag!r} after the processor returned: the arguments of a method "
-                    f"are valid until it returns; use the outs of the current call"
+                    f"{self._place()}: a put into channel {tag!r} after the processor returned: the arguments of a "
+                    f"method are valid until it returns; use the outs of the current call"
                 )
             if (tag, consumer) in self._put:
                 if (tag, consumer) in self.filled:
                     raise GraphError(
-                        f"{self._at()}: channel {_channel(tag, consumer)} has an array of outs.empty already, which is "
-                        f"sent as it is when the processor returns: fill that, or put, but not both"
+                        f"{self._place()}: channel {_channel_text(tag, consumer)} has an array of outs.empty already, "
+                        f"which is sent as it is when the processor returns: fill that, or put, but not both"
                     )
                 raise GraphError(
-                    f"{self._at()}: channel {_channel(tag, consumer)} was put twice; a channel carries one item per "
-                    f"epoch: put a list, or declare another tag"
+                    f"{self._place()}: channel {_channel_text(tag, consumer)} was put twice; a channel carries one "
+                    f"item per epoch: put a list, or declare another tag"
                 )
         for consumer in consumers:
             self._put.add((tag, consumer))
         return consumers
 
-    def _at(self) -> str:
+    def _place(self) -> str:
         return f"task {self._work.task}, epoch {self._work.number}, {self._processor.name}"

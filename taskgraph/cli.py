@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["driver_main", "main", "report_threads"]
 
 FAILED, UNREACHABLE, INTERRUPTED = 1, 3, 130
-_OF_DRIVERS = ("run", "submit", "launch")
+_DRIVER_COMMANDS = ("run", "submit", "launch")
 _THREADS_S = 2.0
 """How long the process waits for threads before it says so."""
 
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
             _print(f"only {files} files may be open at a time here: {_MORE_FILES}")
             return FAILED
         command = _command(options.command)
-        code = command(options, function) if options.command in _OF_DRIVERS else command(options)
+        code = command(options, function) if options.command in _DRIVER_COMMANDS else command(options)
         if not isinstance(code, int):
             import uvloop
 
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
         drop_unwritten()  # the reader of our output has closed it
         return 0
     except (OSError, RuntimeError) as error:
-        text = no_thread(error) if isinstance(error, RuntimeError) else _of_the_host(error)
+        text = no_thread(error) if isinstance(error, RuntimeError) else _host_error_text(error)
         if not text:
             raise
         _print(text, error)
@@ -112,11 +112,11 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
             drop_unwritten()  # else Python fails to flush it at exit, with another exit code
 
 
-def _of_the_host(error: OSError) -> str:
+def _host_error_text(error: OSError) -> str:
     """Returns the message for an error of the host or the working directory; "" for any other error."""
     if error.errno == errno.ENOENT and "temporary directory" in (error.strerror or ""):  # what `tempfile` says
         return f"{error.strerror}: set TMPDIR to a directory that can be written"
-    if error.errno == errno.ENOENT and error.filename is None and _is_nowhere():  # what `os.getcwd` says
+    if error.errno == errno.ENOENT and error.filename is None and _is_directory_removed():  # what `os.getcwd` says
         return "the working directory was removed: `cd` to one that is there"
     from taskgraph.system.files import OF_THE_HOST
 
@@ -126,7 +126,7 @@ def _of_the_host(error: OSError) -> str:
     return f"{text}: {_MORE_FILES}" if error.errno == errno.EMFILE else text
 
 
-def _is_nowhere() -> bool:
+def _is_directory_removed() -> bool:
     """Returns True if the working directory was removed."""
     try:
         os.getcwd()

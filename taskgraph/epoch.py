@@ -34,7 +34,7 @@ __all__ = [
     "Tag",
     "To",
     "Work",
-    "in_words",
+    "place_text",
     "task_ids",
 ]
 
@@ -46,13 +46,13 @@ _NO_NUMBERS = (str, bytes, bytearray, np.complexfloating)
 
 
 class AttemptEnded(BaseException):
-    """Unwinds user code whose attempt is over: the epoch restarts, or the node is no longer primary.
+    """Ends user code whose attempt is over, since the epoch restarts or the node is no longer primary.
 
     It is no `Exception`, so that `except Exception` in user code does not keep a dead attempt alive. The return value
     of the code is ignored.
 
     Attributes:
-        held: the code kept the epoch open with `epoch.hold`.
+        held: True if the code kept the epoch open with `epoch.hold`.
     """
 
     def __init__(self, *, held: bool = False) -> None:
@@ -82,11 +82,11 @@ class Tag(str, Generic[T]):
 
 
 class Scratch(SimpleNamespace):
-    """`epoch.scratch`. A type of its own, so that a missing name gets a hint about its lifetime."""
+    """The type of `epoch.scratch`, by which `hints` recognizes a missing name and explains the lifetime."""
 
 
 class Work(Protocol):
-    """The attempt at work. Any thread may call its methods."""
+    """The interface of the attempt that user code works for. Any thread may call its methods."""
 
     task: int
     number: int
@@ -105,7 +105,7 @@ class Work(Protocol):
     def links(self) -> tuple[str, ...]: ...
     def tasks(self) -> int: ...
     def allocate(self, nbytes: int) -> Block | None:
-        """Memory that can be sent without a copy; None: there is none."""
+        """Allocates memory that can be sent without a copy; None: there is none."""
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None: ...
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None: ...
@@ -139,7 +139,7 @@ class Epoch:
 
     @property
     def last(self) -> bool:
-        """Is this the job's last epoch? False if the job has no `epochs`."""
+        """True in the job's last epoch; always False if the job has no `epochs`."""
         return self._work.last
 
     @property
@@ -179,7 +179,7 @@ class Epoch:
         return self._rng
 
     def neighbors(self, link: str) -> tuple[int, ...]:
-        """Task ids along `link` in this epoch. Raises GraphError for an unknown link."""
+        """Returns the task ids along `link` in this epoch. Raises GraphError for an unknown link."""
         return self._work.neighbors(link)
 
     def processor(
@@ -206,7 +206,7 @@ class Epoch:
         if composition is None:
             kept = "; this `epoch` is of a compose() that has returned: use the one that it is given each time"
             raise GraphError(
-                f"{self._at()}: processors are declared in compose(), and only there"
+                f"{self._place()}: processors are declared in compose(), and only there"
                 f"{kept if self._where == 'compose' else ''}"
             )
         before = composition.before
@@ -222,22 +222,22 @@ class Epoch:
         )
 
     def flag(self, to: To, meta: Any = None) -> None:
-        """Marks other tasks: their `on_flag(epoch, sender, meta)` runs before their sync points.
+        """Sends a flag to other tasks: their `on_flag(epoch, sender, meta)` runs before their sync points.
 
         Flags are a set: a flag sent twice in an epoch counts once. In `compose`, flags start an epoch without channels.
         """
-        self._no_messages("flag", composing=True)
+        self._refuse_messages("flag", composing=True)
         value = encode(meta, what=f"flag of task {self._work.task}")
-        self._work.flag(self._where, task_ids(self._work, to, self._at, "flag"), value)
+        self._work.flag(self._where, task_ids(self._work, to, self._place, "flag"), value)
 
     def request(self, to: int, method: str, payload: Any = None) -> Reply:
-        """Calls a handler of another task, with effects exactly once. `await reply`; in a thread `reply.wait()`."""
-        self._no_messages("request")
+        """Calls a handler of another task; its effects happen once. `await reply`; in a thread `reply.wait()`."""
+        self._refuse_messages("request")
         if not isinstance(method, str) or not is_text(method):
-            raise GraphError(f"{self._at()}: request(): the method {method!a} is no text that can be encoded")
-        ids = task_ids(self._work, to, self._at, f"request {method!r}")
+            raise GraphError(f"{self._place()}: request(): the method {method!a} is no text that can be encoded")
+        ids = task_ids(self._work, to, self._place, f"request {method!r}")
         if len(ids) != 1:
-            raise GraphError(f"{self._at()}: a request goes to one task, {to!r} names {len(ids) or 'no'} tasks")
+            raise GraphError(f"{self._place()}: a request goes to one task, {to!r} names {len(ids) or 'no'} tasks")
         what = f"request {method!r} of task {self._work.task}"
         value = encode(payload, what=what, allocate=self._work.allocate)
         return Reply(self._work, self._work.request(self._where, ids[0], method, value))
@@ -247,20 +247,20 @@ class Epoch:
         return Hold(self._work.hold(self._where, why))
 
     def report(self, /, **numbers: float) -> None:
-        """Numbers for the progress line, the events and `JobResult.reports`, once per committed epoch."""
+        """Reports numbers for the progress line, the events and `JobResult.reports`, once per committed epoch."""
         plain = {}
         for key, number in numbers.items():
             if key not in TEXTS and not is_text(key):
-                raise JobError(f"{self._at()}: report(): the name {key!a} is no text that can be encoded")
+                raise JobError(f"{self._place()}: report(): the name {key!a} is no text that can be encoded")
             try:
                 if isinstance(number, _NO_NUMBERS):
                     raise TypeError
                 plain[key] = float(number)
             except OverflowError:
-                raise JobError(f"{self._at()}: report({key}=...): the number is too large for a float") from None
+                raise JobError(f"{self._place()}: report({key}=...): the number is too large for a float") from None
             except (TypeError, ValueError):
                 raise JobError(
-                    f"{self._at()}: report({key}=...) takes numbers, not {type(number).__name__}; "
+                    f"{self._place()}: report({key}=...) takes numbers, not {type(number).__name__}; "
                     f"return other values from result()"
                 ) from None
         self._work.report(plain)
@@ -275,38 +275,39 @@ class Epoch:
             tag = next((str(tag) for tag in tags if isinstance(tag, str)), "tag")
             link = next(iter(self._work.links()), "link")
             raise GraphError(
-                f"{self._at()}: {which} says {'from' if which == 'inbound' else 'to'} whom each tag travels, as in "
+                f"{self._place()}: {which} says {'from' if which == 'inbound' else 'to'} whom each tag travels, as in "
                 f"{which}={{{tag!r}: {link!r}}}; it got {given!r:.100}"
             )
         linked = composition.linked
         channels = {}
         for tag, to in given.items():
             if type(to) is not str:
-                channels[str(tag)] = task_ids(self._work, to, self._at, f"{which} {tag!r}")
+                channels[str(tag)] = task_ids(self._work, to, self._place, f"{which} {tag!r}")
                 continue
             if to not in linked:
-                linked[to] = task_ids(self._work, to, self._at, f"{which} {tag!r}")
+                linked[to] = task_ids(self._work, to, self._place, f"{which} {tag!r}")
             channels[str(tag)] = linked[to]
         return channels
 
-    def _no_messages(self, what: str, *, composing: bool = False) -> None:
+    def _refuse_messages(self, what: str, *, composing: bool = False) -> None:
         if self._sync:
             raise GraphError(
-                f"{self._at()}: a sync point runs when the epoch is quiet and cannot send a {what}; "
+                f"{self._place()}: a sync point runs when the epoch is quiet and cannot send a {what}; "
                 f"send it from a processor with an outbound channel, or, where there are no channels, from on_flag: "
                 f"flag yourself in compose for that, epoch.flag(self.task_id)"
             )
         if self._work.composing is not None and not composing:
             raise GraphError(
-                f"{self._at()}: compose() cannot wait for an answer: send a {what} from a processor (a flag, also here)"
+                f"{self._place()}: compose() cannot wait for an answer: send a {what} from a processor (a flag, also "
+                f"here)"
             )
 
-    def _at(self) -> str:
-        return f"task {self._work.task}, epoch {self._work.number}, {in_words(self._where)}"
+    def _place(self) -> str:
+        return f"task {self._work.task}, epoch {self._work.number}, {place_text(self._where)}"
 
 
-def in_words(where: str) -> str:
-    """A place in user code, in words; for a handler also the sender of the message."""
+def place_text(where: str) -> str:
+    """Describes a place in user code for a message; for a handler also the sender of the request."""
     called, *message = where.rsplit("/", 2)  # as `node.epochs.mailbox` names it; a processor's name stays as it is
     if len(message) != 2 or not message[0].isdigit():
         return where
@@ -318,7 +319,7 @@ class ComposeEpoch(Epoch):
     """The epoch of a `compose` whose graph may be used for later epochs.
 
     Attributes:
-        asked: `compose` used something that may differ in another epoch, or that acts in this one.
+        asked: True if `compose` used a value that may differ in another epoch, or did something in this epoch.
     """
 
     __slots__ = ("asked",)
@@ -328,8 +329,8 @@ class ComposeEpoch(Epoch):
         self.asked = False
 
     def __getattribute__(self, name: str) -> Any:
-        # All other public names, also future ones, count as used. The topology knows which links change.
-        if name not in _LASTING and not name.startswith("_"):
+        # Every other public name, also a future one, sets `asked`. The topology knows which links change.
+        if name not in _SAFE_TO_REUSE and not name.startswith("_"):
             object.__setattr__(self, "asked", True)
         return object.__getattribute__(self, name)
 
@@ -340,13 +341,13 @@ class ComposeEpoch(Epoch):
         return self._work.neighbors(link)
 
 
-_LASTING = frozenset({"processor", "neighbors", "asked"})
+_SAFE_TO_REUSE = frozenset({"processor", "neighbors", "asked"})
 
 
 class PureEpoch(Epoch):
     """The epoch of a handler that is marked pure.
 
-    A pure handler may run any number of times, so that it cannot send or report anything.
+    A pure handler may run any number of times, so it cannot send or report anything.
     """
 
     __slots__ = ()
@@ -371,7 +372,7 @@ class PureEpoch(Epoch):
         raise self.refusal("finish the job")
 
     def refusal(self, what: str) -> GraphError:
-        """The error for a forbidden call."""
+        """Returns the error for a call that a pure handler must not make."""
         method = self._where.rsplit("/", 2)[0]
         return GraphError(
             f"task {self._work.task}, epoch {self._work.number}, handler {method!r}: it is marked pure, so it may run "
@@ -413,8 +414,8 @@ class Hold:
         self.release()
 
 
-def _seen(answer: asyncio.Future[Encoded]) -> None:
-    """Marks the answer's exception as retrieved: user code may have stopped waiting."""
+def _mark_retrieved(answer: asyncio.Future[Encoded]) -> None:
+    """Keeps asyncio from logging the answer's exception: user code may have stopped waiting for it."""
     if not answer.cancelled():
         answer.exception()
 
@@ -432,18 +433,18 @@ class Reply:
 
     @property
     def done(self) -> bool:
-        """Has the answer, or an error, arrived?"""
+        """True if the answer, or an error, has arrived."""
         return self._future.done()
 
     def __await__(self) -> Generator[Any, None, Any]:
         # Shielded: code that stops waiting, after a timeout, may wait again, and others may wait, too.
         answer = asyncio.wrap_future(self._future)
-        answer.add_done_callback(_seen)
+        answer.add_done_callback(_mark_retrieved)
         encoded = yield from asyncio.shield(answer).__await__()
         return decode(encoded, device=self._work.device)
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Waits in a worker thread; other hooks of the task may run meanwhile.
+        """Waits for the answer in a worker thread, and returns it. Other hooks of the task may run meanwhile.
 
         Raises:
             TimeoutError: no answer within `timeout_s`.
@@ -452,7 +453,7 @@ class Reply:
 
 
 def task_ids(work: Work, to: To, at: Callable[[], str], what: str) -> tuple[int, ...]:
-    """The tasks that `to` names, each once, even if several links lead to it.
+    """Returns the ids of the tasks that `to` names, each once, even if several links lead to it.
 
     Args:
         at, what: the place and the call, for messages.

@@ -61,13 +61,13 @@ _name_of: Final = type.__dict__["__name__"].__get__
 
 
 def class_name(kind: type) -> str:
-    """The name of a class, without running code of its metaclass."""
+    """Returns the name of a class, without running code of its metaclass."""
     name: str = _name_of(kind)
     return name
 
 
 def message_text(error: BaseException) -> str:
-    """The text of a user's exception, also if its `__str__` fails."""
+    """Returns the text of a user's exception, also if its `__str__` fails."""
     try:
         return str(error)
     except BaseException as failed:  # less important than the error itself
@@ -75,41 +75,41 @@ def message_text(error: BaseException) -> str:
 
 
 def kind_of(error: BaseException) -> str:
-    """The name of an exception's class."""
+    """Returns the name of an exception's class."""
     return class_name(type(error))
 
 
 def error_text(error: BaseException) -> str:
-    """The text of a user's exception after its class: `ValueError: no such key`."""
+    """Formats a user's exception with its class: `ValueError: no such key`."""
     text = message_text(error)
     return f"{kind_of(error)}: {text}" if text else kind_of(error)
 
 
 def first_lines(lines: Sequence[str], most: int) -> list[str]:
-    """The first lines, and a last line that counts the others."""
+    """Returns the first lines, and a last line that counts the others."""
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def first_names(names: Sequence[str], most: int) -> str:
-    """The first names, and a count of the others: `a, b and 3 more`."""
+    """Formats the first names, and a count of the others: `a, b and 3 more`."""
     return " ".join([", ".join(names[:most]), *first_lines(names, most)[most:]])
 
 
 USED_UP: Final = (
     "a limit of this process (`ulimit -u`, `-v`, `-d`) or of its container (processes, memory) is used up; raise it"
 )
-"""For errors that do not say which limit it is."""
+"""The advice if the system's error does not say which limit was reached."""
 
 
 def no_thread(error: BaseException) -> str:
-    """The message if the system refused a thread; "" for any other error."""
+    """Returns the message for an error by which the system refused a thread; "" for any other error."""
     if not isinstance(error, RuntimeError) or message_text(error) != "can't start new thread":
         return ""
     return f"can't start new thread: {USED_UP}"
 
 
 def no_process(error: OSError) -> str:
-    """The message if the system refused a process; "" for any other error."""
+    """Returns the message for an error by which the system refused a process; "" for any other error."""
     if error.errno not in (errno.EAGAIN, errno.ENOMEM) or error.filename is not None:
         return ""
     return f"no process can be started ({error.strerror}): {USED_UP}"

@@ -16,7 +16,7 @@ from taskgraph.errors import kind_of, message_text
 __all__ = ["hint"]
 
 _NAMES: Final = {Epoch: "epoch", Hold: "hold", Inputs: "ins", Outputs: "outs", Reply: "reply"}
-_OURS: Final = frozenset({"close", "filled", "given"})
+_INTERNAL: Final = frozenset({"close", "filled", "given"})
 """Methods that only the framework calls."""
 _FORMS: Final = {
     "Epoch.processor": "epoch.processor(self.add, inbound={'theta': 'parents'}, outbound={'grad': 'parents'})",
@@ -48,31 +48,31 @@ _TERMINAL: Final = (
 
 def hint(error: BaseException) -> str:
     """Returns what to do about an exception; "" if our API did not cause it."""
-    if _asks(error) and not _terminal():
+    if _is_failed_input(error) and not _has_terminal():
         return _TERMINAL
     if isinstance(error, ValueError):
         return _READ_ONLY if "read-only" in message_text(error) else ""
     if isinstance(error, AttributeError):
-        return _of_attribute(error.obj)
+        return _attribute_hint(error.obj)
     if isinstance(error, TypeError):
-        return _of_type(message_text(error))
+        return _type_hint(message_text(error))
     return ""
 
 
-def _asks(error: BaseException) -> bool:
-    """True if `breakpoint()` or `input()` raised this, because there is no terminal."""
+def _is_failed_input(error: BaseException) -> bool:
+    """True if the error is one that `breakpoint()` or `input()` raises without a terminal."""
     return kind_of(error) == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in message_text(error))
 
 
-def _terminal() -> bool:
-    """True if there is a terminal, where a user may have ended a debugger or an input on purpose."""
+def _has_terminal() -> bool:
+    """True if standard input is a terminal, where a user may have ended a debugger or an input on purpose."""
     try:
         return sys.stdin is not None and sys.stdin.isatty()
     except ValueError:  # it is closed
         return False
 
 
-def _of_attribute(owner: Any) -> str:
+def _attribute_hint(owner: Any) -> str:
     if isinstance(owner, Scratch):
         names = ", ".join(vars(owner)) or "nothing"
         return (
@@ -83,14 +83,14 @@ def _of_attribute(owner: Any) -> str:
         return _REPLY
     for cls, name in _NAMES.items():
         if isinstance(owner, cls):
-            public = [n for n in dir(cls) if not n.startswith("_") and n not in _OURS]
+            public = [n for n in dir(cls) if not n.startswith("_") and n not in _INTERNAL]
             also = "; also ins[tag], tag in ins, and for tag in ins" if cls is Inputs else ""
             return f"{name} has: {', '.join(public)}{also}"
     return ""
 
 
-def _of_type(text: str) -> str:
-    """A hint from the method or operand type that Python names."""
+def _type_hint(text: str) -> str:
+    """Returns the hint for a TypeError, by the method or the operand type in its text."""
     if (called := re.match(r"(\w+\.\w+)\(\) ", text)) and (form := _FORMS.get(called[1])):
         return f"call it as {form}"
     if "'Reply'" in text:

@@ -62,21 +62,21 @@ class Job:
     checkpoint: str | None = None
     checkpoint_every: int = 10
     settings: Settings = field(default_factory=Settings)
-    _origin: _Origin | None = field(default=None, repr=False, compare=False)
-    _needs: tuple[bool, ...] = field(default=(), init=False, repr=False, compare=False)
+    _origin: _JobCall | None = field(default=None, repr=False, compare=False)
+    _gpu_needs: tuple[bool, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         check_fields(cls, given)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        self._make_int("tasks", 1, most=_MOST_TASKS)
-        self._make_int("backups", 0, most=_MOST_BACKUPS)
-        self._make_int("min_nodes", 1)
-        self._make_int("checkpoint_every", 1)
-        self._make_int("seed", None)
+        self._check_int("tasks", 1, most=_MOST_TASKS)
+        self._check_int("backups", 0, most=_MOST_BACKUPS)
+        self._check_int("min_nodes", 1)
+        self._check_int("checkpoint_every", 1)
+        self._check_int("seed", None)
         if self.epochs is not None:
-            self._make_int("epochs", 1, "None (until some processor calls epoch.finish()) or ")
+            self._check_int("epochs", 1, "None (until some processor calls epoch.finish()) or ")
         _check_builder(self.builder)
         if not isinstance(self.name, str) or (self.name and not is_name(self.name)):
             raise JobError(f"Job(name={self.name!r}): {NAME_RULE}")
@@ -94,9 +94,9 @@ class Job:
 
             check_url(self.checkpoint)
         object.__setattr__(self, "topology", as_topology(self.topology))
-        object.__setattr__(self, "_needs", tuple(self._ask_needs()))
+        object.__setattr__(self, "_gpu_needs", tuple(self._ask_gpu_needs()))
 
-    def _make_int(self, name: str, least: int | None, also: str = "", most: int | None = None) -> None:
+    def _check_int(self, name: str, least: int | None, also: str = "", most: int | None = None) -> None:
         value = getattr(self, name)
         limit = f" of at least {least}" if least is not None else ""
         try:
@@ -111,9 +111,9 @@ class Job:
 
     def needs_device(self, task_id: int) -> bool:
         """True if this task needs a CUDA device."""
-        return self._needs[task_id]
+        return self._gpu_needs[task_id]
 
-    def _ask_needs(self) -> Iterator[bool]:
+    def _ask_gpu_needs(self) -> Iterator[bool]:
         """Calls `requires_gpu` once for each task: placement needs the answers whenever a node comes or goes."""
         asked = self.requires_gpu
         for task_id in range(self.tasks):
@@ -123,7 +123,7 @@ class Job:
                 raise JobError(f"Job(requires_gpu=...): for task {task_id} it raises {error_text(error)}") from error
 
     def build(self, task_id: int) -> Task:
-        """Calls the task builder."""
+        """Makes a task by calling the task builder."""
         if isinstance(self.builder, type) and not _parameters(self.builder):
             return cast(Callable[[], Task], self.builder)()
         return self.builder(task_id)
@@ -140,7 +140,7 @@ class Job:
                 "this Job was not made by a function decorated with @tg.job, so other processes cannot make it: "
                 "decorate the function that returns it, or run it in this process with nodes=0"
             )
-        changed = [name for name in _FIXED if getattr(self, name) != self._origin.fixed[name]]
+        changed = [name for name in _NOT_IN_SPEC if getattr(self, name) != self._origin.fixed[name]]
         if changed:
             function = self._origin.function.__name__
             raise JobError(
@@ -150,13 +150,13 @@ class Job:
         return self._origin.function, self._origin.kwargs
 
 
-_FIXED = ("tasks", "builder", "topology", "requires_gpu")
-"""What every process takes from its own call of the job function; the rest it reads in the job's spec."""
+_NOT_IN_SPEC = ("tasks", "builder", "topology", "requires_gpu")
+"""Attributes that every process takes from its own call of the job function; the job's spec has the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
-    """The call that made a job, and what it made that the spec does not hold."""
+class _JobCall:
+    """The call of the job function that made a job, and the attributes of the job that its spec does not have."""
 
     function: JobFunction[...]
     kwargs: dict[str, Any]
@@ -200,14 +200,14 @@ def _check_builder_takes_an_id(builder: Callable[..., Any]) -> None:
 
 
 def _parameters(builder: type) -> list[str]:
-    """Names the required parameters of a class."""
+    """Returns the names of a class's required parameters."""
     parameters = signature(builder).parameters.values()
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
 class JobFunction(Generic[P]):
-    """A function decorated with `@tg.job`: called with its arguments it returns a Job that nodes can make again."""
+    """A function decorated with `@tg.job`. Calling it makes a Job that nodes can make again by the same call."""
 
     def __init__(self, function: Callable[P, Job]) -> None:
         name = getattr(function, "__qualname__", repr(function))
@@ -232,7 +232,7 @@ class JobFunction(Generic[P]):
         """Makes the job.
 
         Raises:
-            JobError: arguments the function does not have, or that are no plain JSON values.
+            JobError: the function does not have such arguments, or they are no plain JSON values.
         """
         try:
             bound = self._signature.bind(*args, **kwargs)
@@ -243,11 +243,11 @@ class JobFunction(Generic[P]):
             several = self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             given.update(value if several else {name: value})
         given = {name: plain(f"{self.__name__}({name}=...)", value) for name, value in given.items()}
-        # The function gets what nodes will give it; what it does to a list of that, they must not get.
+        # The function gets a copy, as nodes will pass it: its changes to a list must not reach the nodes.
         made = self.__wrapped__(**copy.deepcopy(given))
         if not isinstance(made, Job):
             raise JobError(f"{self.__name__} must return a tg.Job, not {type(made).__name__}")
-        origin = _Origin(self, given, {name: getattr(made, name) for name in _FIXED})
+        origin = _JobCall(self, given, {name: getattr(made, name) for name in _NOT_IN_SPEC})
         return dataclasses.replace(made, name=made.name or self.__name__, _origin=origin)
 
     def __repr__(self) -> str:

@@ -47,7 +47,7 @@ class OptionInfo:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, OptionInfo]:
-    """The options of a function, in the order of its signature."""
+    """Returns the options of a function, in the order of its parameters."""
     try:
         hints = get_type_hints(function)
     except (
@@ -56,7 +56,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, OptionInfo]:
         AttributeError,
     ):  # a name for type checkers only: take the types of defaults
         hints = {}
-    helps = _helps(inspect.getdoc(function) or "")
+    helps = _parse_help(inspect.getdoc(function) or "")
     found = {}
     for name, parameter in signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -69,31 +69,29 @@ def options_of(function: Callable[..., Any]) -> dict[str, OptionInfo]:
 
 
 def fields_of(cls: type) -> dict[str, OptionInfo]:
-    """The fields of a dataclass, each with its default, as options."""
+    """Returns the fields of a dataclass, each with its default, as options."""
     hints = get_type_hints(cls)
     fields = dataclasses.fields(cls)
     return {field.name: OptionInfo(field.name, hints[field.name], field.default, required=False) for field in fields}
 
 
 def options_text(options: dict[str, OptionInfo]) -> str:
-    """The options with their defaults, for messages."""
+    """Lists options with their defaults, for messages."""
     return ", ".join(o.name if o.required else f"{o.name}={o.default!r}" for o in options.values()) or "none"
 
 
 def help_text(options: dict[str, OptionInfo]) -> str:
-    """A line for each option, for `--help`."""
-    rows = [
-        (f"-o {o.name}={'...' if o.required else o.default}", _shown_type(o.type), o.help) for o in options.values()
-    ]
+    """Formats a line for each option, for `--help`."""
+    rows = [(f"-o {o.name}={'...' if o.required else o.default}", _type_text(o.type), o.help) for o in options.values()]
     wide = [max((len(row[at]) for row in rows), default=0) for at in (0, 1)]
     lines = [f"  {row[0]:{wide[0]}}  {row[1]:{wide[1]}}  {row[2]}".rstrip() for row in rows]
     return "\n".join(lines) or "  none"
 
 
-def _shown_type(hint: Any) -> str:
-    """A type, for `--help`."""
-    usable = any(kind is not type(None) and _instead_of(kind) is None for kind in _members(hint))
-    return _name(hint) if usable else f"{_type_name(hint)} (cannot be given)"
+def _type_text(hint: Any) -> str:
+    """Formats a type, for `--help`."""
+    usable = any(kind is not type(None) and _suggest_for_type(kind) is None for kind in _members(hint))
+    return _describe_type(hint) if usable else f"{_type_name(hint)} (cannot be given)"
 
 
 def parse(
@@ -135,7 +133,7 @@ def check_fields(cls: type, given: Iterable[str]) -> None:
 
 
 def plain(what: str, value: Any) -> Any:
-    """The value with numpy's numbers as Python's.
+    """Replaces numpy's numbers in a value by Python's.
 
     Raises:
         JobError: JSON cannot carry the value exactly.
@@ -155,7 +153,7 @@ def plain(what: str, value: Any) -> Any:
         return [plain(what, item) for item in value]
     if type(value) is dict and all(type(key) is str for key in value):
         return {key: plain(what, item) for key, item in value.items()}
-    kind = _unwrapped(type(value))
+    kind = _unwrap(type(value))
     if kind is not type(value) and value.itemsize <= _FLOAT_BYTES:
         return kind(value)
     way_out = {"tuple": "; pass a list", "dict": " with other keys than str"}.get(
@@ -173,8 +171,8 @@ _FLOAT_BYTES = 8
 """A long double has more digits than a Python float."""
 
 
-def _helps(doc: str) -> dict[str, str]:
-    """Parameter -> text, from the `Args:` section of a Google-style docstring."""
+def _parse_help(doc: str) -> dict[str, str]:
+    """Reads {parameter: text} from the `Args:` section of a Google-style docstring."""
     helps: dict[str, str] = {}
     _, found, section = doc.partition("\nArgs:\n")
     indent, name = 0, ""
@@ -196,44 +194,44 @@ def _helps(doc: str) -> dict[str, str]:
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 #: Of several types the narrow ones are tried first: every text is a str, and every int a float.
-_WIDTH = {type(None): 0, int: 1, float: 2, str: 9}
+_ORDER_TRIED = {type(None): 0, int: 1, float: 2, str: 9}
 _SCALARS = (type(None), bool, int, float, str)
 
 
 def _convert(name: str, text: str, hint: Any) -> Any:
     for kind in _narrow_first(hint):
-        if _instead_of(kind) is None:
+        if _suggest_for_type(kind) is None:
             try:
-                return _value(text.strip(), text, kind)
+                return _parse_value(text.strip(), text, kind)
             except ValueError:
                 continue
-    if (instead := _instead(hint)) is not None:
+    if (instead := _suggest_annotation(hint)) is not None:
         raise JobError(
             f"{name}={text!r}: its annotation is {_type_name(hint)}, and nodes get a job's arguments as JSON: annotate "
             f"the parameter with {instead}"
         )
-    expected = " or ".join(map(_name, _members(hint)))
+    expected = " or ".join(map(_describe_type, _members(hint)))
     raise JobError(f"{name}={text!r}: expected {expected}")
 
 
 def _members(hint: Any) -> list[Any]:
-    """The member types of a union, or the type itself, without NewType and Annotated."""
-    hint = _unwrapped(hint)
+    """Returns the member types of a union, or the type itself, without NewType and Annotated."""
+    hint = _unwrap(hint)
     if get_origin(hint) not in (Union, types.UnionType):
         return [hint]
     return [kind for member in get_args(hint) for kind in _members(member)]
 
 
 def _narrow_first(hint: Any) -> list[Any]:
-    return sorted(_members(hint), key=lambda kind: _WIDTH.get(kind, 3))
+    return sorted(_members(hint), key=lambda kind: _ORDER_TRIED.get(kind, 3))
 
 
-def _unwrapped(hint: Any) -> Any:
-    """The type inside a NewType or Annotated; Python's number type for numpy's."""
+def _unwrap(hint: Any) -> Any:
+    """Returns the type inside a NewType or Annotated; for numpy's number types, Python's."""
     if isinstance(hint, NewType):
-        return _unwrapped(hint.__supertype__)
+        return _unwrap(hint.__supertype__)
     if get_origin(hint) is Annotated:
-        return _unwrapped(get_args(hint)[0])
+        return _unwrap(get_args(hint)[0])
     cls = get_origin(hint) or hint
     if isinstance(cls, type) and cls.__module__ == "numpy" and cls.__name__ != "timedelta64":
         if issubclass(cls, numbers.Integral):
@@ -245,19 +243,21 @@ def _unwrapped(hint: Any) -> Any:
     return hint
 
 
-def _instead(hint: Any) -> str | None:
-    """An annotation to use in place of a type that JSON cannot carry; None: JSON can carry this one."""
-    return next((instead for kind in _members(hint) if (instead := _instead_of(kind)) is not None), None)
+def _suggest_annotation(hint: Any) -> str | None:
+    """Returns an annotation to use in place of a type that JSON cannot carry; None if JSON can carry the type."""
+    return next((instead for kind in _members(hint) if (instead := _suggest_for_type(kind)) is not None), None)
 
 
-def _instead_of(kind: Any) -> str | None:
+def _suggest_for_type(kind: Any) -> str | None:
     if kind in (Any, object, *_SCALARS) or get_origin(kind) is Literal:
         return None
     container, parts = _container(get_origin(kind) or kind), get_args(kind)
     if container is not None:
-        if container is dict and parts and any(not _makes_keys(key) for key in _members(parts[0])):
+        if container is dict and parts and any(not _is_key_type(key) for key in _members(parts[0])):
             return "dict[str, ...]: JSON has no other keys"
-        return next((instead for part in parts if part is not ... and (instead := _instead(part)) is not None), None)
+        return next(
+            (instead for part in parts if part is not ... and (instead := _suggest_annotation(part)) is not None), None
+        )
     cls = get_origin(kind) or kind
     if isinstance(cls, type):
         name = cls.__name__
@@ -269,16 +269,16 @@ def _instead_of(kind: Any) -> str | None:
         if issubclass(cls, PurePath):
             return f"str, and call {name}(...) in the function"
         if issubclass(cls, Set):
-            return f"list[{', '.join(map(_name, parts)) or '...'}], and call {name}(...) in the function"
+            return f"list[{', '.join(map(_describe_type, parts)) or '...'}], and call {name}(...) in the function"
     return "bool, int, float, str, Literal[...], list[...], dict[str, ...], or a union of these and None"
 
 
-def _makes_keys(kind: Any) -> bool:
+def _is_key_type(kind: Any) -> bool:
     return kind in (str, Any, object) or get_origin(kind) is Literal
 
 
-def _value(text: str, raw: str, kind: Any) -> Any:
-    """The value of this type that a text stands for; raises ValueError."""
+def _parse_value(text: str, raw: str, kind: Any) -> Any:
+    """Parses a text as a value of this type. Raises ValueError."""
     if kind is str:
         return raw
     if kind is type(None):
@@ -290,7 +290,7 @@ def _value(text: str, raw: str, kind: Any) -> Any:
             return text.lower() in _TRUE
         raise ValueError
     if kind is int:
-        return _int(text)
+        return _parse_int(text)
     if kind is float:
         return float(text)
     if get_origin(kind) is Literal:
@@ -303,11 +303,11 @@ def _value(text: str, raw: str, kind: Any) -> Any:
             return json.loads(text)
         except ValueError:
             return raw
-    return _of_json(json.loads(text), kind)
+    return _convert_json_to(json.loads(text), kind)
 
 
 def _container(origin: Any) -> type | None:
-    """The JSON container for a type: list also for Sequence, Iterable and tuple, dict also for Mapping."""
+    """Returns the JSON container (list or dict) for a type such as Sequence, tuple or Mapping; None for others."""
     try:
         if origin is tuple or issubclass(list, origin):
             return list
@@ -316,7 +316,7 @@ def _container(origin: Any) -> type | None:
         return None
 
 
-def _int(text: str) -> int:
+def _parse_int(text: str) -> int:
     try:
         return int(text, 0)
     except ValueError:
@@ -326,21 +326,21 @@ def _int(text: str) -> int:
         return int(number)
 
 
-def _fitting(value: Any, hint: Any) -> Any:
-    """A JSON value as a value of a type or union; raises ValueError."""
+def _convert_json(value: Any, hint: Any) -> Any:
+    """Converts a JSON value to a type or a member of a union. Raises ValueError."""
     for kind in _narrow_first(hint):
         try:
-            return _of_json(value, kind)
+            return _convert_json_to(value, kind)
         except ValueError:
             continue
     raise ValueError
 
 
-def _of_json(value: Any, kind: Any) -> Any:
+def _convert_json_to(value: Any, kind: Any) -> Any:
     if kind in (Any, object):
         return value
     if type(value) in (int, float) and kind in (int, float):
-        return _int(repr(value)) if kind is int else float(repr(value))
+        return _parse_int(repr(value)) if kind is int else float(repr(value))
     if get_origin(kind) is Literal:
         if any(type(choice) is type(value) and choice == value for choice in get_args(kind)):
             return value
@@ -352,14 +352,14 @@ def _of_json(value: Any, kind: Any) -> Any:
     if container is None or not parts:
         return value
     if container is dict:
-        return {_fitting(key, parts[0]): _fitting(item, parts[1]) for key, item in value.items()}
+        return {_convert_json(key, parts[0]): _convert_json(item, parts[1]) for key, item in value.items()}
     if get_origin(kind) is tuple and parts[-1] is not ...:
-        return [_fitting(item, part) for item, part in zip(value, parts, strict=True)]
-    return [_fitting(item, parts[0]) for item in value]
+        return [_convert_json(item, part) for item, part in zip(value, parts, strict=True)]
+    return [_convert_json(item, parts[0]) for item in value]
 
 
-def _name(kind: Any) -> str:
-    kind = _unwrapped(kind)
+def _describe_type(kind: Any) -> str:
+    kind = _unwrap(kind)
     if kind is bool:
         return "true or false"
     if get_origin(kind) is Literal:

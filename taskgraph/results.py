@@ -32,8 +32,8 @@ class EpochReport:
     """The reports of one committed epoch.
 
     Attributes:
-        numbers: by name; where several tasks report one name, the lowest task's.
-        by_task: everything, by task.
+        numbers: name -> number; if several tasks reported a name, the number of the lowest task.
+        by_task: task -> name -> number.
     """
 
     epoch: int
@@ -46,11 +46,11 @@ class JobResult:
     """The result of a job. Its `repr` is short, for the prompt.
 
     Attributes:
-        name: the job's.
+        name: the job's name.
         status: "finished".
         values: task -> what its `result()` returned; tasks that returned None are left out.
-        reports: one per epoch in which something was reported, in order.
-        epochs: how many were committed.
+        reports: one per epoch in which a task reported a number, in order.
+        epochs: the number of committed epochs.
         failovers: how often a backup took over from a primary that failed.
         restarts: how often an epoch started again, or the job went back to a checkpoint.
         wall_s: seconds from submission to the end. For a submitted job: from the start of the first node to the end
@@ -86,29 +86,29 @@ class JobResult:
         return next(iter(self.values.values()))
 
     def to_json(self) -> str:
-        """One line of JSON, values too: arrays as nested lists, bytes as base64, nan and infinities as strings.
+        """Formats the result as a line of JSON: arrays as nested lists, bytes as base64, nan and infinities as strings.
 
-        So are ints of some thousand digits, as hexadecimal ones. Keys of a dict become texts; where two would become
-        the same one, the dict is a list of [key, value] pairs.
+        Ints of some thousand digits become hexadecimal strings. Keys of a dict become strings; if two keys would become
+        the same string, the dict becomes a list of [key, value] pairs.
         """
         return "".join(json_pieces(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> JobResult:
-        """The result from `to_json`. All fields are as before, but `values` stay plain JSON.
+        """Reads the result from `to_json`. All fields are as before, but `values` stay plain JSON.
 
-        Other fields, of a later version or `left_out` of a large result, are ignored.
+        Ignores unknown fields: those of a later version, and `left_out` of a large result.
 
         Raises:
-            DecodeError: this is no result.
+            DecodeError: the text is no result.
         """
         try:
             raw = json.loads(text)
             reports = tuple(
                 EpochReport(
                     report["epoch"],
-                    _floats(report["numbers"]),
-                    {int(task): _floats(numbers) for task, numbers in report["by_task"].items()},
+                    _as_floats(report["numbers"]),
+                    {int(task): _as_floats(numbers) for task, numbers in report["by_task"].items()},
                 )
                 for report in raw["reports"]
             )
@@ -120,7 +120,7 @@ class JobResult:
 
 
 def json_pieces(result: JobResult) -> Iterator[str]:
-    """The JSON in pieces: a million reports at once would block all threads for a minute."""
+    """Yields the JSON of a result in pieces: a million reports at once would block all threads for a minute."""
     plain = {
         "name": result.name,
         "status": result.status,
@@ -142,21 +142,21 @@ def json_pieces(result: JobResult) -> Iterator[str]:
     yield f"], {json.dumps(rest, allow_nan=False)[1:]}"
 
 
-def _floats(numbers: Mapping[str, Any]) -> dict[str, float]:
+def _as_floats(numbers: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items()}  # "nan" and "inf" are texts there
 
 
 def plain_value(value: Any) -> Any:
-    """A value as plain JSON, for people and scripts. It cannot be decoded exactly."""
-    if (known := declared(value)) is not None:
+    """Converts a value to plain JSON, for people and scripts. The value cannot be decoded exactly from it."""
+    if (known := user_codec_of(value)) is not None:
         try:
             return plain_value(known.encode(value))
         except Exception as error:  # the other values are still worth showing
-            return _unsaid(value, error)
+            return _encoding_failed(value, error)
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
-        return value if _has_digits(value) else hex(value)
+        return value if _is_printable(value) else hex(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(float(value))
     if isinstance(value, complex):
@@ -183,7 +183,7 @@ def plain_value(value: Any) -> Any:
             return plain_value(MessageToDict(value, preserving_proto_field_name=True))
         return str(value)
     except Exception as error:  # a type of the user's; or a message without JSON: an Any of an unknown type, say
-        return _unsaid(value, error)
+        return _encoding_failed(value, error)
 
 
 def _key_text(key: Any) -> str:
@@ -193,17 +193,17 @@ def _key_text(key: Any) -> str:
         return str(plain_value(key))
 
 
-def declared(value: Any) -> Codec | None:
-    """The user's codec for exactly this type; None for arrays, which `tolist` shows better."""
+def user_codec_of(value: Any) -> Codec | None:
+    """Returns the user's codec for the type of a value; None for arrays, which `tolist` shows better."""
     kind = type(value)
     return None if hasattr(kind, "__dlpack__") else codec_of(kind)
 
 
-def _unsaid(value: Any, error: Exception) -> str:
+def _encoding_failed(value: Any, error: Exception) -> str:
     return f"<{type(value).__name__}: {error_text(error)}>"
 
 
-def _has_digits(value: int) -> bool:
+def _is_printable(value: int) -> bool:
     """True if Python can print this int in decimal digits (`set_int_max_str_digits`)."""
     limit = sys.get_int_max_str_digits()
     return not limit or value.bit_length() <= _BITS_OF_A_DIGIT * limit

@@ -28,51 +28,51 @@ class Settings:
     """Timeouts in seconds, sizes in bytes.
 
     Attributes:
-        lease_ttl_s: TTL of a node's lease, and what a node that freezes costs. etcd's floor is 2.
+        lease_ttl_s: TTL of a node's lease: a node that freezes delays the job this long. etcd's minimum is 2.
         lease_stall_s: a main loop stuck for longer stops the renewal of the lease.
-        lost_after_s: a node whose key has been absent for this long is gone, without a launcher's word.
+        lost_after_s: a node whose key has been absent this long counts as gone, even if no launcher reported its end.
         min_in_sync: replicas, the primary included, that must hold a boundary before its task is done.
-        admit_wait_s: how long epoch 0 waits for the backups wished for, so that it is safe to lose a node early; and a
-            later one for a backup that holds a boundary already, so that it comes to hold all of them.
+        admit_wait_s: how long epoch 0 waits for the wished backups, so that losing a node early is safe; and how long a
+            later epoch waits for a backup that stored some boundaries already, until it has all.
         epochs_ahead: how many epochs a task may work ahead of the last commit; 0: each is committed before the
             next one begins.
-        epochs_in_flight: how many epochs of a task may be worked on at a time, where its methods are marked
+        epochs_in_flight: how many epochs of a task may be worked on at a time, if its methods are marked
             `@tg.stateless`; 1: one after another.
-        gather_s: where tasks work ahead, how long short epochs wait to be committed together; up to five times as
-            long where more than two nodes share a core.
+        gather_s: how long short epochs wait to be committed together, if tasks work ahead; up to five times as
+            long if more than two nodes share a core.
         start_wait_s: how long a job waits for all the nodes its launcher started, beyond `min_nodes`.
-        hand_over_s: how long a primary waits for the backup it handed over to before it goes on itself.
+        hand_over_s: how long a primary waits for the backup that takes its task over, before it goes on itself.
         drain_s: how long a leaving node tries to hand its tasks over.
-        takeover_stagger_s: delay per rank of succession, so that the first in line acts alone.
-        connect_s: connecting to a peer and proving the token.
+        takeover_stagger_s: delay for each rank of succession, so that the first successor acts alone.
+        connect_s: limit for connecting to a peer and proving the token.
         ping_s: how often the kernel asks whether the host at the other end of a quiet TCP connection is still there.
         ping_timeout_s: a TCP connection whose other end acknowledged nothing for this long is broken.
-        call_s: a call that is answered from memory (everything but pulls, requests and offers).
-        refresh_s: an unconfirmed hint (a message from the future) leads to a re-read of etcd after this time.
-        stall_check_s: an epoch that did not move for this long is examined for a cycle of waits.
+        call_s: limit for a call that is answered from memory (all calls but pulls, requests and offers).
+        refresh_s: if a message is of an epoch that the view does not show yet, the node reads etcd after this time.
+        stall_check_s: an epoch without progress for this long is examined for a cycle of waits.
         slow_compute_s: a hook or compute that runs longer is shown in `status` and reported as an event.
         cancel_s: how long a restart waits for a running compute before the node's process ends itself, and how long a
             node that ends waits for a `teardown()`.
         setup_s: limit for a candidate to receive a boundary and run `setup()`, after which the offer is tried again.
         results_kept_s: how long nodes keep results that are not collected, unless the launcher lives.
-        fatal_deaths: nodes whose processes may end while the same code of one task runs, in one epoch: the job fails
-            with the last of so many.
+        fatal_deaths: the number of nodes whose processes end while the same code of one task runs in one epoch, that
+            fails the job.
         device_failures: nodes that one task may end in one epoch by errors of CUDA devices, and attempts of an epoch
-            that end since a device elsewhere failed to copy what was asked for; the next one fails the job.
+            that may end since another node's device failed to copy a value; the next one fails the job.
         device_memory: how much of a CUDA device's memory the nodes of a launcher that share it may hold together.
-        blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes: sums are bit-equal.
+        blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes, so that sums are bit-equal.
         deal_devices: a launcher gives each node of its host CUDA devices of its own; False: all nodes see all of them.
         max_value_bytes: the largest single value that may travel.
-        max_parked: pulls, flags and requests that may wait at one node at a time, half as many where they are of epochs
-            to come; more are told to come again.
+        max_parked: pulls, flags and requests that may wait at one node at a time, and half as many of later epochs;
+            further ones are refused, and sent again later.
         events_kept: events kept in etcd per job; each node may add 31 before it prunes.
-        checkpoints_kept: complete checkpoints kept; the newest is used, those before it where that is corrupt.
+        checkpoints_kept: complete checkpoints kept; the newest is used, or an earlier one if that is corrupt.
         strict: replay every epoch from its snapshot, and `result()` from the last one, and name the task whose state
-            was forgotten, changed outside a sync point, or cut off from what `setup()` made of it. Costs at least a
-            second run of every compute.
+            was forgotten, changed outside a sync point, or separated from the objects that `setup()` made of it. Costs
+            at least a second run of every compute.
 
     Raises:
-        JobError: no such setting, or a value that is no number of its kind, or out of its range.
+        JobError: there is no such setting, or the value is of the wrong type or out of range.
     """
 
     lease_ttl_s: float = _up_to(_HOUR, 5.0)
@@ -115,11 +115,11 @@ class Settings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not _fits(value, field):
+            if not _is_allowed(value, field):
                 raise JobError(f"Settings({field.name}={value!r}): must be {_allowed_text(field)}")
 
 
-def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
+def _is_allowed(value: Any, field: dataclasses.Field[Any]) -> bool:
     if isinstance(field.default, bool) or isinstance(value, bool):
         return isinstance(field.default, bool) and isinstance(value, bool)
     if not isinstance(value, int if isinstance(field.default, int) else int | float):
@@ -129,7 +129,7 @@ def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
 
 
 def _allowed_text(field: dataclasses.Field[Any]) -> str:
-    """The values that a setting takes, for messages."""
+    """Describes the values that a setting accepts, for messages."""
     if isinstance(field.default, bool):
         return "True or False"
     unit = " of seconds" if field.name.endswith("_s") else ""

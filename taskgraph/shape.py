@@ -16,13 +16,13 @@ from taskgraph.errors import JobError
 from taskgraph.signatures import signature
 
 __all__ = [
-    "GIVEN",
+    "FRAMEWORK_ATTRIBUTES",
     "HandlerInfo",
     "TaskShape",
     "arguments_of",
     "check_attributes",
     "check_keywords",
-    "checked_state",
+    "check_state",
     "handles",
     "is_stateless",
     "make_shape",
@@ -42,13 +42,13 @@ _HOOKS: Mapping[str, tuple[str, ...]] = {  # name -> what it is called with
     "on_event": ("event",),
     "teardown": (),
 }
-_ALIKE = 0.8
-"""difflib's ratio above which a method's name is a misspelt hook: `reslut`, `on_flags`, `set_up`."""
+_SIMILARITY = 0.8
+"""difflib's ratio from which on a method's name is a misspelt hook: `reslut`, `on_flags`, `set_up`."""
 _HANDLER = ("epoch", "sender", "payload")
 _PLAIN_ONLY = ("snapshot", "restore", "result")
-_ASKED = frozenset({"compose", "result"})
-"""Hooks that every task has; the others are called only if the class defines them."""
-GIVEN = ("task_id", "tasks", "log", "primary", "xp")
+_ALWAYS_CALLED = frozenset({"compose", "result"})
+"""Hooks that are called on every task; the others are called only if the class defines them."""
+FRAMEWORK_ATTRIBUTES = ("task_id", "tasks", "log", "primary", "xp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ class HandlerInfo:
 
 @dataclass(frozen=True, slots=True)
 class TaskShape:
-    """The overrides and handlers of a task class, for the node.
+    """What a node must know of a task class: its hooks, its handlers and their kinds.
 
     Attributes:
-        stateful: it declares state, or overrides `snapshot`.
-        receives: it can take flags or requests: the epoch must grow quiet before its sync points.
-        overrides: names of the hooks it defines.
+        stateful: the class declares state, or overrides `snapshot`.
+        receives: the class takes flags or requests: no message may be on its way when its sync points run.
+        overrides: names of the hooks that the class defines.
         handlers: request method -> handler.
         in_flight: epochs may begin while earlier ones are worked on: `compose` is stateless, and nothing else of the
             task has an order among committed epochs.
@@ -86,10 +86,10 @@ def handles(name: str, *, pure: bool = False) -> Callable[[F], F]:
 
     Args:
         name: what `epoch.request(to, name, payload)` calls it.
-        pure: it changes nothing, not even `epoch.scratch`: it may run any number of times.
+        pure: the handler changes nothing, not even `epoch.scratch`, so it may run any number of times.
 
     Raises:
-        JobError: it is not given a name; or the method has another.
+        JobError: there is no name; or the method handles a request of another name.
     """
     if not isinstance(name, str) or not name:
         raise JobError("@tg.handles takes the request's name: @tg.handles('push')")
@@ -112,14 +112,14 @@ def handles(name: str, *, pure: bool = False) -> Callable[[F], F]:
 def stateless(function: F = None) -> F:  # type: ignore[assignment]  # without it: `@tg.stateless()`, which is told
     """Marks a `compose` or a compute that may run before earlier epochs of its task are finished.
 
-    It neither reads nor changes what any method changes after `setup`, declared as state or not. It depends on the
-    epoch, on what `setup` made, on its inputs, and on `epoch.scratch`. Where `compose` is marked, up to
-    `Settings.epochs_in_flight` epochs of the task are worked on at a time; what is not marked waits for its turn. And
-    where it asks the epoch for nothing that may differ, it is called once for many epochs: it would declare the same. A
-    subclass that overrides the method marks it again, where that still holds.
+    The method depends on the epoch, its inputs, `epoch.scratch` and what `setup` made. It neither reads nor changes
+    anything that a method changes after `setup`, declared as state or not. If `compose` is marked, up to
+    `Settings.epochs_in_flight` epochs of the task are worked on at a time, and methods without the mark run epoch by
+    epoch. A marked `compose` that uses nothing of the epoch that may change is called once for many epochs. A subclass
+    that overrides the method marks it again, if the promise still holds.
 
     Raises:
-        JobError: it is given something else than a function.
+        JobError: the argument is no function.
     """
     if not inspect.isfunction(function):
         raise JobError(f"@tg.stateless stands before a method, without parentheses; it was given {function!r}")
@@ -128,23 +128,23 @@ def stateless(function: F = None) -> F:  # type: ignore[assignment]  # without i
 
 
 def is_stateless(function: Callable[..., Any]) -> bool:
-    """Is this method marked with `@tg.stateless`, also inside a `functools.partial`?"""
+    """True if a method, or the method inside a `functools.partial`, is marked with `@tg.stateless`."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__taskgraph_stateless__", False) is True
 
 
 def arguments_of(shape: TaskShape, method: str) -> tuple[str, ...] | None:
-    """The parameters of a hook or handler; None for any other method."""
+    """Returns the parameters of a hook or handler; None for any other method."""
     if any(info.method_name == method for info in shape.handlers.values()):
         return _HANDLER
     return _HOOKS.get(method)
 
 
 def check_keywords(cls: type, base: type, keywords: Mapping[str, object]) -> None:
-    """Raises JobError for unknown keywords of a class. Those of `base` were used before.
+    """Raises JobError for unknown keywords of a class. The caller has removed those of `base`.
 
-    A mixin with an `__init_subclass__` of its own may take some, and says so itself where it does not.
+    A mixin with an `__init_subclass__` of its own may take keywords, and checks them itself.
     """
     after = cls.__mro__[cls.__mro__.index(base) + 1 :]
     if keywords and not any("__init_subclass__" in vars(other) for other in after if other is not object):
@@ -153,39 +153,36 @@ def check_keywords(cls: type, base: type, keywords: Mapping[str, object]) -> Non
 
 
 def check_attributes(task: object, shape: TaskShape) -> None:
-    """Raises JobError for an attribute of the object with the name of a hook: the hook would not be called.
-
-    `self.result = 0.5` would be found only when the job is over.
-    """
+    """Raises JobError for an attribute that hides a hook, such as `self.result = 0.5`."""
     own = vars(task)
-    for name in [name for name in _HOOKS if name in own]:  # not the other way: a name there may have a hash of its own
+    for name in [name for name in _HOOKS if name in own]:  # hashes our names only: a name in `own` may be any object
         value, called = own[name], f"{name}({', '.join(('self', *_HOOKS[name]))})"
         if not callable(value):
             raise JobError(
-                f"{type(task).__name__}: self.{name} was set to {_a(value)}, which hides the hook {called}: give the "
-                f"attribute another name" + (", and return it from there" if name == "result" else "")
+                f"{type(task).__name__}: self.{name} was set to {_value_text(value)}, which hides the hook {called}: "
+                f"give the attribute another name" + (", and return it from there" if name == "result" else "")
             )
         stated = shape.stateful and name in ("snapshot", "restore")  # the default does as much, and is called
-        if name not in shape.overrides | _ASKED and not stated:
+        if name not in shape.overrides | _ALWAYS_CALLED and not stated:
             raise JobError(
                 f"{type(task).__name__}: self.{name} was set on the object and would not be called: hooks are methods "
                 f"of the class, `def {called}`, which may call what the object has under another name"
             )
 
 
-def _a(value: object) -> str:
+def _value_text(value: object) -> str:
     return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
-def checked_state(cls: type, state: Sequence[str]) -> Sequence[str]:
-    """The names that a class declares with `state=[...]`; raises JobError if a name cannot be an attribute."""
+def check_state(cls: type, state: Sequence[str]) -> Sequence[str]:
+    """Returns the names that a class declares with `state=[...]`. Raises JobError if a name cannot be state."""
     if not isinstance(state, list | tuple):  # not a set: its order differs from process to process
         example = f"[{state!r}]" if isinstance(state, str) else '["theta"]'
         raise JobError(f"class {cls.__name__}: state takes a list of names: state={example}")
     for name in state:
         if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
             raise JobError(f"class {cls.__name__}: state names attributes, and {name!r} is no attribute name")
-        if name in GIVEN:
+        if name in FRAMEWORK_ATTRIBUTES:
             raise JobError(f"class {cls.__name__}: {name!r} is set by the framework and cannot be state")
         if name in _HOOKS or inspect.isfunction(inspect.getattr_static(cls, name, None)):
             raise JobError(f"class {cls.__name__}: {name!r} is a method and cannot be state")
@@ -200,13 +197,13 @@ def checked_state(cls: type, state: Sequence[str]) -> Sequence[str]:
 
 
 def make_shape(cls: type, base: type, state: Sequence[str]) -> TaskShape:
-    """The shape of `cls`, with the hooks of `base` as defaults; raises JobError for a wrong class."""
+    """Returns the shape of `cls`, a subclass of `base`. Raises JobError if its hooks or handlers are wrong."""
     overrides = frozenset(name for name in _HOOKS if getattr(cls, name) is not getattr(base, name))
     for name in sorted(overrides):
         _check_callable(cls, name, _HOOKS[name])
         if name in _PLAIN_ONLY and inspect.iscoroutinefunction(getattr(cls, name)):
             raise JobError(f"class {cls.__name__}: {name} must be a plain `def`, not `async def`")
-    # A class that declares its state may put right what it is given, and let the default set it.
+    # A class that declares its state may correct a snapshot in `restore`, and call the default `restore` with it.
     if ("snapshot" in overrides) != ("restore" in overrides) and not (state and "restore" in overrides):
         one, other = ("snapshot", "restore") if "snapshot" in overrides else ("restore", "snapshot")
         raise JobError(f"class {cls.__name__} overrides {one} but not {other}: one undoes the other, define both")
@@ -223,7 +220,7 @@ def make_shape(cls: type, base: type, state: Sequence[str]) -> TaskShape:
 
 
 def _check_stateless(cls: type, handlers: set[str]) -> None:
-    """Raises JobError if `@tg.stateless` marks a method that does not belong to an epoch."""
+    """Raises JobError if `@tg.stateless` marks a hook other than `compose`, or a handler."""
     for name in sorted(_HOOKS.keys() - {"compose"} | handlers):
         if is_stateless(getattr(cls, name)):
             kind = "a handler" if name in handlers else "a hook"
@@ -238,7 +235,7 @@ def _check_spelling(cls: type, overrides: frozenset[str], handlers: set[str]) ->
     for name, function in vars(cls).items():
         if name in _HOOKS or name in handlers or name.startswith("_") or not inspect.isfunction(function):
             continue
-        for hook in difflib.get_close_matches(name, _HOOKS.keys() - overrides, n=1, cutoff=_ALIKE):
+        for hook in difflib.get_close_matches(name, _HOOKS.keys() - overrides, n=1, cutoff=_SIMILARITY):
             with contextlib.suppress(TypeError):
                 signature(function).bind("self", *_HOOKS[hook])
                 raise JobError(
@@ -248,7 +245,7 @@ def _check_spelling(cls: type, overrides: frozenset[str], handlers: set[str]) ->
 
 
 def _handlers(cls: type) -> dict[str, HandlerInfo]:
-    """Request method -> handler. A method also inherits the mark of the method that it overrides."""
+    """Returns {request name: handler}. A method inherits `@tg.handles` of the method that it overrides."""
     handlers: dict[str, HandlerInfo] = {}
     for attribute in dir(cls):
         given = (vars(base)[attribute] for base in cls.__mro__ if attribute in vars(base))
@@ -269,7 +266,7 @@ def _handlers(cls: type) -> dict[str, HandlerInfo]:
 
 
 def _check_callable(cls: type, name: str, parameters: tuple[str, ...]) -> None:
-    """Raises JobError now for a method that would fail, or do nothing, when a node calls it."""
+    """Raises JobError if a method would fail, or do nothing, when a node calls it with these arguments."""
     function = getattr(cls, name)
     if not callable(function):
         raise JobError(f"class {cls.__name__}: {name} must be a method, not {type(function).__name__}")

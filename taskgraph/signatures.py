@@ -1,7 +1,7 @@
 """Reads the parameters of users' functions, without evaluating annotations.
 
-Since Python 3.14 annotations are evaluated when somebody asks for them, and may name what is defined later, or what
-only a type checker imports: evaluating them raises NameError.
+Since Python 3.14 reading annotations evaluates them. They may name objects that are defined later, or that only a type
+checker imports: evaluating them raises NameError.
 """
 
 from __future__ import annotations

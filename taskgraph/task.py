@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from taskgraph.errors import JobError, StateError
-from taskgraph.shape import TaskShape, check_keywords, checked_state, make_shape
+from taskgraph.shape import TaskShape, check_keywords, check_state, make_shape
 
 if TYPE_CHECKING:
     from taskgraph.epoch import Epoch
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """An event around a task. It may come late, or not at all, so it must not change the state."""
+    """An event that `Task.on_event` gets. It may come late, or not at all, so it must not change the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class BecamePrimary(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BecameBackup(Event):
-    """Another replica is primary since `term`; this one was."""
+    """This replica was the primary; another replica is the task's primary from `term` on."""
 
     term: int
 
@@ -56,18 +56,18 @@ class NeighborFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeighborRestarted(Event):
-    """`task`, a neighbor along `link`, has another primary, of `term`."""
+    """The task `task`, a neighbor along `link`, has a new primary, of term `term`."""
 
     task: int
     term: int
     link: str
 
 
-class _TooEarly(JobError, AttributeError):
-    """An attribute was read before the framework set it. Also an AttributeError, so that `hasattr` says no."""
+class _ReadTooEarly(JobError, AttributeError):
+    """An attribute was read before the framework set it. As an AttributeError it makes `hasattr` return False."""
 
 
-class _Given:
+class _SetByFramework:
     """An attribute that the framework sets after the task is built; reading it earlier raises a clear error."""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -76,7 +76,7 @@ class _Given:
     def __get__(self, task: object, owner: type) -> Any:
         if task is None:
             return self
-        raise _TooEarly(
+        raise _ReadTooEarly(
             f"{owner.__name__}.{self._name} is set after the task is built: read it in setup(), not in __init__ "
             f"(a test without a job sets it itself)"
         )
@@ -108,11 +108,11 @@ class Task:
         primary: bool
         xp: ModuleType
     else:
-        task_id = _Given()
-        tasks = _Given()
-        log = _Given()
-        primary = _Given()
-        xp = _Given()
+        task_id = _SetByFramework()
+        tasks = _SetByFramework()
+        log = _SetByFramework()
+        primary = _SetByFramework()
+        xp = _SetByFramework()
 
     __taskgraph_state__: ClassVar[tuple[str, ...]] = ()
     __taskgraph_shape__: ClassVar[TaskShape]
@@ -120,7 +120,7 @@ class Task:
     def __init_subclass__(cls, state: Sequence[str] = (), **kwargs: Any) -> None:
         check_keywords(cls, Task, kwargs)
         super().__init_subclass__(**kwargs)
-        added = checked_state(cls, state)
+        added = check_state(cls, state)
         # Of all bases, and each name once. It has some itself where `@dataclass(slots=True)` makes the class once more,
         # without the keywords, of what it has.
         inherited = dict.fromkeys(
@@ -137,7 +137,7 @@ class Task:
         raise JobError(f"class {type(self).__name__} must define compose(self, epoch)")
 
     def snapshot(self) -> Any:
-        """The state, as a value. May return the task's own arrays: they are encoded before anything else runs."""
+        """Returns the state. It may contain the task's own arrays: they are encoded before other code runs."""
         state = {}
         for name in self.__taskgraph_state__:
             try:
@@ -177,7 +177,7 @@ class Task:
                 ) from None
 
     def result(self) -> Any:
-        """The task's part of the job's result, from the last committed state; None: no part."""
+        """Returns the task's part of the job's result, from the last committed state; None: no part."""
         return None
 
     def on_flag(self, epoch: Epoch, sender: int, meta: Any) -> Any:
@@ -201,12 +201,12 @@ Task.__taskgraph_shape__ = make_shape(Task, Task, ())
 
 
 def shape_of(cls: type[Task]) -> TaskShape:
-    """The shape of a task class, for the node."""
+    """Returns the shape of a task class."""
     return cls.__taskgraph_shape__
 
 
 def shard(n: int, task_id: int, tasks: int) -> slice:
-    """The rows of `task_id`, out of `n`: contiguous, in order, and all parts differ by at most one row.
+    """Returns the rows of `task_id`, out of `n`: contiguous, in order, and all shares differ by at most one row.
 
     Raises:
         JobError: task_id is not one of the tasks, or n is negative.

@@ -1,7 +1,7 @@
 """The neighbors of tasks: named links, each a function of (task_id, tasks, epoch), so they may change every epoch.
 
-A link gives the same ids wherever and however often it is called: every replica of every task asks on its own. The
-order of the ids is the order in which `ins.all` lists what came along the link.
+A link must return the same ids in every process and every call: every replica of every task calls it. `ins.all` lists
+values in the order of the ids.
 """
 
 from __future__ import annotations
@@ -35,32 +35,31 @@ Link = Callable[[int, int, int], Iterable[int]]
 """(task_id, tasks, epoch) -> task ids."""
 
 
-_LASTING: Final[WeakSet[Link]] = WeakSet()
-"""Links that are the same in every epoch. An attribute would not do: `functools.wraps` copies attributes."""
-_ORDERED: Final = frozenset((tuple, list, range))
-"""The types that most links return: a check against an abstract class is slow."""
+_CONSTANT: Final[WeakSet[Link]] = WeakSet()
+"""Links that are the same in every epoch. A mark on the function would not do: `functools.wraps` copies attributes."""
+_COMMON_TYPES: Final = frozenset((tuple, list, range))
+"""The types that most links return: checked first, since a check against an abstract class is slow."""
 _Table = Mapping[int, Sequence[int]]
-_KEPT_IDS = 1 << 20
-"""Cached neighbors of links that do not change: 8 MiB."""
-_EPOCHS_KEPT = 66
-"""Epochs whose edges are kept at a time, of links that change: the tasks of a node are in that many, with the default
-`epochs_ahead`, and each of them asks."""
-_PAIRS_KEPT = 1 << 16
-"""Pairs in the cached epochs, above which fewer epochs are cached: 20 MiB."""
-_FEWEST_KEPT = 4
+_MAX_CACHED_IDS = 1 << 20
+"""The most cached neighbors of constant links: 8 MiB."""
+_MAX_CACHED_EPOCHS = 66
+"""The most epochs whose edges are cached, for links that change: with the default `epochs_ahead`, the tasks of a node
+are at work in as many epochs."""
+_MAX_CACHED_PAIRS = 1 << 16
+"""The most pairs in the cached epochs: 20 MiB. Above it, fewer epochs are cached."""
+_MIN_CACHED_EPOCHS = 4
 """Epochs that are always cached: the one at work, the next, and one of a restart or replay."""
-_TRIED = 3
-"""How many answers of a link that may change are asked for once more, of those that name somebody; of a function of
-`edges`, one. All nodes of a test ask that same function, and its answers are kept: that it draws other pairs each time
-would show on nodes only."""
-_AS_GIVEN = (
+_REPEATS = 3
+"""Calls of a link that are repeated, to find links that return other ids each time. Only calls that return ids count.
+(For a function of `edges` one call is repeated.) In one process the cache would hide the difference."""
+_SAME_ANSWER_ADVICE = (
     "every node asks on its own and needs the same answer, so let it follow from the arguments alone, as what "
     "np.random.default_rng([7, epoch]) draws"
 )
 
 
 class Topology(Mapping[str, Link]):
-    """Named links, an immutable mapping. Topologies are joined with `|`, with a plain dict of functions, too.
+    """An immutable mapping of named links. `|` joins two topologies, or a topology and a dict of functions.
 
     Raises:
         JobError: a name is no string, or a link no function of three arguments.
@@ -79,12 +78,12 @@ class Topology(Mapping[str, Link]):
                 raise JobError(f"link {name!r} must be a function (task_id, tasks, epoch) -> task ids, not {link!r}")
             _check_parameters(f"link {name!r}", link)
         self._links = dict(links)
-        self.lasting = frozenset(name for name, link in links.items() if _lasts(link))
+        self.constant = frozenset(name for name, link in links.items() if _is_constant(link))
         """The links that are the same in every epoch."""
-        self.known: dict[tuple[str, int, int], tuple[int, ...]] = {}
-        """By link, task and number of tasks: what `neighbors` found that is the same in every epoch."""
-        self._room = _KEPT_IDS
-        self._untried = dict.fromkeys(links.keys() - self.lasting, _TRIED)
+        self.cached: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        """(link, task, number of tasks) -> neighbors, for constant links."""
+        self._cache_room = _MAX_CACHED_IDS
+        self._repeats_left = dict.fromkeys(links.keys() - self.constant, _REPEATS)
 
     def __getitem__(self, name: str) -> Link:
         return self._links[name]
@@ -113,37 +112,38 @@ class Topology(Mapping[str, Link]):
         return Topology(other) | self if isinstance(other, Mapping) else NotImplemented
 
     def neighbors(self, link: str, task_id: int, tasks: int, epoch: int) -> tuple[int, ...]:
-        """Checked neighbors of a task along a link.
+        """Returns the neighbors of a task along a link, checked.
 
         Raises:
-            GraphError: no such link, or it names a task that does not exist, or one twice, or others each time.
+            GraphError: there is no such link; or it names a task that does not exist, names a task twice, or returns
+                other tasks in a second call.
         """
-        found = self.known.get((link, task_id, tasks))
+        found = self.cached.get((link, task_id, tasks))
         if found is not None:
             return found
         if link not in self._links:
-            known = ", ".join(repr(name) for name in self._links) or "none"
-            raise GraphError(f"task {task_id}: there is no link {link!r}; the topology's links are: {known}")
-        found = _checked(self._links[link], f"link {link!r}", task_id, tasks, epoch)
-        if link in self.lasting and len(found) < self._room:
-            self._room -= len(found) + 1
-            self.known[link, task_id, tasks] = found
-        if found and (left := self._untried.get(link)):
-            again = _checked(self._links[link], f"link {link!r}", task_id, tasks, epoch)
+            cached = ", ".join(repr(name) for name in self._links) or "none"
+            raise GraphError(f"task {task_id}: there is no link {link!r}; the topology's links are: {cached}")
+        found = _ask(self._links[link], f"link {link!r}", task_id, tasks, epoch)
+        if link in self.constant and len(found) < self._cache_room:
+            self._cache_room -= len(found) + 1
+            self.cached[link, task_id, tasks] = found
+        if found and (left := self._repeats_left.get(link)):
+            again = _ask(self._links[link], f"link {link!r}", task_id, tasks, epoch)
             if again != found:
                 raise GraphError(
                     f"task {task_id}: link {link!r} names {list(found)} in epoch {epoch}, and {list(again)} when it "
-                    f"is asked once more: {_AS_GIVEN}"
+                    f"is asked once more: {_SAME_ANSWER_ADVICE}"
                 )
-            self._untried[link] = left - 1
+            self._repeats_left[link] = left - 1
         return found
 
 
 def _check_parameters(what: str, link: Link) -> None:
-    """Raises JobError if a link does not accept its arguments, before the first `compose` does."""
+    """Raises JobError if a link does not accept (task_id, tasks, epoch)."""
     try:
         takes = signature(link)
-    except ValueError:  # something of C that tells nothing of itself
+    except ValueError:  # a function in C without a signature
         return
     try:
         takes.bind(0, 1, 0)
@@ -153,13 +153,13 @@ def _check_parameters(what: str, link: Link) -> None:
         ) from None
 
 
-def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tuple[int, ...]:
+def _ask(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tuple[int, ...]:
     given = link(task_id, tasks, epoch)
     if type(given) is range:  # nothing is in it twice, and its ends are its extremes
         found = tuple(given)
         if not found or (0 <= found[0] < tasks and 0 <= found[-1] < tasks):
             return found
-    if type(given) not in _ORDERED and (not isinstance(given, Iterable) or isinstance(given, str | bytes)):
+    if type(given) not in _COMMON_TYPES and (not isinstance(given, Iterable) or isinstance(given, str | bytes)):
         raise GraphError(f"task {task_id}: {what} must return task ids, as a list; it returned {given!r}")
     ids = []
     for neighbor in given:
@@ -182,18 +182,18 @@ def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tup
     return tuple(ids)
 
 
-def _lasting(links: dict[str, Link]) -> Topology:
-    """Marks links that are the same in every epoch, so that they are called once."""
-    _LASTING.update(links.values())
+def _mark_constant(links: dict[str, Link]) -> Topology:
+    """Makes a topology of links that are the same in every epoch, and so are called once."""
+    _CONSTANT.update(links.values())
     return Topology(links)
 
 
-def _lasts(link: Link) -> bool:
-    return type(link) is FunctionType and link in _LASTING  # a callable of another type may have no hash
+def _is_constant(link: Link) -> bool:
+    return type(link) is FunctionType and link in _CONSTANT  # a callable of another type may have no hash
 
 
 def as_topology(links: Mapping[str, Link]) -> Topology:
-    """A topology from a plain dict of functions, or itself."""
+    """Makes a topology from a dict of functions; returns a topology unchanged."""
     return links if isinstance(links, Topology) else Topology(links)
 
 
@@ -206,7 +206,7 @@ def _count(what: str, number: int) -> int:
 def tree(fanout: int = 2) -> Topology:
     """Links `parents` (one, or none for the root, task 0) and `children` (up to `fanout`)."""
     _count("tree: fanout", fanout)
-    return _lasting(
+    return _mark_constant(
         {
             "parents": lambda i, n, e: ((i - 1) // fanout,) if i else (),
             "children": lambda i, n, e: range(min(n, i * fanout + 1), min(n, i * fanout + fanout + 1)),
@@ -216,12 +216,14 @@ def tree(fanout: int = 2) -> Topology:
 
 def star() -> Topology:
     """Links `hub` (task 0, for all others) and `spokes` (all others, for task 0)."""
-    return _lasting({"hub": lambda i, n, e: (0,) if i else (), "spokes": lambda i, n, e: () if i else range(1, n)})
+    return _mark_constant(
+        {"hub": lambda i, n, e: (0,) if i else (), "spokes": lambda i, n, e: () if i else range(1, n)}
+    )
 
 
 def ring() -> Topology:
     """Links `left` and `right`; a task alone has no neighbors."""
-    return _lasting(
+    return _mark_constant(
         {
             "left": lambda i, n, e: ((i - 1) % n,) if n > 1 else (),
             "right": lambda i, n, e: ((i + 1) % n,) if n > 1 else (),
@@ -231,7 +233,7 @@ def ring() -> Topology:
 
 def full() -> Topology:
     """Links `peers` (all others) and `all` (oneself too)."""
-    return _lasting({"peers": lambda i, n, e: (j for j in range(n) if j != i), "all": lambda i, n, e: range(n)})
+    return _mark_constant({"peers": lambda i, n, e: (j for j in range(n) if j != i), "all": lambda i, n, e: range(n)})
 
 
 def grid(rows: int, cols: int, periodic: bool = False) -> Topology:
@@ -257,7 +259,7 @@ def grid(rows: int, cols: int, periodic: bool = False) -> Topology:
 
         return link
 
-    return _lasting({"north": step(-1, 0), "south": step(1, 0), "west": step(0, -1), "east": step(0, 1)})
+    return _mark_constant({"north": step(-1, 0), "south": step(1, 0), "west": step(0, -1), "east": step(0, 1)})
 
 
 def bipartite(servers: int) -> Topology:
@@ -281,7 +283,7 @@ def bipartite(servers: int) -> Topology:
         between(n)
         return range(servers, n) if i < servers else ()
 
-    return _lasting({"servers": to_servers, "workers": to_workers})
+    return _mark_constant({"servers": to_servers, "workers": to_workers})
 
 
 Pairs = Iterable[tuple[int, int]] | Mapping[int, Iterable[int]]
@@ -304,21 +306,21 @@ def edges(pairs: Pairs | Callable[[int], Pairs], *, out: str = "out", inbound: s
         raise JobError(f"edges: the two links need two names, not {out!r} for both")
     edges_of: Callable[[int], _Edges]
     if callable(pairs):
-        of_epoch, tried = pairs, False
+        of_epoch, repeated = pairs, False
 
-        def edges_in(epoch: int) -> tuple[_Edges, int]:
-            nonlocal tried
+        def make_edges(epoch: int) -> tuple[_Edges, int]:
+            nonlocal repeated
             found = _edges(of_epoch(epoch))
-            if found.pairs and not tried:
+            if found.pairs and not repeated:
                 if _edges(of_epoch(epoch)) != found:
                     raise GraphError(
                         f"edges: the function returns other pairs when it is asked once more for epoch {epoch}: "
-                        f"{_AS_GIVEN}"
+                        f"{_SAME_ANSWER_ADVICE}"
                     )
-                tried = True
+                repeated = True
             return found, found.pairs
 
-        edges_of = _kept(edges_in)
+        edges_of = _cache_latest(make_edges)
     else:
         fixed = _edges(pairs)
 
@@ -335,7 +337,7 @@ def edges(pairs: Pairs | Callable[[int], Pairs], *, out: str = "out", inbound: s
         return along
 
     made = {out: link(lambda found: found.to), inbound: link(lambda found: found.back)}
-    return Topology(made) if callable(pairs) else _lasting(made)
+    return Topology(made) if callable(pairs) else _mark_constant(made)
 
 
 class _Edges(NamedTuple):
@@ -346,7 +348,7 @@ class _Edges(NamedTuple):
 
 
 def _edges(pairs: Pairs) -> _Edges:
-    """Tables for both directions, and the largest task id of all."""
+    """Checks pairs, and makes tables of them for both directions."""
     if not isinstance(pairs, Iterable):
         raise JobError(f"edges takes pairs (from, to) of task ids, not {pairs!r}")
     if isinstance(pairs, Mapping):
@@ -377,7 +379,7 @@ _Key = TypeVar("_Key")
 _Made = TypeVar("_Made")
 
 
-def _kept(make: Callable[[_Key], tuple[_Made, int]]) -> Callable[[_Key], _Made]:
+def _cache_latest(make: Callable[[_Key], tuple[_Made, int]]) -> Callable[[_Key], _Made]:
     """Returns a function that caches `make(key)` for the latest keys; `make` also returns its number of pairs.
 
     Several threads may call it.
@@ -386,7 +388,7 @@ def _kept(make: Callable[[_Key], tuple[_Made, int]]) -> Callable[[_Key], _Made]:
     lock = Lock()
     pairs = 0
 
-    def made_for(key: _Key) -> _Made:
+    def get(key: _Key) -> _Made:
         nonlocal pairs
         found = kept.get(key)
         if found is None:
@@ -395,17 +397,17 @@ def _kept(make: Callable[[_Key], tuple[_Made, int]]) -> Callable[[_Key], _Made]:
                 if key not in kept:  # nor made in another thread meanwhile
                     kept[key] = found
                     pairs += found[1]
-                while len(kept) > _EPOCHS_KEPT or (pairs > _PAIRS_KEPT and len(kept) > _FEWEST_KEPT):
+                while len(kept) > _MAX_CACHED_EPOCHS or (pairs > _MAX_CACHED_PAIRS and len(kept) > _MIN_CACHED_EPOCHS):
                     pairs -= kept.pop(next(iter(kept)))[1]
         return found[0]
 
-    return made_for
+    return get
 
 
 def inverse(link: Link) -> Link:
-    """The inverse of a link: the tasks that have this one as a neighbor, in the order of ids.
+    """Returns the inverse of a link: it leads to the tasks that have this task as a neighbor, in the order of ids.
 
-    Looks at every task once an epoch; once in all for the links of `tree`, `ring` and the like.
+    It asks the link for every task, once in each epoch; for constant links (`tree`, `ring`, ...) only once.
 
     tg.Topology({"followers": followers, "following": tg.inverse(followers)})
     topology | {"following": tg.inverse(topology["followers"])}
@@ -415,18 +417,18 @@ def inverse(link: Link) -> Link:
     _check_parameters("inverse: the link", link)
     what = f"the inverted link {getattr(link, '__name__', '')!r}"
 
-    def inverted(key: tuple[int, int]) -> tuple[_Table, int]:
+    def invert(key: tuple[int, int]) -> tuple[_Table, int]:
         (tasks, epoch), pairs = key, 0
         back: dict[int, list[int]] = {}
         for task in range(tasks):
-            neighbors = _checked(link, what, task, tasks, epoch)
+            neighbors = _ask(link, what, task, tasks, epoch)
             pairs += len(neighbors)
             for neighbor in neighbors:
                 back.setdefault(neighbor, []).append(task)
         return back, pairs
 
-    table = _kept(inverted)
-    if not _lasts(link):
+    table = _cache_latest(invert)
+    if not _is_constant(link):
         return lambda task_id, tasks, epoch: table((tasks, epoch)).get(task_id, ())
-    lasting = _lasting({"back": lambda task_id, tasks, epoch: table((tasks, 0)).get(task_id, ())})
-    return lasting["back"]
+    constant = _mark_constant({"back": lambda task_id, tasks, epoch: table((tasks, 0)).get(task_id, ())})
+    return constant["back"]

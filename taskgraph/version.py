@@ -1,9 +1,9 @@
-"""Versions."""
+"""The version of the package and of the protocol."""
 
 VERSION = "0.1.0"
 
 PROTOCOL = 13
-"""What nodes say to each other and to etcd; nodes of different protocols do not work on one job."""
+"""The version of the messages between nodes and of the records in etcd. A job's nodes all have the same one."""
 
 LOCAL_FINGERPRINT = "local"
 """The fingerprint of a job in one process, where no other process needs the same source."""

@@ -75,6 +75,8 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
+    """A tensor of a safetensors file."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -88,7 +90,7 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
         CheckpointError: the header would be too long.
     """
     names: dict[str, int] = {_VALUE: 0, "__metadata__": 0}
-    named = _named(value)
+    named = _named_arrays(value)
     by_buffer = {id(one.buffer): one for one in named if one.buffer is not None}
     buffers = [
         _tensor(data, by_buffer.get(id(data)), f"taskgraph.bytes.{number}", names)
@@ -127,11 +129,11 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
 def _tensor(data: memoryview, named: Named | None, otherwise: str, names: dict[str, int]) -> _Tensor:
     """Makes a tensor of a named array, or else of bytes named `otherwise`."""
     if named is None:
-        return _Tensor(_unused(otherwise, names), "U8", (data.nbytes,), data)
-    return _Tensor(_unused(_tensor_name(named), names), _safe_name(named.dtype), named.shape, data)
+        return _Tensor(_make_unique(otherwise, names), "U8", (data.nbytes,), data)
+    return _Tensor(_make_unique(_tensor_name(named), names), _safe_name(named.dtype), named.shape, data)
 
 
-def _named(value: Encoded) -> list[Named]:
+def _named_arrays(value: Encoded) -> list[Named]:
     """Returns the arrays that get a tensor with their name: large ones first, until the header is full."""
     found = [one for one in outline(value) if _safe_name(one.dtype) and one.data.nbytes]
     found.sort(key=lambda one: one.buffer is None)
@@ -197,8 +199,8 @@ def _tensor_name(named: Named) -> str:
     return name.encode(errors="backslashreplace").decode()
 
 
-def _unused(name: str, names: dict[str, int]) -> str:
-    """Returns the name, with a number if it is taken (keys 1 and "1"; "a.b" and "b" inside "a")."""
+def _make_unique(name: str, names: dict[str, int]) -> str:
+    """Returns the name, with a number if another array has it (keys 1 and "1"; "a.b" and "b" inside "a")."""
     while name in names:
         names[name] += 1
         name = f"{name}~{names[name]}"

@@ -27,7 +27,7 @@ class Name:
     grows, also after a roll-back and in a resumed run.
 
     Attributes:
-        run: the run that wrote it, so that files of two runs are never in one checkpoint.
+        run: the run that wrote the checkpoint, so that two runs never write into one checkpoint.
     """
 
     series: int
@@ -51,8 +51,8 @@ class Origin:
 
     Attributes:
         any_driver: accept checkpoints of another version of the driver.
-        epochs: the number of epochs of a resumed job, which has no use for a checkpoint at its end or later. None: no
-            limit, or the job is not resumed.
+        epochs: the number of epochs of a resumed job: a checkpoint at its end or later is useless. None: no limit, or
+            the job is not resumed.
     """
 
     job: str
@@ -130,7 +130,7 @@ class Manifest:
         found = []
         if self.fingerprint != origin.fingerprint and not origin.any_driver:
             prints = f"the driver's fingerprint is {self.fingerprint}, here it is {origin.fingerprint}"
-            found.append(f"{prints} ({_changed(self.fingerprint, origin.fingerprint)})")
+            found.append(f"{prints} ({_explain_change(self.fingerprint, origin.fingerprint)})")
         if self.tasks != origin.tasks:
             found.append(f"tasks is {self.tasks}, here it is {origin.tasks} (the number of tasks was changed)")
         if found:
@@ -167,7 +167,7 @@ class Manifest:
         return made
 
 
-def _changed(before: str, now: str) -> str:
+def _explain_change(before: str, now: str) -> str:
     """Says why two fingerprints differ."""
     if before == LOCAL_FINGERPRINT:
         return "it was written by a job in one process, nodes=0"

@@ -27,8 +27,8 @@ from taskgraph.errors import JobError, error_text
 __all__ = ["Bytes", "Directory", "FsspecPlace", "NoFile", "Place", "check_url", "open_place", "written_by"]
 
 Bytes = bytes | memoryview
-_LOCAL: Final = ("file", "local", "")
-_BESIDE: Final = re.compile(r"\.(.+)\.([0-9a-z]*)\.[0-9a-f]{12}\.tmp")
+_LOCAL_SCHEMES: Final = ("file", "local", "")
+_TEMPORARY_NAME: Final = re.compile(r"\.(.+)\.([0-9a-z]*)\.[0-9a-f]{12}\.tmp")
 """The temporary name of a file: its final name, its writer, a random part."""
 
 
@@ -91,7 +91,7 @@ def open_place(url: str, by: str = "") -> Place:
 
 def written_by(name: str) -> tuple[str, str] | None:
     """Splits a temporary name into the file's final name and its writer; None for other names."""
-    found = _BESIDE.fullmatch(name)
+    found = _TEMPORARY_NAME.fullmatch(name)
     return (found[1], found[2]) if found else None
 
 
@@ -104,29 +104,29 @@ def _local_path(url: str) -> str | None:
     scheme, has_scheme, rest = url.partition("://")
     if not has_scheme:
         path = url.removeprefix("file:")
-    elif scheme.lower() in _LOCAL:  # the path may have a # or a ?: a file has no query and no fragment
+    elif scheme.lower() in _LOCAL_SCHEMES:  # the path may have a # or a ?: a file has no query and no fragment
         path = unquote(rest[len("localhost") :] if rest.startswith("localhost/") else rest)
     else:
         return None
-    if os.path.isabs(path) and path.lstrip("/").partition("/")[0] != "~" and _is_path(path):
+    if os.path.isabs(path) and path.lstrip("/").partition("/")[0] != "~" and _is_valid_path(path):
         return path
     raise JobError(
-        f"Job(checkpoint={url!r}): not the whole path of a directory, as in {_whole_path(path)!r}. Nodes share no "
+        f"Job(checkpoint={url!r}): not the whole path of a directory, as in {_suggest_url(path)!r}. Nodes share no "
         f"working directory, ~ is not expanded, and file:// is followed by a slash."
     )
 
 
-def _is_path(text: str) -> bool:
-    """True if the system takes the text as a path."""
+def _is_valid_path(text: str) -> bool:
+    """True if the system accepts the text as a path."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
 
 
-def _whole_path(path: str) -> str:
+def _suggest_url(path: str) -> str:
     """Returns the URL that the user probably meant."""
-    if not _is_path(path):
+    if not _is_valid_path(path):
         return "file:///scratch/checkpoints"
     from_home = path.lstrip("/") if path.lstrip("/").startswith("~") else path
     return Path(os.path.abspath(os.path.expanduser(from_home))).as_uri()
@@ -186,7 +186,7 @@ class Directory:
             raise
 
     def read(self, path: str, limit_bytes: int) -> memoryview:
-        with open(self._root / path, "rb", buffering=0, opener=_open_at_once) as file:
+        with open(self._root / path, "rb", buffering=0, opener=_open_without_waiting) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise NoFile("it is no regular file")
@@ -227,8 +227,8 @@ class Directory:
                 raise
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Opens a path; a pipe does not wait for its writer."""
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Opens a path; does not wait for the writer of a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -238,7 +238,7 @@ def _check_size(size_bytes: int, limit_bytes: int) -> None:
 
 
 def _create(path: Path) -> FileIO:
-    """Creates a file. Tries twice, since another process may remove the directory while that is empty."""
+    """Creates a file. Tries twice, since another process may remove the empty directory meanwhile."""
     try:
         return open(path, "xb", buffering=0)
     except FileNotFoundError:

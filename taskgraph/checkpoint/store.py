@@ -28,23 +28,23 @@ from taskgraph.checkpoint.places import NoFile, Place, open_place, written_by
 from taskgraph.errors import CheckpointError
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Found", "Store"]
+__all__ = ["NewestCheckpoint", "Store"]
 
 log = logging.getLogger("taskgraph.checkpoint")
 
 _PAUSES_S = (0.1, 0.4, 1.0)
 """Pauses between attempts to read a file."""
-_LASTING = (NoFile, PermissionError, IsADirectoryError, NotADirectoryError)
+_LASTING_ERRORS = (NoFile, PermissionError, IsADirectoryError, NotADirectoryError)
 _MANIFEST_BYTES = 128 << 20
-"""Limit: about 100 bytes for each task, and no job has a million tasks."""
+"""The most bytes of a manifest: about 100 for each task, and no job has more than a million tasks."""
 _FINAL = "manifest.json"
 _STAGED = "manifest.staged.json"
-_BEGUN = re.compile(r"s(\d{4,9})-begun")
+_SERIES_NOTE = re.compile(r"s(\d{4,9})-begun")
 _TASK = re.compile(r"task-(\d{6,9})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class NewestCheckpoint:
     """The newest usable checkpoint.
 
     Attributes:
@@ -56,7 +56,7 @@ class Found:
     refused: tuple[str, ...] = ()
     kinds: frozenset[type[CheckpointError]] = frozenset()
 
-    def refused_as(self, kind: type[CheckpointError]) -> bool:
+    def was_refused_for(self, kind: type[CheckpointError]) -> bool:
         """True if a checkpoint was refused because of such an error."""
         return any(issubclass(each, kind) for each in self.kinds)
 
@@ -65,7 +65,7 @@ class Store:
     """The checkpoints of one job.
 
     Args:
-        place: used in place of the one that `url` names.
+        place: the place to use instead of the one that `url` names.
         by: the writer; see `checkpoint.places.Directory`.
 
     Raises:
@@ -109,7 +109,7 @@ class Store:
         self._place.write(self._file(str(name), task), parts)
         return info
 
-    def unseen(self, manifest: Manifest) -> list[tuple[FileInfo, str]]:
+    def find_damaged(self, manifest: Manifest) -> list[tuple[FileInfo, str]]:
         """Compares a manifest with one listing. Returns missing or damaged files, and what is wrong with each.
 
         Raises:
@@ -142,7 +142,7 @@ class Store:
         manifest = self._read_manifest(name, _STAGED)
         self._place.write(self._path(name, _FINAL), [manifest.to_bytes()])
 
-    def discard(self, name: Name, still: Callable[[], bool] = lambda: True) -> None:
+    def discard(self, name: Name, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Removes the files of a checkpoint that will not become complete, except those that are being written.
 
         Removes nothing once a manifest is staged: the caller may be slow, and another leader may have completed the
@@ -157,12 +157,12 @@ class Store:
         """
 
         def may() -> bool:
-            return still() and not self._is_staged(str(name))
+            return may_go_on() and not self._is_staged(str(name))
 
         self._clear(name, lambda file: not file.startswith("."), may)
 
     def remove_unfinished(
-        self, name: Name, writes: Callable[[int, str], bool], still: Callable[[], bool] = lambda: True
+        self, name: Name, writes: Callable[[int, str], bool], may_go_on: Callable[[], bool] = lambda: True
     ) -> None:
         """Removes all files of a checkpoint that no leader, present or future, will complete.
 
@@ -185,10 +185,10 @@ class Store:
             task = _TASK.fullmatch(writer[0])
             return task is None or not writes(int(task[1]), writer[1])
 
-        self._clear(name, useless, still)
+        self._clear(name, useless, may_go_on)
 
     def _clear(self, name: Name, useless: Callable[[str], bool], may: Callable[[], bool]) -> None:
-        """Removes useless files of an incomplete checkpoint, then its directory if that is empty."""
+        """Removes the files of an incomplete checkpoint for which `useless` is true, then the directory if empty."""
         folder = self._path(str(name))
         files = self._place.names(folder)
         if _FINAL in files:
@@ -223,7 +223,7 @@ class Store:
         Removes notes of `begin`, too: `current` now shows its series. Newer checkpoints may be in progress, and stay.
 
         Raises:
-            OSError: some cannot be removed; all others are.
+            OSError: some checkpoints could not be removed; all others were.
         """
         kept, newest = set(names), Name.parse(current)
         removed, failure = [], None
@@ -236,7 +236,7 @@ class Store:
                     removed.append(str(name))
                 except OSError as error:  # remove the others all the same, or the place fills up
                     failure = failure or error
-        for series in self._begun():
+        for series in self._noted_series():
             if newest is not None and series <= newest.series:
                 try:
                     self._place.remove(self._path(f"s{series:04d}-begun"))
@@ -252,21 +252,23 @@ class Store:
         """Returns the names of all checkpoints, complete or not; oldest first."""
         return sorted(n for text in self._place.names(self._origin.job) if (n := Name.parse(text)) is not None)
 
-    def _begun(self) -> list[int]:
+    def _noted_series(self) -> list[int]:
         """Returns the series that `begin` noted."""
-        return [int(found[1]) for text in self._place.names(self._origin.job) if (found := _BEGUN.fullmatch(text))]
+        return [
+            int(found[1]) for text in self._place.names(self._origin.job) if (found := _SERIES_NOTE.fullmatch(text))
+        ]
 
-    def of_run(self, series: int, run: str) -> list[Name]:
+    def names_of_run(self, series: int, run: str) -> list[Name]:
         """Returns the names of one run's checkpoints, complete or not; oldest first. Raises OSError."""
         return [name for name in self._names() if (name.series, name.run) == (series, run)]
 
-    def of_others(self, run: str, known: Iterable[str]) -> list[Name]:
+    def names_of_other_runs(self, run: str, known: Iterable[str]) -> list[Name]:
         """Returns names of other runs' checkpoints, complete or not, except `known`; oldest first. Raises OSError."""
         known = set(known)
         return [name for name in self._names() if name.run != run and str(name) not in known]
 
     def complete(self) -> list[Name]:
-        """Returns the complete checkpoints, newest first, readable or not. Raises OSError.
+        """Returns the names of complete checkpoints, newest first, readable or not. Raises OSError.
 
         A checkpoint that cannot be listed counts as complete: reading it raises an error with its name.
         """
@@ -280,9 +282,9 @@ class Store:
         return [name for name in reversed(self._names()) if seems_complete(name)]
 
     def highest(self) -> tuple[int, int]:
-        """Returns the highest series and the highest attempt in the place; (0, 0) in an empty one."""
+        """Returns the highest series and the highest attempt of all checkpoints; (0, 0) if there are none."""
         found = self._names()
-        series = max((*(n.series for n in found), *self._begun()), default=0)
+        series = max((*(n.series for n in found), *self._noted_series()), default=0)
         return series, max((n.attempt for n in found), default=0)
 
     def open(self, name: str) -> Manifest:
@@ -295,11 +297,11 @@ class Store:
             manifest = self._read_manifest(name, _FINAL)
         except CheckpointError:
             with contextlib.suppress(CheckpointError):
-                return self._checked(self._read_manifest(name, _STAGED), name)
+                return self._check_manifest(self._read_manifest(name, _STAGED), name)
             raise
-        return self._checked(manifest, name)
+        return self._check_manifest(manifest, name)
 
-    def _checked(self, manifest: Manifest, name: str) -> Manifest:
+    def _check_manifest(self, manifest: Manifest, name: str) -> Manifest:
         path = f"{self._place}/{self._path(name)}"
         manifest.check_origin(self._origin, path)
         if manifest.name != name:
@@ -318,7 +320,7 @@ class Store:
             except FileNotFoundError as error:
                 raise MissingFile(f"{self._place}/{path} is missing") from error
             except OSError as error:
-                if pause_s is None or isinstance(error, _LASTING):
+                if pause_s is None or isinstance(error, _LASTING_ERRORS):
                     raise CheckpointError(f"{self._place}/{path} cannot be read: {error}") from error
                 log.info("%s/%s cannot be read, trying again: %s", self._place, path, error)
                 time.sleep(pause_s)
@@ -341,16 +343,16 @@ class Store:
         for info in manifest.files:
             self.read(manifest, info.task)
 
-    def newest(self, names: Iterable[str]) -> Found:
-        """Finds the first usable checkpoint of `names`; reads every file of it."""
+    def newest(self, names: Iterable[str]) -> NewestCheckpoint:
+        """Finds the first usable checkpoint of `names`, which are sorted; verifies every file of it."""
         refused: list[str] = []
         kinds: set[type[CheckpointError]] = set()
         for name in names:
             try:
                 manifest = self.open(name)
                 self.verify(manifest)
-                return Found(manifest, tuple(refused), frozenset(kinds))
+                return NewestCheckpoint(manifest, tuple(refused), frozenset(kinds))
             except CheckpointError as error:
                 refused.append(str(error))
                 kinds.add(type(error))
-        return Found(None, tuple(refused), frozenset(kinds))
+        return NewestCheckpoint(None, tuple(refused), frozenset(kinds))

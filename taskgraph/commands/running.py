@@ -24,7 +24,7 @@ from taskgraph.commands.common import (
     token_for,
 )
 from taskgraph.coordination.api import AccessRefused
-from taskgraph.driver.loading import load_driver, made_by
+from taskgraph.driver.loading import load_driver, make_job
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction
@@ -56,7 +56,7 @@ __all__ = ["job_of", "print_result", "run", "submit_command"]
 def job_of(options: argparse.Namespace, function: JobFunction[...] | None) -> Job:
     """Makes the job of the named driver, with its options and settings; raises JobError if that fails."""
     function = function or load_driver(options.driver)
-    job = made_by(function, function.parse_options(options.option or ()))
+    job = make_job(function, function.parse_options(options.option or ()))
     open_missing()  # the driver may have closed standard streams
     if options.set:
         given = parse("taskgraph", fields_of(Settings), options.set, flag="--set", kind="setting")

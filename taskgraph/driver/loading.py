@@ -1,4 +1,4 @@
-"""Loads drivers: the user's files with a job function; and says how another process finds the same one."""
+"""Loads drivers (the user's files with a job function), and makes references by which other processes find them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from taskgraph.driver.sources import file_of, installed, module_of
+from taskgraph.driver.sources import file_of, is_installed, module_of
 from taskgraph.errors import JobError, TaskGraphError
 
 if TYPE_CHECKING:
     from taskgraph.jobs import Job, JobFunction
 
-__all__ = ["DriverRef", "check_no_loop", "check_not_importing", "load_driver", "made_by", "reference_of"]
+__all__ = ["DriverRef", "check_no_loop", "check_not_importing", "load_driver", "make_job", "reference_of"]
 
-_NOT_THE_USERS = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")).resolve())
-_SHOWN = 10
+_NOT_USER_CODE = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")).resolve())
+_MAX_FILES_NAMED = 10
 """Files of a directory that are named in a message."""
 _importing: ContextVar[str] = ContextVar("_importing", default="")
 
@@ -50,10 +50,10 @@ class DriverRef:
     root: str = ""
 
     def load(self) -> JobFunction[...]:
-        """Imports the driver; raises JobError if that fails.
+        """Imports the driver and returns its job function. Raises JobError if that fails.
 
-        If this host has no file at that path, a file of that name in the working directory will do: the fingerprint
-        shows whether it is the same.
+        If this host has no file at that path, uses a file of that name in the working directory: the fingerprint shows
+        whether its code is the same.
         """
         if self.kind != "file":
             if self.root and Path(self.root).is_dir():
@@ -63,17 +63,17 @@ class DriverRef:
         if not path.is_file():
             here = Path(path.name)
             if not here.is_file():
-                where = _here() or "the working directory, which was removed"
+                where = _working_directory() or "the working directory, which was removed"
                 raise JobError(f"there is no file {path} on this host, and no {path.name} in {where}")
             path = here.resolve()
         return _find(_load_file(path), self.function, str(path))
 
 
 def load_driver(text: str) -> JobFunction[...]:
-    """The job function that `module[:function]` or `path.py[:function]` names (default: the only one in it).
+    """Loads the job function that `module[:function]` or `path.py[:function]` names (default: the only one there).
 
     Raises:
-        JobError: no such file, module or function, or an error while importing it.
+        JobError: there is no such file, module or function, or importing it failed.
     """
     location, colon, function = text.rpartition(":")
     if not colon or not (function.isidentifier() or not function):
@@ -112,9 +112,9 @@ def _find(module: ModuleType, name: str, location: str) -> JobFunction[...]:
 
 
 def _load_module(name: str) -> ModuleType:
-    if "" not in sys.path and (here := _here()) is not None:
+    if "" not in sys.path and (here := _working_directory()) is not None:
         _add_to_path(str(here))
-    with _import_of(name):
+    with _importing_driver(name):
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -133,21 +133,21 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         sources = [file.name for file in sorted(path.glob("*.py") if path.is_dir() else path.parent.glob("*.py"))]
         if path.is_dir():
-            there = f"there is {', '.join(sources[:_SHOWN])}" if sources else "and no Python file is in it"
+            there = f"there is {', '.join(sources[:_MAX_FILES_NAMED])}" if sources else "and no Python file is in it"
             raise JobError(f"{path} is a directory: name a file in it; {there}")
         close = difflib.get_close_matches(path.name, sources, 1)
         raise JobError(f"there is no file {path}" + (f" (did you mean {close[0]}?)" if close else ""))
-    if _is_of(sys.modules.get("__main__"), path):
+    if _is_loaded_from(sys.modules.get("__main__"), path):
         return sys.modules["__main__"]
-    name = _name_for(path)
+    name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
-    spec, loader = _source(name, path)
+    spec, loader = _import_spec(name, path)
     _add_to_path(str(path.parent))  # as `python path.py` does
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _import_of(str(path)):
+        with _importing_driver(str(path)):
             loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
@@ -157,8 +157,8 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _source(name: str, path: Path) -> tuple[ModuleSpec, Loader]:
-    """Returns how to import a file; raises JobError if it is no Python source."""
+def _import_spec(name: str, path: Path) -> tuple[ModuleSpec, Loader]:
+    """Returns the spec and the loader to import a file with. Raises JobError if it is no Python source."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise JobError(f"{path} is no Python source: a driver is a file whose name ends in .py, or a module")
@@ -178,7 +178,7 @@ def _package_hint(path: Path, error: BaseException | None) -> str:
     return f"what is in a package is named as a module: `taskgraph run {'.'.join(parts)}`, in {folder}"
 
 
-def _name_for(path: Path) -> str:
+def _module_name(path: Path) -> str:
     """Returns a name for the driver's module: its stem, so that files beside it import the same module.
 
     A stem of the standard library or of another driver is changed, and a dot, which would mean a package.
@@ -186,15 +186,15 @@ def _name_for(path: Path) -> str:
     stem = path.stem.replace(".", "_")
     tries = [] if stem in sys.stdlib_module_names else [stem]
     tries += [f"{stem}__driver{number or ''}" for number in range(len(sys.modules))]
-    return next(name for name in tries if name not in sys.modules or _is_of(sys.modules[name], path))
+    return next(name for name in tries if name not in sys.modules or _is_loaded_from(sys.modules[name], path))
 
 
-def _is_of(module: ModuleType | None, path: Path) -> bool:
+def _is_loaded_from(module: ModuleType | None, path: Path) -> bool:
     file = getattr(module, "__file__", None)
     return bool(file) and Path(str(file)).resolve() == path
 
 
-def _here() -> Path | None:
+def _working_directory() -> Path | None:
     """Returns the working directory; None: it was removed, as batch systems do with scratch directories."""
     try:
         return Path.cwd()
@@ -208,8 +208,8 @@ def _add_to_path(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def _import_of(what: str) -> Iterator[None]:
-    """Turns errors of a driver's own code into JobError with the place, and forbids to start jobs from there."""
+def _importing_driver(what: str) -> Iterator[None]:
+    """While a driver is imported: turns errors of its code into JobError with the place, and forbids to start jobs."""
     token = _importing.set(what)
     try:
         yield
@@ -234,7 +234,7 @@ def _loop_hint(error: Exception) -> str:
     )
 
 
-def made_by(function: JobFunction[...], arguments: Mapping[str, Any]) -> Job:
+def make_job(function: JobFunction[...], arguments: Mapping[str, Any]) -> Job:
     """Calls a driver's job function for the command line or a node, and returns the job.
 
     Raises:
@@ -271,7 +271,7 @@ def check_not_importing(job: str) -> None:
 
 
 def check_no_loop(what: str, instead: str) -> None:
-    """Raises JobError if an event loop runs: another cannot run in its thread."""
+    """Raises JobError if an event loop runs in this thread: a second one cannot run there."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -280,15 +280,15 @@ def check_no_loop(what: str, instead: str) -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the last line of the user's own code in an error's traceback."""
+    """Returns the place (file and line) of the user's own code that an error's traceback ends in."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" (at {error.filename}, line {error.lineno})"
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = Path(frame.f_code.co_filename)
-        if not file.is_file() or installed(file):  # the import system's own frames are of no file
+        if not file.is_file() or is_installed(file):  # the import system's own frames are of no file
             continue
-        if not any(folder in file.resolve().parents for folder in _NOT_THE_USERS):
+        if not any(folder in file.resolve().parents for folder in _NOT_USER_CODE):
             place = f" (at {file}, line {line})"
     return place
 
@@ -314,10 +314,10 @@ def reference_of(function: JobFunction[...]) -> DriverRef:
     attribute = function.__name__ if function.__name__ in names else names[0]
     spec = module.get("__spec__")  # of `python -m proj.fit` it tells the name; of `python fit.py` there is none
     name = spec.name if spec is not None else ""
-    if installed(path):
+    if is_installed(path):
         return DriverRef("module", name or function.__module__, attribute)
     if "." not in name:
-        _source(path.stem, path)  # Python runs a script of any name
+        _import_spec(path.stem, path)  # Python runs a script of any name
         return DriverRef("file", str(path), attribute)
     parts = len(name.split(".")) + (path.name == "__init__.py")
     return DriverRef("module", name, attribute, root=str(path.parents[parts - 1]))

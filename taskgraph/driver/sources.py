@@ -1,7 +1,7 @@
 """The fingerprint of a driver: two versions of a task must not compute one job.
 
-It covers the driver's source and what its import statements name beside it, wherever they stand; not what is
-installed, not data files, and not modules that are imported by a computed name.
+It covers the driver's source and the modules in its directory that import statements name, wherever they stand; not
+installed packages, data files, or modules that are imported by a computed name.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from taskgraph.version import PROTOCOL, VERSION
 if TYPE_CHECKING:
     from taskgraph.jobs import JobFunction
 
-__all__ = ["file_of", "fingerprint", "installed", "module_of", "parse"]
+__all__ = ["file_of", "fingerprint", "is_installed", "module_of", "parse"]
 
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def installed(path: Path) -> bool:
-    """Says whether a source belongs to an installed package, so that every host has it by that package."""
+def is_installed(path: Path) -> bool:
+    """True if a source belongs to an installed package, which every host must install."""
     return any(part in _INSTALLED for part in path.parts)
 
 
@@ -42,7 +42,7 @@ def fingerprint(function: JobFunction[...]) -> str:
 
 
 def module_of(function: JobFunction[...]) -> dict[str, Any]:
-    """Returns the names of a job function's module.
+    """Returns the namespace of a job function's module.
 
     They are taken from the function: with `python -m cProfile fit.py` the driver's name is `__main__`, and
     `sys.modules["__main__"]` is the profiler.
@@ -81,9 +81,9 @@ def _local_sources(root: Path, driver: Path) -> dict[str, Path]:
 
 
 def parse(path: Path) -> ast.Module:
-    """The syntax of a source file.
+    """Parses a source file.
 
-    The garbage collector rests meanwhile: on Python 3.11 a finalizer that runs while a tree is built makes that fail
+    Stops the garbage collector meanwhile: on Python 3.11 a finalizer that runs while a tree is built makes parsing fail
     ("AST constructor recursion depth mismatch").
 
     Raises:
@@ -99,7 +99,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def _imported_files(path: Path, bases: list[Path]) -> list[Path]:
-    """Files below `bases` that the import statements of one source name."""
+    """Returns the files below `bases` that the import statements of one source name."""
     try:
         tree = parse(path)
     except (SyntaxError, ValueError):
@@ -119,7 +119,7 @@ def _imported_files(path: Path, bases: list[Path]) -> list[Path]:
 
 
 def _files_of(parts: list[str], bases: list[Path]) -> list[Path]:
-    """The files that importing a dotted name would run: of its packages and of the module."""
+    """Returns the files that importing a dotted name runs: those of its packages, and the module."""
     return [
         file
         for base in bases

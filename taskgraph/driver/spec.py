@@ -11,7 +11,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from taskgraph.driver.loading import DriverRef, check_not_importing, made_by, reference_of
+from taskgraph.driver.loading import DriverRef, check_not_importing, make_job, reference_of
 from taskgraph.driver.sources import fingerprint
 from taskgraph.errors import DecodeError, FingerprintMismatch, JobError
 from taskgraph.settings import Settings
@@ -30,15 +30,15 @@ class JobSpec:
     """A submitted job in etcd: all that a node needs to take part.
 
     Attributes:
-        name: the job's.
-        run: a uuid of this submission; an earlier job of the same name has another.
+        name: the job's name.
+        run: a uuid of this submission; an earlier job of the same name has another uuid.
         kwargs: the job function's arguments.
-        expected_nodes: how many the launcher started: the job begins when they are there.
+        expected_nodes: the number of nodes that the launcher started: the job begins when all are registered.
         checkpoint, checkpoint_every: as in the job.
         checkpoint_series: counts the starts from epoch 0, to tell older checkpoints from newer ones.
         checkpoint_changed: checkpoints that another version of the driver wrote are used, too.
         token_mark: shows whether a token is this job's, without revealing it; "": unknown.
-        version, protocol: of the taskgraph that submitted it.
+        version, protocol: the versions of the taskgraph that submitted the job.
     """
 
     name: str
@@ -125,7 +125,7 @@ class JobSpec:
 
         Raises:
             JobError: the driver cannot be imported here, or its job function raised.
-            FingerprintMismatch: the driver is another one, or another version.
+            FingerprintMismatch: the driver differs from the submitted one.
         """
         self.check_protocol()
         if self.driver is None:
@@ -138,7 +138,7 @@ class JobSpec:
                 f"{self.fingerprint} (taskgraph {self.version}); here it has {mine} (taskgraph {VERSION}). Bring both "
                 f"to the same version, or submit the job again"
             )
-        job = made_by(function, self.kwargs)
+        job = make_job(function, self.kwargs)
         if job.tasks != self.tasks:
             raise JobError(
                 f"job {self.name!r} was submitted with {self.tasks} tasks, but here {function.__name__} makes "

@@ -14,7 +14,7 @@ from taskgraph.node.reports import PlainRows, ReportLog
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.records import PrimaryRecord
 from taskgraph.protocol.view import Versioned
-from taskgraph.results import EpochReport, JobResult, declared, json_pieces
+from taskgraph.results import EpochReport, JobResult, json_pieces, user_codec_of
 
 __all__ = ["assemble", "complete", "copies", "damaged", "mib", "size_bytes"]
 
@@ -125,7 +125,7 @@ def _size(text: str) -> int:
 
 def _elements(value: Any, limit: int) -> int:
     """Counts the numbers and texts in a value; returns some number above `limit` if there are more."""
-    if (known := declared(value)) is not None:
+    if (known := user_codec_of(value)) is not None:
         with contextlib.suppress(Exception):  # a codec may raise anything: its error is one text
             return _elements(known.encode(value), limit)
         return 1

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Literal
 
 from taskgraph.checkpoint.manifest import ChangedDriver, ChangedJob, MissingFile, Name, Origin, OtherFormat
-from taskgraph.checkpoint.store import Found, Store
+from taskgraph.checkpoint.store import NewestCheckpoint, Store
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError, JobTimeout
@@ -165,13 +165,13 @@ def _unusable_text(store: Store, checkpoints: _Checkpoints) -> str:
     """Says why no checkpoint can be used, and what to do."""
     found = checkpoints.usable
     back = ""
-    if found.refused_as(ChangedJob):
+    if found.was_refused_for(ChangedJob):
         back = "go back to the driver and the number of tasks they were written with, or "
-    if found.refused_as(ChangedDriver):
+    if found.was_refused_for(ChangedDriver):
         back = f"go on with the driver as it is now, if its tasks can use that state {_CHANGED}, {back}"
-    if found.refused_as(OtherFormat):
+    if found.was_refused_for(OtherFormat):
         back = f"go on with the taskgraph that wrote them, on all hosts, {back or 'or '}"
-    shared = "Do all hosts see the same place? " if found.refused_as(MissingFile) else ""
+    shared = "Do all hosts see the same place? " if found.was_refused_for(MissingFile) else ""
     one = len(checkpoints.current) == 1
     which = "the one checkpoint" if one else f"none of the {len(checkpoints.current)} checkpoints"
     return (
@@ -257,7 +257,7 @@ class _Checkpoints:
     names: list[Name]
     series: int
     attempt: int
-    usable: Found
+    usable: NewestCheckpoint
 
     @property
     def current(self) -> list[Name]:
@@ -278,5 +278,5 @@ def _look(store: Store, pointer: str | None, resume: bool) -> _Checkpoints:
     except OSError as error:
         raise CheckpointError(f"{store} cannot be read: {error}") from error
     if found is None:
-        found = Found()
+        found = NewestCheckpoint()
     return _Checkpoints(names, series, attempt, found)

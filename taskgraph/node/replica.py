@@ -29,7 +29,7 @@ from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.numbers import compact
 from taskgraph.protocol.records import EpochRecord
-from taskgraph.shape import GIVEN, TaskShape, check_attributes
+from taskgraph.shape import FRAMEWORK_ATTRIBUTES, TaskShape, check_attributes
 from taskgraph.task import Task, shape_of
 from taskgraph.topology import Topology, as_topology
 
@@ -63,7 +63,7 @@ def _check_reserved(task: Task, **numbers: int) -> None:
     None is allowed, since some classes declare attributes so.
     """
     own = vars(task)
-    for name in GIVEN:
+    for name in FRAMEWORK_ATTRIBUTES:
         value, number = own.get(name), numbers.get(name)
         if value is None:
             continue
@@ -78,8 +78,8 @@ def _check_reserved(task: Task, **numbers: int) -> None:
 def _taken(task: Task, where: str, name: str) -> JobError:
     return JobError(
         f"{type(task).__name__}: {where} set self.{name}, to a value of type {type(vars(task)[name]).__name__}; that "
-        f"is set by the framework, as are {', '.join(other for other in GIVEN if other != name)}: give yours another "
-        f"name"
+        f"is set by the framework, as are {', '.join(other for other in FRAMEWORK_ATTRIBUTES if other != name)}: give "
+        f"yours another name"
     )
 
 

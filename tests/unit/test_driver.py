@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
-from taskgraph.driver.loading import DriverRef, load_driver, made_by, reference_of
+from taskgraph.driver.loading import DriverRef, load_driver, make_job, reference_of
 from taskgraph.driver.sources import fingerprint
 from taskgraph.driver.spec import JobSpec
 from taskgraph.version import PROTOCOL
@@ -466,7 +466,7 @@ def test_an_error_of_a_job_function_tells_the_line(body: str, complaint: str, tm
     text = f"\n@tg.job\ndef fit():\n    {body}\n"
     function = load_driver(str(write(tmp_path / "fit_r.py", text)))
     with pytest.raises(tg.JobError, match=complaint):
-        made_by(function, {})
+        make_job(function, {})
     spec = dataclasses.replace(
         spec_of(tmp_path), driver=reference_of(function), fingerprint=fingerprint(function), kwargs={}
     )

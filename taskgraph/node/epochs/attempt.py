@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from taskgraph.channels import Inputs, Outputs
-from taskgraph.epoch import AttemptEnded, ComposeEpoch, Epoch, Scratch, in_words
+from taskgraph.epoch import AttemptEnded, ComposeEpoch, Epoch, Scratch, place_text
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Graph, Processor
 from taskgraph.node.epochs.differing import look
@@ -216,7 +216,7 @@ class Attempt:
         if self.recording is not None:
             await self.recording.begin()
         replica = self.replica
-        composition = self.composing = Composition(self.task, self.number, replica.graph, replica.topology.lasting)
+        composition = self.composing = Composition(self.task, self.number, replica.graph, replica.topology.constant)
         replica.actor.stamp = self.stamp
         epoch = ComposeEpoch(self) if replica.graph_may_be_constant else Epoch(self, "compose")
         try:
@@ -388,7 +388,7 @@ class Attempt:
     def neighbors(self, link: str) -> tuple[int, ...]:
         replica = self.replica
         tasks = replica.job.tasks
-        known = replica.topology.known.get((link, self.task, tasks))
+        known = replica.topology.cached.get((link, self.task, tasks))
         return replica.topology.neighbors(link, self.task, tasks, self.number) if known is None else known
 
     def links(self) -> tuple[str, ...]:
@@ -435,7 +435,7 @@ class Attempt:
 
     def _too_late(self, where: str, what: str) -> GraphError:
         return GraphError(
-            f"task {self.task}, epoch {self.number}, {in_words(where)}: a {what} that is sent when all that the task "
+            f"task {self.task}, epoch {self.number}, {place_text(where)}: a {what} that is sent when all that the task "
             f'runs has ended comes too late: who sends it beside that keeps the epoch open, with epoch.hold("why")'
         )
 
@@ -454,7 +454,7 @@ class Attempt:
         self._check_not_quiet(where, "request")
         if self.replica.threads.in_step and self._asks_without_end():
             raise GraphError(
-                f"task {self.task}, epoch {self.number}, {in_words(where)}: request {method!r} to task {to}: "
+                f"task {self.task}, epoch {self.number}, {place_text(where)}: request {method!r} to task {to}: "
                 f"{_MAX_WAITING} coroutines of the task wait for replies already, and a test takes no more; does a "
                 f"handler ask for ever, itself or in a circle?"
             )
@@ -489,7 +489,7 @@ class Attempt:
     def hold(self, where: str, why: str) -> Callable[[], None]:
         self._check_not_done()
         mark = object()
-        text = f"{in_words(where)}: {str(why)[:_REASON_CHARS]}"
+        text = f"{place_text(where)}: {str(why)[:_REASON_CHARS]}"
         shown = text.encode("utf-8", "backslashreplace").decode()  # any text must travel
         self._on_loop(self.quiet.hold, mark, shown)
         return lambda: self._on_loop(self.quiet.release, mark)

@@ -19,7 +19,7 @@ from taskgraph.errors import class_name
 from taskgraph.graph.values import encode
 from taskgraph.node.replica import Replica, encode_fields
 from taskgraph.protocol.deviceloss import device_error
-from taskgraph.shape import GIVEN
+from taskgraph.shape import FRAMEWORK_ATTRIBUTES
 
 __all__ = [
     "Digests",
@@ -84,7 +84,7 @@ async def state_of(replica: Replica) -> Digests:
 
 async def attributes_of(replica: Replica) -> Digests:
     """Returns digests of the task object's own attributes, as far as they can travel."""
-    found = {name: value for name, value in vars(replica.user_task).items() if name not in GIVEN}
+    found = {name: value for name, value in vars(replica.user_task).items() if name not in FRAMEWORK_ATTRIBUTES}
     return await look(replica, partial(digests, found))
 
 
@@ -93,7 +93,9 @@ async def differing_attributes(one: Replica, other: Replica, state: Digests) -> 
     mine, others = await attributes_of(one), await attributes_of(other)
     found = set(changed(mine, others))
     values, other_values = vars(one.user_task), vars(other.user_task)
-    for name in values.keys() & other_values.keys() - mine.keys() - others.keys() - set(GIVEN):  # they cannot travel
+    for name in values.keys() & other_values.keys() - mine.keys() - others.keys() - set(
+        FRAMEWORK_ATTRIBUTES
+    ):  # they cannot travel
         with contextlib.suppress(Exception):  # comparing or pickling user objects may raise anything
             if _differ(values[name], other_values[name]):
                 found.add(name)
@@ -123,7 +125,7 @@ def incomparable(replica: Replica, known: Iterable[str]) -> list[str]:
     return [
         f"{name} (of type {class_name(type(value))})"
         for name, value in sorted(vars(replica.user_task).items())
-        if name not in {*known, *GIVEN} and not issubclass(type(value), _CODE)
+        if name not in {*known, *FRAMEWORK_ATTRIBUTES} and not issubclass(type(value), _CODE)
     ]
 
 

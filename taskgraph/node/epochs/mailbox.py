@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from taskgraph.epoch import Epoch, PureEpoch, in_words
+from taskgraph.epoch import Epoch, PureEpoch, place_text
 from taskgraph.errors import GraphError, Refused, ValueNotEncodable
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import encode
@@ -119,7 +119,7 @@ class Mailbox:
         try:
             reply = await attempt.call(to, message, f"{what} to task {to}", lost)
         except Refused as refused:
-            who = f"task {attempt.task}, epoch {attempt.number}, {in_words(where)}"
+            who = f"task {attempt.task}, epoch {attempt.number}, {place_text(where)}"
             raise GraphError(f"{who}: {what} to task {to}: {refused}") from refused
         assert isinstance(reply, Answer | Accepted)
         return reply

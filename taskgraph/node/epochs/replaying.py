@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from taskgraph.channels import Inputs, Outputs
-from taskgraph.epoch import AttemptEnded, Epoch, Scratch, in_words
+from taskgraph.epoch import AttemptEnded, Epoch, Scratch, place_text
 from taskgraph.errors import StateError
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
@@ -246,7 +246,7 @@ class Replay:
         else:
             future.set_exception(
                 StateError(
-                    f"task {self.task}, epoch {self.number}: replayed from its snapshot, {in_words(where)} sent a "
+                    f"task {self.task}, epoch {self.number}: replayed from its snapshot, {place_text(where)} sent a "
                     f"request {method!r} to task {to} that it did not send before: snapshot() forgets state, or the "
                     f"task is not deterministic"
                 )

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from taskgraph.errors import class_name, error_text, first_names
-from taskgraph.shape import GIVEN
+from taskgraph.shape import FRAMEWORK_ATTRIBUTES
 from taskgraph.task import Task
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _seen(task: Any, *, state: bool = False) -> dict[str, _Same]:
     declared = type(task).__taskgraph_state__
     left, seen = _ARRAYS_BYTES, {}
     for name, value in _attributes(task).items():
-        if name not in GIVEN and (name in declared) == state:
+        if name not in FRAMEWORK_ATTRIBUTES and (name in declared) == state:
             ends = _ends(value) if left > 0 else b""
             left -= len(ends)
             seen[name] = _same_as(value, ends)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from taskgraph.checkpoint.manifest import MissingFile, Name, Origin
 from taskgraph.checkpoint.places import Place
-from taskgraph.checkpoint.store import Found, Store
+from taskgraph.checkpoint.store import NewestCheckpoint, Store
 from taskgraph.errors import CheckpointError
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.protocol.boundaries import Boundary
@@ -68,12 +68,12 @@ class CheckpointReader:
         spec = self._node.spec
         return Name(spec.checkpoint_series, boundary.attempt, boundary.epoch, spec.run[:8])
 
-    async def newest_usable(self, pointer: CheckpointRecord) -> Found:
+    async def newest_usable(self, pointer: CheckpointRecord) -> NewestCheckpoint:
         """The newest checkpoint, from the pointer's backwards, of which every file can be read."""
 
-        def look() -> Found:
+        def look() -> NewestCheckpoint:
             found = self.store.newest((pointer.name, *pointer.before))
-            if found.manifest is None and found.refused_as(MissingFile):
+            if found.manifest is None and found.was_refused_for(MissingFile):
                 *others, last = found.refused
                 found = replace(found, refused=(*others, f"{last}: {self._why_missing(pointer)}"))
             return found
@@ -84,7 +84,7 @@ class CheckpointReader:
         """Says why a file may be missing: another run that keeps checkpoints here, or what to check."""
         current, mine = Name.parse(pointer.name), self._node.spec.run[:8]
         with contextlib.suppress(OSError):
-            for other in self.store.of_others(mine, (pointer.name, *pointer.before)):
+            for other in self.store.names_of_other_runs(mine, (pointer.name, *pointer.before)):
                 # Unfinished files of earlier runs are older than this run, or belong to the run that it resumes.
                 if current is not None and other > current and other.run != current.run:
                     return (

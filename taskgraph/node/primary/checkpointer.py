@@ -115,7 +115,7 @@ class Checkpointer:
         lacking: tuple[Stamp, int] | None = None
         stays: OSError | None = None
         try:
-            names = await checkpoints.call(lambda: store.of_run(spec.checkpoint_series, spec.run[:8]))
+            names = await checkpoints.call(lambda: store.names_of_run(spec.checkpoint_series, spec.run[:8]))
         except OSError as error:
             names, stays = [], error
         for name in names:
@@ -224,7 +224,7 @@ class Checkpointer:
         looked = await self._did(
             boundary.epoch,
             "its place cannot be listed",
-            lambda: others.extend(checkpoints.store.of_others(name.run, known)),
+            lambda: others.extend(checkpoints.store.names_of_other_runs(name.run, known)),
         )
         if not looked:
             return False
@@ -258,22 +258,22 @@ class Checkpointer:
         """True if this node finds the files of all others; with a disk per host no checkpoint is whole."""
         node, store, epoch = self._node, self._node.checkpoints.store, manifest.parsed.epoch
         failed = f"{node.name} does not see all of its files"
-        unseen: list[tuple[FileInfo, str]] = []
+        find_damaged: list[tuple[FileInfo, str]] = []
 
         def look() -> None:
-            unseen[:] = store.unseen(manifest)
+            find_damaged[:] = store.find_damaged(manifest)
 
         for pause_s in (_LOOK_AGAIN_S, None):
             if not await self._did(epoch, "its place cannot be listed", look):
                 return False
-            if not unseen:
+            if not find_damaged:
                 self._failed.pop(failed, None)
                 return True
             if pause_s is not None:
                 await asyncio.sleep(pause_s)
-        (info, what), primary = unseen[0], node.keeper.view.primaries.get(unseen[0][0].task)
+        (info, what), primary = find_damaged[0], node.keeper.view.primaries.get(find_damaged[0][0].task)
         of = f"task {info.task}" + (f" on {name_of(primary.record.node)}" if primary is not None else "")
-        more = f" (so it is with {len(unseen)} of {len(manifest.files)} files)" if len(unseen) > 1 else ""
+        more = f" (so it is with {len(find_damaged)} of {len(manifest.files)} files)" if len(find_damaged) > 1 else ""
         why = f"the file of {of}, {what}{more}: {SAME_PLACE} The job goes on with the checkpoint before, if any"
         self._emit_failed(epoch, failed, why)
         return False

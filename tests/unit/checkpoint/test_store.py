@@ -70,13 +70,13 @@ def test_what_is_written_is_read(store: Store) -> None:
 def test_unseen_files(store: Store) -> None:
     name = Name(1, 1, 10, "r1")
     written, missing = store.write(name, 0, boundary(1)), FileInfo(1, 100, "")
-    assert store.unseen(store.manifest(name, [written])) == []
+    assert store.find_damaged(store.manifest(name, [written])) == []
     longer = FileInfo(0, written.size + 1, written.digest)
-    found = store.unseen(store.manifest(name, [longer, missing]))
+    found = store.find_damaged(store.manifest(name, [longer, missing]))
     assert [info for info, _ in found] == [longer, missing]
     assert f"task-000000.safetensors has {written.size} bytes there, not {written.size + 1}" in found[0][1]
     assert "task-000001.safetensors is not there" in found[1][1]
-    (info, _), *_ = store.unseen(store.manifest(Name(1, 1, 20, "r1"), [written]))
+    (info, _), *_ = store.find_damaged(store.manifest(Name(1, 1, 20, "r1"), [written]))
     assert info == written, "where not even the directory is there"
 
 
@@ -388,7 +388,7 @@ def test_discard(store: Store) -> None:
     store.discard(failed)  # nothing was
     store.write(failed, 0, boundary(0))
     store.discard(failed)
-    assert store.of_others("", ()) == [whole.parsed]
+    assert store.names_of_other_runs("", ()) == [whole.parsed]
     assert store.newest([whole.name]).refused == ()
 
 
@@ -486,7 +486,10 @@ def test_sweep_keeps_complete_checkpoint(store: Store) -> None:
     whole = save(store, 10)
     store.remove_unfinished(whole.parsed, lambda task, by: False)
     assert store.newest([whole.name]).refused == ()
-    assert store.of_run(1, "r1") == [whole.parsed] and store.of_run(2, "r1") == store.of_run(1, "r2") == []
+    assert (
+        store.names_of_run(1, "r1") == [whole.parsed]
+        and store.names_of_run(2, "r1") == store.names_of_run(1, "r2") == []
+    )
 
 
 def test_directory_removed_before_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,7 +504,7 @@ def test_directory_removed_before_write(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     store.write(name, 0, boundary(0))
-    assert store.of_others("", ()) == [name]
+    assert store.names_of_other_runs("", ()) == [name]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
@@ -591,11 +594,11 @@ def test_directory_that_cannot_be_made() -> None:
 
 def test_what_other_runs_wrote_is_found(store: Store) -> None:
     mine, *others = Name(2, 1, 10, "mine"), Name(1, 1, 40, "early"), Name(1, 1, 50, "early"), Name(3, 1, 5, "late")
-    assert store.of_others("mine", ()) == []
+    assert store.names_of_other_runs("mine", ()) == []
     for name in (*others, mine):
         store.write(name, 0, boundary(1))
-    assert store.of_others("mine", ()) == others
-    assert store.of_others("mine", [str(others[0])]) == others[1:]
+    assert store.names_of_other_runs("mine", ()) == others
+    assert store.names_of_other_runs("mine", [str(others[0])]) == others[1:]
 
 
 def test_url_of_fsspec() -> None:

@@ -96,7 +96,7 @@ Declared = Mapping[str, Any]
 
 def compose(declared: list[Declared], epoch: int, before: Graph | None) -> tuple[Graph, int]:
     """The graph, and how many links were asked for."""
-    composing = Composition(0, epoch, before, TOPOLOGY.lasting)
+    composing = Composition(0, epoch, before, TOPOLOGY.constant)
     work: Any = Work(epoch, composing)
     for arguments in declared:
         Epoch(work, "compose").processor(**arguments)
