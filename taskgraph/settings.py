@@ -15,11 +15,11 @@ from taskgraph.options import check_fields
 __all__ = ["Settings"]
 
 _MINUTE, _HOUR, _DAY, _MONTH = 60, 3600, 86_400, 2_592_000
-"""What is waited for may take long, but not for ever: a job that hangs in a wait would not say so."""
+"""Upper limits of settings in seconds: no wait may last for ever, since a job that hangs in it would not say so."""
 
 
 def _up_to(most: int, default: Any, *, least: int | None = None) -> Any:
-    """A setting that is a number from `least` (None: above 0) to `most`."""
+    """Declares a setting: a number from `least` (None: above 0) to `most`."""
     return dataclasses.field(default=default, metadata={"least": least, "most": most})
 
 
@@ -41,7 +41,7 @@ class Settings:
         gather_s: how long short epochs wait to be committed together, if tasks work ahead; up to five times as
             long if more than two nodes share a core.
         start_wait_s: how long a job waits for all the nodes its launcher started, beyond `min_nodes`.
-        hand_over_s: how long a primary waits for the backup that takes its task over, before it goes on itself.
+        hand_over_s: how long a primary waits for the backup that takes its task over before it goes on itself.
         drain_s: how long a leaving node tries to hand its tasks over.
         takeover_stagger_s: delay for each rank of succession, so that the first successor acts alone.
         connect_s: limit for connecting to a peer and proving the token.
@@ -60,7 +60,7 @@ class Settings:
         device_failures: nodes that one task may end in one epoch by errors of CUDA devices, and attempts of an epoch
             that may end since another node's device failed to copy a value; the next one fails the job.
         device_memory: how much of a CUDA device's memory the nodes of a launcher that share it may hold together.
-        blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes, so that sums are bit-equal.
+        blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes: sums are bit-equal.
         deal_devices: a launcher gives each node of its host CUDA devices of its own; False: all nodes see all of them.
         max_value_bytes: the largest single value that may travel.
         max_parked: pulls, flags and requests that may wait at one node at a time, and half as many of later epochs;
