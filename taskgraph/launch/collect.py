@@ -48,7 +48,7 @@ def assemble(
     log, last = ReportLog(), dict[int, PlainRows]()
     for part in found:
         if part.log:
-            log.fold(ReportLog.unpacked(part.log))
+            log.fold(ReportLog.unpack(part.log))
         for row in part.reports:
             last.setdefault(row.epoch, {})[row.task] = row.numbers
     log.fold(dict(sorted(last.items())))  # the leader may not have added them

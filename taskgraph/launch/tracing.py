@@ -141,7 +141,7 @@ class Tracer:
             stop()
             await cancel_and_wait(*self._follows.values())
 
-    def finish(self) -> None:
+    def enough(self) -> None:
         """Ends the trace early: nodes send the spans that they have."""
         self.ended_early = True
 

@@ -1,4 +1,4 @@
-"""Answers others about a node: its status, and the results after the last commit."""
+"""What a node answers to tools and launchers: its status, and after the last commit its tasks' results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def node_status(node: NodeCore, roles: Roles, waits: Iterable[str]) -> NodeStatu
     """Returns a node's status: what runs here, and what it waits for.
 
     Args:
-        waits: waits outside of its tasks.
+        waits: what the node waits for apart from its tasks.
     """
     view = node.keeper.view
     return NodeStatus(
@@ -72,7 +72,7 @@ def _replica_status(node: NodeCore, replica: Replica, primary: Primary | None) -
 
 
 async def task_results(keeper: ViewKeeper, primaries: Mapping[int, Primary]) -> list[TaskResult]:
-    """Waits for the results of the primaries here, after the last commit."""
+    """Waits until the primaries here have computed their results, after the last commit; returns them."""
 
     def all_final(view: JobView) -> bool:
         return not view.running and all(primary.final is not None for primary in primaries.values())

@@ -11,19 +11,17 @@ _LAST_S = 0.05
 
 
 class Backoff:
-    """Growing pauses: short at first, since mostly a view lags by a millisecond, doubled with every retry up to
-    50 ms.
-    """
+    """Pauses that double with every retry, from 1 ms (since mostly a view lags by a millisecond) to 50 ms."""
 
     def __init__(self) -> None:
         self._next_s = _FIRST_S
 
     def reset(self) -> None:
-        """The try succeeded."""
+        """Begins with a short pause again, since a try succeeded."""
         self._next_s = _FIRST_S
 
     def step(self) -> float:
-        """The length of the next pause, seconds."""
+        """Returns the length of the next pause, in seconds, and doubles it."""
         pause_s, self._next_s = self._next_s, min(_LAST_S, 2 * self._next_s)
         return pause_s
 

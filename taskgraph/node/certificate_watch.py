@@ -1,6 +1,6 @@
-"""Warns of certificates of this node that are about to end, or have ended.
+"""Warns if certificates of this node are about to end, or have ended.
 
-Open connections go on without a valid certificate, so nothing else shows it until somebody connects.
+Open connections go on without a valid certificate, so nothing else shows the end before the next connection.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from taskgraph.observe.events import EventLog
 
 __all__ = ["CertificateWatch"]
 
-_PART = 10
-"""Warns when less than this part of the validity is left,"""
+_SHARE_LEFT = 10
+"""Warns when less than 1/10 of the validity is left,"""
 _AT_MOST_S = 86_400.0
-"""and a day before its end at the earliest."""
-_LOOK_S = 60.0
-"""Files are renewed at any time, and clocks may be set."""
+"""and at the earliest a day before the end."""
+_CHECK_S = 60.0
+"""The longest time between two checks: files are renewed at any time, and clocks may be set."""
 _LEAST_S = 0.1
 
 
 class CertificateWatch:
-    """One node's certificates.
+    """Watches one node's certificates.
 
     Args:
         now: unix time, which decides when certificates end.
@@ -42,22 +42,22 @@ class CertificateWatch:
 
     async def watch(self) -> None:
         while True:
-            next_s = self.look()
+            next_s = self.check()
             await asyncio.sleep(next_s)
 
-    def look(self) -> float:
+    def check(self) -> float:
         """Warns once for each certificate, and once more when it has ended.
 
         Returns:
-            Seconds until the next look.
+            Seconds until the next check.
         """
         try:
             found = self._tls.validity()
         except TransportError:  # the files are missing; connections that need them say so
-            return _LOOK_S
-        now, next_s = self._now(), _LOOK_S
+            return _CHECK_S
+        now, next_s = self._now(), _CHECK_S
         for path, (begins, ends) in found.items():
-            soon = ends - min(_AT_MOST_S, (ends - begins) / _PART)
+            soon = ends - min(_AT_MOST_S, (ends - begins) / _SHARE_LEFT)
             next_s = min([next_s, *(at - now for at in (soon, ends) if at > now)])
             if now < soon or (key := (path, ends, now >= ends)) in self._emitted:
                 continue

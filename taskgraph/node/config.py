@@ -15,11 +15,10 @@ __all__ = ["NodeConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
-    """The configuration of a node's process. It travels through a pipe, not on a command line, since it holds the
-    token.
+    """The configuration of a node's process. It travels through a pipe, not on a command line: it has the token.
 
     Attributes:
-        etcd: endpoints; tls: further arguments of `EtcdCoordinator.connect`.
+        etcd: endpoints of etcd; tls: further arguments of `EtcdCoordinator.connect`.
         token: the job's token, hex.
         sockets: a private directory for unix sockets, or "" for none.
         listening: the address for other hosts.
@@ -29,7 +28,7 @@ class NodeConfig:
         devices: `CUDA_VISIBLE_DEVICES` of the process; None: unchanged.
         sharing: number of nodes that share its device, as far as its launcher knows.
         path: the launcher's `sys.path`, so that drivers find their imports; []: unchanged.
-        collects: its launcher runs the job and collects the results, so the node keeps them while the launcher lives.
+        collects: True if the launcher collects the results: the node keeps them while the launcher lives.
         node_id: the node's id, known to the launcher even if the process dies at once; "": the node makes one.
     """
 
@@ -51,12 +50,12 @@ class NodeConfig:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> NodeConfig:
-        """The inverse of `dataclasses.asdict`."""
+        """Makes a configuration from the fields that `dataclasses.asdict` gave."""
         return cls(**{**fields, "listening": Listening(**fields["listening"])})
 
     @staticmethod
     def new_id(name: str) -> str:
-        """A new id for a node of that name, never used again."""
+        """Makes a unique id for a node of that name."""
         return f"{name}-{uuid.uuid4().hex[:8]}"
 
     @property

@@ -45,29 +45,29 @@ log = logging.getLogger("taskgraph.control")
 _CHUNK_BYTES = 1 << 20
 """Size of a streamed message: well below the 4 MiB that gRPC clients accept by default."""
 _REPLY_BYTES = 256 << 10
-"""Waiting events go to a follower in messages of about this size."""
+"""Size of a message of events to a follower, roughly."""
 _QUEUE = 10_000
 """Events that a slow follower may be behind. Older ones are dropped, and the follower learns how many."""
 _PACE_S = 0.05
-"""Commits of this interval go in one message, since hundreds come per second. A kept event goes at once, with all
-waiting ones."""
+"""Commits of this interval are sent in one message, since there may be hundreds per second. A durable event is sent at
+once, with all waiting events."""
 _CLOSE_S = 0.5
 """Time for calls under way when the node ends."""
-_TAKEN_S = 2.0
-"""Time to read the last spans of a trace. Data that the other end has not read is lost when a connection is closed, and
-gRPC writes while it reads."""
+_READ_S = 2.0
+"""Time for the client to read the last spans of a trace: data that it has not read is lost when gRPC closes the
+connection."""
 _SIGNAL_AFTER_S = 0.05
 """Pause between the reply to a kill and the signal."""
 
 
 _CONNECTIONS = 1024
-"""Connections at a time. gRPC turns away the newest, so silent clients must not fill it; each takes some 20 KiB."""
-_OF_ITS_FILES = 4
-"""Connections take at most this share (1/n) of the files that the process may open."""
+"""The most connections at a time, each some 20 KiB. gRPC refuses further ones, so silent clients must not fill it."""
+_SHARE_OF_FILES = 4
+"""Connections take at most 1/4 of the files that the process may open."""
 _SILENT_MS = 5_000
 """A connection without calls ends after this time, to make room for others. Our own clients reconnect by themselves."""
-_PINGS_APART_MS = 1_000
-"""A client that pings more often is cut off. Ours ping every 5 s; by default gRPC allows it every five minutes."""
+_PING_INTERVAL_MS = 1_000
+"""A client that pings more often is disconnected. Our clients ping every 5 s; gRPC's default allows five minutes."""
 
 
 class ControlledNode(TracedNode, Protocol):
@@ -79,10 +79,10 @@ class ControlledNode(TracedNode, Protocol):
 
 
 class ControlServer:
-    """Serves one node.
+    """The control service of one node.
 
     Args:
-        events: the events for followers.
+        events: the node's events, which followers get.
         token: the job's token.
     """
 
@@ -100,7 +100,7 @@ class ControlServer:
         self._end = asyncio.Event()
 
     def attach(self, node: ControlledNode) -> None:
-        """Makes later calls ask `node`."""
+        """Answers later calls from `node`."""
         self._node = node
 
     async def start(
@@ -153,14 +153,14 @@ class ControlServer:
 
     @property
     def unreachable(self) -> bool:
-        """True if somebody removed the file of its unix socket."""
+        """True if another program removed the file of the unix socket."""
         return not self._ending and self._path is not None and not self._path.exists()
 
     async def listen_anew(self) -> None:
         """Listens again at the removed file's path. Calls under way go on.
 
         Raises:
-            OSError, TransportError: it cannot.
+            OSError, TransportError: the service cannot listen there.
         """
         if self._ending or self._path is None:
             return
@@ -176,7 +176,7 @@ class ControlServer:
         for follower in self._followers:
             follower.end()
         if self._traces:
-            await asyncio.wait(self._traces, timeout=_TAKEN_S)
+            await asyncio.wait(self._traces, timeout=_READ_S)
         await asyncio.gather(*(server.stop(_CLOSE_S) for server in self._servers))
         self._servers.clear()
         if self._path is not None:
@@ -194,13 +194,15 @@ class ControlServer:
         methods = grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "Status": method(unary, self._checked(self._status), pb.StatusRequest),
-                "Kill": method(unary, self._checked(self._kill), pb.KillRequest),
-                "Drain": method(unary, self._checked(self._drain), pb.DrainRequest),
-                "Events": method(stream, self._checked_stream(self._follow), pb.EventsRequest),
-                "Results": method(stream, self._checked_stream(_sealed(self._results)), pb.ResultsRequest, bytes),
-                "Clock": method(unary, self._checked(self._clock), pb.ClockRequest),
-                "Trace": method(both, self._checked_stream(self._trace), pb.TraceRequest),
+                "Status": method(unary, self._with_check(self._status), pb.StatusRequest),
+                "Kill": method(unary, self._with_check(self._kill), pb.KillRequest),
+                "Drain": method(unary, self._with_check(self._drain), pb.DrainRequest),
+                "Events": method(stream, self._stream_with_check(self._follow), pb.EventsRequest),
+                "Results": method(
+                    stream, self._stream_with_check(_with_digest(self._results)), pb.ResultsRequest, bytes
+                ),
+                "Clock": method(unary, self._with_check(self._clock), pb.ClockRequest),
+                "Trace": method(both, self._stream_with_check(self._trace), pb.TraceRequest),
             },
         )
         return _Gate(methods, self._credential, self._refusals)
@@ -213,7 +215,7 @@ class ControlServer:
         assert self._node is not None
         return self._node
 
-    def _checked(
+    def _with_check(
         self, function: Callable[[ControlledNode, Any], Awaitable[Any]]
     ) -> Callable[[Any, Any], Awaitable[Any]]:
         async def checked(request: Any, context: Any) -> Any:
@@ -225,7 +227,7 @@ class ControlServer:
 
         return checked
 
-    def _checked_stream(
+    def _stream_with_check(
         self, function: Callable[[ControlledNode, Any], AsyncGenerator[Any, None]]
     ) -> Callable[[Any, Any], AsyncGenerator[Any, None]]:
         async def checked(request: Any, context: Any) -> AsyncGenerator[Any, None]:
@@ -326,13 +328,13 @@ class ControlServer:
                     yield chunk
                     over = chunk.over
             if over:
-                await asyncio.sleep(_TAKEN_S)  # the client ends the call after the last span
+                await asyncio.sleep(_READ_S)  # the client ends the call after the last span
         finally:
             self._traces.discard(call)
 
 
 class _Gate(grpc.GenericRpcHandler):
-    """Checks a call's token as soon as its head is there, so that a client without one cannot hold a connection."""
+    """Checks a call's token as soon as its head arrives, so that a client without token cannot keep a connection."""
 
     def __init__(self, methods: grpc.GenericRpcHandler, credential: bytes, refusals: RefusalLog) -> None:
         self._methods = methods
@@ -353,13 +355,13 @@ class _Gate(grpc.GenericRpcHandler):
 
 
 class _Follower:
-    """The events that one caller of Events has not received yet."""
+    """One caller of Events: queues the events that the caller has not received yet."""
 
     def __init__(self) -> None:
         self._queue: deque[Event] = deque()  # bounded by `take`
-        self._lost = 0
-        self._over = False
-        self._look = asyncio.Event()  # set when something has to be sent now
+        self._dropped = 0
+        self._ended = False
+        self._wake = asyncio.Event()  # set when something has to be sent now
         self._loop = asyncio.get_running_loop()
         self._sent_at = -_PACE_S
         self._timer: asyncio.TimerHandle | None = None
@@ -367,56 +369,56 @@ class _Follower:
     def take(self, event: Event) -> None:
         if len(self._queue) >= _QUEUE:
             self._queue.popleft()
-            self._lost += 1
+            self._dropped += 1
         self._queue.append(event)
         if not event.transient:
-            self._look.set()
+            self._wake.set()
         elif self._timer is None:
-            self._timer = self._loop.call_at(self._sent_at + _PACE_S, self._look.set)
+            self._timer = self._loop.call_at(self._sent_at + _PACE_S, self._wake.set)
 
     def end(self) -> None:
         """Ends the stream after the events so far."""
-        self._over = True
-        self._look.set()
+        self._ended = True
+        self._wake.set()
         if self._timer is not None:
             self._timer.cancel()
 
     async def next(self) -> tuple[list[str], int] | None:
-        """The next events, as JSON, and how many were dropped before the first; None at the end."""
+        """Returns the next events, as JSON, and how many were dropped before them; None at the end."""
         while True:
-            await self._look.wait()
-            self._look.clear()
+            await self._wake.wait()
+            self._wake.clear()
             if self._queue:
                 break
-            if self._over:
+            if self._ended:
                 return None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._sent_at = self._loop.time()
         found: list[str] = []
-        size, lost, self._lost = 0, self._lost, 0
+        size, lost, self._dropped = 0, self._dropped, 0
         while self._queue and size < _REPLY_BYTES:
             found.append(self._queue.popleft().to_json())
             size += len(found[-1])
-        if self._queue or self._over:
-            self._look.set()
+        if self._queue or self._ended:
+            self._wake.set()
         return found, lost
 
 
 def _server_options() -> list[tuple[str, int]]:
-    """Limits for strangers: few connections, each of which has to speak soon, and small requests."""
+    """Returns gRPC's options: limits for strangers on connections, on their silence and on the size of requests."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = files != resource.RLIM_INFINITY and files < _CONNECTIONS * _OF_ITS_FILES
+    few = files != resource.RLIM_INFINITY and files < _CONNECTIONS * _SHARE_OF_FILES
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", 5_000),
-        ("grpc.max_allowed_incoming_connections", files // _OF_ITS_FILES if few else _CONNECTIONS),
+        ("grpc.max_allowed_incoming_connections", files // _SHARE_OF_FILES if few else _CONNECTIONS),
         ("grpc.max_concurrent_streams", 64),
         ("grpc.max_receive_message_length", 64 << 10),
         ("grpc.max_metadata_size", 8 << 10),
         ("grpc.max_connection_idle_ms", _SILENT_MS),
-        ("grpc.http2.min_ping_interval_without_data_ms", _PINGS_APART_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MS),
     ]
 
 
@@ -487,12 +489,12 @@ def _bytes(message: Any) -> bytes:
     return data
 
 
-def _sealed(
+def _with_digest(
     chunks: Callable[[ControlledNode, Any], AsyncGenerator[pb.ResultChunk, None]],
 ) -> Callable[[ControlledNode, Any], AsyncGenerator[bytes, None]]:
-    """Yields the messages, then their digest: without TLS, damaged bytes may still parse as a message."""
+    """Adds to a stream of results a last message with its digest: without TLS, damaged bytes may parse as a message."""
 
-    async def sealed(node: ControlledNode, request: Any) -> AsyncGenerator[bytes, None]:
+    async def stream(node: ControlledNode, request: Any) -> AsyncGenerator[bytes, None]:
         whole = xxhash.xxh3_128()
         async with contextlib.aclosing(chunks(node, request)) as found:
             async for chunk in found:
@@ -500,7 +502,7 @@ def _sealed(
                 yield data
         yield _bytes(pb.ResultChunk(digest=whole.digest()))
 
-    return sealed
+    return stream
 
 
 def _row_chunks(reports: tuple[ReportRow, ...]) -> Iterator[list[pb.ReportRow]]:

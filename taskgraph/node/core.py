@@ -35,7 +35,7 @@ __all__ = ["CoreArguments", "NodeCore", "Point", "ended_itself"]
 
 T = TypeVar("T")
 Point = Callable[[str, int, int], Awaitable[None]]
-"""(stage, task, epoch): called at named moments of an epoch; tests kill nodes there."""
+"""(stage, task, epoch) -> None: called at named moments of an epoch, at which tests kill nodes."""
 
 _RETRY_S = 0.05
 """Pause before a failed call or transaction is repeated."""
@@ -71,8 +71,8 @@ class NodeCore:
         announce: writes `draining` and `given_up` to the node's key. Set by `Registration`.
         suspects: nodes suspected dead. Set by `Suspicion`.
         gone: nodes that are gone, as read from etcd. Set by `Suspicion`.
-        injects: True if `point` does something: it is called five times per epoch.
-        injects_held: True if `held` is one of its stages, as in nodes with their own process (`inject.STAGES`).
+        injects: True if `point` has an effect: callers skip it otherwise, since it is called five times per epoch.
+        injects_held: True if `point` also knows the stage `held`, as in nodes with their own process.
     """
 
     def __init__(
@@ -120,15 +120,15 @@ class NodeCore:
         self.gone: frozenset[str] = frozenset()
         self.started_at = 0.0
         self._point = point
-        self._proved = asyncio.Event()
+        self._unpaused = asyncio.Event()
         self._write_numbers = itertools.count(1)
         self._group: asyncio.TaskGroup | None = None
         self._leaving = False
         self._owned: dict[asyncio.Task[None], None] = {}
         self._failure: asyncio.Future[None] | None = None
-        self._broken: BaseException | None = None  # the first error of its asyncio tasks
+        self._first_error: BaseException | None = None  # the first error of its asyncio tasks
         self._why_left = _LEFT
-        self._ran: tuple[RanCode, ...] = ()
+        self._ran_code: tuple[RanCode, ...] = ()
 
     # -- where it is ------------------------------------------------------------------------------
 
@@ -138,15 +138,15 @@ class NodeCore:
     @property
     def running(self) -> bool:
         """True while the node accepts work; a leaving node still answers for a moment."""
-        return self._group is not None and not self._leaving and self._broken is None
+        return self._group is not None and not self._leaving and self._first_error is None
 
     @property
     def leaving(self) -> bool:
-        """True while everything here is brought to its end; nothing new may begin."""
+        """True while the node ends its work; nothing new may begin."""
         return self._leaving
 
     def emits_for_all(self) -> bool:
-        """True for the first living node by name: it emits the events about changes that all nodes see."""
+        """True if this node emits the events about changes that all nodes see: the living node with the least id."""
         return min(self.keeper.view.live_nodes(self.spec.run), default="") == self.id
 
     @property
@@ -154,7 +154,7 @@ class NodeCore:
         """The epoch at work in the view; -1: none yet."""
         return self.keeper.view.stamp.epoch if self.keeper.view.stamp else -1
 
-    async def epoch_read(self, epoch: int) -> None:
+    async def wait_for_epoch(self, epoch: int) -> None:
         """Returns when the view has reached `epoch`, or the job has ended."""
         await self.keeper.wait_until(lambda v: not v.running or (v.stamp is not None and v.stamp.epoch >= epoch))
 
@@ -162,13 +162,13 @@ class NodeCore:
         """Sets whether the node is paused."""
         self.paused = paused
         if paused:
-            self._proved.clear()
+            self._unpaused.clear()
         else:
-            self._proved.set()
+            self._unpaused.set()
 
-    async def while_paused(self) -> None:
+    async def wait_while_paused(self) -> None:
         """Returns when the node is not paused."""
-        await self._proved.wait()
+        await self._unpaused.wait()
 
     async def short_pause(self) -> None:
         await asyncio.sleep(_RETRY_S)
@@ -179,10 +179,7 @@ class NodeCore:
 
     @property
     def place_text(self) -> str:
-        """Host and working directory, to follow the node's name: other places may have what is missing here.
-
-        "" for a node that shares its process.
-        """
+        """The node's host and working directory, for errors that depend on them; "" if the node shares its process."""
         if not self.own_process:
             return ""
         try:
@@ -194,10 +191,10 @@ class NodeCore:
     # -- etcd -------------------------------------------------------------------------------------
 
     def writer(self) -> str:
-        """A name for one write, never used again."""
+        """Returns a unique name for one write."""
         return f"{self.id}:{next(self._write_numbers)}"
 
-    async def from_etcd(self, call: Callable[[], Awaitable[T]]) -> T | None:
+    async def retry_until_answered(self, call: Callable[[], Awaitable[T]]) -> T | None:
         """Repeats a call until etcd answers; None if the node is asked to leave first."""
         logged = False
         while not self.draining:
@@ -239,8 +236,8 @@ class NodeCore:
         return task
 
     def _note_error(self, task: asyncio.Task[None]) -> None:
-        if self._broken is None and not task.cancelled():
-            self._broken = task.exception()
+        if self._first_error is None and not task.cancelled():
+            self._first_error = task.exception()
 
     # -- the end of the job, and of the node ------------------------------------------------------
 
@@ -257,8 +254,8 @@ class NodeCore:
         """Fails the job with an error. False if a fence failed, or the job had ended already.
 
         Args:
-            also: more to say.
-            finished: True to fail also a job whose epochs are all committed (a `result()` that raises).
+            also: text to add to the error's.
+            finished: True to fail even a job whose epochs are all committed (for a `result()` that raises).
         """
         writer = self.writer()
         status = failure_record(
@@ -275,7 +272,7 @@ class NodeCore:
         return True
 
     async def write_failed(self, txn: Txn, status: StatusRecord) -> bool:
-        """Executes `txn`, which ends the job with `status`, and emits that. False if its comparisons failed."""
+        """Executes `txn`, which fails the job with `status`, and emits the event. False if its comparisons failed."""
         keeper = self.keeper
         try:
             revision = await self.transact(txn, key=keeper.view.keys.status, writer=status.writer)
@@ -298,15 +295,15 @@ class NodeCore:
         """Ends this node, which cannot go on.
 
         Args:
-            ran: the code to blame, if it may end successors, too: this end counts like a death.
+            ran: the code that caused this, if it may end other nodes, too: then this end counts as a death.
         """
         if self._failure is not None and not self._failure.done():
-            self._why_left, self._ran = ended_itself(error), ran
+            self._why_left, self._ran_code = ended_itself(error), ran
             self._failure.set_exception(error)
 
     def gone_record(self) -> GoneRecord:
-        """The record of this node's end, for others."""
-        return GoneRecord(reason=self._why_left, ran=self._ran, writer=self.writer())
+        """Returns the record of this node's end for etcd."""
+        return GoneRecord(reason=self._why_left, ran=self._ran_code, writer=self.writer())
 
 
 def ended_itself(error: BaseException) -> str:

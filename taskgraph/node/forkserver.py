@@ -1,8 +1,8 @@
-"""The process that nodes are forked from: it has loaded what they need.
+"""The process that nodes are forked from: it has loaded the modules that they need.
 
-Copies of one process start sooner, and run faster: their code lies at the same addresses, so what the processor has
-learned about branches in one node serves the others. With several nodes per core an epoch takes a third less processor
-time. This process never runs an event loop, starts a thread or opens a connection, so a copy can share none by mistake.
+Forked nodes start sooner and run faster: their code lies at the same addresses, so they share the processor's branch
+predictions. With several nodes per core an epoch takes a third less processor time. This process never runs an event
+loop, starts a thread or opens a connection, so a forked node inherits none by mistake.
 
 A request is a line of JSON with two descriptors: the read end of the node's pipe, and the file for its output. The
 answer is a line, too: {"pid": ...} or {"error": ...}. A node is the launcher's child: a child of this process forks it
@@ -36,16 +36,15 @@ __all__ = ["serve"]
 
 _PIECE_BYTES = 1 << 16
 _PARENT_CHECK_S = 1.0
-"""How often the parent is checked: the socket shows the launcher's end, unless a child of the launcher holds it
-open."""
-_HELD = "code that runs at every fork (os.register_at_fork, a debugger that nobody is attached to) has held it up"
+"""How often the parent is checked: a child of the launcher may hold the socket open, which hides the launcher's end."""
+_FORK_HINT = "code that runs at every fork (os.register_at_fork, a debugger that nobody is attached to) has held it up"
 _FORK_S = 30.0
 """Timeout of a fork, which takes milliseconds, and seconds on a host without resources; code that runs at forks may
 hang."""
 
 
 def serve(server: socket.socket, main: Callable[[NodeConfig], NoReturn]) -> None:
-    """Answers requests until the launcher ends; in a node, it does not return.
+    """Answers requests until the launcher ends. In a forked node it does not return.
 
     Args:
         server: the socket whose other end the launcher has.
@@ -72,7 +71,7 @@ def serve(server: socket.socket, main: Callable[[NodeConfig], NoReturn]) -> None
         config = NodeConfig.of({**asked["config"], "parent_fd": pipe})
         if not asked["fork"]:
             server.close()
-            _become(config, output, main)
+            _run_node(config, output, main)
         _fork(server, parent, config, output, main)
         os.close(pipe)
         os.close(output)
@@ -101,7 +100,7 @@ def _fork(
                 os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             if text is None:
-                answer = {"error": f"{_HELD} for {_FORK_S:g} s"}
+                answer = {"error": f"{_FORK_HINT} for {_FORK_S:g} s"}
             else:
                 answer = json.loads(text) if text else {"error": "it was killed while it began"}
         server.sendall(json.dumps(answer).encode() + b"\n")
@@ -111,7 +110,7 @@ def _fork(
 
 
 def _read_all(said: io.FileIO, parent: int) -> bytes | None:
-    """Reads what a child writes, to its end; None after the timeout."""
+    """Reads all that a child writes; None after the timeout."""
     poll = select.poll()
     poll.register(said, select.POLLIN | select.POLLHUP)
     until, text = time.monotonic() + _FORK_S, b""
@@ -157,14 +156,14 @@ def _fork_and_end(
         os.setsid()  # a Ctrl-C on the terminal is for the launcher alone
         if seeded := sys.modules.get("numpy.random"):
             seeded.seed()  # Python seeds its own generator anew by itself
-        _become(config, output, main)
+        _run_node(config, output, main)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
 
 
-def _become(config: NodeConfig, output: int, main: Callable[[NodeConfig], NoReturn]) -> NoReturn:
+def _run_node(config: NodeConfig, output: int, main: Callable[[NodeConfig], NoReturn]) -> NoReturn:
     for fd in (1, 2):
         os.dup2(output, fd)
     os.close(output)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 __all__ = ["search_garbage_for", "search_garbage_less_often", "searching_garbage_less_often"]
 
-_YOUNG = 2000
-"""New objects before the youngest generation is searched, as in Python 3.13; earlier versions have 700. Objects that
-wait for a commit are no garbage, and searching them again and again costs a node 2 % of its time."""
+_YOUNGEST_OBJECTS = 2000
+"""New objects before the youngest generation is searched, as in Python 3.13; earlier versions have 700. Frequent
+searches cost a node 2 % of its time, since objects that wait for a commit are no garbage."""
 _EACH, _MOST = 200, 50_000
 """More new objects for each task of the process, since epochs of many tasks wait for one commit; and the limit."""
 
@@ -22,16 +22,16 @@ def search_garbage_less_often() -> None:
     """Searches for garbage as rarely as newer Pythons do, unless the process searches more rarely already."""
     global _set
     young, old, oldest = gc.get_threshold()
-    if 0 < young <= _YOUNG:
-        _set = (_YOUNG, old, oldest)
+    if 0 < young <= _YOUNGEST_OBJECTS:
+        _set = (_YOUNGEST_OBJECTS, old, oldest)
         gc.set_threshold(*_set)
 
 
 def search_garbage_for(tasks: int) -> None:
-    """Adapts the threshold to the number of primaries on the node, unless somebody else has set it since."""
+    """Adapts the threshold to the number of primaries on the node, unless user code has set it since."""
     global _set
     if _set is not None and gc.get_threshold() == _set:
-        _set = (min(max(_YOUNG, _EACH * tasks), _MOST), *_set[1:])
+        _set = (min(max(_YOUNGEST_OBJECTS, _EACH * tasks), _MOST), *_set[1:])
         gc.set_threshold(*_set)
 
 

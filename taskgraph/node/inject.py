@@ -8,10 +8,10 @@
     block=3,processor,task=2      the event loop stands still for 3 s
     hold,commit,epoch=50          a process at that moment waits until the file is removed
 
-A process that reaches the moment removes the file, and fails if it was the one that removed it. So a fault happens
-once, however many nodes there are, and a test sees the file vanish. Remove a hold to end it. Epochs that are committed
-together reach `commit` one after another. Files may be added while the job runs. Without the variable nodes call
-nothing at these moments.
+A process that reaches the moment removes the file, and only the process that removed it executes the fault. So a fault
+happens once, however many nodes there are, and a test sees the file vanish. Remove the file of a hold to end the hold.
+Epochs that are committed together reach `commit` one after another. Files may be added while the job runs. Without the
+variable nodes call nothing at these moments.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from pathlib import Path
 from taskgraph.errors import JobError
 from taskgraph.node.usercode import lastwords
 
-__all__ = ["STAGES", "VARIABLE", "Injection", "injected"]
+__all__ = ["STAGES", "VARIABLE", "Injection", "injection_point"]
 
 log = logging.getLogger("taskgraph.node")
 
 VARIABLE = "TASKGRAPH_INJECT"
 
 _LOOK_S = 0.02
-"""How often a hold is examined."""
+"""How often a process at a hold looks for its file."""
 
 STAGES = (
     "compose",
@@ -52,9 +52,9 @@ STAGES = (
     "checkpoint",
     "checkpointed",
 )
-"""Those of `tg.testing.STAGES`, and: a backup holds a boundary and has not acknowledged it (`held`); a node is about to
-write a takeover (`takeover`), or has just written it (`taken`); a primary is about to write its file of a checkpoint
-(`checkpoint`); a checkpoint has just been completed (`checkpointed`)."""
+"""The stages of `tg.testing.STAGES`, and: `held`: a backup has stored a boundary and not acknowledged it; `takeover`: a
+node is about to write a takeover; `taken`: it has just written it; `checkpoint`: a primary is about to write its file
+of a checkpoint; `checkpointed`: a checkpoint has just been completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Injection:
         """Parses the name of a file.
 
         Raises:
-            JobError: it names no fault.
+            JobError: the name describes no fault.
         """
         first, *rest = name.split(",")
         action, _, seconds = first.partition("=")
@@ -87,11 +87,11 @@ class Injection:
         except (TypeError, ValueError) as error:
             raise JobError(f"{VARIABLE}: {name!r} is no fault: {error}") from None
 
-    def is_for(self, stage: str, task: int, epoch: int) -> bool:
+    def matches(self, stage: str, task: int, epoch: int) -> bool:
         """True at the moment of this fault."""
         return self.stage == stage and self.task in (None, task) and self.epoch in (None, epoch)
 
-    def happen(self) -> None:
+    def execute(self) -> None:
         """Executes the fault in this process."""
         if self.action == "block":
             time.sleep(self.seconds)
@@ -101,8 +101,8 @@ class Injection:
             os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
 
 
-def injected() -> Callable[[str, int, int], Awaitable[None]] | None:
-    """The function that a node calls at its named moments; None without the variable."""
+def injection_point() -> Callable[[str, int, int], Awaitable[None]] | None:
+    """Returns the function that a node calls at its named moments; None without the variable."""
     folder_name = os.environ.get(VARIABLE)
     if not folder_name:
         return None
@@ -112,7 +112,7 @@ def injected() -> Callable[[str, int, int], Awaitable[None]] | None:
     async def point(stage: str, task: int, epoch: int) -> None:
         for name in _names(folder):
             injection = Injection.parse(name)
-            if not injection.is_for(stage, task, epoch):
+            if not injection.matches(stage, task, epoch):
                 continue
             if injection.action == "hold":
                 log.warning("held: %s, at %s of task %d in epoch %d", name, stage, task, epoch)
@@ -122,13 +122,13 @@ def injected() -> Callable[[str, int, int], Awaitable[None]] | None:
                 with contextlib.suppress(FileNotFoundError):  # another process took it
                     os.unlink(folder / name)
                     log.warning("injected: %s, at %s of task %d in epoch %d", name, stage, task, epoch)
-                    injection.happen()
+                    injection.execute()
 
     return point
 
 
 def _names(folder: Path) -> list[str]:
-    """The faults that are left; files that begin with a dot are being made."""
+    """Returns the names of the remaining faults, without files that begin with a dot: those are being written."""
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except FileNotFoundError:

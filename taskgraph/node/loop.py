@@ -14,7 +14,7 @@ __all__ = ["NodeLoop"]
 
 
 class NodeLoop(uvloop.Loop):
-    """User coroutines get this loop from `asyncio.get_running_loop()`."""
+    """The loop of a node, which user coroutines get from `asyncio.get_running_loop()`."""
 
     def default_exception_handler(self, context: Any) -> None:
         """Logs errors that were never retrieved, unless they are expected. Not called if user code sets a handler."""
@@ -36,7 +36,7 @@ class NodeLoop(uvloop.Loop):
         super().stop()
 
     def set_task_factory(self, factory: Any) -> None:
-        """Accepts a factory whose tasks start like asyncio's own, since it makes all tasks of the node.
+        """Sets a factory, which then makes all asyncio tasks of the node. Its tasks must start as asyncio's own.
 
         Raises:
             JobError: the factory raises, returns no task, or starts tasks before their creator goes on.

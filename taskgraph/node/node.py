@@ -40,11 +40,11 @@ from taskgraph.system.alongside import alongside, any_done
 
 __all__ = ["Node", "Point"]
 
-_BESIDE = "asyncio tasks of its own"
+_OWN_TASKS = "asyncio tasks of its own"
 _STOP_S = 0.5
 """How long an ending node waits for running computes."""
-_STOP_TOLD = 10
-"""The node logs what it still waits for after each of this many such waits."""
+_LOG_EVERY = 10
+"""After so many waits of `_STOP_S` the node logs again which computes it waits for."""
 
 
 class Node(NodeServices):
@@ -55,17 +55,17 @@ class Node(NodeServices):
         *,
         control: str = "",
         token_mark: str = "",
-        kept_on: bool = False,
+        keep_results: bool = False,
         **services: Unpack[ServicesArguments],
     ) -> None:
         """Args:
         control: the address of its control service.
         token_mark: the mark of its token.
-        kept_on: keep results without limit: the launcher that collects them ends this node with itself.
+        keep_results: keep results without limit, since the launcher that collects them ends this node.
         """
         super().__init__(**services)
         self._control, self._token_mark = control, token_mark
-        self._results_kept_s = None if kept_on else self.settings.results_kept_s
+        self._results_kept_s = None if keep_results else self.settings.results_kept_s
         self.roles = Roles(self)
         self.suspicion = Suspicion(
             self,
@@ -92,7 +92,7 @@ class Node(NodeServices):
         self._draining = Draining(
             self, lambda: not (self.roles.primaries or self.roles.runs), lambda: self.registration.waits
         )
-        self.router.on_gone = self._on_gone
+        self.router.on_gone = self._on_call_refused
         # From the first read on: a node takes offers while it registers, and must drop boundaries that a roll-back
         # undid before it holds later ones.
         self._stop_following = self.keeper.on_change(self.reconciler.follow)
@@ -107,9 +107,9 @@ class Node(NodeServices):
         """
         self._failure = asyncio.get_running_loop().create_future()
         self.started_at = self.now()
-        await self.transport.start(self.id, self.serving, self._on_lost)
+        await self.transport.start(self.id, self.serving, self._on_connection_lost)
         try:
-            await self.from_etcd(self.keeper.load)
+            await self.retry_until_answered(self.keeper.load)
             if self.draining:
                 return  # no other node knows this one
             self._check_spec()
@@ -144,12 +144,12 @@ class Node(NodeServices):
                 if self.draining:
                     self._draining.announce()
                 try:
-                    await self._until_over()
+                    await self._wait_for_end()
                 except asyncio.CancelledError:
-                    if self._broken is not None:  # the task group cancelled this
-                        self._why_left = ended_itself(self._broken)
+                    if self._first_error is not None:  # the task group cancelled this
+                        self._why_left = ended_itself(self._first_error)
                     elif self.own_process:
-                        self._cut_off()
+                        self._note_cancelled()
                     raise
                 finally:
                     self._stop_following()
@@ -172,7 +172,7 @@ class Node(NodeServices):
             if pending:
                 self.threads.abandon()
                 rounds += 1
-                if rounds % _STOP_TOLD == 0:
+                if rounds % _LOG_EVERY == 0:
                     self.log.warning("still ending: %s", ", ".join(sorted(task.get_name() for task in pending)))
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.roles.end()
@@ -211,33 +211,33 @@ class Node(NodeServices):
                 f"`taskgraph submit` wrote (--token-file)"
             )
 
-    async def _until_over(self) -> None:
-        """Returns when there is nothing left to do here; raises an error that makes going on impossible."""
+    async def _wait_for_end(self) -> None:
+        """Returns when the node's work is over. Raises the error that ends the node, if one was noted."""
         assert self._failure is not None
-        async with alongside(self._over()) as (over,):
+        async with alongside(self._wait_for_end_of_work()) as (over,):
             await any_done(over, self._failure)
             if self._failure.done():
                 self._failure.result()
             await over
 
-    async def _over(self) -> None:
+    async def _wait_for_end_of_work(self) -> None:
         view = self.keeper.view
         while True:
-            await self._until_view(lambda v: not v.running or self._other_run())
-            if self._draining.over or self._other_run() or not view.finished:
+            await self._wait_for_view(lambda v: not v.running or self._is_superseded())
+            if self._draining.over or self._is_superseded() or not view.finished:
                 return
             try:
                 async with asyncio.timeout(self._results_kept_s):
-                    await self._until_view(lambda v: v.collected or self._other_run() or not v.finished)
+                    await self._wait_for_view(lambda v: v.collected or self._is_superseded() or not v.finished)
             except TimeoutError:
-                if await self._gave_results_up():
+                if await self._give_results_up():
                     return
                 continue
             if not view.running:  # else the job runs again, to compute lost results
                 return
 
-    async def _gave_results_up(self) -> bool:
-        """True if this node may leave a finished job with uncollected results; False: look at the job again."""
+    async def _give_results_up(self) -> bool:
+        """Records in etcd that the results are given up. False if the job changed: look at it again."""
         view, writer = self.keeper.view, self.writer()
         why = f"nobody collected them within {self.settings.results_kept_s:g} s (settings.results_kept_s)"
         txn = transactions.give_results_up(view, why, by=self.name, writer=writer)
@@ -251,7 +251,7 @@ class Node(NodeServices):
         self.log.warning("the results are given up: %s", why)
         return True
 
-    async def _until_view(self, shows: Callable[[JobView], bool]) -> None:
+    async def _wait_for_view(self, shows: Callable[[JobView], bool]) -> None:
         """Returns when `shows` holds for the view, or this node has drained.
 
         Only a draining node looks at every commit: the holders of a boundary depend on the epoch. `shows` must not.
@@ -259,7 +259,7 @@ class Node(NodeServices):
         await self.keeper.wait_until(lambda v: shows(v) or self.draining, structure=True)
         await self.keeper.wait_until(lambda v: shows(v) or self._draining.over)
 
-    def _other_run(self) -> bool:
+    def _is_superseded(self) -> bool:
         """True if the job's name belongs to another run, or was deleted."""
         return self.keeper.view.superseded or self.keeper.view.spec is None
 
@@ -267,27 +267,29 @@ class Node(NodeServices):
         """Asks the node to hand everything over and leave. Asking again changes nothing."""
         self._draining.begin(why)
 
-    def _on_lost(self, node: str) -> None:
+    def _on_connection_lost(self, node: str) -> None:
         if self.running:
             self.suspicion.connection_lost(node)
 
-    def _on_gone(self, node: str) -> None:
+    def _on_call_refused(self, node: str) -> None:
         if self.running:
             self.suspicion.call_refused(node)
 
-    def _cut_off(self) -> None:
-        """Notes that the node was cancelled. In its own process only user code can do that, of an unknown task."""
+    def _note_cancelled(self) -> None:
+        """Notes that the node was cancelled: in a node's own process only user code does that, of an unknown task."""
         self._why_left = (
             "was ended by user code (sys.exit in an asyncio task of its own, a cancel of all, or loop.stop)"
         )
         latest = {task: primary.attempts.latest for task, primary in self.roles.primaries.items()}
-        self._ran = tuple(RanCode(_BESIDE, t, self.epoch if at is None else at.epoch) for t, at in latest.items())
+        self._ran_code = tuple(
+            RanCode(_OWN_TASKS, t, self.epoch if at is None else at.epoch) for t, at in latest.items()
+        )
         if lastwords.here is not None:  # this node may not be able to tell etcd
-            for ran in self._ran:
-                lastwords.here.began((ran.task, -1), ran.task, ran.epoch, lastwords.encoded_name(_BESIDE))
+            for ran in self._ran_code:
+                lastwords.here.began((ran.task, -1), ran.task, ran.epoch, lastwords.encoded_name(_OWN_TASKS))
         self.log.error("this node %s", self._why_left)
 
-    # -- what control and tests ask ---------------------------------------------------------------
+    # -- for the control service and tests --------------------------------------------------------
 
     def status(self) -> NodeStatus:
         """Returns the node's status: what runs here, and what it waits for."""
@@ -312,5 +314,5 @@ class Node(NodeServices):
         return max(self.epoch, *(stamp.epoch for stamp in latest if stamp is not None), -1)
 
     async def results(self) -> list[TaskResult]:
-        """Waits for the results of the primaries here, after the last commit."""
+        """Waits until the primaries here have computed their results, after the last commit; returns them."""
         return await task_results(self.keeper, self.roles.primaries)

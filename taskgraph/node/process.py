@@ -52,7 +52,7 @@ from taskgraph.node.config import NodeConfig
 from taskgraph.node.control import ControlServer
 from taskgraph.node.forkserver import serve
 from taskgraph.node.garbage import search_garbage_less_often
-from taskgraph.node.inject import injected
+from taskgraph.node.inject import injection_point
 from taskgraph.node.loop import NodeLoop
 from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
@@ -76,11 +76,10 @@ __all__ = ["end_on_sigterm", "main", "run_node", "wait_for_job"]
 log = logging.getLogger("taskgraph.node")
 
 OK, CANNOT_GO_ON, UNREACHABLE, OTHER_DRIVER, DEVICE_LOST = 0, 1, 3, 4, 5
-_SAY_AGAIN_S = 5.0
-_ETCD_AGAIN_S = 0.5
+_LOG_AGAIN_S = 5.0
+_ETCD_RETRY_S = 0.5
 _PARENT_CHECK_S = 1.0
-"""How often the parent is checked: the pipe shows the launcher's death, unless a child of the launcher holds it
-open."""
+"""How often the parent is checked: a child of the launcher may hold the pipe open, which hides the launcher's death."""
 _LAST_READ_S = 2.0
 """Time to read the last events of an etcd that ended."""
 _EXIT_HANDLERS_S = 2.0
@@ -89,35 +88,35 @@ _FILES = 65_536
 descriptors takes time for each."""
 
 
-async def run_node(config: NodeConfig, untaken: DroppingOutput | None = None) -> int:
+async def run_node(config: NodeConfig, lost_output: DroppingOutput | None = None) -> int:
     """Runs one node to its end; returns the exit code.
 
     Args:
-        untaken: reports output that the streams of this process lost, for an event.
+        lost_output: knows which output the streams of this process dropped, for an event.
     """
     try:
-        async with await _connected(config) as coordinator:
+        async with await _connect(config) as coordinator:
             spec, revision = await wait_for_job(coordinator, config.job)
             if config.path:
                 sys.path[:] = config.path  # not earlier: Python's own modules must not be found beside a driver
             job = spec.load_job()
-            await _run(config, coordinator, spec, revision, job, untaken)
+            await _run(config, coordinator, spec, revision, job, lost_output)
             return OK
     except FingerprintMismatch as error:
-        return _say(f"refused: {error}", OTHER_DRIVER)
+        return _log_and_return(f"refused: {error}", OTHER_DRIVER)
     except CoordinationError as error:
-        return _say(str(error), UNREACHABLE)
+        return _log_and_return(str(error), UNREACHABLE)
     except DeviceLost as error:
-        return _say(str(error), DEVICE_LOST)
+        return _log_and_return(str(error), DEVICE_LOST)
     except TaskGraphError as error:
-        return _say(str(error), CANNOT_GO_ON)
+        return _log_and_return(str(error), CANNOT_GO_ON)
 
 
-async def _connected(config: NodeConfig) -> EtcdCoordinator:
-    """Connects to etcd. A launched node waits if etcd is away: its launcher, which it ends with, has reached it.
+async def _connect(config: NodeConfig) -> EtcdCoordinator:
+    """Connects to etcd. A launched node waits if etcd does not answer, since its launcher has reached it.
 
     Raises:
-        CoordinationError: etcd refuses; or it is away, and without a launcher the address may be wrong.
+        CoordinationError: etcd refuses; or it does not answer a node without a launcher, whose address may be wrong.
     """
     logged = False
     while True:
@@ -129,27 +128,27 @@ async def _connected(config: NodeConfig) -> EtcdCoordinator:
             if not logged:
                 log.warning("waiting for etcd, which the launcher has reached: %s", error)
                 logged = True
-            await asyncio.sleep(_ETCD_AGAIN_S)
+            await asyncio.sleep(_ETCD_RETRY_S)
 
 
-def _say(text: str, code: int) -> int:
+def _log_and_return(text: str, code: int) -> int:
     print(f"taskgraph node: {text}", file=sys.stderr, flush=True)
     return code
 
 
-def _say_last(text: str) -> None:
+def _print_last(text: str) -> None:
     """Prints why the node ends. It uses no logger, since user code may have silenced all loggers."""
     with contextlib.suppress(OSError, ValueError):  # user code may have closed the stream
-        _say(text, CANNOT_GO_ON)
+        _log_and_return(text, CANNOT_GO_ON)
 
 
 async def wait_for_job(coordinator: Coordinator, name: str) -> tuple[JobSpec, int]:
-    """Waits for the running job's spec; returns it with its revision. Logs now and then what it waits for.
+    """Waits for the job's spec while the job needs nodes; returns it with its revision. Logs the wait now and then.
 
-    A finished job still needs nodes until its results are collected: all nodes that had them may be dead.
+    A finished job needs nodes until its results are collected: all nodes that had them may have died.
 
     Raises:
-        CoordinationError: etcd refuses. An etcd that is away is waited for.
+        CoordinationError: etcd refuses. (If etcd does not answer, the node waits.)
     """
     keys = Keys(name)
     while True:
@@ -165,14 +164,14 @@ async def wait_for_job(coordinator: Coordinator, name: str) -> tuple[JobSpec, in
         except Unavailable as error:
             log.warning("waiting for etcd: %s", error)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SAY_AGAIN_S):
-                await _changed(coordinator, keys.status, revision)
+            async with asyncio.timeout(_LOG_AGAIN_S):
+                await _wait_for_change(coordinator, keys.status, revision)
 
 
-async def _changed(coordinator: Coordinator, key: str, revision: int) -> None:
+async def _wait_for_change(coordinator: Coordinator, key: str, revision: int) -> None:
     """Returns when `key` may have been written after `revision`."""
     if not revision:
-        await asyncio.sleep(_SAY_AGAIN_S)
+        await asyncio.sleep(_LOG_AGAIN_S)
         return
     watch = coordinator.watch(key, revision + 1)
     try:
@@ -191,9 +190,9 @@ async def _run(
     spec: JobSpec,
     spec_revision: int,
     job: Job,
-    untaken: DroppingOutput | None,
+    lost_output: DroppingOutput | None,
 ) -> None:
-    """Runs the node with everything that has to be opened before it, and closed after it."""
+    """Runs the node. Opens all that it needs before (sockets, services), and closes it afterwards."""
     token = bytes.fromhex(config.token)
     listening = config.listening
     tls = Tls.of(config.node_tls)
@@ -240,26 +239,28 @@ async def _run(
             ),
             token_mark=token_mark(token),
             devices=devices,
-            point=injected(),
+            point=injection_point(),
             own_process=True,
-            kept_on=config.collects,
+            keep_results=config.collects,
         )
         control.attach(node)
         _handle_signals(config, node)
         loop = asyncio.get_running_loop()
-        if untaken is not None:
-            untaken.report_to(partial(_emit_soon, loop, events, "log"))
+        if lost_output is not None:
+            lost_output.report_to(partial(_emit_soon, loop, events, "log"))
         on_uncaught(partial(_emit_soon, loop, events, "raised"))
         stack.callback(on_uncaught, None)
         if folder is not None:
-            await stack.enter_async_context(_running(keep_sockets(folder, (transport, control), events)))
+            await stack.enter_async_context(_running_beside(keep_sockets(folder, (transport, control), events)))
         if tls is not None:
-            await stack.enter_async_context(_running(CertificateWatch(tls, events, config.name, node.host).watch()))
+            await stack.enter_async_context(
+                _running_beside(CertificateWatch(tls, events, config.name, node.host).watch())
+            )
         kept = job.settings.events_kept
         keeping = keep_events(
             events, coordinator, spec.name, spec_revision=spec_revision, node_id=config.node_id, kept=kept
         )
-        async with _running(keeping):
+        async with _running_beside(keeping):
             gc.freeze()  # imported modules live as long as the process: no collection should look at them again
             await node.run()
         ended = node.keeper.view.status
@@ -268,7 +269,7 @@ async def _run(
 
 
 def _log_end(job: str, status: StatusRecord) -> None:
-    """Logs how the job ended. With a launcher, that says it; otherwise the log is all there is."""
+    """Logs how the job ended, for a node without a launcher that would print it."""
     if status.state == State.FAILED:
         log.error("job %r failed: %s", job, "\n\n".join(filter(None, (status.reason, status.traceback.rstrip()))))
     elif status.state == State.CANCELLED:
@@ -282,8 +283,8 @@ def _emit_soon(loop: asyncio.AbstractEventLoop, events: EventLog, kind: str, tex
 
 
 @contextlib.asynccontextmanager
-async def _running(service: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs a service within a block. An error of the service is logged, and costs the node nothing."""
+async def _running_beside(service: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs a service beside a block. An error of the service is logged, and the node goes on."""
     async with alongside(service) as (task,):
         task.add_done_callback(_log_failed)
         yield
@@ -295,7 +296,7 @@ def _log_failed(service: asyncio.Future[None]) -> None:
 
 
 def _keep_files_of_pools(folder: Path) -> None:
-    """Puts the sockets of `multiprocessing` into the node's own directory, which is removed however the node ends.
+    """Puts the sockets of `multiprocessing` into the node's own directory, which is always removed at the end.
 
     By default a fork server or a manager would remove them only when Python exits normally.
     """
@@ -305,10 +306,7 @@ def _keep_files_of_pools(folder: Path) -> None:
 
 
 def _remove_sockets(config: NodeConfig, *, launcher_gone: bool = False) -> None:
-    """Removes the node's directory, and its parent if it is empty and no launcher would do that.
-
-    A launcher may be about to start more nodes there.
-    """
+    """Removes the node's directory; without a launcher, which may start more nodes there, also its empty parent."""
     if config.folder is None:
         return
     shutil.rmtree(config.folder, ignore_errors=True)
@@ -318,7 +316,7 @@ def _remove_sockets(config: NodeConfig, *, launcher_gone: bool = False) -> None:
 
 
 def end_on_sigterm(config: NodeConfig | None = None) -> None:
-    """Makes SIGTERM end this process at once until there is a node; a container's first process would ignore it."""
+    """Makes SIGTERM end this process at once before there is a node: a container's first process would ignore it."""
 
     def end(number: int, _: object) -> None:
         if config is not None:
@@ -329,11 +327,11 @@ def end_on_sigterm(config: NodeConfig | None = None) -> None:
 
 
 _leave: Callable[[], object] | None = None
-"""Tells the node here to leave, from any thread; None: no node yet."""
+"""Makes the node of this process drain; may be called in any thread. None: there is no node yet."""
 
 
 _view: JobView | None = None
-"""The view of the node here."""
+"""The view of the node of this process."""
 
 
 def _handle_signals(config: NodeConfig, node: Node) -> None:
@@ -359,7 +357,7 @@ def _handle_signals(config: NodeConfig, node: Node) -> None:
 
 
 def _follow_parent(config: NodeConfig) -> None:
-    """Ends this process when its launcher is gone, and drains the node when the launcher says so.
+    """Ends this process when its launcher ends, and drains the node when the launcher orders it by the pipe.
 
     This runs in a thread of its own, since the event loop may be stuck in user code.
     """
@@ -370,7 +368,7 @@ def _follow_parent(config: NodeConfig) -> None:
         orders = [os.read(fd, 4096) for fd, _ in poll.poll(_PARENT_CHECK_S * 1000)]
         if b"" in orders or (config.parent_pid and os.getppid() != config.parent_pid):
             _remove_sockets(config, launcher_gone=True)
-            _exit(_say("the launcher is gone", CANNOT_GO_ON))
+            _exit(_log_and_return("the launcher is gone", CANNOT_GO_ON))
         if not orders:
             continue
         if _leave is None:
@@ -380,19 +378,18 @@ def _follow_parent(config: NodeConfig) -> None:
             _leave()
 
 
-def _end_with(gone: Callable[[], bool], config: NodeConfig) -> None:
-    """Ends this process when the job's etcd has ended with its launcher: the node would wait for it."""
+def _end_with_etcd(gone: Callable[[], bool], config: NodeConfig) -> None:
+    """Ends this process once the job's etcd has ended for good: the node would wait for it for ever."""
     while not gone():
         time.sleep(_PARENT_CHECK_S)
     time.sleep(_LAST_READ_S)
     if _view is None or _view.status is None or _view.has_work:  # else the node ends by itself
         _remove_sockets(config)
-        _exit(_say("the job has ended with its launcher, whose etcd it was in", UNREACHABLE))
+        _exit(_log_and_return("the job has ended with its launcher, whose etcd it was in", UNREACHABLE))
 
 
 def _exit(code: int, *, intended: bool = True) -> NoReturn:
-    """Ends the process now: a compute that never returns must not keep it. Without a launcher, the children of this
-    process are ended here.
+    """Ends the process now, even if a compute never returns. Without a launcher it ends the children, too.
 
     Args:
         intended: False if user code may have ended the process.
@@ -437,9 +434,9 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
     """Runs a node and ends the process.
 
     Args:
-        gone: for a node without a launcher, of a job whose etcd ends with one: True once that etcd is gone.
+        gone: returns True once the job's etcd has ended for good; None: the etcd does not end with a launcher.
     """
-    untaken = DroppingOutput()
+    lost_output = DroppingOutput()
     log_to_stderr()
     with contextlib.suppress(OSError):  # a copy, since user code may replace standard error
         faulthandler.enable(os.dup(2), all_threads=False)
@@ -454,18 +451,18 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
     if config.parent_fd >= 0 or config.parent_pid:
         threading.Thread(target=_follow_parent, args=(config,), name="launcher", daemon=True).start()
     if gone is not None:
-        threading.Thread(target=_end_with, args=(gone, config), name="etcd", daemon=True).start()
+        threading.Thread(target=_end_with_etcd, args=(gone, config), name="etcd", daemon=True).start()
     code, intended = CANNOT_GO_ON, True
     try:
-        code = uvloop.run(run_node(config, untaken), loop_factory=NodeLoop)
+        code = uvloop.run(run_node(config, lost_output), loop_factory=NodeLoop)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except SystemExit as error:
-        _say_last(f"user code called sys.exit({error.code!r}) in an asyncio task of its own, which ends the process")
+        _print_last(f"user code called sys.exit({error.code!r}) in an asyncio task of its own, which ends the process")
         intended = False
     except BaseException as error:
         why = no_thread(error)
-        _say_last(f"the node cannot go on: {why}" if why else f"the node cannot go on\n{traceback.format_exc()}")
+        _print_last(f"the node cannot go on: {why}" if why else f"the node cannot go on\n{traceback.format_exc()}")
         intended = False
     if code == OK:
         lastwords.intend_end()

@@ -1,4 +1,4 @@
-"""Makes what runs here follow etcd.
+"""Makes the node's roles follow the view.
 
 After each change of the view or of a suspicion, `reconcile` compares:
 
@@ -7,7 +7,7 @@ After each change of the view or of a suspicion, `reconcile` compares:
     a replica without wish or need          is dropped
     a backup of a job that begins           is set up
 
-It only starts and stops things; other modules do them.
+It only begins and ends roles (`roles.py`) and takeovers; other modules carry them out.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from taskgraph.node.services import NodeServices
 __all__ = ["Reconciler"]
 
 _LOOK_S = 1.0
-"""How often it looks without a change: for starts that wait for nodes, and long absences."""
-_RESTS = 3
-"""A look that took 1 ms is followed by a pause of 3 ms: each look goes through all tasks, and each of thousands of
-tasks that begin is a change."""
+"""The longest time between two calls of `reconcile`: job starts and long absences depend on time."""
+_REST_FACTOR = 3
+"""After a call of 1 ms comes a pause of 3 ms: each call goes through all tasks, and each of thousands of tasks that
+begin is a change."""
 _REST_S = 1.0
-"""No pause is longer, even if the process was frozen during a look."""
+"""The longest pause, even if the process was frozen during a call."""
 
 
 class Reconciler:
-    """Compares what runs on one node with its view."""
+    """Compares the roles of one node with its view, and begins and ends roles."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Reconciler:
         self._followed = 0  # the last revision of `epoch` that the replicas here followed
 
     def follow(self) -> None:
-        """Follows a change of the view, synchronously: after a commit, backups free the boundaries before it."""
+        """Passes a change of the epoch to the replicas, synchronously: after a commit they free earlier boundaries."""
         view = self._node.keeper.view
         if view.epoch is not None and view.epoch.mod_revision != self._followed:
             self._followed = view.epoch.mod_revision
@@ -65,7 +65,7 @@ class Reconciler:
             self._roles.changed.set()
 
     async def run(self) -> None:
-        """Looks after every change, until cancelled; with a pause if the last look took long."""
+        """Calls `reconcile` after every change, until cancelled, with pauses that depend on how long it took."""
         changed, now = self._roles.changed, self._node.now
         while True:
             changed.clear()
@@ -82,7 +82,7 @@ class Reconciler:
                 await asyncio.sleep(left_s)
 
     def reconcile(self) -> None:
-        """Decides and starts, synchronously."""
+        """Begins and ends roles so that they match the view, synchronously."""
         node, roles, view = self._node, self._roles, self._node.keeper.view
         if node.id in view.gone:
             node.end_with(
@@ -112,7 +112,7 @@ class Reconciler:
         node.keeper.notify_later()
 
     def _set_up_backups(self) -> None:
-        """Sets backups up beside their primaries when a job begins, not later with their first offer."""
+        """When a job begins, sets up the wished backups at once, not with their first offer."""
         node, view = self._node, self._node.keeper.view
         if node.paused or not view.running or (view.stamp is not None and view.stamp.epoch > 0):
             return
@@ -137,10 +137,10 @@ class Reconciler:
             wished = wish is None or node.id == wish.primary or node.id in wish.backups
             if wished or node.id in view.in_sync(task) or view.primary_node(task) == node.id:
                 continue
-            if replica.may_go(view.term(task)):
+            if replica.is_unneeded(view.term(task)):
                 roles.drop(task)
 
 
 def rest_s(took_s: float) -> float:
-    """The pause after a look that took `took_s`."""
-    return min(_RESTS * took_s, _REST_S)
+    """Returns the pause after a call of `reconcile` that took `took_s`."""
+    return min(_REST_FACTOR * took_s, _REST_S)

@@ -1,6 +1,6 @@
-"""One task on this node: the user's object, its set-up, and the boundaries it holds.
+"""One task on this node: the user's object, its set-up, and its boundaries.
 
-build ──► set up ──► backup: holds boundaries as bytes, does not touch the user's object
+build ──► set up ──► backup: stores boundaries as bytes, does not touch the user's object
                └───► primary: restores the object from a boundary; sync points change it
 """
 
@@ -20,7 +20,7 @@ from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.compose import Graph
 from taskgraph.graph.values import begin_hosted, decode, encode, hosted, verify
 from taskgraph.jobs import Job
-from taskgraph.node.reports import PlainRows, ReportLog, Rows, carried, with_log
+from taskgraph.node.reports import PlainRows, ReportLog, Rows, add_reports, reports_in
 from taskgraph.node.usercode.actor import Actor
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cuda_error
 from taskgraph.node.usercode.threads import Threads
@@ -38,30 +38,27 @@ if TYPE_CHECKING:
     from taskgraph.node.router import Router
     from taskgraph.task import Event
 
-__all__ = ["COPIES", "Replica", "encode_fields", "intact", "named_fields"]
+__all__ = ["COPIES", "Replica", "encode_fields", "is_intact", "named_fields"]
 
 R = TypeVar("R")
 
 _LOGGERS: Final = "taskgraph.task."
 """Prefix of the tasks' loggers."""
 COPIES: Final = "snapshot to the host"
-"""The name of the call that copies to the host. No user code runs in it, but a compute may spoil the device
-meanwhile."""
+"""The name, in errors, of the call that copies a snapshot to the host. It runs no user code, but may meet the device
+error of a compute."""
 _SPOILER_S: Final = 0.2
-"""Pause before a device error in such a copy is reported: by then the compute that caused it may have failed
+"""Pause before a device error in such a copy is reported, so that the compute that caused it fails first
 (`DeviceLoss`)."""
 
 
 def named_fields(state: Any) -> dict[str, Any]:
-    """The fields of a snapshot by name, if it is a dict."""
+    """Returns {name: field} of a snapshot that is a dict, and {} for others."""
     return state if isinstance(state, dict) and all(isinstance(name, str) for name in state) else {"snapshot()": state}
 
 
 def _check_reserved(task: Task, **numbers: int) -> None:
-    """Raises JobError if `__init__` set an attribute that the framework sets: its value would be lost.
-
-    None is allowed, since some classes declare attributes so.
-    """
+    """Raises JobError if `__init__` set an attribute that the framework sets, other than to None."""
     own = vars(task)
     for name in FRAMEWORK_ATTRIBUTES:
         value, number = own.get(name), numbers.get(name)
@@ -72,10 +69,10 @@ def _check_reserved(task: Task, **numbers: int) -> None:
         else:
             fits = isinstance(value, {"log": logging.Logger, "xp": ModuleType}.get(name, bool))
         if not fits:
-            raise _taken(task, "__init__", name)
+            raise _reserved_error(task, "__init__", name)
 
 
-def _taken(task: Task, where: str, name: str) -> JobError:
+def _reserved_error(task: Task, where: str, name: str) -> JobError:
     return JobError(
         f"{type(task).__name__}: {where} set self.{name}, to a value of type {type(vars(task)[name]).__name__}; that "
         f"is set by the framework, as are {', '.join(other for other in FRAMEWORK_ATTRIBUTES if other != name)}: give "
@@ -96,7 +93,7 @@ def encode_fields(state: Any, task: int) -> dict[str, Encoded]:
 
 
 class Replica:
-    """A task's replica; `router`, `job` and the like are for its attempts."""
+    """A task's replica. It also has what the attempts of its task need: `router`, `job`, `topology`, ..."""
 
     def __init__(
         self,
@@ -119,7 +116,7 @@ class Replica:
         self.actor = Actor(threads, task=task, cancel_s=job.settings.cancel_s, tracing=self.tracing, device=device)
         self.boundaries = Boundaries()
         self.log = ReportLog()
-        self.previous: Mapping[str, float] = {}  # the task's own numbers of the epoch before
+        self.previous: Mapping[str, float] = {}  # the numbers that the task reported in the previous epoch
         self.graph: Graph | None = None
         """The last composed graph, if the next epoch may compose the same."""
         self.constant_graph: Graph | None = None
@@ -139,7 +136,7 @@ class Replica:
         self._lineage = 0
 
     def follow(self, record: EpochRecord) -> None:
-        """Follows `epoch` as read from etcd: frees boundaries that were undone, or are history."""
+        """Follows the job's `epoch` record: frees boundaries that a roll-back undid, or that a commit replaced."""
         if record.lineage > self._lineage:
             self._lineage = record.lineage
             self.boundaries.roll_back(record.lineage)
@@ -149,20 +146,20 @@ class Replica:
             self.read_epoch(record.epoch)
 
     def promise(self, term: int, invitation: int) -> None:
-        """Notes an acknowledgement to the primary of `term`: the boundary stays until that primary releases it."""
+        """Notes an acknowledgement to the primary of `term`: this replica stays until that primary releases it."""
         self._promise = max(self._promise, (term, invitation))
 
     def release(self, term: int, invitation: int) -> None:
-        """The primary of `term` no longer needs what was acknowledged under `invitation` or before."""
+        """Notes that the primary of `term` no longer needs what this replica acknowledged up to `invitation`."""
         if self._promise <= (term, invitation):
             self._promise = (0, 0)
 
-    def may_go(self, term: int) -> bool:
-        """True if no primary needs this replica's boundaries: no promise, or one to a replaced primary."""
+    def is_unneeded(self, term: int) -> bool:
+        """True if no primary of this or a later `term` was promised this replica's boundaries."""
         return self._promise[0] < term
 
     def twin(self) -> Replica:
-        """A replica of the same task with another object."""
+        """Makes a replica of the same task with a user object of its own, on which strict mode replays."""
         twin = Replica(self.task, self.job, self.router, self.threads, xp=self._xp, device=self.device)
         twin._is_twin = True
         return twin
@@ -199,7 +196,7 @@ class Replica:
 
     @property
     def setting_up(self) -> asyncio.Task[None] | None:
-        """The set-up, while it runs."""
+        """The asyncio task of the set-up while it runs; None otherwise."""
         return None if self._set_up is None or self._set_up.done() else self._set_up
 
     @property
@@ -222,10 +219,10 @@ class Replica:
         self.ready = True
 
     def _check_attributes(self) -> None:
-        """Raises if `setup()` set an attribute that the framework sets or calls."""
+        """Raises JobError if `setup()` set an attribute that the framework sets, or one that hides a hook."""
         check_attributes(self.user_task, self.shape)
         if not isinstance(self.user_task.primary, bool):
-            raise _taken(self.user_task, "setup", "primary")
+            raise _reserved_error(self.user_task, "setup", "primary")
 
     @property
     def stateful(self) -> bool:
@@ -235,7 +232,7 @@ class Replica:
         """Encodes the task's state as a boundary, with the reports that travel in it.
 
         Args:
-            stays: device memory is only copied on the device; `copied_to_host` completes the boundary.
+            stays: copies device memory on the device only; `copy_to_host` then completes the boundary.
         """
         task, shape = self.user_task, self.shape
 
@@ -258,8 +255,8 @@ class Replica:
             return await self.actor.here("snapshot", take)
         return await self.actor.call("snapshot", take)
 
-    async def copied_to_host(self, value: Encoded) -> Encoded:
-        """Copies such a snapshot to the host. The task computes on meanwhile."""
+    async def copy_to_host(self, value: Encoded) -> Encoded:
+        """Copies a snapshot that stayed on the device to the host, while the task computes on."""
         copy = partial(hosted, value, allocate=self.router.allocate)
         try:
             return await self.actor.call(COPIES, copy, alone=False)
@@ -269,11 +266,11 @@ class Replica:
             raise
 
     async def restore(self, value: Encoded) -> None:
-        """Restores the user's object from a boundary, from a fresh decode."""
+        """Restores the user's object from a boundary, which it decodes anew."""
         task = self.user_task
 
         def put() -> Mapping[str, float]:
-            if not intact(value):
+            if not is_intact(value):
                 raise DecodeError(
                     f"the boundary of task {self.task} lies in memory shared with other processes of this host, and "
                     "differs from its snapshot: native code wrote where it should not"
@@ -286,37 +283,37 @@ class Replica:
         self.previous = await self.actor.call("restore", put)
 
     def read_epoch(self, epoch: int) -> None:
-        """Follows the number of the committed epoch."""
+        """Makes `epoch` the committed one: frees earlier boundaries, and takes over the reports in them."""
         passed = self.boundaries.until(epoch) if self.task == 0 else ()
         if self.boundaries.read_epoch(epoch) is not None:
             for boundary in passed:
-                self.log.fold(boundary.log if boundary.log is not None else carried(boundary.value))
+                self.log.fold(boundary.log if boundary.log is not None else reports_in(boundary.value))
 
-    async def log_in(self, value: Encoded) -> dict[int, Rows] | ReportLog:
-        """The reports in a boundary, for `log.fold`. A thread reads a large one."""
+    async def read_reports(self, value: Encoded) -> dict[int, Rows] | ReportLog:
+        """Reads the reports in a boundary, for `log.fold`; a large boundary in a thread."""
         if self.task != 0:
             return {}
-        return await self._beside(partial(carried, value), value.size_bytes)
+        return await self._in_thread_if_large(partial(reports_in, value), value.size_bytes)
 
-    async def with_whole_log(self, value: Encoded) -> Encoded:
-        """The boundary with all reports, for a replica without any; a thread makes a large one."""
+    async def with_all_reports(self, value: Encoded) -> Encoded:
+        """Returns the boundary with all reports added, for a replica without any; a large one is made in a thread."""
         log = self.log.packed() if self.task == 0 else []
         if not log:
             return value
-        return await self._beside(partial(with_log, value, log), value.size_bytes + sum(map(len, log)))
+        return await self._in_thread_if_large(partial(add_reports, value, log), value.size_bytes + sum(map(len, log)))
 
-    async def _beside(self, function: Callable[[], R], size_bytes: int) -> R:
-        """Runs our own code whose time grows with `size_bytes`: in a thread if that is large."""
+    async def _in_thread_if_large(self, function: Callable[[], R], size_bytes: int) -> R:
+        """Runs a function of the framework whose time grows with `size_bytes`; in a thread if that is large."""
         return function() if size_bytes <= _SMALL_BYTES else await self.threads.run(function)
 
-    def adding_log(self, value: Encoded) -> Callable[[], Encoded]:
-        """A function that makes `with_whole_log`'s boundary of the log as it is now, in any thread."""
+    def bind_all_reports(self, value: Encoded) -> Callable[[], Encoded]:
+        """Returns a function, to be called in any thread, that adds all reports as of now to a boundary."""
         log = self.log.packed() if self.task == 0 else []
-        return partial(with_log, value, log) if log else lambda: value
+        return partial(add_reports, value, log) if log else lambda: value
 
-    async def with_rows(self, value: Encoded, rows: dict[int, PlainRows]) -> Encoded:
-        """The boundary, which had no reports, with these."""
-        add = partial(with_log, value, rows)
+    async def with_reports(self, value: Encoded, rows: dict[int, PlainRows]) -> Encoded:
+        """Returns the boundary, which had no reports, with these added."""
+        add = partial(add_reports, value, rows)
         return add() if value.size_bytes <= _SMALL_BYTES else await self.actor.call("reports", add, alone=False)
 
     async def on_commit(self, number: int, value: Encoded) -> None:
@@ -343,7 +340,7 @@ class Replica:
             await self.actor.call("on_event", self.user_task.on_event, event)
 
     async def result(self) -> Encoded | None:
-        """The encoded result of the task; None for None."""
+        """Calls `result()` and returns its value encoded; None if it returned None."""
         task, what = self.user_task, f"result of task {self.task}"
 
         def take() -> Encoded | None:
@@ -356,7 +353,7 @@ class Replica:
         """Runs `teardown()` of a replica that was set up. No set-up may be running.
 
         Raises:
-            UserCodeError: `teardown()` raised; or a twin's, whose node goes on, did not return within `cancel_s`.
+            UserCodeError: `teardown()` raised; or, of a twin, did not return within `cancel_s`: the node goes on.
             StuckError: `teardown()` did not return within `cancel_s`.
         """
         try:
@@ -374,7 +371,7 @@ _SMALL_BYTES = 16 << 10
 
 
 def _is_small_snapshot(task: Task, shape: TaskShape) -> bool:
-    """True if a snapshot runs no user code and takes microseconds: not worth a hop to a thread."""
+    """True if a snapshot runs no user code and takes microseconds, so that the event loop can take it."""
     if not shape.stateful:
         return True
     if "snapshot" in shape.overrides:
@@ -399,10 +396,10 @@ def _is_small(value: Any) -> bool:
     return kind is float or kind is bool or value is None or (kind is int and value.bit_length() <= 64)
 
 
-def intact(value: Encoded) -> bool:
-    """True if a boundary in shared memory still has its digest; memory of this process needs no check.
+def is_intact(value: Encoded) -> bool:
+    """True if a boundary that was borrowed from another process still has its digest.
 
-    Its lender could write to that memory for as long as it lived. Items are gone within an epoch, but takeovers rest on
-    boundaries, so these are verified when they are read.
+    The lender could write to the shared memory while it lived. Takeovers depend on boundaries, so these are verified
+    when they are read.
     """
     return all(block_behind(buffer) is None for buffer in value.buffers) or verify(value)

@@ -31,7 +31,7 @@ class Roles:
     """One node's replicas, its primaries, and the leader's role.
 
     Attributes:
-        changed: set after changes that the reconciler has to see.
+        changed: set after changes upon which the reconciler must run.
     """
 
     def __init__(self, node: NodeServices) -> None:
@@ -41,21 +41,21 @@ class Roles:
         self.runs: dict[int, asyncio.Task[None]] = {}
         """The primaries' `run`, until they have returned."""
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
-        self._shared_by = 0  # number of primaries at the last `share`
+        self._last_share = 0  # number of primaries at the last `share`
         self._leading: asyncio.Task[None] | None = None
         self.leaving: list[Replica] = []
         """Replicas that are being torn down; the same tasks may have new replicas here."""
         self.changed = asyncio.Event()
 
     def reconsider(self) -> None:
-        """Checks the roles again, after a change that the view does not show."""
+        """Makes the reconciler run after a change that the view does not show."""
         self.changed.set()
         self._node.keeper.notify_later()
 
     # -- primaries --------------------------------------------------------------------------------
 
     def begin_term(self, primary: Primary) -> None:
-        """A takeover succeeded: the primary works until the view shows another."""
+        """Starts a primary after its takeover succeeded. It works until the view shows another primary."""
         task = primary.task
         self.primaries[task] = primary
         self._node.sharing.primaries = len(self.primaries)
@@ -71,8 +71,8 @@ class Roles:
         The reconciler calls this once for many changes: each of thousands of tasks that begin would go through all
         others.
         """
-        if self._shared_by != len(self.primaries):
-            self._shared_by = len(self.primaries)
+        if self._last_share != len(self.primaries):
+            self._last_share = len(self.primaries)
             search_garbage_for(len(self.primaries))
             for primary in self.primaries.values():
                 primary.share()
@@ -90,7 +90,7 @@ class Roles:
             node.end_with(failed, ran=(RanCode("its primary", primary.task, node.epoch if at is None else at.epoch),))
 
     def step_down(self, task: int) -> None:
-        """The view shows another primary: this one's term is over."""
+        """Ends the term of this node's primary of a task, since the view shows another primary."""
         primary = self.primaries.pop(task)
         self._node.sharing.primaries = len(self.primaries)
         if task == 0:
@@ -149,7 +149,7 @@ class Roles:
         return known
 
     def set_up(self, task: int) -> None:
-        """Begins to set a replica up, once."""
+        """Begins to set a replica up, unless that began before."""
         if not (replica := self.replica(task)).set_up_began:
             self._node.own(self._set_up(replica), f"set up task {task}")
 
@@ -160,7 +160,7 @@ class Roles:
             await self._node.fail_set_up(error, replica.task)
 
     def release(self, message: Release) -> None:
-        """A primary no longer needs what this node holds for it."""
+        """Handles a primary's message that it no longer needs this node's boundaries."""
         replica = self.replicas.get(message.task)
         if replica is not None:
             replica.release(message.term, message.invitation)
@@ -172,12 +172,12 @@ class Roles:
 
     async def _tear_down(self, replica: Replica) -> None:
         try:
-            await self._torn_down(replica)
+            await self._tear_down_reporting(replica)
         except UserCodeError as error:
             await self._node.fail_early(error, replica.task)
 
-    async def _torn_down(self, replica: Replica) -> None:
-        """Returns when a replica's code has ended, or is left behind. A slow end gets an event.
+    async def _tear_down_reporting(self, replica: Replica) -> None:
+        """Tears a replica down, and emits an event if that takes long.
 
         Raises:
             UserCodeError: `teardown()` raised.
@@ -203,7 +203,7 @@ class Roles:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Returns what the end of replicas waits for, for `status`."""
+        """What the teardown of replicas waits for, for `status`."""
         return tuple([self._waits_for(replica) for replica in self.leaving])
 
     async def end(self) -> None:
@@ -215,7 +215,7 @@ class Roles:
 
     async def _end(self, replica: Replica) -> None:
         try:
-            await self._torn_down(replica)
+            await self._tear_down_reporting(replica)
         except UserCodeError as error:
             # The job has ended, so an event is the only way to report this.
             what = f"task {replica.task}: teardown raised {error_text(error.error)}{place_of(error.error)}"

@@ -1,8 +1,8 @@
 """Calls to the current primary of a task.
 
 This is the only place that decides what a failed call means. After a broken connection or "not primary", the call is
-repeated when the view changes, or a moment later, until the caller is cancelled because its attempt is over. Errors
-that a retry cannot change are raised.
+repeated when the view changes, or after a backoff, until the caller is cancelled because its attempt is over. Errors
+that a retry cannot change are raised. A call is *in vain* once the view shows that its receiver cannot answer it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from taskgraph.transport.api import Peer, Transport
 
 __all__ = ["Router", "peer_of"]
 
-# Refusals that a retry may change: a view is stale, here or there, or the node is busy.
-_TRY_AGAIN = frozenset(
+# Refusals that a retry may change: the caller's or the node's view is stale, or the node is busy.
+_RETRIED = frozenset(
     {
         Reason.NOT_PRIMARY,
         Reason.NOT_HERE,
@@ -38,15 +38,15 @@ _TRY_AGAIN = frozenset(
 
 
 _SWEEP_AT = 64
-"""Calls that are remembered before ended ones are removed."""
+"""The number of calls in `_groups` at which ended ones are removed."""
 
 
-_FORGOTTEN_S = 20.0
-"""Failures to reach a node that are further apart are unrelated. One try may take `connect_s` (5 s) per address."""
+_FORGET_S = 20.0
+"""Failures to reach a node further apart than this are unrelated. One try may take `connect_s` (5 s) per address."""
 
 
 class _FailedCalls(NamedTuple):
-    """The failed calls to one node: times of the first and the last one, and the error of the last."""
+    """Failed calls to one node: the times of the first and the last failure, and the last error."""
 
     since: float
     last: float
@@ -61,7 +61,7 @@ class Router:
     """Delivers calls to tasks.
 
     Attributes:
-        allocate: the transport's memory for values that will travel.
+        allocate: allocates the transport's memory for values that will travel.
         on_gone: called with every registered node whose port refused a call.
     """
 
@@ -71,21 +71,21 @@ class Router:
         self._transport = transport
         self._keeper = keeper
         self._addresses: dict[str, tuple[NodeRecord, Peer]] = {}
-        self._looked_at = -1
+        self._seen_revision = -1
         self._in_flight: dict[asyncio.Timeout, Callable[[JobView], bool]] = {}
         self._sweep_at = _SWEEP_AT
         self._failing: dict[str, _FailedCalls] = {}
-        # The same without a task, grouped by when they began. Weak, since only the caller may keep a reply's value: its
-        # memory takes the next one.
+        # Calls in flight without an asyncio task, grouped by when they began. Weak references, since only the caller
+        # may keep a reply's value alive.
         self._groups: list[tuple[list[weakref.ref[asyncio.Future[Reply]]], Callable[[JobView], bool]]] = []
-        keeper.on_change(self._abandon, structure=True)
+        keeper.on_change(self._cancel_vain_calls, structure=True)
 
-    def _abandon(self) -> None:
-        """Ends calls that the view shows to be in vain: a frozen process neither answers nor breaks its connection."""
+    def _cancel_vain_calls(self) -> None:
+        """Cancels calls that are in vain: a frozen process neither answers nor breaks its connection."""
         view = self._keeper.view
-        if view.structure_revision == self._looked_at:
+        if view.structure_revision == self._seen_revision:
             return
-        self._looked_at = view.structure_revision
+        self._seen_revision = view.structure_revision
         now = asyncio.get_running_loop().time()
         for scope in [scope for scope, in_vain in self._in_flight.items() if in_vain(view)]:
             del self._in_flight[scope]  # each once: a timeout that expires cannot be moved again
@@ -98,18 +98,18 @@ class Router:
                         reply.cancel()
 
     def peer(self, node: str) -> Peer | None:
-        """Returns how to reach a node, even one whose key is absent, if it was seen and not dropped since."""
+        """Returns the address of a node; without its key in etcd, the last address, unless `keep_only` dropped it."""
         registered, known = self._keeper.view.nodes.get(node), self._addresses.get(node)
         if registered is not None and (known is None or known[0] is not registered.record):
             known = self._addresses[node] = registered.record, peer_of(node, registered.record)
         return None if known is None else known[1]
 
-    def keep(self, nodes: set[str]) -> None:
+    def keep_only(self, nodes: set[str]) -> None:
         """Drops the addresses of all other nodes, which get no more calls."""
         self._addresses = {node: known for node, known in self._addresses.items() if node in nodes}
 
     async def to_primary(self, task: int, message: Callable[[], Call], *, timeout_s: float | None = None) -> Reply:
-        """Calls the primary of `task` until it answers. `message()` is made anew for every try.
+        """Calls the primary of `task`, with retries, until it answers. Each try sends a new `message()`.
 
         Raises:
             Refused: a retry cannot change the answer.
@@ -126,7 +126,7 @@ class Router:
             try:
                 return await self._call(peer, message(), timeout_s, partial(_replaced, task, revision))
             except Refused as refused:
-                if refused.reason not in _TRY_AGAIN:
+                if refused.reason not in _RETRIED:
                     raise
             except (TransportError, TimeoutError):
                 pass  # the node may be dead or replaced: the view shows its successor, now or soon
@@ -136,11 +136,9 @@ class Router:
         """Tries once to call the primary of `task`, if that needs no waiting; otherwise None.
 
         Args:
-            quiet: an immediate acceptance is not reported (see `Transport.call_now`); cancel the future when it is
-            over.
+            quiet: the call gets no reply if it is accepted at once (see `Transport.call_now`).
 
-        The future fails as the transport's does, and is cancelled if the view shows that it is in vain: then use
-        `to_primary`.
+        The future fails as the transport's does, and is cancelled if the call is in vain: then use `to_primary`.
         """
         primary = self._keeper.view.primaries.get(task)
         peer = self.peer(primary.record.node) if primary else None
@@ -152,7 +150,7 @@ class Router:
             return None
 
     def begin_all(self, task: int, pull: Pull) -> list[asyncio.Future[Reply]] | None:
-        """`begin` for each epoch of a pull; None also if that would save nothing."""
+        """Does as `begin` for each epoch of a pull, in one frame. None if the transport cannot do that."""
         primary = self._keeper.view.primaries.get(task)
         peer = self.peer(primary.record.node) if primary else None
         if primary is None or peer is None:
@@ -168,7 +166,7 @@ class Router:
         return calls
 
     def begin_at(self, node: str, message: Call) -> asyncio.Future[Reply] | None:
-        """Tries once to call that node, if that needs no waiting; otherwise None. Cancelled once its lease ends."""
+        """Tries once to call a node, if that needs no waiting; else None. The call is cancelled if its lease ends."""
         peer = self.peer(node)
         if peer is None or node not in self._keeper.view.nodes:
             return None
@@ -198,19 +196,19 @@ class Router:
         self._groups = kept
         self._sweep_at = _SWEEP_AT + 2 * len(kept)
 
-    def unreached(self, for_s: float) -> dict[str, str]:
-        """Registered nodes that all recent calls failed to reach, for that long, with the last error."""
+    def unreachable_nodes(self, for_s: float) -> dict[str, str]:
+        """Returns {node: last error} of registered nodes that all calls of the last `for_s` failed to reach."""
         now = asyncio.get_running_loop().time()
         self._failing = {
             node: known
             for node, known in self._failing.items()
-            if node in self._keeper.view.nodes and now - known.last <= _FORGOTTEN_S
+            if node in self._keeper.view.nodes and now - known.last <= _FORGET_S
         }
         return {node: known.why for node, known in self._failing.items() if known.last - known.since >= for_s}
 
-    def _failed(self, node: str, error: TransportError) -> None:
+    def _note_failure(self, node: str, error: TransportError) -> None:
         now, known = asyncio.get_running_loop().time(), self._failing.get(node)
-        since = now if known is None or now - known.last > _FORGOTTEN_S else known.since
+        since = now if known is None or now - known.last > _FORGET_S else known.since
         self._failing[node] = _FailedCalls(since, now, str(error))
         if isinstance(error, PeerGone):
             self.on_gone(node)
@@ -218,14 +216,14 @@ class Router:
     async def _call(
         self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]
     ) -> Reply:
-        """Tries once; raises TimeoutError as soon as the view shows that it is in vain."""
+        """Tries a call once. Raises TimeoutError as soon as the call is in vain."""
         try:
             reply = await self._try(peer, message, timeout_s, in_vain)
         except Refused:
             self._failing.pop(peer.node, None)  # it answers
             raise
         except TransportError as error:
-            self._failed(peer.node, error)
+            self._note_failure(peer.node, error)
             raise
         self._failing.pop(peer.node, None)
         return reply
@@ -235,7 +233,7 @@ class Router:
     ) -> Reply:
         reply = self._begin(peer, message, in_vain)
         if reply is not None:
-            return await self._within(reply, timeout_s)
+            return await self._await_reply(reply, timeout_s)
         async with asyncio.timeout(None) as scope:
             self._in_flight[scope] = in_vain
             try:
@@ -243,7 +241,7 @@ class Router:
             finally:
                 self._in_flight.pop(scope, None)
 
-    async def _within(self, reply: asyncio.Future[Reply], timeout_s: float | None) -> Reply:
+    async def _await_reply(self, reply: asyncio.Future[Reply], timeout_s: float | None) -> Reply:
         task = asyncio.current_task()
         assert task is not None
         before = task.cancelling()
@@ -262,10 +260,10 @@ class Router:
         """Tries once to call one node.
 
         Args:
-            task: the node is called as the primary of this task, so the call is in vain once another is.
+            task: the task whose primary is called: the call is in vain once another node is its primary.
 
         Raises:
-            TransportError: no answer; at once if the node's lease ends.
+            TransportError: the node did not answer in time, or its lease ended.
         """
         peer = self.peer(node)
         if peer is None:
@@ -290,7 +288,7 @@ class Router:
         return node is not None and self.peer(node) is not None
 
     async def _next_try(self, task: int, known: int, pause_s: float) -> None:
-        """Waits for another primary of the task, or a moment."""
+        """Waits until the task has another primary, `pause_s` at most."""
         try:
             async with asyncio.timeout(pause_s):
                 await self._keeper.wait_until(lambda view: _revision(view, task) != known)

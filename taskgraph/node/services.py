@@ -37,9 +37,9 @@ class NodeServices(NodeCore):
     """One node of one job, as its replicas and primaries see it.
 
     Attributes:
-        replicas: the tasks that are here. Filled by `Roles`.
-        leader: the leader's role, if it is here. Set by `Roles`.
-        sharing: how the primaries here share memory for uncommitted epochs.
+        replicas: task -> the replica on this node. Filled by `Roles`.
+        leader: the leader's role, if this node leads. Set by `Roles`.
+        sharing: divides the memory for uncommitted epochs among the primaries here.
         failed_set_ups: decides whether a failed set-up ends the node. Set by `Node`.
         emitted_unsaved: events about attributes outside of snapshots (`UnsavedState`), once for all tasks of a class.
     """
@@ -75,8 +75,7 @@ class NodeServices(NodeCore):
         *,
         finished: bool = False,
     ) -> bool:
-        """Fails the job with an error. False if a fence failed, if the job had ended already, or if this process
-        ends instead because its device is lost.
+        """Fails the job with an error. False if a fence failed, the job had ended, or this process ends instead.
 
         Args:
             finished: True to fail also a job whose epochs are all committed (a `result()` that raises).

@@ -57,14 +57,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Serving"]
 
-_PARKED = (Pull, Flag, Request)
-"""Kinds of calls that may come in any number, and wait for user code. The others are few and must not wait for room:
-parked calls may wait for a report, an offer or a seal."""
+_PARKED_KINDS = (Pull, Flag, Request)
+"""Kinds of calls that are limited by `max_parked`: there may be many, and they wait for user code. Other calls are few
+and not limited: parked calls may wait for a report, an offer or a seal."""
 _REPORTS = (Report, Reports)
 _OFFERS = (Offer, Offers)
 _PULLED_AHEAD = 4
-"""Pulls may be ahead of the view by this many times the epochs that tasks may be ahead of the commit: the caller pulls
-several epochs at once, and may have read a commit that this node has not."""
+"""Pulls may be ahead of the view by this many times `epochs_ahead`: the caller pulls several epochs at once, and may
+have read a commit that this node has not read."""
 
 
 class Serving:
@@ -74,14 +74,12 @@ class Serving:
         self._node = node
         self._roles = roles
         self._takeovers = takeovers
-        self._waiting = PendingCount()  # calls of the kinds `_PARKED` that wait here
+        self._waiting = PendingCount()  # calls of the kinds `_PARKED_KINDS` that wait here
         self._ahead = node.settings.epochs_ahead
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Says that no more calls are accepted here, for `status`: the parked ones may wait for a call that was
-        refused.
-        """
+        """Says, for `status`, that this node refuses further calls: parked calls may wait for one of them."""
         limit = self._node.settings.max_parked
         if self._waiting.count < limit:
             return ()
@@ -91,9 +89,9 @@ class Serving:
         )
 
     def now(self, peer: str, message: Call) -> Reply | PendingReply | None:
-        """The immediate answer to the usual calls, if view and attempt are where the caller is.
+        """Answers the most frequent calls at once, if the view shows the caller's attempt.
 
-        In all other cases the call itself answers.
+        None: await `__call__`, which answers all calls.
         """
         node = self._node
         if node.paused:
@@ -115,7 +113,7 @@ class Serving:
         return reply
 
     def all_now(self, peer: str, pull: Pull) -> list[Reply | PendingReply | None] | None:
-        """`now` for each of the epochs of a pull."""
+        """Answers as `now`, for each epoch of a pull."""
         node, waiting = self._node, self._waiting
         room = self._room(Stamp(pull.stamp.attempt, pull.stamp.epoch + pull.count - 1))
         if peer == node.id:
@@ -151,7 +149,7 @@ class Serving:
         return primary if within_reach(last, _PULLED_AHEAD * self._ahead, view) else None
 
     def _offer_now(self, peer: str, offer: Offer | Offers) -> Accepted | None:
-        """Takes pending boundaries for a replica that is set up, which is the usual case."""
+        """Stores offered boundaries at once if the replica is set up, which is the usual case."""
         node, view = self._node, self._node.keeper.view
         replica = self._roles.replicas.get(offer.task)
         if replica is None or not replica.ready or offer.committed or node.injects_held:
@@ -170,7 +168,7 @@ class Serving:
         if self._node.paused:
             raise Refused(Reason.PAUSED, f"{self._node.name} cannot prove its lease at the moment")
         parks = 0
-        if isinstance(message, _PARKED):
+        if isinstance(message, _PARKED_KINDS):
             if self._room(message.stamp) < 1:
                 raise Refused(Reason.PAUSED, f"{self._waiting.count} calls wait at {self._node.name} already")
             parks = 1
@@ -241,7 +239,7 @@ class Serving:
         return leader
 
     async def _attempt(self, task: int, stamp: Stamp, sender: int | None = None, sender_term: int = 0) -> Attempt:
-        """The attempt at `stamp` of a task that is primary here."""
+        """Waits for the attempt at `stamp` of a task whose primary is here."""
         node, keeper = self._node, self._node.keeper
         if task not in self._roles.primaries:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {task}")
@@ -271,7 +269,7 @@ class Serving:
         return WaitsPage(primary.term, primary.waits(message.stamp))
 
     async def _offer(self, peer: str, offer: Offer | Offers) -> Accepted:
-        """Holds boundaries for the task's primary; sets a new replica up first."""
+        """Stores offered boundaries; sets a new replica up first."""
         node, keeper = self._node, self._node.keeper
         await keeper.wait_until_read(lambda view: view.term(offer.task) >= offer.term)
         # The primary read the boundary's attempt from etcd. This node, too, must have read a roll-back that began it.
@@ -284,7 +282,7 @@ class Serving:
         except (UserCodeError, TaskGraphError) as error:
             await node.fail_set_up(error, offer.task)
             raise
-        log = await self._log_in(replica, offer)
+        log = await self._read_reports(replica, offer)
         if node.paused:
             raise Refused(Reason.PAUSED, f"{node.name} cannot prove its lease at the moment")
         self._check_offer(peer, offer)  # the set-up may have taken long
@@ -300,12 +298,12 @@ class Serving:
             self._trace_hold(began, peer, offer)
         return Accepted(offer.term)
 
-    async def _log_in(self, replica: Replica, offer: Offer | Offers) -> dict[int, Rows] | ReportLog:
-        """The reports that travel in a committed boundary: all of them if the replica has none yet."""
+    async def _read_reports(self, replica: Replica, offer: Offer | Offers) -> dict[int, Rows] | ReportLog:
+        """Reads the reports in a committed boundary: all reports if the replica has none yet, otherwise added ones."""
         if not offer.committed:
             return {}
         try:
-            return await replica.log_in(offer.value)
+            return await replica.read_reports(offer.value)
         except DecodeError as error:
             raise Refused(Reason.BAD_MESSAGE, f"offer of task {offer.task}: {error}") from None
 
@@ -323,7 +321,7 @@ class Serving:
             replica.follow(epoch.record)  # it is not ahead of the view
 
     def _trace_hold(self, began: int, peer: str, offer: Offer | Offers) -> None:
-        """Traces a message as one span, of the first traced epoch in it."""
+        """Traces the storing of an offer as one span, of the first traced epoch in it."""
         tracing = self._node.tracing
         numbers = [epoch for epoch, _, _ in offer.parts] if isinstance(offer, Offers) else [offer.stamp.epoch]
         for number in numbers:
@@ -348,10 +346,10 @@ class Serving:
 
 
 def _boundaries(offer: Offer | Offers) -> list[Boundary]:
-    """The offered boundaries.
+    """Returns the boundaries of an offer.
 
     Raises:
-        Refused: the bytes of several are not as announced.
+        Refused: the bytes of several boundaries do not match their announced sizes and digests.
     """
     if type(offer) is Offer:
         return [Boundary(offer.stamp, offer.term, offer.value)]

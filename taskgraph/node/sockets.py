@@ -30,9 +30,7 @@ class SocketListener(Protocol):
 
 
 async def keep_sockets(folder: Path, listeners: tuple[SocketListener, ...], events: EventLog) -> None:
-    """Lets services listen again whose files vanished from the node's folder, until cancelled. No other node has that
-    path.
-    """
+    """Watches the services' socket files in the node's own folder, and lets services listen again if they vanished."""
     emitted, held = "", list[int]()
     what = f"the sockets of nodes in {folder.parent} were removed, as a cleaner of temporary files does"
     try:

@@ -16,8 +16,8 @@ from taskgraph.system.alongside import alongside
 __all__ = ["TracedNode", "stream_spans"]
 
 _FETCH_S = 0.5
-"""How often spans are sent. A node that is killed takes the spans of this long with it; a message takes as long as
-hundreds of spans, whatever its size."""
+"""How often spans are sent: a killed node loses the spans of this interval, and a message costs as much as hundreds of
+spans."""
 
 
 class TracedNode(Protocol):
@@ -34,7 +34,7 @@ class TracedNode(Protocol):
 async def stream_spans(
     node: TracedNode, events: EventLog, requests: AsyncIterator[pb.TraceRequest], ending: asyncio.Event
 ) -> AsyncGenerator[pb.TraceChunk, None]:
-    """The spans of `node` from the first request until the requests or the node end.
+    """Yields the spans of `node` from the first request until the requests or the node end.
 
     The first chunk is empty and names the latest epoch that began before the trace.
 

@@ -22,8 +22,8 @@ __all__ = ["Writes"]
 
 log = logging.getLogger("taskgraph.node")
 
-_SAY_AGAIN_S = 10.0
-"""How often a repeated failure is logged: an etcd without space answers at once, and may refuse for hours."""
+_LOG_AGAIN_S = 10.0
+"""How often a repeated failure is logged: an etcd without space may refuse at once, for hours."""
 
 
 class Writes:
@@ -31,41 +31,41 @@ class Writes:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self._tried: dict[_RepeatedRequest, None] = {}
-        self._let_in = False  # True once a write succeeded
+        self._repeated: dict[_RepeatedRequest, None] = {}
+        self._has_written = False  # True once a write succeeded
 
     @property
     def waits(self) -> tuple[str, ...]:
         """Names the repeated requests to etcd, for `status`."""
         now = self._coordinator.now()
         return tuple(
-            f"a write has waited for etcd for {now - tried.since:.1f} s: {tried.error}"
-            for tried in self._tried
-            if tried.error is not None
+            f"a write has waited for etcd for {now - request.since:.1f} s: {request.error}"
+            for request in self._repeated
+            if request.error is not None
         )
 
     async def transact(self, txn: Txn, *, key: str, writer: str) -> int | None:
         """Executes a transaction until its outcome is known.
 
         Args:
-            key, writer: a put of the transaction, by which it is recognised after a lost answer.
+            key, writer: the key of a put, and the writer in its value, by which a read recognizes the transaction.
 
         Returns:
-            Its revision, or None if its comparisons failed.
+            The revision of the transaction, or None if its comparisons failed.
         """
         result = await self.execute(txn, key, writer)
         return result.revision if result is not None else None
 
     async def execute(self, txn: Txn, key: str, writer: str) -> TxnResult | None:
-        """Executes like `transact`, and also returns the reads; none if the answer was lost."""
+        """Does as `transact`, but returns the result with its reads; without reads if etcd's answer was lost."""
         since = self._coordinator.now()
         try:
             result = await self._coordinator.txn(txn)
         except (OutcomeUnknown, *WAITED_OUT) as error:
-            if isinstance(error, AccessRefused) and not self._let_in:
+            if isinstance(error, AccessRefused) and not self._has_written:
                 raise
             return await self._execute_again(txn, key, writer, since, error)
-        self._let_in = True
+        self._has_written = True
         return result if result.succeeded else None
 
     async def _execute_again(
@@ -73,51 +73,51 @@ class Writes:
     ) -> TxnResult | None:
         """Repeats a transaction whose first try failed with `error`."""
         uncertain = False
-        with self._trying(since) as tried:
+        with self._repeating(since) as request:
             while True:
                 if isinstance(error, OutcomeUnknown):
                     uncertain = True
-                    await tried.again("a write's outcome is unknown, looking again", error)
+                    await request.log_and_wait("a write's outcome is unknown, looking again", error)
                 else:
-                    await tried.again("a write must wait", error)
+                    await request.log_and_wait("a write must wait", error)
                 try:
                     result = await self._coordinator.txn(txn)
                 except (OutcomeUnknown, *WAITED_OUT) as another:
                     error = another
                     continue
-                self._let_in = True
+                self._has_written = True
                 if result.succeeded:
                     return result
-                if uncertain and (found := await self._written(key, writer)) is not None:
+                if uncertain and (found := await self._read_back(key, writer)) is not None:
                     return TxnResult(True, found)
                 return None
 
     async def attempt(self, txn: Txn) -> None:
-        """Executes a transaction that may fail: its caller tries again with its next look."""
+        """Executes a transaction once. Logs a failure: the caller tries again later."""
         try:
             await self._coordinator.txn(txn)
         except CoordinationError as error:
             log.info("left for later: %s", error)
 
-    async def _written(self, key: str, writer: str) -> int | None:
-        """The revision at which `writer` wrote `key`, by a linearizable read; None: it did not."""
-        with self._trying(self._coordinator.now()) as tried:
+    async def _read_back(self, key: str, writer: str) -> int | None:
+        """Reads `key` linearizably. Returns the revision at which `writer` wrote it; None: another wrote last."""
+        with self._repeating(self._coordinator.now()) as request:
             while True:
                 try:
                     kv = await self._coordinator.get(key)
                 except WAITED_OUT as error:
-                    await tried.again("a read must wait", error)
+                    await request.log_and_wait("a read must wait", error)
                     continue
                 return kv.mod_revision if kv is not None and json.loads(kv.value).get("writer") == writer else None
 
     @contextmanager
-    def _trying(self, since: float) -> Iterator[_RepeatedRequest]:
-        tried = _RepeatedRequest(self._coordinator, since)
-        self._tried[tried] = None
+    def _repeating(self, since: float) -> Iterator[_RepeatedRequest]:
+        request = _RepeatedRequest(self._coordinator, since)
+        self._repeated[request] = None
         try:
-            yield tried
+            yield request
         finally:
-            del self._tried[tried]
+            del self._repeated[request]
 
 
 class _RepeatedRequest:
@@ -126,15 +126,15 @@ class _RepeatedRequest:
     def __init__(self, coordinator: Coordinator, since: float) -> None:
         self._coordinator = coordinator
         self._backoff = Backoff()
-        self._said_at = 0.0
+        self._logged_at = 0.0
         self.since = since
         self.error: CoordinationError | None = None
 
-    async def again(self, what: str, error: CoordinationError) -> None:
-        """Logs a failure, not each time, and waits before the next try."""
+    async def log_and_wait(self, what: str, error: CoordinationError) -> None:
+        """Logs a failure, but not each time, and waits before the next try."""
         now = self._coordinator.now()
-        if self.error is None or now - self._said_at >= _SAY_AGAIN_S:
-            self._said_at = now
+        if self.error is None or now - self._logged_at >= _LOG_AGAIN_S:
+            self._logged_at = now
             log.warning("%s: %s", what, error)
         self.error = error
         await self._backoff.pause()

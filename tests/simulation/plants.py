@@ -522,7 +522,7 @@ def member_keys_hang_on_leases(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_promise_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replica, "may_go", lambda self, term: True)
+    patch.setattr(Replica, "is_unneeded", lambda self, term: True)
 
 
 @plant
@@ -894,10 +894,10 @@ def what_a_task_put_goes_as_soon_as_it_is_done(patch: pytest.MonkeyPatch) -> Non
 
 @plant
 def reports_that_came_after_the_snapshot_are_left_out_of_the_boundary(patch: pytest.MonkeyPatch) -> None:
-    async def with_rows(self: Replica, value: Any, rows: Any) -> Any:
+    async def with_reports(self: Replica, value: Any, rows: Any) -> Any:
         return value
 
-    patch.setattr(Replica, "with_rows", with_rows)
+    patch.setattr(Replica, "with_reports", with_reports)
 
 
 @plant

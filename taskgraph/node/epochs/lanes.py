@@ -390,13 +390,13 @@ class Lanes:
         try:
             if type(value) is EncodedOnDevice:
                 self.lacking = f"its snapshot of epoch {attempt.number}, being copied from the device"
-                value = await replica.copied_to_host(value)
+                value = await replica.copy_to_host(value)
             if rows is None:
                 self.lacking = f"what the tasks report in epoch {attempt.number - 1}"
                 leader = self._node.leader
                 rows = await leader.rows_before(attempt.stamp, finished.previous) if leader is not None else {}
                 if rows:
-                    value = await replica.with_rows(value, {attempt.number - 1: plain(rows)})
+                    value = await replica.with_reports(value, {attempt.number - 1: plain(rows)})
                     attempt.snapshot_bytes = value.size_bytes
                     epoch_bytes = EPOCH_BYTES + attempt.put_bytes + attempt.inbound.taken_bytes + value.size_bytes
                     if epoch_bytes > self._share.period_bytes:
@@ -458,7 +458,7 @@ class Lanes:
             held, size = clock(), finished.value.size_bytes
             self._tracing.keep("held by backups", "", "", since, held, self._task, stamp, self._term, size)
         if node.paused:
-            await node.while_paused()
+            await node.wait_while_paused()
         if self._injects:
             await node.point("done", self._task, epoch)
         reported = self._reported
@@ -511,7 +511,7 @@ class Lanes:
             primary.stage = primary.writer.stage
             await primary.writer.room()
             primary.stage = ""
-            primary.writer.begin(committed.stamp, replica.adding_log(committed.value))
+            primary.writer.begin(committed.stamp, replica.bind_all_reports(committed.value))
 
     async def _check(self, attempt: Attempt) -> None:
         """Replays the epoch in strict mode; otherwise looks for changes that no snapshot has."""

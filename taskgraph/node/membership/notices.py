@@ -65,7 +65,7 @@ class Notices:
     def _unreached(self) -> dict[str, str]:
         """Living nodes that this one cannot reach, with the reason: a wait for one of them may never end."""
         node = self._node
-        found = node.router.unreached(node.settings.stall_check_s)
+        found = node.router.unreachable_nodes(node.settings.stall_check_s)
         names = {other: name_of(other) for other in sorted(found) if other not in (node.id, *node.suspects)}
         return {other: f"{node.name} cannot reach {name}: {found[other]}" for other, name in names.items()}
 

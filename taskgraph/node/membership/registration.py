@@ -88,7 +88,7 @@ class Registration:
             if self._node.draining:
                 return
             while (revision := await self._put_first()) is None:
-                await self._node.from_etcd(keeper.load)
+                await self._node.retry_until_answered(keeper.load)
                 if self._node.draining:
                     return
                 self._check_run()
@@ -139,7 +139,7 @@ class Registration:
                 emitted = why
             await asyncio.sleep(_LOOK_S)
             asked_at = node.now()
-            await node.from_etcd(node.keeper.load)
+            await node.retry_until_answered(node.keeper.load)
             self._check_run()
             self._check_not_gone()
             renews = dict(zip(found, await asyncio.gather(*map(self._renews, found)), strict=True))
@@ -157,7 +157,7 @@ class Registration:
         known = node.keeper.view.nodes.get(other)
         if known is None:
             return False
-        left_s = await node.from_etcd(lambda: node.coordinator.lease_left(known.record.lease))
+        left_s = await node.retry_until_answered(lambda: node.coordinator.lease_left(known.record.lease))
         return left_s is not None and left_s >= node.settings.lease_ttl_s / 2
 
     async def _why_unreached(self) -> dict[str, str]:
@@ -227,7 +227,7 @@ class Registration:
             JobError: this node was declared gone, perhaps after an earlier try.
         """
         node, settings = self._node, self._node.settings
-        lease = await node.from_etcd(
+        lease = await node.retry_until_answered(
             lambda: node.coordinator.lease(settings.lease_ttl_s, stall_limit_s=settings.lease_stall_s)
         )
         if lease is None:
@@ -380,7 +380,7 @@ class Registration:
 
     async def _announce(self) -> None:
         while True:
-            await self._node.while_paused()
+            await self._node.wait_while_paused()
             view, record = self._node.keeper.view, self._current()
             self._writing = record.writer
             txn = transactions.update_node(view, self._node.id, record, self._node.node_revision)

@@ -234,7 +234,7 @@ class Suspicion:
         self._refused = {node: refusal for node, refusal in self._refused.items() if node in kept}
         self._outlived &= kept
         self._missed -= self._node.gone
-        self._node.router.keep(kept)
+        self._node.router.keep_only(kept)
 
     def _emit_deaths(self) -> None:
         """Emits how nodes died, as their launchers recorded, if this node is the one that emits."""

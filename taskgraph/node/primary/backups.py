@@ -389,7 +389,7 @@ class Backups:
                     self._insync.drop_candidate(node)
                     self._changed()
                     return
-                await self._node.while_paused()
+                await self._node.wait_while_paused()
                 if self._unwanted(node):  # it may be wanted again after a pause
                     await self._evict(tender, backoff)
                 continue
@@ -430,7 +430,7 @@ class Backups:
         if boundary is None:
             return  # history by now
         committed = key[0] <= self._committed_epoch
-        value = await self._replica.with_whole_log(boundary.value) if candidate and committed else boundary.value
+        value = await self._replica.with_all_reports(boundary.value) if candidate and committed else boundary.value
         message = Offer(boundary.stamp, self._term, self._task, committed, candidate, tender.invitation, value)
         settings = self._node.settings
         timeout_s = settings.setup_s if candidate else None
@@ -480,7 +480,7 @@ class Backups:
 
     async def _admit(self, node: str, backoff: Backoff) -> None:
         """Writes the candidate into the in-sync set."""
-        await self._node.while_paused()
+        await self._node.wait_while_paused()
         view = self._node.keeper.view
         if not self._admissible(node):
             return  # while this node was paused
@@ -562,7 +562,7 @@ class Backups:
     async def _tidy(self, node: str) -> None:
         """Deletes the key of a gone member that was evicted before the committed boundary."""
         try:
-            await self._node.while_paused()
+            await self._node.wait_while_paused()
             view = self._node.keeper.view
             if self._insync.place(node) is None and node in view.members_of(self._task):
                 txn = transactions.remove_member(

@@ -120,7 +120,7 @@ class CheckpointWriter:
         """
         keeper = self._node.keeper
         while True:
-            await self._node.while_paused()
+            await self._node.wait_while_paused()
             view, leader = keeper.view, self._leader
             self._written = {stamp: w for stamp, w in self._written.items() if is_open(view, stamp)}
             self._reported = {(stamp, of) for stamp, of in self._reported if stamp in self._written and of == leader}

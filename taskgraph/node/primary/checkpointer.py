@@ -73,7 +73,7 @@ class Checkpointer:
             self._emit_short_terms()
             while True:
                 self._wake.clear()
-                await self._node.while_paused()
+                await self._node.wait_while_paused()
                 view = self._node.keeper.view
                 self._look_at_terms()
                 if view.checkpoint is not None and view.checkpoint.record.name != self._finished:
@@ -128,7 +128,7 @@ class Checkpointer:
                 continue
             if task != 0:
                 lacking = stamp, task
-            await node.while_paused()
+            await node.wait_while_paused()
             try:
                 async with self._removing:
                     await checkpoints.call(partial(store.remove_unfinished, name, self._may_write, self._leads))
@@ -174,7 +174,7 @@ class Checkpointer:
         node, checkpoints, view = self._node, self._node.checkpoints, self._node.keeper.view
         for stamp, task in self._collected.give_up(view).items():
             name, still = checkpoints.name_of(stamp), partial(self._may_give_up, stamp)
-            await node.while_paused()
+            await node.wait_while_paused()
             try:
                 await checkpoints.call(partial(checkpoints.store.discard, name, still))
             except OSError as error:  # the next complete checkpoint removes it; the failure was emitted

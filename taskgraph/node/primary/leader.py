@@ -205,7 +205,7 @@ class LeaderRole:
             while True:
                 self._wake.clear()
                 if self._node.paused:
-                    await self._node.while_paused()
+                    await self._node.wait_while_paused()
                 if self._node.keeper.view.running:
                     self._begin()
                     self._acting, self._came = True, False
@@ -350,7 +350,7 @@ class LeaderRole:
     def _look_at_log(self, epoch: int) -> None:
         """Emits an event, once, when reports are thinned."""
         log = self._primary.replica.log
-        if self._emitted_thinned or self._primary.began_thinned or not log.thinned:
+        if self._emitted_thinned or self._primary.began_thinned or not log.is_thinned:
             return
         self._emitted_thinned, mib = True, log.most_bytes >> 20
         self._node.events.emit(
@@ -492,7 +492,7 @@ class LeaderRole:
         while True:
             await asyncio.sleep(max(_SETTLE_S, limit_s - (self._node.now() - self._last_news)))
             if self._node.now() - self._last_news > limit_s and self._node.keeper.view.running:
-                await self._node.while_paused()
+                await self._node.wait_while_paused()
                 await self._examine_stall()
 
     async def _examine_stall(self) -> None:

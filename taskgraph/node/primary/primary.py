@@ -177,7 +177,7 @@ class Primary:
         boundary = replica.boundaries.committed
         if boundary is None or boundary.stamp.epoch != at.epoch:
             boundary = await self._boundary_anew(at)
-        self.began_thinned = self.term > 1 and replica.log.thinned
+        self.began_thinned = self.term > 1 and replica.log.is_thinned
         self.stage = "restore"
         await replica.restore(boundary.value)
         self.backups.committed(boundary)
@@ -215,7 +215,7 @@ class Primary:
                     f"whose task {self.task} has none, or start from the beginning (--fresh, fresh=True)"
                 )
             boundary = Boundary(Stamp(at.attempt, at.epoch), self.term, await replica.snapshot({}, {}))
-        log = await replica.log_in(boundary.value)
+        log = await replica.read_reports(boundary.value)
         if replica.boundaries.hold(boundary, committed=True):  # else it was undone meanwhile
             replica.log.fold(log)
         return boundary

@@ -179,7 +179,7 @@ class Reporter:
             if not unsent or leader is None:
                 await self._until_news(leader)
                 continue
-            await self._node.while_paused()
+            await self._node.wait_while_paused()
             since = self._node.tracing.on and clock()
             same = partial(_message, unsent)
             await self._node.router.to_primary(0, same, timeout_s=self._node.settings.call_s)

@@ -287,7 +287,7 @@ async def paused(node: Node) -> AsyncIterator[None]:
         patch.setattr(Registration, "_unproved", lambda self, lease: self is node.registration or unproved(self, lease))
         await node.keeper.wait_until(lambda _: node.paused)
         yield
-    await node.while_paused()
+    await node.wait_while_paused()
 
 
 def told(cluster: InProcessCluster, kind: str) -> list[str]:

@@ -28,10 +28,10 @@ class Told:
         self.at_s = 0.0
         self._expiring = CertificateWatch(tls, self.events, "n1", "host1", lambda: BEGIN.timestamp() + self.at_s)
 
-    def look(self, at_s: float) -> list[str]:
+    def check(self, at_s: float) -> list[str]:
         """The events at that time, in seconds after the certificate became valid."""
         before, self.at_s = len(self.events.recent()), at_s
-        self.next_s = self._expiring.look()
+        self.next_s = self._expiring.check()
         found = self.events.recent()[before:]
         assert {event.kind for event in found} <= {"certificate"}
         return [event.text for event in found]
@@ -56,37 +56,37 @@ def authority() -> trustme.CA:
 def test_warns_before_and_after_the_end(tmp_path: Path, authority: trustme.CA, days: float, left_s: float) -> None:
     told = Told(certified(tmp_path / "tls", authority, days))
     end_s = days * DAY_S
-    assert told.look(0.0) == told.look(end_s - left_s - 1.0) == []
+    assert told.check(0.0) == told.check(end_s - left_s - 1.0) == []
     assert told.next_s == pytest.approx(1.0)
-    (text,) = told.look(end_s - left_s)
+    (text,) = told.check(end_s - left_s)
     end = f"{BEGIN + datetime.timedelta(days=days):%Y-%m-%d %H:%M:%S} UTC"
     assert f"n1 on host1: the certificate in {tmp_path / 'tls' / CERT} ends at {end}" in text
     assert str(tmp_path / "tls" / KEY) in text and "no restart is needed" in text
-    assert told.look(end_s - 1.0) == []
+    assert told.check(end_s - 1.0) == []
     assert told.next_s == pytest.approx(1.0)
-    (text,) = told.look(end_s)
+    (text,) = told.check(end_s)
     assert f"the certificate in {tmp_path / 'tls' / CERT} has ended, at {end}" in text
-    assert told.look(end_s + 1.0) == []
+    assert told.check(end_s + 1.0) == []
     assert told.next_s > 10.0
 
 
 def test_renewed_certificate_is_watched(tmp_path: Path, authority: trustme.CA) -> None:
     told = Told(certified(tmp_path / "tls", authority, 10.0))
-    assert len(told.look(9.5 * DAY_S)) == 1
+    assert len(told.check(9.5 * DAY_S)) == 1
     certified(tmp_path / "new", authority, 20.0)
     (tmp_path / "new" / CERT).replace(tmp_path / "tls" / CERT)  # without its key it is not used yet
-    assert len(told.look(10.0 * DAY_S)) == 1
+    assert len(told.check(10.0 * DAY_S)) == 1
     (tmp_path / "new" / KEY).replace(tmp_path / "tls" / KEY)
-    assert told.look(11.0 * DAY_S) == []
-    assert len(told.look(19.5 * DAY_S)) == 1
+    assert told.check(11.0 * DAY_S) == []
+    assert len(told.check(19.5 * DAY_S)) == 1
 
 
 def test_earliest_end_of_chain_counts(tmp_path: Path, authority: trustme.CA) -> None:
     below = authority.create_child_ca()
     told = Told(certified(tmp_path / "tls", below, LATE_DAYS))
     authority.cert_pem.write_to_path(str(tmp_path / "tls" / CA))
-    assert told.look(LAST_S - 2 * DAY_S) == []
-    first, second = told.look(LAST_S + DAY_S)
+    assert told.check(LAST_S - 2 * DAY_S) == []
+    first, second = told.check(LAST_S + DAY_S)
     assert f"the authority in {tmp_path / 'tls' / CA} has ended, at 3000-01-01" in first
     assert f"the certificate in {tmp_path / 'tls' / CERT} has ended, at 3000-01-01" in second
 
@@ -94,11 +94,11 @@ def test_earliest_end_of_chain_counts(tmp_path: Path, authority: trustme.CA) -> 
 def test_foreign_authorities_are_ignored(tmp_path: Path, authority: trustme.CA) -> None:
     told = Told(certified(tmp_path / "tls", authority, LATE_DAYS))
     trustme.CA().cert_pem.write_to_path(str(tmp_path / "tls" / CA), append=True)
-    assert len(told.look(LAST_S + DAY_S)) == 1
+    assert len(told.check(LAST_S + DAY_S)) == 1
 
 
 def test_missing_files_cause_no_event(tmp_path: Path, authority: trustme.CA) -> None:
     told = Told(certified(tmp_path / "tls", authority, 10.0))
     shutil.rmtree(tmp_path / "tls")
-    assert told.look(9.5 * DAY_S) == []
+    assert told.check(9.5 * DAY_S) == []
     assert told.next_s > 10.0

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from taskgraph.errors import JobError
-from taskgraph.node.inject import VARIABLE, Injection, injected
+from taskgraph.node.inject import VARIABLE, Injection, injection_point
 
 
 def test_file_name_describes_fault() -> None:
     assert Injection.parse("kill,commit") == Injection("kill", "commit")
     assert Injection.parse("block=2.5,done,task=3,epoch=7") == Injection("block", "done", 2.5, 3, 7)
-    assert Injection.parse("stop,sync,task=0").is_for("sync", 0, 9)
-    assert not Injection.parse("stop,sync,task=0").is_for("sync", 1, 9)
-    assert not Injection.parse("stop,sync,epoch=8").is_for("sync", 0, 9)
-    assert not Injection.parse("stop,sync").is_for("done", 0, 9)
+    assert Injection.parse("stop,sync,task=0").matches("sync", 0, 9)
+    assert not Injection.parse("stop,sync,task=0").matches("sync", 1, 9)
+    assert not Injection.parse("stop,sync,epoch=8").matches("sync", 0, 9)
+    assert not Injection.parse("stop,sync").matches("done", 0, 9)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_unknown_fault_is_refused(name: str) -> None:
 
 async def test_fault_happens_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "faults"))
-    point = injected()
+    point = injection_point()
     assert point is not None
     await point("commit", 0, 1)  # no directory yet: nothing to do
     (tmp_path / "faults").mkdir()
@@ -47,7 +47,7 @@ async def test_fault_happens_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 async def test_hold_lasts_until_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    point = injected()
+    point = injection_point()
     assert point is not None
     hold = tmp_path / "hold,commit,epoch=3"
     hold.touch()

@@ -12,7 +12,7 @@ import pytest
 from taskgraph.errors import DecodeError
 from taskgraph.graph.values import encode
 from taskgraph.node import reports
-from taskgraph.node.reports import ReportLog, Rows, carried
+from taskgraph.node.reports import ReportLog, Rows, reports_in
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,9 @@ def log_of(epochs: int) -> ReportLog:
     return log
 
 
-def unpacked(log: ReportLog) -> ReportLog:
+def unpack(log: ReportLog) -> ReportLog:
     made = ReportLog()
-    made.fold(ReportLog.unpacked(log.packed()))
+    made.fold(ReportLog.unpack(log.packed()))
     return made
 
 
@@ -51,9 +51,9 @@ def test_numbers_are_exact() -> None:
     nan = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_DEAD_BEEF))[0]
     log.add(3, {0: {"tiny": 5e-324, "a": 0.1 + 0.2, "inf": -math.inf, "zero": -0.0}, 7: {"\n'\u2028": nan}})
     for _ in range(2):
-        assert list(unpacked(log).of(3)[0].items()) == list(log.of(3)[0].items())
-        assert math.copysign(1.0, unpacked(log).of(3)[0]["zero"]) == -1.0
-        assert struct.pack("<d", unpacked(log).of(3)[7]["\n'\u2028"]) == struct.pack("<d", nan)
+        assert list(unpack(log).of(3)[0].items()) == list(log.of(3)[0].items())
+        assert math.copysign(1.0, unpack(log).of(3)[0]["zero"]) == -1.0
+        assert struct.pack("<d", unpack(log).of(3)[7]["\n'\u2028"]) == struct.pack("<d", nan)
         log.add(4, rows_of(4))
 
 
@@ -63,7 +63,7 @@ def test_names_may_change_between_epochs() -> None:
         rows = rows_of(epoch) if epoch % 10 else {1: {f"only in {epoch}": 1.0}, 2: {"loss": 0.5}}
         log.add(epoch, rows)
         expected[epoch] = rows
-    assert dict(unpacked(log).rows()) == expected == dict(log.rows())
+    assert dict(unpack(log).rows()) == expected == dict(log.rows())
     assert [log.of(epoch) for epoch in range(400)] == [expected.get(epoch, {}) for epoch in range(400)]
 
 
@@ -71,7 +71,7 @@ def test_names_may_change_between_epochs() -> None:
 def test_undone_epochs_are_removed(epoch: int) -> None:
     log = log_of(200)
     log.cut(epoch)
-    assert same(unpacked(log), log_of(min(epoch, 200)))
+    assert same(unpack(log), log_of(min(epoch, 200)))
     log = log_of(200)
     log.cut(epoch)
     assert same(log, log_of(min(epoch, 200)))
@@ -101,7 +101,7 @@ def damaged(epochs: int, damage: Any) -> list[bytes]:
 def test_damaged_log_is_refused(damage: Any) -> None:
     value = encode({"state": None, "numbers": {}, "log": damaged(100, damage)})
     with pytest.raises(DecodeError, match=r"these are no reports|this is no boundary"):
-        carried(value)
+        reports_in(value)
 
 
 def test_order_of_arrival_changes_no_byte() -> None:
@@ -125,13 +125,13 @@ def size(log: ReportLog) -> int:
 
 def test_early_reports_are_thinned(few: int) -> None:
     log = log_of(200)
-    assert size(log) < few and not log.thinned
+    assert size(log) < few and not log.is_thinned
     largest = 0
     for epoch in range(200, 9000):
         log.add(epoch, rows_of(epoch))
         if not epoch % 500:
             largest = max(largest, size(log))
-    assert log.thinned and few / 2 < largest < few + 3 * 2048
+    assert log.is_thinned and few / 2 < largest < few + 3 * 2048
     kept = dict(log.rows())
     assert all(rows == rows_of(epoch) for epoch, rows in kept.items())
     steps = np.diff(list(kept))
@@ -145,7 +145,7 @@ def test_thinning_depends_on_reports_alone(few: int, at: int) -> None:
     joined = ReportLog()
     for behind in (joined, log):
         behind.cut(at)  # the one had gone on, and thinned what is here whole
-        behind.fold(ReportLog.unpacked(checkpoint))
+        behind.fold(ReportLog.unpack(checkpoint))
         for epoch in range(at, 2600):
             behind.add(epoch, rows_of(epoch))
     assert log.packed() == joined.packed() == log_of(2600).packed()

@@ -9,7 +9,7 @@ import pytest
 
 from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.values import decode, encode
-from taskgraph.node.replica import intact
+from taskgraph.node.replica import is_intact
 from taskgraph.protocol.messages import Encoded
 from taskgraph.transport.mappings import Mappings, Reference
 from taskgraph.transport.segments import Pool
@@ -27,8 +27,8 @@ def test_lenders_stray_write_is_found() -> None:
     reference = Reference(1, region.dev, region.ino, region.size, 0, region.fd, MIB)
     lent = mappings.borrow(os.getpid(), reference, lambda loan: None)
     held = Encoded(made.meta, (lent.data.toreadonly(),), made.digest)
-    assert intact(made) and intact(held)
+    assert is_intact(made) and is_intact(held)
     block.flags.writeable = True
     block[MIB // 2] ^= 1
-    assert not intact(made) and not intact(held)
+    assert not is_intact(made) and not is_intact(held)
     assert decode(held)["state"]["x"][0] == 0.0

@@ -64,7 +64,7 @@ def test_returning_node_is_not_gone(gated: type[Gated]) -> None:
         await asyncio.sleep(1.5 * settings.lost_after_s)
         assert eyes(observer).losses and absent.paused
         eyes(absent).refuse("")
-        await absent.while_paused()
+        await absent.wait_while_paused()
         eyes(observer).lose("")
         await asyncio.sleep(1.5 * settings.lost_after_s)
         assert absent.id not in observer.keeper.view.gone and absent in cluster.nodes
@@ -103,7 +103,7 @@ def test_common_loss_gives_time_to_return(gated: type[Gated], monkeypatch: pytes
         gated.gate.set()
         for node in nodes:
             eyes(node).refuse("")
-            await node.while_paused()
+            await node.wait_while_paused()
             await asyncio.sleep(0.5)
         assert (await ended).values == {0: 3, 1: 3}
         assert not told(cluster, "takeover") and not told(cluster, "evicted")

@@ -71,7 +71,7 @@ def test_later_of_two_conflicting_nodes_leaves(gated: type[Gated], monkeypatch: 
     play(job(gated), scenario, nodes=1)
 
 
-def unreached(cluster: InProcessCluster) -> Node:
+def unreachable_nodes(cluster: InProcessCluster) -> Node:
     """Starts a node that cannot reach the first one."""
     first = cluster.nodes[0]
     node = cluster.node(cluster.add())
@@ -92,7 +92,7 @@ def test_unreachable_member_prevents_registration(gated: type[Gated]) -> None:
         seen = set[str]()
         first.keeper.on_change(lambda: seen.update(first.keeper.view.nodes))
         began = first.now()
-        other = unreached(cluster)
+        other = unreachable_nodes(cluster)
         await asyncio.wait([run_of(cluster, other)])
         settings = Settings()
         assert settings.lease_ttl_s + settings.lease_stall_s < first.now() - began < 3 * settings.lease_ttl_s
@@ -108,7 +108,7 @@ def test_unreachable_member_prevents_registration(gated: type[Gated]) -> None:
 def test_waiting_node_declared_gone_ends(gated: type[Gated]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         first = await works(cluster, gated)
-        other = unreached(cluster)
+        other = unreachable_nodes(cluster)
         await asyncio.sleep(Settings().lease_ttl_s / 2)
         began, record = first.now(), GoneRecord(reason="killed")
         cluster.store.execute(Txn(success=(Put(cluster.keys.gone(other.id), record.to_bytes()),)))
@@ -122,7 +122,7 @@ def test_waiting_node_declared_gone_ends(gated: type[Gated]) -> None:
 def test_waiting_node_leaves_at_once(gated: type[Gated]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         first = await works(cluster, gated)
-        other = unreached(cluster)
+        other = unreachable_nodes(cluster)
         await asyncio.sleep(Settings().lease_ttl_s / 2)
         began = first.now()
         other.drain("SIGTERM")

@@ -75,7 +75,7 @@ def test_results_are_kept_for_living_launcher() -> None:
 
     async def scenario(cluster: InProcessCluster) -> None:
         for node in cluster.nodes:
-            node._results_kept_s = None  # as of a node that is `kept_on`
+            node._results_kept_s = None  # as of a node that is `keep_results`
         await cluster.nodes[0].keeper.wait_until(lambda view: view.finished)
         await asyncio.sleep(20)
         assert (await cluster.result()).values == {0: 5, 1: 5}

@@ -150,7 +150,7 @@ async def ends_its_term(cluster: InProcessCluster, lingering: type[Lingers]) -> 
     await epoch_begins(other, 4)
     assert zombie.id not in other.keeper.view.in_sync(0)
     eyes(zombie).refuse("")
-    await zombie.while_paused()
+    await zombie.wait_while_paused()
     await lingering.lingers.wait()
     assert 0 in zombie.roles.stepping_down
     return zombie, holder(cluster, 0)

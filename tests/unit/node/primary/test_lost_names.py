@@ -26,7 +26,7 @@ async def left_behind(cluster: InProcessCluster, gated: type[Gated]) -> tuple[No
     await keeper.wait_until(lambda view: view.members_of(0)[behind.id].record.until is not None)
     eyes(primary).refuse(keeper.view.keys.member(0, behind.id))  # it is not admitted again
     eyes(behind).refuse("")
-    await behind.while_paused()
+    await behind.wait_while_paused()
     gated.gate.set()
     await keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 4)
     assert behind.id in keeper.view.members_of(0) and behind.id not in keeper.view.in_sync(0)
