@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import threading
@@ -29,6 +30,12 @@ _SESSION_PROCESSES: set[int] = set()
 _LASTING_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 #: A process that was told to end, or a thread whose work is done, may need a moment to be gone.
 _GRACE_S = 3.0
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what was collected out of each later collection of garbage: thousands of tests, which stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -300,11 +300,6 @@ class Chaos:
         return entry
 
 
-def shared_memory() -> set[str]:
-    """Segments of POSIX shared memory on this machine."""
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-
-
 @contextlib.asynccontextmanager
 async def chaos(
     *arguments: str,
@@ -314,7 +309,7 @@ async def chaos(
     python: tuple[str, ...] = ("-m", "taskgraph"),
     **options: Any,
 ) -> AsyncIterator[Chaos]:
-    """Runs the job; afterwards no process, socket, shared memory or temporary file of it is left.
+    """Runs the job; afterwards no process, socket or temporary file of it is left.
 
     Args:
         arguments: of `taskgraph run`.
@@ -324,7 +319,6 @@ async def chaos(
         python: what Python is called with; see `netns_kit`.
         options: of the driver.
     """
-    before = shared_memory()
     async with shell() as cli:
         faults = cli.root / "faults"
         faults.mkdir()
@@ -344,7 +338,6 @@ async def chaos(
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         await cli.nothing_left()
-        assert shared_memory() <= before, "shared memory is left"
 
 
 async def _followed(job: Chaos) -> None:

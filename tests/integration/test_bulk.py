@@ -20,7 +20,7 @@ DRIVER = Path(__file__).parent / "drivers" / "bulk.py"
 @pytest.fixture(scope="module")
 def calm() -> dict[str, object]:
     """The result without faults, made in one process, where nothing is lent."""
-    return json.loads(tg.run(load_driver(str(DRIVER))(), nodes=0, timeout_s=100).to_json())
+    return json.loads(tg.run(load_driver(str(DRIVER))(pace_s=0.0), nodes=0, timeout_s=100).to_json())
 
 
 def shared_memory(pid: int) -> int:

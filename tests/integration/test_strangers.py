@@ -42,8 +42,8 @@ from taskgraph.transport.hello import Dialling
 from taskgraph.transport.refusals import _EVERY_S
 from taskgraph.transport.stream import MAX_STRANGERS, StreamTransport
 
-CONNECT_S = Settings().connect_s
-"""What a stranger has to say who it is, by default."""
+CONNECT_S = 2.0
+"""`connect_s` of the job: what a stranger has to say who it is."""
 SOON_S = 30.0
 """What takes a moment may take so long on a busy machine."""
 REFUSED = re.compile(r"refused a connection from .*?: (.*)")
@@ -379,6 +379,7 @@ async def test_strangers_are_refused(kind: str, embedded_etcd: EmbeddedEtcd, tmp
         embedded_etcd,
         3,
         epochs=600,
+        connect_s=CONNECT_S,
         lease_ttl_s=20.0,  # it is no stranger's doing where the machine lets a node stand still for a while
         listening=Listening(host="" if kind == "unix" else "127.0.0.1"),
         node_tls=files,

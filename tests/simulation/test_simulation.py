@@ -25,16 +25,40 @@ from taskgraph.testing.simulate.loop import SimLoop
 from taskgraph.testing.simulate.workload import HOOKS
 
 #: Seeds of `make test`.
-QUICK = 120
+QUICK = 60
 
-#: Seeds that are run once, and looked at for all that only some of them have.
-FIRST = 300
+#: Seeds of `make test-slow` after these: a fixed number, so that chance never fails a run of the tests.
+LATER = 240
 
-#: Seeds of `make test-all` after these, in some 40 s: a fixed number, so that chance never fails a run of the tests.
-LATER = 400
+RARE = (
+    *(5, 14, 23, 36, 37, 43, 47, 71, 74, 83, 90, 92, 98, 100, 102, 108, 121),
+    *(131, 140, 208, 242, 243, 290, 404, 418, 432, 493, 530, 629, 669, 679, 694),
+)
+"""Seeds that together reach all of `LEAST`, chosen out of 700. Where they no longer do, later seeds are tried."""
+WITHIN = 700
 
-RARE = (402, 679)
-"""A restart is rare where boundaries travel together: these two have one."""
+LEAST = {
+    # Code of an epoch runs before an earlier one is through.
+    "in flight": 20,
+    "many in flight": 1,
+    "in flight, takeover": 10,
+    "drawn in flight, restart": 4,
+    "restart in flight": 1,
+    # A task that is asked asks another one, and either is replaced meanwhile.
+    "asked on, takeover": 6,
+    "asked on, restart": 2,
+    # Boundaries that travel together are lost with their node, refused by an attempt that is over, or handed over.
+    "boundaries together": 60,
+    "boundaries together, takeover": 8,
+    "boundaries together, evicted": 8,
+    "boundaries together, restart": 1,
+    "boundaries together, hand-over": 3,
+    # A graph that was composed once stands.
+    "epochs of a standing graph": 50,
+    "standing graph, takeover": 3,
+    "standing graph, restart": 3,
+}
+"""States that few seeds reach: in how many seeds of the test each is found, or how often."""
 
 SEEDS = 10
 
@@ -136,47 +160,38 @@ def test_command_shows_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "epoch 2 committed" in out and "seed 13: finished" in out and "Pull" in out
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_first_seeds_reach_rare_states(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.timeout(400)
+def test_seeds_reach_rare_states(monkeypatch: pytest.MonkeyPatch) -> None:
     standing = _Standing(monkeypatch)
-    outcomes = []
-    for seed in (*range(FIRST), *RARE):
-        outcomes.append(run_seed(seed))
-        standing.look(outcomes[-1])
-    assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
-    _tasks_are_in_several_epochs_at_once(outcomes[:FIRST])
-    _handlers_ask_others_through_takeovers_and_restarts(outcomes[:FIRST])
-    _boundaries_travel_together_through_failures(outcomes)
-    standing.check()
+    reached = Counter[str]()
+    for seed in (*RARE, *range(QUICK, WITHIN)):
+        outcome = run_seed(seed)
+        assert not outcome.problem, (seed, outcome.problem)
+        reached += _reached(outcome) + standing.reached(outcome)
+        if reached >= Counter(LEAST):
+            break
+    assert reached >= Counter(LEAST), {state: reached[state] for state in LEAST}
 
 
-def _tasks_are_in_several_epochs_at_once(outcomes: list[Outcome]) -> None:
-    """Of what is drawn as in flight, code of an epoch really runs before an earlier one is through."""
-    together = [o for o in outcomes if o.transcript.states["epochs in flight"]]
-    assert all("in flight" in outcome.described for outcome in together), "nobody else is in two epochs"
-    assert len(together) >= 20
-    assert max(outcome.transcript.states["epochs in flight"] for outcome in together) >= 20
-    assert sum(outcome.transcript.states["takeover"] > 0 for outcome in together) >= 10
-    flying = [outcome for outcome in outcomes if "in flight" in outcome.described]
-    restarted = [outcome for outcome in flying if outcome.transcript.states["restart"]]
-    assert len(restarted) >= 0.05 * len(flying)
-    assert any(outcome.transcript.states["restart in flight"] for outcome in restarted)
-
-
-def _handlers_ask_others_through_takeovers_and_restarts(outcomes: list[Outcome]) -> None:
-    """Whoever is asked asks on, and is replaced meanwhile; who asked it is, too."""
-    asked_on = [outcome for outcome in outcomes if "requests that follow from requests" in outcome.described]
-    for state, least in (("takeover", 6), ("restart", 2)):
-        assert sum(outcome.transcript.states[state] > 0 for outcome in asked_on) >= least, state
-
-
-def _boundaries_travel_together_through_failures(outcomes: list[Outcome]) -> None:
-    """What was gathered is lost with its node, refused by an attempt that is over, or left to the tenders."""
-    together = [o.transcript.states for o in outcomes if o.transcript.states["several in Offers"]]
-    assert sum(states["several in Offers"] for states in together) >= 60
-    for state, least in (("takeover", 8), ("evicted", 8), ("restart", 1), ("hand-over", 3)):
-        assert sum(states[state] > 0 for states in together) >= least, state
+def _reached(outcome: Outcome) -> Counter[str]:
+    states, described = outcome.transcript.states, outcome.described
+    found, together = Counter[str](), states["several in Offers"]
+    if states["epochs in flight"]:
+        assert "in flight" in described, "nobody else is in two epochs"
+        found["in flight"] = 1
+        found["many in flight"] = states["epochs in flight"] >= 20
+        found["in flight, takeover"] = states["takeover"] > 0
+    if "in flight" in described:
+        found["drawn in flight, restart"] = states["restart"] > 0
+        found["restart in flight"] = states["restart"] > 0 and states["restart in flight"] > 0
+    if "requests that follow from requests" in described:
+        found["asked on, takeover"] = states["takeover"] > 0
+        found["asked on, restart"] = states["restart"] > 0
+    if together:
+        found["boundaries together"] = together
+        for state in ("takeover", "evicted", "restart", "hand-over"):
+            found[f"boundaries together, {state}"] = states[state] > 0
+    return found
 
 
 class _Standing:
@@ -191,7 +206,6 @@ class _Standing:
         begun = self._begun = Counter[Key]()
         last = self._last = dict[Key, int]()
         jobs: list[Any] = []  # so that none has the id of another one
-        self._ended: Counter[str] = Counter()
         compose, has_composed = Attempt._compose, Attempt._has_composed
 
         def key_of(attempt: Attempt) -> Key:
@@ -213,21 +227,19 @@ class _Standing:
         patch.setattr(Attempt, "_compose", counted)
         patch.setattr(Attempt, "_has_composed", began)
 
-    def look(self, outcome: Outcome) -> None:
-        """At a seed that was just run."""
+    def reached(self, outcome: Outcome) -> Counter[str]:
+        """Of a seed that was just run."""
+        found = Counter[str]()
         if "composed once" in outcome.described:
             assert max(self._composed.values(), default=0) <= 1, outcome.seed
             stood = +self._begun
-            self._ended["epochs"] += sum(stood.values()) - len(stood)
+            found["epochs of a standing graph"] = sum(stood.values()) - len(stood)
             for state in ("takeover", "restart"):
-                self._ended[state] += outcome.transcript.states[state] > 0 and len(stood) > 1
+                found[f"standing graph, {state}"] = outcome.transcript.states[state] > 0 and len(stood) > 1
         self._composed.clear()
         self._begun.clear()
         self._last.clear()
-
-    def check(self) -> None:
-        ended = self._ended
-        assert ended["epochs"] >= 50 and ended["takeover"] >= 3 and ended["restart"] >= 3, ended
+        return found
 
 
 @pytest.mark.slow
@@ -236,13 +248,13 @@ def test_resubmitted_jobs_end_their_nodes(monkeypatch: pytest.MonkeyPatch) -> No
     """In each of these seeds a name is submitted again, hosts die, launchers are wrong, and all nodes must end."""
     for share in ("AGAIN", "AGAIN_KEEPING", "LEAVING", "CALLED_GONE", "POWER_LOSSES", "CHECKPOINTS"):
         monkeypatch.setattr(seeds, share, 1.0)
-    outcomes = [run_seed(seed) for seed in range(60)]
+    outcomes = [run_seed(seed) for seed in range(30)]
     assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
     states = sum((outcome.transcript.states for outcome in outcomes), Counter[str]())
     faults = sum((outcome.transcript.faults for outcome in outcomes), Counter[str]())
-    assert states["submitted again"] >= 15 and states["went on from a checkpoint"] >= 5, states
-    assert states["torn down"] >= 100, states
-    assert faults["called gone"] >= 20 and faults["power loss"] >= 10 and faults["shut down"] >= 20, faults
+    assert states["submitted again"] >= 8 and states["went on from a checkpoint"] >= 3, states
+    assert states["torn down"] >= 50, states
+    assert faults["called gone"] >= 10 and faults["power loss"] >= 5 and faults["shut down"] >= 10, faults
 
 
 @pytest.mark.parametrize("seed", [532486, 533087, 540046, 3023, 447, 558913])
@@ -280,15 +292,15 @@ def test_slow_looks_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """With hundreds of tasks they rest between looks. Whoever led anew then began without what tasks had reported."""
     monkeypatch.setattr(seeds, "RESTING", 1.0)
     monkeypatch.setattr(seeds, "RESTS_S", (reconciler.rest_s(3600.0),))
-    outcomes = [run_seed(seed) for seed in range(120)]
+    outcomes = [run_seed(seed) for seed in range(60)]
     assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
-    assert sum(outcome.transcript.states["takeover"] > 0 for outcome in outcomes) >= 30
+    assert sum(outcome.transcript.states["takeover"] > 0 for outcome in outcomes) >= 15
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_later_seeds_find_no_violation(capsys: pytest.CaptureFixture[str]) -> None:
-    found = main(["--seeds", f"{FIRST}:{FIRST + LATER}"])
+    found = main(["--seeds", f"{QUICK}:{QUICK + LATER}"])
     assert not found, capsys.readouterr().out
 
 
@@ -301,9 +313,9 @@ def test_seeds_that_found_something_once(seed: int) -> None:
 @pytest.mark.slow
 def test_user_errors_fail_the_job_or_change_nothing() -> None:
     """Where it raises while something else fails: an error that does not count is followed by the right results."""
-    outcomes = [run_seed(seed, mistakes=True) for seed in (768, *range(200))]
+    outcomes = [run_seed(seed, mistakes=True) for seed in (768, *range(80))]
     assert not [outcome.problem for outcome in outcomes if outcome.problem]
     ends = Counter(outcome.ended for outcome in outcomes)
-    assert ends["mistaken"] >= 40 and ends["finished"] >= 60, ends
+    assert ends["mistaken"] >= 16 and ends["finished"] >= 24, ends
     hooks = {hook for hook in HOOKS for o in outcomes if o.ended == "mistaken" and f"mistake in {hook} " in o.described}
     assert hooks == set(HOOKS), "each of them raised somewhere"

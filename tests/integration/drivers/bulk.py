@@ -10,8 +10,9 @@ import taskgraph as tg
 
 
 class Bulk(tg.Task, state=["theta"]):
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, pace_s: float) -> None:
         self.n = n
+        self.pace_s = pace_s
         self.theta = np.zeros(n)
         self.kept: list[tuple[np.ndarray, float]] = []  # no state: a new primary begins with none
 
@@ -32,7 +33,7 @@ class Bulk(tg.Task, state=["theta"]):
             del self.kept[:-3]
 
     def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        time.sleep(0.02)  # however fast the machine is, there is time for faults
+        time.sleep(self.pace_s)  # however fast the machine is, there is time for faults
         outs.put("x", self.theta)
 
     def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
@@ -55,5 +56,5 @@ class Bulk(tg.Task, state=["theta"]):
 
 
 @tg.job
-def bulk(tasks: int = 7, epochs: int = 500, backups: int = 1, n: int = 40_000) -> tg.Job:
-    return tg.Job(tasks=tasks, epochs=epochs, backups=backups, builder=lambda _: Bulk(n), topology=tg.tree())
+def bulk(tasks: int = 7, epochs: int = 350, backups: int = 1, n: int = 40_000, pace_s: float = 0.02) -> tg.Job:
+    return tg.Job(tasks=tasks, epochs=epochs, backups=backups, builder=lambda _: Bulk(n, pace_s), topology=tg.tree())

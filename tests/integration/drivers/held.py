@@ -48,7 +48,13 @@ class Held(tg.Task, state=["row"]):
 
 @tg.job
 def held(
-    name: str = "held", tasks: int = 4, epochs: int = 8, folder: str = "", stuck: str = "", lease_ttl_s: float = 5.0
+    name: str = "held",
+    tasks: int = 4,
+    epochs: int = 8,
+    folder: str = "",
+    stuck: str = "",
+    lease_ttl_s: float = 5.0,
+    connect_s: float = 5.0,
 ) -> tg.Job:
     return tg.Job(
         name=name,
@@ -56,7 +62,7 @@ def held(
         epochs=epochs,
         builder=lambda task_id: Held(folder, stuck),
         topology=tg.ring(),
-        settings=tg.Settings(lease_ttl_s=lease_ttl_s),
+        settings=tg.Settings(lease_ttl_s=lease_ttl_s, connect_s=connect_s),
     )
 
 

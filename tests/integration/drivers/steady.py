@@ -13,8 +13,9 @@ import taskgraph as tg
 class Steady(tg.Task, state=["theta"]):
     """In its last epoch it stands still until the file `gate` exists, where that is given."""
 
-    def __init__(self, gate: str) -> None:
+    def __init__(self, gate: str, pace_s: float) -> None:
         self.gate = gate
+        self.pace_s = pace_s
 
     def setup(self) -> None:
         rng = np.random.default_rng(self.task_id)
@@ -31,7 +32,7 @@ class Steady(tg.Task, state=["theta"]):
             epoch.processor(self.add, inbound={"theta": "parents", "grad": "children"}, outbound={"grad": "parents"})
 
     def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        time.sleep(0.02)  # however fast the machine is, there is time for faults
+        time.sleep(self.pace_s)  # however fast the machine is, there is time for faults
         while self.gate and epoch.last and not Path(self.gate).exists() and not epoch.cancelled:
             time.sleep(0.01)
         outs.put("theta", self.theta)
@@ -55,12 +56,19 @@ class Steady(tg.Task, state=["theta"]):
 
 
 @tg.job
-def steady(tasks: int = 7, epochs: int = 200, backups: int = 1, lease_ttl_s: float = 5.0, gate: str = "") -> tg.Job:
+def steady(
+    tasks: int = 7,
+    epochs: int = 200,
+    backups: int = 1,
+    lease_ttl_s: float = 5.0,
+    gate: str = "",
+    pace_s: float = 0.02,
+) -> tg.Job:
     return tg.Job(
         tasks=tasks,
         epochs=epochs,
         backups=backups,
-        builder=lambda _: Steady(gate),
+        builder=lambda _: Steady(gate, pace_s),
         topology=tg.tree(),
         settings=tg.Settings(lease_ttl_s=lease_ttl_s, lease_stall_s=min(2.0, lease_ttl_s / 2)),
     )

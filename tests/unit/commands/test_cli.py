@@ -315,7 +315,8 @@ def test_empty_job_name_is_error(command: str, etcd: tuple[str, ...], capsys: py
     assert cli.main(["launch", ""], fit) == cli.USAGE
 
 
-def test_absent_etcd_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_absent_etcd_is_two_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("taskgraph.coordination.etcd.coordinator._FIRST_CONTACT_S", 0.5)
     assert cli.main(["status", "fit", "--etcd", "127.0.0.1:1"]) == cli.UNREACHABLE
     said = capsys.readouterr().err
     assert said.startswith("taskgraph: No etcd answers at 127.0.0.1:1 (connection refused): start one ")

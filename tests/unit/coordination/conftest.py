@@ -31,6 +31,7 @@ class Cluster:
         self._store = MemoryStore()
         self._handles: list[Compacting] = []
         self._leases: list[Lease] = []
+        self._beside: list[Cluster] = []
         self.prefix = f"/test/{uuid.uuid4().hex}/"
 
     @property
@@ -57,6 +58,11 @@ class Cluster:
         self._leases.append(lease)
         return lease
 
+    def beside(self) -> Cluster:
+        """Another cluster on the same etcd: handles and keys of its own."""
+        self._beside.append(Cluster(self._etcd))
+        return self._beside[-1]
+
     def key(self, name: str) -> str:
         return self.prefix + name
 
@@ -64,6 +70,8 @@ class Cluster:
         return await node.txn(Txn(success=(Put(self.key(name), value, lease),)))
 
     async def close(self) -> None:
+        for beside in self._beside:
+            await beside.close()
         for lease in self._leases:
             await lease.close(revoke=True)
         for handle in self._handles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 from taskgraph.coordination.api import Coordinator, Lease, WatchBatch
@@ -98,7 +99,7 @@ async def test_closing_with_revoke_deletes_keys(cluster, node: Coordinator) -> N
     await lease.close(revoke=True)  # again: no error
 
 
-async def test_renewal_keeps_a_lease(cluster, node: Coordinator) -> None:
+async def renewal_keeps_a_lease(cluster, node: Coordinator) -> None:
     lease = await cluster.lease(node, 2.0, stall_limit_s=60.0)
     await cluster.put(node, "a", b"", lease.id)
     loop, last = asyncio.get_running_loop(), lease.valid_until()
@@ -111,7 +112,7 @@ async def test_renewal_keeps_a_lease(cluster, node: Coordinator) -> None:
     assert await node.get(cluster.key("a")) is not None and not lease.lost()
 
 
-async def test_closed_lease_expires_with_its_keys(cluster, node: Coordinator) -> None:
+async def closed_lease_expires_with_its_keys(cluster, node: Coordinator) -> None:
     observer = await cluster.node()
     lease = await cluster.lease(node)
     start = (await cluster.put(node, "a", b"", lease.id)).revision + 1
@@ -123,7 +124,7 @@ async def test_closed_lease_expires_with_its_keys(cluster, node: Coordinator) ->
     assert at - closed_at < 2.0 + 20.0
 
 
-async def test_stuck_loop_loses_the_lease(cluster, node: Coordinator) -> None:
+async def stuck_loop_loses_the_lease(cluster, node: Coordinator) -> None:
     observer = await cluster.node()
     lease = await cluster.lease(node, 2.0, stall_limit_s=0.5)
     start = (await cluster.put(node, "a", b"", lease.id)).revision + 1
@@ -132,7 +133,7 @@ async def test_stuck_loop_loses_the_lease(cluster, node: Coordinator) -> None:
     await lost(lease)
 
 
-async def test_tick_resumes_the_renewal(cluster, node: Coordinator) -> None:
+async def tick_resumes_the_renewal(cluster, node: Coordinator) -> None:
     lease = await cluster.lease(node, 4.0, stall_limit_s=0.3)
     await cluster.put(node, "a", b"", lease.id)
     await asyncio.sleep(2.0)
@@ -145,7 +146,7 @@ async def test_tick_resumes_the_renewal(cluster, node: Coordinator) -> None:
     assert not lease.lost() and await node.get(cluster.key("a")) is not None
 
 
-async def test_seconds_left_of_any_lease(cluster, node: Coordinator) -> None:
+async def seconds_left_of_any_lease(cluster, node: Coordinator) -> None:
     observer = await cluster.node()
     renewed, lease = await cluster.lease(node, 3.0), await cluster.lease(node, 3.0)
     await cluster.put(node, "a", b"", lease.id)
@@ -163,3 +164,24 @@ async def test_seconds_left_of_any_lease(cluster, node: Coordinator) -> None:
     assert answers[-1] is None and len(seconds) > 1 and seconds == sorted({2, 1, 0}.intersection(seconds), reverse=True)
     assert await observer.get(cluster.key("a")) is None
     assert await observer.lease_left(0x7FFFFFFF) is None
+
+
+LASTING = (
+    renewal_keeps_a_lease,
+    closed_lease_expires_with_its_keys,
+    stuck_loop_loses_the_lease,
+    tick_resumes_the_renewal,
+    seconds_left_of_any_lease,
+)
+
+
+async def test_leases_over_seconds(cluster) -> None:
+    """All at once, as each waits for seconds."""
+
+    async def play(scenario: Callable[..., Awaitable[None]]) -> None:
+        beside = cluster.beside()
+        await scenario(beside, await beside.node())
+
+    async with asyncio.TaskGroup() as group:
+        for scenario in LASTING:
+            group.create_task(play(scenario), name=scenario.__name__)

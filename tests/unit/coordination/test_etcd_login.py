@@ -315,11 +315,11 @@ async def test_calls_and_leases_share_one_token(users: tuple[Users, str]) -> Non
 
 
 async def test_connecting_waits_long_for_a_login(users: tuple[Users, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("taskgraph.coordination.etcd.coordinator._FIRST_CONTACT_S", 2.0)
+    monkeypatch.setattr("taskgraph.coordination.etcd.coordinator._FIRST_CONTACT_S", 1.0)
     etcd, address = users
     etcd.hashed.clear()
     connecting = asyncio.ensure_future(EtcdCoordinator.connect(address, username="worker", password="word"))
-    assert not (await asyncio.wait([connecting], timeout=2.5))[0]
+    assert not (await asyncio.wait([connecting], timeout=1.25))[0]
     etcd.hashed.set()
     node = await connecting
     assert etcd.calls.count("Authenticate") == 1

@@ -89,7 +89,7 @@ trees = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.sampled_from([layout.PLAIN, layout.TREE, layout.ARRAY, layout.LARGE_ARRAY]), st.binary(max_size=200))
 def test_random_bytes(kind: bytes, data: bytes) -> None:
     attack(data)
@@ -97,7 +97,7 @@ def test_random_bytes(kind: bytes, data: bytes) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(trees)
 def test_random_trees(tree: Any) -> None:
     attack(layout.PLAIN + pack(tree) + bytes(4), (memoryview(b"x" * 8),))
@@ -105,7 +105,7 @@ def test_random_trees(tree: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(SAMPLES), st.data())
 def test_damaged_values(sample: Encoded, data: st.DataObject) -> None:
     meta = bytearray(sample.meta)

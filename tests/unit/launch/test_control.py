@@ -284,7 +284,7 @@ async def test_results_may_take_long() -> None:
         head = pb.ResultHead(task=3, epoch=1, attempt=1, has_value=True, meta_bytes=8)
         for chunk in (pb.ResultChunk(head=head), *(pb.ResultChunk(data=bytes((part,))) for part in b"slowpart")):
             whole.update(chunk.SerializeToString())
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.15)
             yield chunk
         yield pb.ResultChunk(digest=whole.digest())
 
@@ -298,7 +298,7 @@ async def test_results_may_take_long() -> None:
     await server.start()
     try:
         async with ControlClient(f"127.0.0.1:{port}", TOKEN) as client:
-            (found,) = await client.results(silent_s=2.0)
+            (found,) = await client.results(silent_s=1.0)
     finally:
         await server.stop(0)
     assert found.task == 3 and found.value is not None and found.value.meta == b"slowpart"
@@ -386,7 +386,7 @@ async def test_half_open_connection_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control_client, "_PING_S", 0.1)
-    monkeypatch.setattr(control_client, "_UNANSWERED_S", 3.0)
+    monkeypatch.setattr(control_client, "_UNANSWERED_S", 1.0)
     async with serving(tcp_host="127.0.0.1") as service, between(int(service.control.rpartition(":")[2])) as (to, cut):
         async with ControlClient(to, TOKEN) as listening, ControlClient(to, TOKEN) as collecting, asyncio.timeout(30):
             service.events.emit("commit", "first")
@@ -427,7 +427,7 @@ HALF_A_CALL = SILENT + frame(1, 4, 1, head(STATUS_CALL))
 @pytest.mark.parametrize("said", [SILENT, HALF_A_CALL], ids=["nothing", "half a call"])
 async def test_silent_strangers_block_no_client(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_CONNECTIONS", 8)
-    monkeypatch.setattr(control, "_SILENT_MS", 3000)
+    monkeypatch.setattr(control, "_SILENT_MS", 1000)
     async with serving(tcp_host="127.0.0.1") as service, contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(service.client())
         following = await stack.enter_async_context(contextlib.aclosing(client.events(follow=True)))

@@ -51,14 +51,15 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def reported(value: object, epochs: int) -> tg.JobResult:
+def reported(value: object, epochs: int, name: str = "loss") -> tg.JobResult:
     """A result with one number reported in each epoch."""
-    reports = tuple(tg.EpochReport(e, {"loss": 0.5}, {0: {"loss": 0.5}}) for e in range(epochs))
+    reports = tuple(tg.EpochReport(e, {name: 0.5}, {0: {name: 0.5}}) for e in range(epochs))
     return tg.JobResult(name=NAME, values={0: value}, reports=reports, epochs=epochs)
 
 
 LARGE = reported("x" * (3 << 19), 0)
 """Too large for etcd."""
+LARGE_REPORTS = reported(1.5, 5000, "l" * 120)
 
 
 async def finished_job(etcd: MemoryCoordinator, *, nodes: int = 0, expected_nodes: int = 0) -> JobSpec:
@@ -136,7 +137,7 @@ async def test_small_result_is_kept_whole(monkeypatch: pytest.MonkeyPatch, capsy
 async def test_etcd_leaves_out_many_reports(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = reported(1.5, 20_000)
+    result = LARGE_REPORTS
     etcd, here = await returned(result)
     assert here.result == result.to_json() and not here.not_kept
     left_out = "reports left out: with them the result is larger, and etcd keeps less than 1.0 MiB: the run has"
@@ -283,7 +284,7 @@ async def test_nodes_keep_too_large_results_until_written(
     too_large: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(collect, "_HOST_BYTES", 1 << 20)
-    result = LARGE if too_large == "values" else reported(1.5, 20_000)
+    result = LARGE if too_large == "values" else LARGE_REPORTS
     nodes_send(result, monkeypatch)
     etcd = MemoryCoordinator(MemoryStore())
     spec = await finished_job(etcd, nodes=1)

@@ -723,8 +723,8 @@ def test_timeout_s_is_real_time() -> None:
     began = time.monotonic()
     assert run(job(sleeps, epochs=1), strict=False).epochs == 1
     assert time.monotonic() - began >= 0.03
-    with pytest.raises(tg.JobTimeout, match=r"did not end within 3 s; .* \d\d+\.\d s.*are of its clock, .* 1000 times"):
-        run(job(sleeps, epochs=2), timeout_s=3, strict=False)
+    with pytest.raises(tg.JobTimeout, match=r"did not end within 1 s; .* \d\d+\.\d s.*are of its clock, .* 1000 times"):
+        run(job(sleeps, epochs=2), timeout_s=1, strict=False)
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -794,5 +794,6 @@ def test_traceback_shows_none_of_our_frames(start: Callable[[tg.Job], object]) -
 
     with pytest.raises(tg.JobFailed, match="boom") as failed:
         start(job(Raises, tasks=1))
-    inside = [entry for entry in failed.traceback if "taskgraph/" in str(entry.path) and "tests" not in str(entry.path)]
+    ours = Path(tg.__file__).parent
+    inside = [entry for entry in failed.traceback if ours in Path(entry.path).parents]
     assert len(inside) == 1

@@ -13,6 +13,7 @@ import pytest
 from jobs_kit import fails, job, run, says
 
 import taskgraph as tg
+from taskgraph.node.epochs import replaying
 
 REPLAYED = "epoch 1: replayed from its snapshot, the epoch came out differently"
 NAMED = "attributes that differ and are not in the snapshot: seen;"
@@ -347,7 +348,9 @@ def test_user_thread_has_real_time_in_a_replay() -> None:
 
 
 @pytest.mark.parametrize("style", ["with a request", "without one"])
-def test_endless_replay_is_named(style: str) -> None:
+def test_endless_replay_is_named(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replaying, "_THREADS_S", 0.2)
+
     class Waits(Asks):
         def setup(self) -> None:
             super().setup()
