@@ -67,8 +67,7 @@ class NodeCore:
         paused: the node cannot prove its lease. Set by `Registration`.
         node_revision: revision of its key in etcd; 0: it is not registered. Set by `Registration`.
         draining: the node was asked to leave. Set by `Draining`.
-        given_up: tasks that this node gave up for lack of memory, once for each time.
-        announce: writes `draining` and `given_up` to the node's key. Set by `Registration`.
+        announce: writes `draining` to the node's key. Set by `Registration`.
         suspects: nodes suspected dead. Set by `Suspicion`.
         gone: nodes that are gone, as read from etcd. Set by `Suspicion`.
         injects: True if `point` has an effect: callers skip it otherwise, since it is called five times per epoch.
@@ -114,7 +113,6 @@ class NodeCore:
         self.paused = True
         self.node_revision = 0
         self.draining = False
-        self.given_up: tuple[int, ...] = ()
         self.announce: Callable[[], Coroutine[Any, Any, None]]
         self.suspects: frozenset[str] = frozenset()
         self.gone: frozenset[str] = frozenset()

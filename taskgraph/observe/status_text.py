@@ -240,9 +240,8 @@ def _node_state(said: NodeStatus | TaskGraphError | None, record: NodeRecord) ->
         return f"no answer in {said.within_s:g} s"
     if isinstance(said, TaskGraphError):
         return "does not answer"
-    words = [word for word, on in (("leader", said and said.leader), ("paused", said and said.paused)) if on]
-    words += [word for word, on in (("draining", record.draining), ("short of memory", record.given_up)) if on]
-    return ", ".join(words) or "ok"
+    states = (("leader", said and said.leader), ("paused", said and said.paused), ("draining", record.draining))
+    return ", ".join(word for word, on in states if on) or "ok"
 
 
 def _silent_nodes(picture: StatusData) -> list[str]:

@@ -6,7 +6,6 @@ nothing.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,16 +14,11 @@ __all__ = ["Assignment", "Holding", "Seat", "Wish"]
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A node that may have replicas: registered, not gone, not draining.
-
-    Attributes:
-        given_up: tasks that the node gave up for lack of memory, once for each time.
-    """
+    """A node that may have replicas: registered, not gone, not draining."""
 
     node: str
     host: str
     devices: int = 0
-    given_up: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +71,6 @@ class Assignment:
         self.size = backups + 1
         self.device_seats = [i for i in range(self.seats) if by_id[self.names[i]].devices > 0]
         self.has_device = [n not in by_id or by_id[n].devices > 0 for n in self.names]
-        self.given_up = [Counter(by_id[n].given_up if n in by_id else ()) for n in self.names]
-        self.short_of_memory = [bool(left) for left in self.given_up]
         self.needs = [needs_device(t) for t in range(tasks)]
         self.primary = [-1] * tasks
         self.backups: list[list[int]] = [[] for _ in range(tasks)]

@@ -21,16 +21,13 @@ replicas. Then it is improved step by step:
     - if no chain is left, a primary moves to a seat without a replica of its task;
     - a primary that needs a device changes places with one that needs none.
 
-A node that gave up a task for lack of memory gets no primaries that another node can have, since user code may fail
-there, too. The given-up task goes to the replica that gave it up least often.
-
-Termination: every step makes this tuple smaller in lexicographic order: (given-up tasks that seats lead, sum of squares
-of primaries per seat, sum of squares of those that need a device, tasks short of hosts, sum of squares of replicas per
-seat). An adopted plan has no step left, so placing again changes nothing. If the replicas differ by at most 1, chains
-of hand-overs alone even out the primaries: any n seats have at most n * ceil(D / (backups + 1)) tasks to themselves,
-where D is the most replicas of a seat (Hall), and a chain exists while a reachable seat has two primaries less (Harvey,
-Ladner, Lovasz, Tamir, Semi-matchings for bipartite graphs, 2006). So balance comes before staying. It costs little:
-hand-overs copy nothing, and a lost member has to be replaced anyway.
+Termination: every step makes this tuple smaller in lexicographic order: (sum of squares of primaries per seat, sum of
+squares of those that need a device, tasks short of hosts, sum of squares of replicas per seat). An adopted plan has no
+step left, so placing again changes nothing. If the replicas differ by at most 1, chains of hand-overs alone even out
+the primaries: any n seats have at most n * ceil(D / (backups + 1)) tasks to themselves, where D is the most replicas of
+a seat (Hall), and a chain exists while a reachable seat has two primaries less (Harvey, Ladner, Lovasz, Tamir,
+Semi-matchings for bipartite graphs, 2006). So balance comes before staying. It costs little: hand-overs copy nothing,
+and a lost member has to be replaced anyway.
 """
 
 from __future__ import annotations
@@ -68,7 +65,6 @@ def place(
     plan = _Plan(seats, tasks, backups, holdings, needs_device, keep)
     plan.lead_orphans()
     plan.lead_fresh()
-    plan.relieve()
     plan.trim()
     plan.fill()
     while True:
@@ -76,7 +72,7 @@ def place(
         plan.even_replicas()
         # All must run: each may find a step after the others found none.
         steps = plan.hand_over(held_only=True) + plan.hand_over(held_only=False) + plan.even_primaries()
-        steps += plan.even_devices() + plan.relieve()
+        steps += plan.even_devices()
         if not steps:
             return plan.wishes()
 
@@ -90,36 +86,18 @@ class _Plan(Assignment):
         """Makes a member primary of each task that lost its primary. An absent one only if there is no other."""
         for task, held in enumerate(self.current):
             if self.primary[task] < 0 and held:
-                # Then by admission.
-                heir = min(held, key=lambda i: (i >= self.seats, *self._lack(task, i), self.leads(i)))
+                heir = min(held, key=lambda i: (i >= self.seats, self.leads(i)))  # then by admission
                 self.drop(task, heir)
                 self.lead(task, heir)
 
     def lead_fresh(self) -> None:
         """Deals tasks without a replica evenly, in contiguous blocks. Tasks that need a device come first."""
-        for needs, eligible in ((True, self.device_seats), (False, list(range(self.seats)))):
-            seats = [i for i in eligible if not self.short_of_memory[i]] or eligible
+        for needs, eligible in ((True, self.device_seats), (False, range(self.seats))):
             fresh = [t for t, p in enumerate(self.primary) if p < 0 and self.needs[t] is needs]
-            if seats:
-                blocks = _even_shares([(self.leads(i), i) for i in seats], len(fresh))
-                for task, seat in zip(fresh, (i for i in seats for _ in range(blocks[i])), strict=True):
+            if eligible:
+                blocks = _even_shares([(self.leads(i), i) for i in eligible], len(fresh))
+                for task, seat in zip(fresh, (i for i in eligible for _ in range(blocks[i])), strict=True):
                     self.lead(task, seat)
-
-    def relieve(self) -> int:
-        """Moves given-up tasks to the replica that gave them up least often. Returns the steps."""
-        steps = 0
-        for task, primary in enumerate(self.primary):
-            if primary >= 0 and task in self.given_up[primary]:
-                able = [i for i in self.backups[task] if i < self.seats]
-                heir = min(able, key=lambda i: self._lack(task, i), default=primary)
-                if self._lack(task, heir)[0] < self._lack(task, primary)[0]:
-                    self.swap(task, heir)
-                    steps += 1
-        return steps
-
-    def _lack(self, task: int, node: int) -> tuple[int, bool]:
-        """Sort key of a node: how often it gave the task up, then whether it gave up any task, for lack of memory."""
-        return self.given_up[node][task], self.short_of_memory[node]
 
     def trim(self) -> None:
         """Drops surplus members: absent ones first, then on a host with another replica, then on the fullest seat."""
@@ -212,7 +190,7 @@ class _Plan(Assignment):
 
     def _move_primary(self, full: int, empty: int) -> bool:
         able = [t for t in self.primaries_at[full] if self.eligible(t, empty) and empty not in self.backups[t]]
-        if not able or self.short_of_memory[empty]:
+        if not able:
             return False
         self._relocate(min(able, key=lambda t: (empty not in self.current[t], t)), empty)
         return True
@@ -235,11 +213,7 @@ class _Plan(Assignment):
         One moves from the seat with the most to the seat with the fewest. If that seat would lead too many tasks, it
         gives a task that needs no device in return. It has one: it leads as many tasks, and fewer that need a device.
         """
-        load = {
-            i: sum(self.needs[t] for t in self.primaries_at[i])
-            for i in self.device_seats
-            if not self.short_of_memory[i]
-        }
+        load = {i: sum(self.needs[t] for t in self.primaries_at[i]) for i in self.device_seats}
         steps = 0
         while load:
             full = max(load, key=lambda i: (load[i], -i))
@@ -327,7 +301,7 @@ class _Ways:
         return [
             (to, giver)
             for to in self._plan.backups[task]
-            if to < self._plan.seats and not self._plan.short_of_memory[to] and (not self._held_only or to in held)
+            if to < self._plan.seats and (not self._held_only or to in held)
         ]
 
 

@@ -127,7 +127,6 @@ class NodeRecord(Record, frozen=True, kw_only=True):
         draining: it leaves: it gets no more tasks, and hands its tasks over.
         token_mark: a public fingerprint of the token; "" if all nodes are in one process.
         arithmetic: versions that decide the last bits of results: Python, numpy, the processor.
-        given_up: tasks that it gave up for lack of memory, once for each time.
     """
 
     name: str
@@ -144,7 +143,6 @@ class NodeRecord(Record, frozen=True, kw_only=True):
     token_mark: str = ""
     arithmetic: tuple[str, ...] = ()
     machine: str = ""
-    given_up: tuple[int, ...] = ()
 
 
 def name_of(node: str) -> str:

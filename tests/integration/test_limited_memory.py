@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
-from cli_kit import Cli
+from cli_kit import LIMIT_S, Cli
 
 import taskgraph as tg
 from taskgraph.driver.loading import load_driver
@@ -23,9 +24,19 @@ def calm() -> dict[str, float]:
     return {str(task): value for task, value in values.items()}
 
 
-async def test_a_task_goes_on_where_there_is_memory_for_what_it_pulls(cli: Cli, calm: dict[str, float]) -> None:
-    done = await cli("run", str(DRIVER), "--nodes", "2", "--json")
+async def test_operator_drains_the_node_without_memory(cli: Cli, calm: dict[str, float]) -> None:
+    run = await cli.start("run", str(DRIVER), "--nodes", "2", "--json")
+    restart = await run.until("has no memory for")
+    assert "task 1 cannot pull 'v' from task 0" in restart
+    async with asyncio.timeout(LIMIT_S):
+        while "memory for 'v' from task 0: " not in (seen := (await cli("status", "poor")).out):
+            pass  # the command itself takes a while
+    poor = json.loads((await cli("status", "poor", "--json")).out)["tasks"][1]["primary"]
+    assert f"{poor} has no memory for" in seen
+    done = await cli("drain", "poor", "--node", poor)
+    assert done.code == 0, done.err
+    done = await run.done()
     assert done.code == 0, done.err
     assert json.loads(done.out.splitlines()[-1])["values"] == calm
-    assert "leaves task 1 to n" in done.err and "as it had no memory for 'v' from task 0" in done.err
+    assert f"task 1: n{3 - int(poor[1:])} is primary after {poor} " in done.err
     await cli.nothing_left()

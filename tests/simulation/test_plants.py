@@ -22,7 +22,7 @@ LATE = {
     "replicas keep what a roll back undid": 154,
     "a finished job that goes back stays finished": 457,
     "a job goes back to a checkpoint that nobody read": 22,
-    "a job goes back to a checkpoint that was replaced while it was read": 9,
+    "a job goes back to a checkpoint that was replaced while it was read": 275,
     "a leader that was replaced advances the checkpoint": 22,
     "a candidate is admitted without the pending boundary": 10,
     "an offer counts whatever became of it": 3,

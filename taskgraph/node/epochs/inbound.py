@@ -161,7 +161,7 @@ class Inbound:
         stamp, task, primary, what = self._stamp, self._task, self._primary, f"{tag!r} from task {producer}"
         pull, lost = partial(Pull, stamp, task, primary.term, producer, tag), f"task {task} cannot pull {what}"
         try:
-            reply = await primary.call(stamp, producer, pull, what, lost, pulls=True)
+            reply = await primary.call(stamp, producer, pull, what, lost)
         except Refused as refused:
             raise GraphError(
                 f"task {task}, epoch {stamp.epoch}: {self._wanted_by(tag, producer)} pulls {what}, which does not "

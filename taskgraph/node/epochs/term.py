@@ -53,9 +53,7 @@ class Term(Protocol):
     def report_idle(self, attempt: Attempt, version: int) -> None:
         """Reports to the leader that the epoch of an attempt is quiet here, at that version."""
 
-    async def call(
-        self, stamp: Stamp, to: int, message: Callable[[], Call], what: str, lost: str, *, pulls: bool = False
-    ) -> Reply:
+    async def call(self, stamp: Stamp, to: int, message: Callable[[], Call], what: str, lost: str) -> Reply:
         """Calls the primary of a task for an attempt, with retries.
 
         If the call is refused for good, the attempt cannot finish: the epoch restarts, which cancels this.
@@ -63,7 +61,6 @@ class Term(Protocol):
         Args:
             what: the call, in words.
             lost: its final refusal, in words.
-            pulls: a lack of memory is a lack on this node.
 
         Raises:
             Refused: the task does not offer that.

@@ -57,7 +57,6 @@ class Registration:
         self._paused_for = ""  # why the pause began
         self._why_paused = ""  # the last logged reason
         self._writing = ""  # the writer of a change of the key that is not answered yet
-        self._write_lock = asyncio.Lock()
         node.announce = self.announce
         self._reached: set[str] = set()  # nodes that have answered; ids are never reused
 
@@ -68,7 +67,6 @@ class Registration:
             self._record,
             lease=self._lease.id,
             draining=self._node.draining,
-            given_up=self._node.given_up,
             writer=self._node.writer(),
         )
 
@@ -365,20 +363,7 @@ class Registration:
                 timer.cancel()
 
     async def announce(self) -> None:
-        """Writes to the key that this node drains, or leaves tasks to others."""
-        async with self._write_lock:
-            if not self._announced():
-                await self._announce()
-
-    def _announced(self) -> bool:
-        """True if the key says so already: one write covers several changes."""
-        node = self._node
-        known = node.keeper.view.nodes.get(node.id)
-        if known is None or known.mod_revision != node.node_revision:
-            return False
-        return (known.record.draining, known.record.given_up) == (node.draining, node.given_up)
-
-    async def _announce(self) -> None:
+        """Writes to the key that this node drains."""
         while True:
             await self._node.wait_while_paused()
             view, record = self._node.keeper.view, self._current()

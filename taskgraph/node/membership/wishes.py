@@ -70,7 +70,7 @@ class Wishes:
             return
         self.revision = view.structure_revision
         live = view.live_nodes(node.spec.run)
-        seats = [Seat(n, r.machine or r.host, r.devices, r.given_up) for n, r in sorted(live.items()) if not r.draining]
+        seats = [Seat(n, r.machine or r.host, r.devices) for n, r in sorted(live.items()) if not r.draining]
         # A member evicted "until e" does not count as a holder, although it is one while e is the committed epoch: all
         # nodes must compute the same, whether they read the next commit with this change or after it. Nothing is lost:
         # such a member still takes over if no other can, whatever is wished.

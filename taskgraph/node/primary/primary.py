@@ -33,7 +33,6 @@ from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import Call, Encoded, HandOver, Reason, Reply, Report, RequestRestart, Stamp, Wait
 from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State, name_of
-from taskgraph.protocol.shortage import heir_of
 from taskgraph.protocol.sums import packed
 from taskgraph.protocol.transactions import TakeoverResult
 from taskgraph.protocol.view import JobView, Versioned, holds
@@ -50,8 +49,6 @@ _SHORT_S = 1.0
 """Pause before a call is repeated that a node had no memory for: each try may send the whole value."""
 _MOST_DOUBLED = 6
 """Waits for memory back off exponentially: `_SHORT_S` doubles this often, to a minute."""
-_LEFT_AFTER = 5
-"""After this many attempts of an epoch, a node without memory may leave its task to another (`shortage.heir_of`)."""
 
 
 class Primary:
@@ -429,16 +426,12 @@ class Primary:
 
     def _heir(self) -> str | None:
         """The node that placement wishes for as primary instead, if it can take over now."""
-        wish = self.node.wish(self.task)
+        wish, view = self.node.wish(self.task), self.node.keeper.view
         heir = wish.primary if wish is not None else None
         if heir is None or heir == self.node.id:
             return None
-        return heir if self._can_take_over(heir) else None
-
-    def _can_take_over(self, other: str) -> bool:
-        """True if that node can take over now."""
-        view = self.node.keeper.view
-        return other in view.in_sync(self.task) and other not in self.node.suspects and other in view.nodes
+        able = heir in view.in_sync(self.task) and heir not in self.node.suspects and heir in view.nodes
+        return heir if able else None
 
     async def hand_over_if_wished(self, stamp: Stamp) -> None:
         """Hands the task over right after a commit, if placement wishes for another primary that is in sync."""
@@ -603,9 +596,7 @@ class Primary:
                     self.ask_restart(attempt.stamp, lost)
                     return
 
-    async def call(
-        self, stamp: Stamp, to: int, message: Callable[[], Call], what: str, lost: str, *, pulls: bool = False
-    ) -> Reply:
+    async def call(self, stamp: Stamp, to: int, message: Callable[[], Call], what: str, lost: str) -> Reply:
         """See `Term.call`."""
         again = False
         while True:
@@ -614,7 +605,7 @@ class Primary:
             except Refused as refused:
                 if refused.reason == Reason.NOT_OFFERED:
                     raise
-                again = await self._again(stamp, refused, what, pulls=pulls)
+                again = await self._again(stamp, refused, what)
                 if not again:
                     self._refused(stamp, refused, f"{lost}: {refused}")
                     await asyncio.Event().wait()  # until the restart cancels this attempt
@@ -623,14 +614,11 @@ class Primary:
                     self._wanting.pop((stamp, what), None)
                 return reply
 
-    async def _again(self, stamp: Stamp, refused: Refused, what: str, *, pulls: bool) -> bool:
+    async def _again(self, stamp: Stamp, refused: Refused, what: str) -> bool:
         """Decides whether a refused call is repeated in the same attempt, after a pause.
 
         Only a lack of memory is a reason, and only after an earlier restart did not free enough. The time limit doubles
         with each attempt.
-
-        Args:
-            pulls: this node lacks the memory, so in the end it leaves the task to another node.
         """
         if refused.reason != Reason.NO_MEMORY:
             return False
@@ -640,36 +628,10 @@ class Primary:
         before = len({of.attempt for of in self._short} - {stamp.attempt})
         patience_s = _SHORT_S * 2 ** min(before - 1, _MOST_DOUBLED) if before else 0.0
         if now - since >= patience_s:
-            if pulls and before >= _LEFT_AFTER:
-                await self._leave_to_others(now - min(self._short.values()), what, refused)
             return False
         self._wanting[stamp, what] = f"memory for {what}: {refused}"
         await asyncio.sleep(_SHORT_S)
         return True
-
-    async def _leave_to_others(self, short_s: float, what: str, refused: Refused) -> None:
-        """Asks placement for another primary, if there is a backup. The next attempt begins with the handover.
-
-        Args:
-            short_s: how long memory has been lacking.
-        """
-        node, task, view = self.node, self.task, self.node.keeper.view
-        wish, mine = node.wish(task), node.given_up.count(task)
-        if wish is not None and wish.primary == node.id:
-            others = {n: view.nodes[n].record.given_up.count(task) for n in wish.backups if self._can_take_over(n)}
-            if (heir := heir_of(mine, others, short_s)) is not None:
-                node.given_up += (task,) * (others[heir] + 1 - mine)
-                to = name_of(heir)
-                text = f"{node.name} leaves task {task} to {to}, as it had no memory for {what} for {short_s:.0f} s"
-                node.events.emit("waits", f"{text}: {refused}", task=task, epoch=node.epoch, fields={"left_to": to})
-                node.own(node.announce(), f"leave task {task} to another node")
-        left = node.given_up.count(task)
-
-        def announced(view: JobView) -> bool:
-            known = view.nodes.get(node.id)
-            return known is None or known.record.given_up.count(task) >= left
-
-        await node.keeper.wait_until(announced)
 
     def _refused(self, stamp: Stamp, refused: Refused, why: str) -> None:
         """Restarts the epoch after a call was refused for good.

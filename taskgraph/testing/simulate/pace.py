@@ -31,7 +31,7 @@ ENDING = 0.2
 """Share of the seeds whose functions in threads run at any time before their end is heard of."""
 
 SHORT = 0.1
-"""Share of the seeds in which nodes have no memory for what they pull, for a while or for ever."""
+"""Share of the seeds in which nodes have no memory for what they receive, for a while."""
 
 STARVING = 0.2
 """Share of the seeds in which somebody comes last for a while."""
@@ -141,8 +141,6 @@ class Starving:
 class Memory:
     """Nodes without memory for items or answers that they receive.
 
-    In half of these seeds one node never has memory for items, and has to leave its tasks to others.
-
     Args:
         share: of the seeds that have this.
     """
@@ -150,18 +148,17 @@ class Memory:
     def __init__(self, rng: random.Random, *, share: float) -> None:
         self._rng = rng
         self.drawn = rng.random() < share
-        self.lasts = rng.random() < 0.5
         self._share = rng.choice((0.1, 0.5, 1.0))  # of what comes
-        self._names = {f"n{rng.randint(1, 3)}" for _ in range(1 if self.lasts else 3)}
+        self._names = {f"n{rng.randint(1, 3)}" for _ in range(3)}
         self._from = rng.choice((0, 0, 1, 3))  # an epoch
 
     def end(self) -> None:
-        """Gives all nodes memory from now on, except one that never has any."""
-        self.drawn = self.drawn and self.lasts
+        """Gives all nodes memory from now on."""
+        self.drawn = False
 
     def lacks(self, node: str, message: object) -> bool:
         """True if `node` has no memory for a message that arrives there."""
-        if not self.drawn or not isinstance(message, Item if self.lasts else Item | Answer):
+        if not self.drawn or not isinstance(message, Item | Answer):
             return False
         if message.stamp.epoch < self._from:
             return False

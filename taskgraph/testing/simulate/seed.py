@@ -25,7 +25,6 @@ from taskgraph.errors import JobRunning
 from taskgraph.node import reconciler, replica
 from taskgraph.node.epochs import inbound, pulls
 from taskgraph.node.primary import primary, unsent_offers
-from taskgraph.protocol import shortage
 from taskgraph.protocol.records import State
 from taskgraph.testing.simulate.drawing import (
     Again,
@@ -219,8 +218,8 @@ def _large(outcome: Outcome) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _soon() -> Iterator[None]:
-    """Shortens the retries of a node without memory, so that it leaves a task within a seed."""
-    with mock.patch.object(primary, "_SHORT_S", SHORT_S), mock.patch.object(shortage, "GIVE_UP_S", 120 * SHORT_S):
+    """Shortens the retries of a node without memory, so that the pauses between them fit into a seed."""
+    with mock.patch.object(primary, "_SHORT_S", SHORT_S):
         yield
 
 
@@ -312,8 +311,6 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     if absent:
         settings = dataclasses.replace(settings, lost_after_s=absences.choice((0.5, 0.5, 0.5, 2.0, 7.0)))
     pace = Pace.draw(outcome.seed, own_time)
-    if not workload.backups:
-        pace.memory.lasts = False  # no other node could lead its tasks
     world = World(workload, settings, 1, rng, keeps, pace)
     outcome.transcript = world.transcript
     outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"

@@ -486,8 +486,6 @@ class World:
     def _on_event(self, node_id: str, event: Event) -> None:
         self.transcript.add(node_id, event.kind, event.text)
         self.transcript.state(event.kind)
-        if "left_to" in event.fields:
-            self.transcript.state("left for want of memory")
         if (lease := event.fields.get("lease")) is not None:
             self.transcript.state("lease ended")
             # The lease had less than a second left at most a second before, by the clock of the asking node.

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Mapping
 
-import msgspec
 import pytest
 
 from taskgraph.errors import PeerLost, TaskGraphError
@@ -179,14 +178,6 @@ def test_node_that_does_not_answer_is_a_warning() -> None:
         "     reachable from here",
     ]
     assert sum("no answer in 2 s" in line for line in lines) == 2
-
-
-def test_node_short_of_memory_is_marked() -> None:
-    view = of_members({0: ["n1", "n2"]}, 2)
-    known = view.nodes["n1-a"]
-    view.nodes["n1-a"] = dataclasses.replace(known, record=msgspec.structs.replace(known.record, given_up=(1,)))
-    rows = {line.split()[0]: line for line in shown(view, ANSWERS, tasks=1)}
-    assert "  leader, short of memory  " in rows["n1"] and "memory" not in rows["n2"]
 
 
 def test_ended_job_without_nodes_has_no_tables() -> None:
