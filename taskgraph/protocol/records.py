@@ -39,9 +39,7 @@ class Record(Struct, frozen=True, kw_only=True):
             return msgspec.json.encode(self)
         except UnicodeEncodeError:
             # Texts of exceptions may hold half a surrogate pair, as some file names do.
-            texts = {name: text for name in self.__struct_fields__ if isinstance(text := getattr(self, name), str)}
-            escaped = {name: text.encode("utf-8", "backslashreplace").decode() for name, text in texts.items()}
-            return msgspec.json.encode(msgspec.structs.replace(self, **escaped))
+            return msgspec.json.encode(_escaped(msgspec.to_builtins(self)))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -57,6 +55,15 @@ class Record(Struct, frozen=True, kw_only=True):
 
 
 _decoder = cache(msgspec.json.Decoder)
+
+
+def _escaped(value: object) -> object:
+    """Replaces half surrogate pairs in all texts of a value by their escapes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {key: _escaped(each) for key, each in value.items()}
+    return [_escaped(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 class EpochRecord(Record, frozen=True, kw_only=True):

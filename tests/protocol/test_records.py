@@ -14,6 +14,7 @@ from taskgraph.protocol.records import (
     GoneRecord,
     MemberRecord,
     PrimaryRecord,
+    RanCode,
     Record,
     State,
     StatusRecord,
@@ -51,6 +52,12 @@ def test_unknown_fields_are_ignored(record: Record) -> None:
 def test_invalid_record_is_refused(data: bytes) -> None:
     with pytest.raises(DecodeError, match="not a EpochRecord"):
         EpochRecord.from_bytes(data)
+
+
+def test_half_surrogates_are_escaped_at_any_depth() -> None:
+    record = GoneRecord(reason="no file \udcff", ran=(RanCode("step \ud800", 1, 2), RanCode("ü", 3, 4)))
+    escaped = GoneRecord(reason="no file \\udcff", ran=(RanCode("step \\ud800", 1, 2), RanCode("ü", 3, 4)))
+    assert GoneRecord.from_bytes(record.to_bytes()) == escaped
 
 
 def test_person_can_put_a_record() -> None:
