@@ -156,7 +156,8 @@ class Connection:
         self.options = options
         self._made_of = dict.fromkeys(options.endpoints, options.tls_files())  # looked at before they are read
         self._channels = {endpoint: options.aio_channel(endpoint) for endpoint in options.endpoints}
-        self._former: list[grpc.aio.Channel] = []  # made with TLS files of before a renewal; calls may still use them
+        self._former: dict[grpc.aio.Channel, float] = {}
+        """Channels made with TLS files of before a renewal -> when no call uses them any more, by the loop's time."""
         self._calls: dict[tuple[Endpoint, str], Any] = {}  # the callable of a method on a channel
         self._current = 0
         self.cluster = 0
@@ -182,6 +183,9 @@ class Connection:
         if endpoint != self.endpoint or not self._several:
             return
         self._current = (self._current + 1) % len(self.options.endpoints)
+        self._leave_streams(endpoint)
+
+    def _leave_streams(self, endpoint: Endpoint) -> None:
         for stream in tuple(self._streams):
             if stream.endpoint == endpoint:
                 stream.left = True
@@ -198,9 +202,18 @@ class Connection:
             log.warning("etcd's TLS files were renewed, but: %s", error)
             return
         log.info("etcd's TLS files were renewed: %s is connected to with the new ones", endpoint.target)
-        self._former.append(self._channels[endpoint])
+        # A try may go on after its time limit for a moment, if the event loop stood still.
+        self._former[self._channels[endpoint]] = asyncio.get_running_loop().time() + 2 * self.options.timeout_s
+        self._leave_streams(endpoint)
         self._channels[endpoint], self._made_of[endpoint] = channel, files
         self._calls = {key: call for key, call in self._calls.items() if key[0] != endpoint}
+
+    async def _close_former(self) -> None:
+        """Closes the channels of before a renewal that no call uses any more."""
+        now = asyncio.get_running_loop().time()
+        for channel in [channel for channel, until in self._former.items() if until <= now]:
+            del self._former[channel]
+            await rpc.close(channel)
 
     async def call(
         self,
@@ -227,6 +240,8 @@ class Connection:
             OutcomeUnknown: it may have been executed (`again=False` only).
             CoordinationError: etcd refused it.
         """
+        if self._former:
+            await self._close_former()
         loop = asyncio.get_running_loop()
         limit_s = self.options.timeout_s if timeout_s is None else timeout_s
         deadline = loop.time() + limit_s

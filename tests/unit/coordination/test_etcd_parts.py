@@ -24,8 +24,9 @@ from taskgraph.coordination.etcd.convert import event, key_value, range_of, txn_
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.lease import EtcdLease, RenewalSchedule
 from taskgraph.coordination.etcd.login import Login
+from taskgraph.coordination.etcd.methods import STATUS
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
-from taskgraph.errors import CoordinationError, LeaseGone
+from taskgraph.errors import CoordinationError, LeaseGone, Unavailable
 from taskgraph.protocol.kv import Delete, Get, Put, Txn
 
 Code = grpc.StatusCode
@@ -434,6 +435,23 @@ async def test_failed_endpoint_is_left_once() -> None:
     for failed, then in ((a, b), (a, b), (b, a), (b, a)):
         connection.leave(failed)
         assert connection.endpoint == then
+    await connection.close()
+
+
+async def test_channels_with_former_tls_files_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    former: list[grpc.aio.Channel] = []
+    monkeypatch.setattr(EtcdOptions, "channel_credentials", lambda _: grpc.ssl_channel_credentials())
+    monkeypatch.setattr(EtcdOptions, "tls_files", lambda _: (len(former),))
+    connection = Connection(EtcdOptions.make("https://127.0.0.1:1", timeout_s=0.05))
+    for _ in range(3):
+        former.append(connection._channels[connection.endpoint])
+        connection.leave(connection.endpoint)
+    assert list(connection._former) == former, "calls may still use them"
+    await asyncio.sleep(0.11)
+    with pytest.raises(Unavailable):
+        await connection.call(STATUS, v3.StatusRequest(), what="a look", again=True)
+    assert not connection._former
+    assert all(channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN for channel in former)
     await connection.close()
 
 
