@@ -102,7 +102,7 @@ class Reconciler:
         if not node.wishes.may_start():
             return
         node.wishes.update()
-        if not self._fatal_code.look() and (view.running or view.finished):
+        if not self._fatal_code.check() and (view.running or view.finished):
             for task in range(node.job.tasks):
                 self._takeovers.consider(task)
             self._takeovers.tell_unseated()

@@ -41,7 +41,7 @@ class NodeServices(NodeCore):
         leader: the leader's role, if this node leads. Set by `Roles`.
         sharing: divides the memory for uncommitted epochs among the primaries here.
         failed_set_ups: decides whether a failed set-up ends the node. Set by `Node`.
-        emitted_unsaved: events about attributes outside of snapshots (`UnsavedState`), once for all tasks of a class.
+        emitted_unsaved: events about attributes outside of snapshots (`UnsavedStateCheck`), once for a class.
     """
 
     failed_set_ups: FailedSetUps
@@ -88,7 +88,7 @@ class NodeServices(NodeCore):
 
     async def fail_set_up(self, error: UserCodeError | TaskGraphError, task: int) -> None:
         """Handles a failed set-up of a backup: ends this node if the job can do without it; otherwise `fail_early`."""
-        if cuda_error(error) is not None or not self.failed_set_ups.ends(error, task):
+        if cuda_error(error) is not None or not self.failed_set_ups.ends_node(error, task):
             await self.fail_early(error, task)
 
     async def fail_early(self, error: UserCodeError | TaskGraphError, task: int, *, finished: bool = False) -> bool:

@@ -219,7 +219,7 @@ class Serving:
                 return self._leader().checkpointer.take(message)
             case Seal():
                 attempt = await self._attempt(message.task, message.stamp)
-                if attempt.quiet.seal(message.version):
+                if attempt.activity.seal(message.version):
                     return Accepted(attempt.term)
                 raise Refused(Reason.MOVED_ON, f"task {message.task} took a message since version {message.version}")
             case HandOver():

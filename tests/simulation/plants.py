@@ -23,10 +23,10 @@ from taskgraph.graph.values import decode
 from taskgraph.node import replica as replica_module
 from taskgraph.node import serving as serving_module
 from taskgraph.node.epochs import attempt as attempt_module
+from taskgraph.node.epochs.activity import Activity
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.epochs.lanes import Lanes
 from taskgraph.node.epochs.mailbox import Mailbox
-from taskgraph.node.epochs.quiet import Quiet
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.primary import takeovers
 from taskgraph.node.primary.backups import Backups
@@ -659,17 +659,17 @@ def a_late_flag_misses_the_snapshot(patch: pytest.MonkeyPatch) -> None:
 def a_seal_of_any_version_is_accepted(patch: pytest.MonkeyPatch) -> None:
     """The task may have moved on since the leader found it idle."""
 
-    def seal(self: Quiet, version: int) -> bool:
+    def seal(self: Activity, version: int) -> bool:
         self.closed = True
         self._wake()
         return True
 
-    patch.setattr(Quiet, "seal", seal)
+    patch.setattr(Activity, "seal", seal)
 
 
 @plant
 def an_epoch_that_is_held_ends_all_the_same(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Quiet, "hold", lambda self, mark, why: None)
+    patch.setattr(Activity, "hold", lambda self, mark, why: None)
 
 
 @plant
@@ -997,7 +997,7 @@ def epochs_in_flight_begin_in_any_order(patch: pytest.MonkeyPatch) -> None:
             self._room.clear()
             await self._room.wait()
 
-    patch.setattr(Lanes, "_until_allowed", until_allowed)
+    patch.setattr(Lanes, "_wait_until_allowed", until_allowed)
 
 
 @plant

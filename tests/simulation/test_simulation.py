@@ -206,7 +206,7 @@ class _Standing:
         begun = self._begun = Counter[Key]()
         last = self._last = dict[Key, int]()
         jobs: list[Any] = []  # so that none has the id of another one
-        compose, has_composed = Attempt._compose, Attempt._has_composed
+        compose, has_composed = Attempt._compose, Attempt._set_graph
 
         def key_of(attempt: Attempt) -> Key:
             jobs.append(attempt.replica.job)  # of another run of the name all counts anew
@@ -225,7 +225,7 @@ class _Standing:
             has_composed(attempt, graph)
 
         patch.setattr(Attempt, "_compose", counted)
-        patch.setattr(Attempt, "_has_composed", began)
+        patch.setattr(Attempt, "_set_graph", began)
 
     def reached(self, outcome: Outcome) -> Counter[str]:
         """Of a seed that was just run."""

@@ -1,6 +1,6 @@
-"""One attempt of one epoch on a task's primary: compose, pull, compute, grow quiet, be sealed, run the sync points.
+"""One attempt of one epoch on a task's primary: compose, pull, compute, become idle, be sealed, run the sync points.
 
-    composing ──► working ──► quiet ──(seal, if the task can take messages)──► closing ──► finished
+    composing ──► working ──► idle ──(seal, if the task can take messages)──► closing ──► finished
 
 An attempt ends when it has finished, or is cancelled. Its items and messages belong to no other attempt. `Primary`
 runs it; calls from other tasks (pulls, seals, flags and requests) arrive through `Serving`.
@@ -19,11 +19,11 @@ from taskgraph.channels import Inputs, Outputs
 from taskgraph.epoch import AttemptEnded, ComposeEpoch, Epoch, Scratch, place_text
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Graph, Processor
-from taskgraph.node.epochs.differing import look
+from taskgraph.node.epochs.activity import Activity
+from taskgraph.node.epochs.differing import read_values
 from taskgraph.node.epochs.inbound import Inbound, raise_in_attempt
 from taskgraph.node.epochs.items import Items
 from taskgraph.node.epochs.mailbox import Mailbox
-from taskgraph.node.epochs.quiet import Quiet
 from taskgraph.node.epochs.recording import Recording, SideEffects, Step, side_effects_of
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.usercode.errors import cancelled_by_users
@@ -41,10 +41,10 @@ __all__ = ["Attempt"]
 R = TypeVar("R")
 
 _MAX_WAITING = 2_000
-"""Coroutines of one task that may wait for replies in a test. If handlers ask each other without an end, the run would
-take minutes to hang."""
+"""The most coroutines of one task that may wait for replies in a test: handlers that send each other requests without
+end fail at this number, instead of running for minutes."""
 _REASON_CHARS = 200
-"""Limit on the reason of a hold, which is written to etcd."""
+"""The most characters of a hold's reason, which is written to etcd."""
 
 
 class Attempt:
@@ -52,8 +52,8 @@ class Attempt:
 
     Args:
         group: for asyncio tasks of the attempt; an error in one ends all of them.
-        turns: the order of epochs in flight: code that is not stateless waits for the turn of this epoch.
-        traced: the epoch is in a trace.
+        turns: the order of epochs in flight: code that is not stateless waits for the turn of its epoch.
+        traced: True if the epoch is in a trace.
     """
 
     # One is made for every epoch. An object with more than 30 attributes has them in a dictionary, unless in slots.
@@ -68,6 +68,7 @@ class Attempt:
         "_thread",
         "_tracing",
         "_turns",
+        "activity",
         "allocate",
         "attempt",
         "cancelled",
@@ -83,7 +84,6 @@ class Attempt:
         "numbers",
         "out",
         "put_bytes",
-        "quiet",
         "recording",
         "replica",
         "scratch",
@@ -139,7 +139,7 @@ class Attempt:
         self.graph: Graph | None = None  # stays when the attempt is over
         self._ready: asyncio.Future[None] | None = None  # made by the first call that waits for the graph
         self.inbound = Inbound(primary, stamp, self.ledger, recording)
-        self.quiet = Quiet()
+        self.activity = Activity()
         self._began = self._loop.time()
 
     @property
@@ -160,18 +160,18 @@ class Attempt:
             UserCodeError, GraphError, ValueNotEncodable: the job's own errors.
             AttemptEnded: user code unwound because the attempt is over.
         """
-        primary, inbound, quiet = self._primary, self.inbound, self.quiet
+        primary, inbound, activity = self._primary, self.inbound, self.activity
         injects = primary.node.injects
         try:
             if injects:
                 await primary.node.point("compose", self.task, self.number)
-            state = primary.unsaved.state_now()
+            state = primary.unsaved.capture_state()
             graph = self.replica.constant_graph
             if graph is None:
                 graph = await self._compose()
-            self._has_composed(graph)
-            parallel = [self._beside(self._process(p)) for p in graph.parallel] if graph.parallel else ()
-            inbound.pull(graph, self._beside, self.traced and clock())
+            self._set_graph(graph)
+            parallel = [self._create_task(self._process(p)) for p in graph.parallel] if graph.parallel else ()
+            inbound.pull(graph, self._create_task, self.traced and clock())
             if injects:
                 await primary.node.point("processor", self.task, self.number)
             for processor in graph.ordered:
@@ -179,24 +179,24 @@ class Attempt:
             for work in parallel:
                 await work
             if inbound.open:
-                await inbound.until_all()
+                await inbound.wait_for_all_items()
             if self.replica.shape.receives:
-                await quiet.until_sealed(partial(primary.report_idle, self))
+                await activity.wait_until_sealed(partial(primary.report_idle, self))
             else:
-                if quiet.busy or quiet.open_holds:
-                    await quiet.until_calm()
-                quiet.closed = True
+                if activity.busy or activity.open_holds:
+                    await activity.wait_until_idle()
+                activity.closed = True
             if injects:
                 await primary.node.point("sync", self.task, self.number)
             if state is not None:
-                primary.unsaved.look_at_state(state, self.number)
+                primary.unsaved.check_state_unchanged(state, self.number)
             for processor in graph.sync_points:
                 await self._process(processor)
-            if quiet.busy or quiet.open_holds:
-                await quiet.until_calm()
+            if activity.busy or activity.open_holds:
+                await activity.wait_until_idle()
             self.finished = True
         except BaseException:
-            self._unwind()
+            self._wake_threads()
             raise
         finally:
             self._group = None
@@ -205,13 +205,13 @@ class Attempt:
                 self._ready.cancel()  # calls still wait for a graph that was never composed
 
     async def call(self, to: int, message: Callable[[], Call], what: str, lost: str) -> Reply:
-        """Makes a call of this attempt: `Term.call`."""
+        """Calls the primary of a task for this attempt, as `Term.call`."""
         return await self._primary.call(self.stamp, to, message, what, lost)
 
     async def _compose(self) -> Graph:
-        """Calls `compose`, and keeps the graph for later epochs if they would compose the same.
+        """Calls `compose`. Keeps the graph for later epochs if they would compose the same graph.
 
-        That is so if `compose` is stateless and asked its epoch for nothing that may differ in another epoch.
+        They would if `compose` is stateless and used nothing of its epoch that may differ in another epoch.
         """
         if self.recording is not None:
             await self.recording.begin()
@@ -234,8 +234,8 @@ class Attempt:
             await self.recording.check_state("compose")
         return graph
 
-    def _has_composed(self, graph: Graph) -> None:
-        """Takes the graph: from now on pulls can be answered."""
+    def _set_graph(self, graph: Graph) -> None:
+        """Sets the composed graph, and answers the pulls that waited for it."""
         self.out = Items(self.stamp, self.term, graph.channels_out)
         self._states = dict.fromkeys(graph.names, "waiting")
         self.graph = graph
@@ -247,7 +247,7 @@ class Attempt:
         name, items = processor.name, self.inbound.items
         if processor.takes and (lacking := set(processor.takes).difference(items)):
             waiting = self.traced and clock()
-            await self.inbound.until_here(lacking)
+            await self.inbound.wait_for_items(lacking)
             if waiting:
                 self._tracing.add("wait", waiting, self.task, self.stamp, self.term, name)
         if self._turns is not None and not is_stateless(processor.compute):
@@ -265,7 +265,7 @@ class Attempt:
         self._states[name] = "done"
 
     async def _process_recorded(self, recording: Recording, processor: Processor, epoch: Epoch) -> None:
-        """Calls a processor in strict mode, which records its input and what it leaves."""
+        """Calls a processor in strict mode, which records its inputs and its effects."""
         name, replica, alone = processor.name, self.replica, not processor.parallel
         items = self.inbound.items if self.device is None else await recording.items_for(processor)
         inputs = Inputs(self, processor, items)
@@ -274,19 +274,19 @@ class Attempt:
         close = partial(recording.close_outputs, name, outputs)
         after = recording.watch(processor, close)
         switches = recording.switches
-        before = await look(replica, partial(side_effects_of, self)) if replica.shape.in_flight else {}
+        before = await read_values(replica, partial(side_effects_of, self)) if replica.shape.in_flight else {}
         replica.actor.stamp = self.stamp
         await replica.actor.call(name, compute, epoch, inputs, outputs, alone=alone, after=after, attempt=self)
         if replica.shape.in_flight:
             side_effects, alone_ran = (
-                await look(replica, partial(side_effects_of, self)),
+                await read_values(replica, partial(side_effects_of, self)),
                 recording.switches - switches == 2,
             )
             recording.side_effects[name] = SideEffects(before, side_effects, alone_ran)
         await recording.check_step(name, sync=processor.sync, looked=after is not close)
 
     async def turn(self, where: str) -> None:
-        """Waits until all earlier epochs are snapshotted: `where` reads or changes the state."""
+        """Waits until the snapshots of all earlier epochs are taken, since the code `where` may use the state."""
         if self._turns is None or self._turns.at >= self.number:
             return
         waiting = self.traced and clock()
@@ -296,41 +296,41 @@ class Attempt:
 
     def check_open(self) -> None:
         """Raises Refused if the epoch is closed for messages."""
-        if self.quiet.closed:
+        if self.activity.closed:
             raise Refused(Reason.DONE, f"task {self.task} is done with epoch {self.number}")
 
     def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Runs a coroutine of the attempt; until it ends, the task is not idle."""
+        """Runs a coroutine of the attempt as an asyncio task; until it ends, the task is not idle."""
         if self._group is None or self.cancelled:
             work.close()
             raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} of epoch {self.number} is over")
-        self.quiet.call_began()
-        task = self._beside(work)
-        task.add_done_callback(lambda _: self.quiet.call_ended())
+        self.activity.call_began()
+        task = self._create_task(work)
+        task.add_done_callback(lambda _: self.activity.call_ended())
         return task
 
-    def _beside(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Runs a coroutine beside the attempt; an error in it ends the attempt."""
+    def _create_task(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Runs a coroutine as an asyncio task of the attempt's group; an error in it ends the attempt."""
         assert self._group is not None
         task = self._group.create_task(work)
-        task.add_done_callback(self._look_at)
+        task.add_done_callback(self._on_task_done)
         return task
 
-    def _look_at(self, done: asyncio.Task[Any]) -> None:
+    def _on_task_done(self, done: asyncio.Task[Any]) -> None:
         """Ends the attempt if user code failed or cancelled its own asyncio task, which a TaskGroup would ignore."""
         if not done.cancelled():
             if done.exception() is not None:
-                self._unwind()
+                self._wake_threads()
         elif self._group is not None and not self.cancelled:
-            self._beside(raise_in_attempt(cancelled_by_users(f"task {self.task}, epoch {self.number}: ")))
+            self._create_task(raise_in_attempt(cancelled_by_users(f"task {self.task}, epoch {self.number}: ")))
 
-    def _unwind(self) -> None:
-        """Wakes threads that wait for replies: the attempt ends, and waits for its threads."""
+    def _wake_threads(self) -> None:
+        """Makes threads stop waiting for replies: the attempt ends, and waits for its threads."""
         self.cancelled = self.inbound.over = True
         if self._mailbox is not None:
             self._mailbox.end()
 
-    # -- asked by other tasks ---------------------------------------------------------------------
+    # -- for other tasks --------------------------------------------------------------------------
 
     @property
     def mailbox(self) -> Mailbox:
@@ -345,7 +345,7 @@ class Attempt:
         return self._mailbox.terms if self._mailbox is not None else {}
 
     async def ready(self) -> None:
-        """Waits until compose has run; raises Refused if the attempt ends before."""
+        """Waits until the graph is composed. Raises Refused if the attempt ends before."""
         if self.graph is not None:
             return
         if self._ready is None:
@@ -360,7 +360,7 @@ class Attempt:
             raise
 
     def drop(self) -> None:
-        """Frees everything: a later epoch was read as committed, or the attempt was cancelled."""
+        """Frees all values of the attempt, since a later epoch committed or the attempt was cancelled."""
         self.cancelled = True
         # An object that still refers to this attempt must not keep its values: their memory is used again.
         if self.graph is not None:
@@ -373,17 +373,17 @@ class Attempt:
             self._mailbox.drop()
             self._mailbox = None  # they refer to each other
 
-    # -- Work: asked by user code, from any thread ------------------------------------------------
+    # -- `Work`: for user code, in any thread -----------------------------------------------------
 
-    def _on_loop(self, function: Callable[..., object], *args: object) -> None:
+    def _call_on_loop(self, function: Callable[..., object], *args: object) -> None:
         if threading.get_ident() == self._thread:
             function(*args)
         else:
             self.replica.threads.post(function, *args)
 
     def ended(self) -> AttemptEnded:
-        """Returns what unwinds user code of this attempt."""
-        return AttemptEnded(held=self.quiet.open_holds is not None and not self.finished)
+        """Returns the exception that ends user code of this attempt."""
+        return AttemptEnded(held=self.activity.open_holds is not None and not self.finished)
 
     def neighbors(self, link: str) -> tuple[int, ...]:
         replica = self.replica
@@ -401,7 +401,7 @@ class Attempt:
         if self.cancelled:
             raise self.ended()
         if threading.get_ident() != self._thread:
-            self.replica.threads.post(self._put_of_thread, tag, consumers, value)
+            self.replica.threads.post(self._put_from_thread, tag, consumers, value)
             return
         size = value.size_bytes
         kept, now = 0, self.traced and clock()  # before the item leaves: no pull of it ends earlier
@@ -416,43 +416,43 @@ class Attempt:
                 self.recording.puts[(tag, consumer)] = value
         self.put_bytes += kept
 
-    def _put_of_thread(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
-        """Puts an item of a thread, unless the attempt has ended meanwhile."""
+    def _put_from_thread(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
+        """Puts an item, on the event loop, for a thread, unless the attempt has ended meanwhile."""
         if not self.cancelled:
             self.put(tag, consumers, value)
 
-    def _check_not_quiet(self, where: str, what: str) -> None:
-        """Raises if it is too late to send, and fails the job: the sender's error may go unnoticed.
+    def _check_not_closed(self, where: str, what: str) -> None:
+        """Raises if the epoch is closed for messages, and fails the job too, since user code may ignore the error.
 
-        The receiver may have been sealed. A restart would not help: it would be too late in every attempt.
+        A restart would not help: the message would be too late in every attempt.
         """
         if self.cancelled and not self.finished:
             raise self.ended()
-        if self.quiet.closed:
-            error = self._too_late(where, what)
-            self._on_loop(self._end_by, error)
+        if self.activity.closed:
+            error = self._too_late_error(where, what)
+            self._call_on_loop(self._fail_by, error)
             raise self.ended() if self.cancelled else error
 
-    def _too_late(self, where: str, what: str) -> GraphError:
+    def _too_late_error(self, where: str, what: str) -> GraphError:
         return GraphError(
             f"task {self.task}, epoch {self.number}, {place_text(where)}: a {what} that is sent when all that the task "
             f'runs has ended comes too late: who sends it beside that keeps the epoch open, with epoch.hold("why")'
         )
 
-    def _end_by(self, error: GraphError) -> None:
+    def _fail_by(self, error: GraphError) -> None:
         if self._group is not None and not self.cancelled:
-            self._beside(raise_in_attempt(error))
+            self._create_task(raise_in_attempt(error))
         elif self.finished:
             self._primary.missed(self, error)
 
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
-        self._check_not_quiet(where, "flag")
+        self._check_not_closed(where, "flag")
         for task in to:
-            self._on_loop(self._send, where, "flag", lambda task=task: self.mailbox.send_flag(where, task, value))
+            self._call_on_loop(self._send, where, "flag", lambda task=task: self.mailbox.send_flag(where, task, value))
 
     def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]:
-        self._check_not_quiet(where, "request")
-        if self.replica.threads.in_step and self._asks_without_end():
+        self._check_not_closed(where, "request")
+        if self.replica.threads.in_step and self._has_too_many_waits():
             raise GraphError(
                 f"task {self.task}, epoch {self.number}, {place_text(where)}: request {method!r} to task {to}: "
                 f"{_MAX_WAITING} coroutines of the task wait for replies already, and a test takes no more; does a "
@@ -464,19 +464,19 @@ class Attempt:
             if not self._send(where, "request", lambda: self.mailbox.request(where, to, method, value, future)):
                 future.set_exception(self.ended())
 
-        self._on_loop(start)
+        self._call_on_loop(start)
         return future
 
-    def _asks_without_end(self) -> bool:
+    def _has_too_many_waits(self) -> bool:
         """True if, in a test, too many coroutines wait for replies. Other waits do not count."""
         if self._mailbox is None or self.replica.actor.waiting <= _MAX_WAITING:
             return False
         return len(self._mailbox.awaited) > _MAX_WAITING  # slow, so it comes last
 
     def _send(self, where: str, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """Sends on the loop. Checks again that the attempt is open: a user thread's call may be late by now."""
-        if self.quiet.closed:
-            self._end_by(self._too_late(where, what))
+        """Sends a message on the loop, if the attempt is still open: a user thread's call may come late."""
+        if self.activity.closed:
+            self._fail_by(self._too_late_error(where, what))
             return False
         if self._group is None or self.cancelled:
             return False
@@ -491,12 +491,12 @@ class Attempt:
         mark = object()
         text = f"{place_text(where)}: {str(why)[:_REASON_CHARS]}"
         shown = text.encode("utf-8", "backslashreplace").decode()  # any text must travel
-        self._on_loop(self.quiet.hold, mark, shown)
-        return lambda: self._on_loop(self.quiet.release, mark)
+        self._call_on_loop(self.activity.hold, mark, shown)
+        return lambda: self._call_on_loop(self.activity.release, mark)
 
     def report(self, numbers: dict[str, float]) -> None:
         self._check_not_done()
-        self._on_loop(self.numbers.update, numbers)
+        self._call_on_loop(self.numbers.update, numbers)
 
     def finish(self) -> None:
         self._check_not_done()
@@ -504,11 +504,11 @@ class Attempt:
         self._primary.finishing()
 
     def _check_not_done(self) -> None:
-        """Raises if the attempt is over, or has finished: its report may be on its way to the leader."""
+        """Raises if the attempt is over or finished: then its report may be on its way to the leader."""
         if self.cancelled or self._group is None:
             raise self.ended()
 
-    # -- what it waits for ------------------------------------------------------------------------
+    # -- waits, for `status` and the leader -------------------------------------------------------
 
     def waits(self) -> tuple[Wait, ...]:
         """Returns what every unfinished processor, handler and hold waits for."""
@@ -544,13 +544,13 @@ class Attempt:
             kind = "turn of asking" if holder in asking else "turn"
             queued = sorted({where for where in self.replica.actor.queued if where.startswith(HANDLER)})
             found.extend(Wait(handler, kind, self.task, holder, since) for handler in queued)
-        found.extend(Wait("hold", "running", self.task, why, since) for why in self.quiet.holds)
+        found.extend(Wait("hold", "running", self.task, why, since) for why in self.activity.holds)
         return tuple(found)
 
     def _waits_of(
         self, processor: Processor, replies: list[tuple[str, int, str]], earlier: str | None
     ) -> Iterator[tuple[str, int, str]]:
-        """Yields kind, task and name of everything that an unfinished processor waits for.
+        """Yields (kind, task, name) of each thing that an unfinished processor waits for.
 
         Args:
             replies: (where, task, method) of every pending request.

@@ -19,10 +19,10 @@ __all__ = ["Attempts"]
 
 
 class Attempts:
-    """The attempts of one task in one term that may still count.
+    """The uncommitted attempts of one task in one term.
 
-    An attempt stays until a later epoch was read as committed, or another attempt began. Until then slower tasks, and
-    new primaries, may pull its items.
+    An attempt stays until the view shows a later epoch as committed, or another attempt begins. Until then slower
+    tasks, and new primaries, may pull its items.
     """
 
     def __init__(self, keeper: ViewKeeper, task: int, term: int) -> None:
@@ -55,7 +55,7 @@ class Attempts:
         """Returns the bytes of boundaries that epochs before `before` hold."""
         return sum(attempt.snapshot_bytes for attempt in self if attempt.number < before)
 
-    # -- as the primary goes on -------------------------------------------------------------------
+    # -- for the primary --------------------------------------------------------------------------
 
     def begin(self, attempt: Attempt) -> None:
         self._attempts[attempt.stamp] = attempt
@@ -88,11 +88,11 @@ class Attempts:
                         self._refuse(reply)
 
     def _refuse(self, reply: PendingReply) -> None:
-        """Refuses a pull as stale: its sender retries, and gets the reason."""
+        """Refuses a pull as stale. Its sender retries, and then gets the exact reason."""
         reply.settle(Refusal(Reason.STALE, f"task {self._task} is at {self.latest}"))
 
     def drop_before(self, epoch: int) -> None:
-        """Drops epochs before `epoch`, which was read as committed."""
+        """Drops the attempts of epochs before `epoch`, which has committed."""
         for stamp in tuple(self._attempts):
             if stamp.epoch < epoch:
                 attempt = self._attempts.pop(stamp)
@@ -100,13 +100,13 @@ class Attempts:
                 attempt.drop()
 
     def drop(self) -> None:
-        """Drops all attempts: they are over."""
+        """Drops all attempts, since they are over."""
         for attempt in self._attempts.values():
             attempt.drop()
         self._attempts.clear()
 
     def end(self) -> None:
-        """Refuses all waiting calls: the term is over."""
+        """Refuses all waiting calls, since the term is over."""
         self._ended = True
         self.drop()
         for parked in self._parked.values():
@@ -115,7 +115,7 @@ class Attempts:
         self._parked.clear()
         self._wake()
 
-    # -- asked by other tasks ---------------------------------------------------------------------
+    # -- for other tasks --------------------------------------------------------------------------
 
     def item(self, pull: Pull) -> Item | PendingReply | Refusal | None:
         """Answers a pull: with the item, a pending reply or a refusal; None if the attempt is over."""
@@ -129,7 +129,7 @@ class Attempts:
         return reply
 
     def lacks(self, pull: Pull) -> bool:
-        """True if the sender of this pull has to wait."""
+        """True if the pulled item has not been put, so that the sender of the pull has to wait."""
         attempt = self._attempts.get(pull.stamp)
         return attempt is None or attempt.graph is None or attempt.out.lacks(pull.tag, pull.sender)
 

@@ -24,13 +24,13 @@ from taskgraph.shape import FRAMEWORK_ATTRIBUTES
 __all__ = [
     "Digests",
     "attributes_of",
-    "changed",
+    "changed_names",
     "differing_attributes",
     "digest",
     "digests",
-    "incomparable",
-    "look",
+    "incomparable_attributes",
     "pickled",
+    "read_values",
     "shared",
     "state_of",
 ]
@@ -41,7 +41,7 @@ Digests = dict[str, bytes]
 """Name -> digest of the value under that name."""
 
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-"""Types of attributes that cannot travel and are no state."""
+"""Types of attributes that hold code: they cannot travel, and are no state."""
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, np.generic)
 
 
@@ -60,18 +60,18 @@ def digests(values: Mapping[str, object]) -> Digests:
     return {name: found for name, value in values.items() if (found := digest(value)) is not None}
 
 
-def changed(before: Digests, after: Digests) -> list[str]:
+def changed_names(before: Digests, after: Digests) -> list[str]:
     """Returns the names whose digests differ, sorted."""
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
-async def look(replica: Replica, function: Callable[[], R]) -> R:
-    """Calls a function of ours that reads user values; in a thread if that may wait for a device."""
+async def read_values(replica: Replica, function: Callable[[], R]) -> R:
+    """Calls a function of the framework that reads user values; in a thread if that may wait for a device."""
     return function() if replica.device is None else await replica.actor.call("strict mode", function, alone=False)
 
 
 async def state_of(replica: Replica) -> Digests:
-    """Returns digests of what `snapshot()` returns: by name if it is a dict."""
+    """Calls `snapshot()` and returns digests of its value: by name if the value is a dict."""
     if not replica.stateful:
         return {}
     task = replica.user_task
@@ -85,13 +85,13 @@ async def state_of(replica: Replica) -> Digests:
 async def attributes_of(replica: Replica) -> Digests:
     """Returns digests of the task object's own attributes, as far as they can travel."""
     found = {name: value for name, value in vars(replica.user_task).items() if name not in FRAMEWORK_ATTRIBUTES}
-    return await look(replica, partial(digests, found))
+    return await read_values(replica, partial(digests, found))
 
 
 async def differing_attributes(one: Replica, other: Replica, state: Digests) -> list[str]:
     """Returns the attributes outside of `state` that differ between the objects of two replicas."""
     mine, others = await attributes_of(one), await attributes_of(other)
-    found = set(changed(mine, others))
+    found = set(changed_names(mine, others))
     values, other_values = vars(one.user_task), vars(other.user_task)
     for name in values.keys() & other_values.keys() - mine.keys() - others.keys() - set(
         FRAMEWORK_ATTRIBUTES
@@ -112,7 +112,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def pickled(value: object) -> bytes:
-    """Pickles a value without saying which of its parts are one object."""
+    """Pickles a value so that the bytes do not depend on which of its parts are the same object."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=5)
     pickler.fast = True
@@ -120,8 +120,8 @@ def pickled(value: object) -> bytes:
     return file.getvalue()
 
 
-def incomparable(replica: Replica, known: Iterable[str]) -> list[str]:
-    """Names attributes that hold no code and are not in `known`, with their types."""
+def incomparable_attributes(replica: Replica, known: Iterable[str]) -> list[str]:
+    """Returns the attributes, with their types, that strict mode cannot compare: no code, and not in `known`."""
     return [
         f"{name} (of type {class_name(type(value))})"
         for name, value in sorted(vars(replica.user_task).items())
@@ -130,7 +130,7 @@ def incomparable(replica: Replica, known: Iterable[str]) -> list[str]:
 
 
 def shared(attributes: Mapping[str, object], state: Iterable[str]) -> list[tuple[str, str]]:
-    """Names pairs of attributes that share memory, or are one object, where one of the two is in `state`."""
+    """Returns pairs of attributes that share memory or are the same object, and of which one is in `state`."""
     kept = [name for name in state if name in attributes]
     return [
         (name, other)

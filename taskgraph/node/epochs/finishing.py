@@ -1,8 +1,7 @@
 """Epochs whose code has run and that are not reported yet, while the task works on the next ones.
 
-There are three reasons. The boundary of task 0 lacks what other tasks reported in the epoch before: other nodes may
-still gather these reports (`node/primary/reporter.py`). A snapshot is still on its device. Or not all members have
-acknowledged the boundary.
+There are three reasons. The boundary of task 0 lacks reports of the previous epoch, which other nodes still gather
+(`node/primary/reporter.py`). The snapshot is still on its device. Or not all members have acknowledged the boundary.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class FinishedEpoch:
     Attributes:
         following: the stamp of the next epoch, and of the boundary before it.
         value: the snapshot; it may be on a device.
-        numbers: what the task reported in this epoch, as in the snapshot.
+        numbers: the numbers that the task reported in this epoch, as in the snapshot.
         finishing: the task asked for the end of the job.
-        previous: what the task reported in the epoch before.
-        rows: the reports that travel in the snapshot; None if they have not arrived.
+        previous: the numbers that the task reported in the previous epoch.
+        rows: the reports to be added to the snapshot; None if they have not arrived.
         since: when the boundary was offered, if the epoch is traced; otherwise 0.
     """
 
@@ -48,16 +47,16 @@ class FinishedEpoch:
 
 
 class FinishQueue:
-    """Finishes epochs one after another, in their order.
+    """A queue of epochs that are finished one after another, in their order.
 
     Args:
-        finish: does what is left to do for one epoch.
-        failed: called once if `finish` raised; later epochs are not finished then.
+        finish: does the remaining work for one epoch.
+        on_failure: called once if `finish` raised; later epochs are not finished then.
     """
 
-    def __init__(self, finish: Callable[[FinishedEpoch], Awaitable[None]], failed: Callable[[], None]):
+    def __init__(self, finish: Callable[[FinishedEpoch], Awaitable[None]], on_failure: Callable[[], None]):
         self._finish = finish
-        self._failed = failed
+        self._on_failure = on_failure
         self.error: BaseException | None = None
         self.pending: deque[FinishedEpoch] = deque()
         self._running: asyncio.Task[None] | None = None
@@ -70,15 +69,15 @@ class FinishQueue:
 
     def _start(self) -> None:
         self._running = asyncio.get_running_loop().create_task(self._finish_all())
-        self._running.add_done_callback(self._ended)
+        self._running.add_done_callback(self._on_end)
 
-    async def until_empty(self) -> None:
+    async def wait_until_empty(self) -> None:
         """Waits until all epochs are finished, or one has failed."""
         while self._running is not None:
             await asyncio.wait([self._running])
 
     async def end(self) -> None:
-        """Drops what is pending: the attempt is over.
+        """Drops the pending epochs, since the attempt is over.
 
         Raises:
             StuckError: a thread does not return.
@@ -96,12 +95,12 @@ class FinishQueue:
             await self._finish(self.pending[0])
             self.pending.popleft()
 
-    def _ended(self, running: asyncio.Task[None]) -> None:
+    def _on_end(self, running: asyncio.Task[None]) -> None:
         self._running = None
         if running.cancelled():
             return
         if (error := running.exception()) is not None:
             self.error = error
-            self._failed()
+            self._on_failure()
         elif self.pending:  # added after the last one, before this callback
             self._start()

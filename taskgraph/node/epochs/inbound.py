@@ -1,4 +1,4 @@
-"""The items that one attempt receives: pulled from their producers, awaited by its processors, each counted once."""
+"""The items that one attempt pulls from their producers for its processors; each counts once in its ledger."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Channel = tuple[str, int]
 
 
 class Inbound:
-    """One attempt's inbound channels. All are pulled at once; items stay until the attempt has run.
+    """One attempt's inbound channels. All items are pulled at once, and stay until the attempt has run.
 
     Lives on the event loop.
     """
@@ -76,10 +76,10 @@ class Inbound:
         self.taken_bytes = 0
         self.over = False  # items that arrive now are dropped
 
-    # -- asked by the attempt ---------------------------------------------------------------------
+    # -- for the attempt --------------------------------------------------------------------------
 
     def pull(self, graph: Graph, spawn: Callable[[Coroutine[Any, Any, None]], object], since: int) -> None:
-        """Asks for every item of the epoch.
+        """Begins to pull every item of the epoch.
 
         Args:
             spawn: runs a coroutine of the attempt; an error in it ends the attempt.
@@ -92,29 +92,29 @@ class Inbound:
         for channel in self._channels:
             reply, (tag, producer) = begin(stamp, task, term, channel), channel
             if reply is None:
-                self._beside(self._pull(tag, producer))
+                self._create_task(self._pull(tag, producer))
             elif reply.done():
-                self._pulled(tag, producer, reply)
+                self._on_pull_reply(tag, producer, reply)
             else:
                 self._pulling[reply] = None
-                came = partial(self._pulled, tag, producer)
+                came = partial(self._on_pull_reply, tag, producer)
                 if isinstance(reply, CallFuture):
                     reply.listener = came
                 else:
                     reply.add_done_callback(came)
 
-    def until_here(self, lacking: set[Channel]) -> asyncio.Future[None]:
+    def wait_for_items(self, lacking: set[Channel]) -> asyncio.Future[None]:
         """Returns a future that is done when the last of these items has arrived."""
         arrived: asyncio.Future[None] = self._primary.loop.create_future()
         self._awaited.append((arrived, lacking))
         return arrived
 
-    def until_all(self) -> asyncio.Future[None]:
+    def wait_for_all_items(self) -> asyncio.Future[None]:
         """Returns a future that is done when every item of the epoch has arrived."""
-        return self.until_here(set(self._channels).difference(self.items))
+        return self.wait_for_items(set(self._channels).difference(self.items))
 
     def end(self) -> None:
-        """Cancels the pulls, and frees the items: the attempt has run. Its commit may be long in coming."""
+        """Cancels the pulls and frees the items, since the attempt has run. Its commit may come much later."""
         if not self.over:
             self._since = 0
             if self._recording is None:
@@ -126,7 +126,7 @@ class Inbound:
                 reply.cancel()
 
     def drop(self) -> None:
-        """Frees everything: the attempt is over."""
+        """Cancels the pulls and frees the items, since the attempt is over."""
         self.over = True
         if self._since:
             for tag, producer in self._channels:
@@ -137,24 +137,24 @@ class Inbound:
 
     # -- one item ---------------------------------------------------------------------------------
 
-    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+    def _create_task(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._spawn is not None
         self._spawn(work)
 
-    def _pulled(self, tag: str, producer: int, reply: asyncio.Future[Reply]) -> None:
-        """Handles the reply to a pull; another try needs an asyncio task."""
+    def _on_pull_reply(self, tag: str, producer: int, reply: asyncio.Future[Reply]) -> None:
+        """Handles the reply to a pull. Retries a failed pull in an asyncio task."""
         self._pulling.pop(reply, None)
         if self.over:
             return
         try:
             item = reply.result()
         except (Exception, asyncio.CancelledError):
-            self._beside(self._pull(tag, producer))
+            self._create_task(self._pull(tag, producer))
             return
         try:
             self._take(tag, producer, item)
         except Exception as error:
-            self._beside(raise_in_attempt(error))
+            self._create_task(raise_in_attempt(error))
 
     async def _pull(self, tag: str, producer: int) -> None:
         """Gets one item, with retries while its producer fails."""
@@ -164,12 +164,12 @@ class Inbound:
             reply = await primary.call(stamp, producer, pull, what, lost)
         except Refused as refused:
             raise GraphError(
-                f"task {task}, epoch {stamp.epoch}: {self._wanted_by(tag, producer)} pulls {what}, which does not "
+                f"task {task}, epoch {stamp.epoch}: {self._describe_pull(tag, producer)} pulls {what}, which does not "
                 f"offer it in this epoch; {refused}"
             ) from refused
         self._take(tag, producer, reply)
 
-    def _wanted_by(self, tag: str, producer: int) -> str:
+    def _describe_pull(self, tag: str, producer: int) -> str:
         assert self._graph is not None
         return next(repr(p.name) for p in self._graph.processors if producer in p.inbound.get(tag, ()))
 
@@ -177,7 +177,7 @@ class Inbound:
         assert type(reply) is Item
         value, channel, task = reply.value, (tag, producer), self._task
         if value.buffers and type(value) is EncodedOnDevice and self._primary.replica.device is None:
-            self._beside(self._take_to_host(tag, producer, reply))
+            self._create_task(self._take_to_host(tag, producer, reply))
             return
         size = value.size_bytes
         if size > LARGE_BYTES or self._pulls.large:
@@ -200,7 +200,7 @@ class Inbound:
             self._trace("pull", tag, producer, reply)
 
     async def _take_to_host(self, tag: str, producer: int, item: Item) -> None:
-        """Copies an item to the host that is on the device of another node in this process."""
+        """Copies an item to the host: it is on the device of another node in this process."""
         try:
             value = await self._primary.replica.threads.run(partial(hosted, item.value))
         except Exception as error:
@@ -213,12 +213,12 @@ class Inbound:
         self._take(tag, producer, Item(item.stamp, item.term, item.tag, value))
 
     def _trace(self, kind: str, tag: str, producer: int, item: Item | None) -> None:
-        """Keeps a span with the producer's term, which tells several equal items apart."""
+        """Adds a span of a pull to the trace, with the producer's term, which distinguishes equal items."""
         size, term = (item.value.size_bytes, item.term) if item is not None else (-1, 0)
         tracing = self._primary.replica.tracing
         tracing.keep(kind, tag, producer, self._since, clock(), self._task, self._stamp, term, size)
 
 
 async def raise_in_attempt(error: Exception) -> None:
-    """Raises `error` in an asyncio task of the attempt, which ends it: an error in a callback would be lost."""
+    """Raises `error`. As an asyncio task of the attempt it ends the attempt; an error in a callback would not."""
     raise error

@@ -14,7 +14,7 @@ Channel = tuple[str, int]
 
 
 class Items:
-    """One attempt's outbound channels. An item is kept from its `put` until `drop`, and answers all pulls for it.
+    """One attempt's outbound channels. An item is kept from `put` to `drop`, and answers all pulls for it.
 
     Lives on the event loop.
     """
@@ -22,25 +22,25 @@ class Items:
     __slots__ = (
         "_awaited",
         "_dropped",
+        "_items",
         "_stamp",
         "_term",
-        "_there",
     )
 
     def __init__(self, stamp: Stamp, term: int, channels: Iterable[Channel]) -> None:
         self._stamp = stamp
         self._term = term
-        self._there: dict[Channel, Encoded] = {}
+        self._items: dict[Channel, Encoded] = {}
         # Every channel without an item -> the replies that wait for it.
         self._awaited: dict[Channel, list[PendingReply] | None] = dict.fromkeys(channels)
         self._dropped = False
 
     def put(self, tag: str, consumer: int, value: Encoded) -> bool:
-        """Keeps an item and answers the pulls that wait for it. False if there is one already, or after `drop`."""
+        """Keeps an item and answers the pulls that wait for it. False if the channel has an item, or after `drop`."""
         channel = (tag, consumer)
         if channel not in self._awaited:
             return False
-        self._there[channel] = value
+        self._items[channel] = value
         if (waiting := self._awaited.pop(channel)) is not None:
             for reply in waiting:
                 reply.settle(Item(self._stamp, self._term, tag, value))
@@ -52,7 +52,7 @@ class Items:
 
     def ask(self, pull: Pull) -> Item | PendingReply | Refusal:
         """Answers a pull: with the item, a pending reply, or a refusal if no such channel leads to the sender."""
-        value = self._there.get((pull.tag, pull.sender))
+        value = self._items.get((pull.tag, pull.sender))
         if value is not None:
             return Item(self._stamp, self._term, pull.tag, value)
         reply = PendingReply()
@@ -60,14 +60,14 @@ class Items:
         return reply if refusal is None else refusal
 
     def promise(self, pull: Pull, reply: PendingReply) -> Refusal | None:
-        """Settles `reply` when the item is put; returns a refusal if it never will be."""
+        """Settles `reply` later, when the item is put. Returns a refusal if the item will never be put."""
         channel, awaited = (pull.tag, pull.sender), self._awaited
         if channel in awaited:
             if (waiting := awaited[channel]) is None:
                 awaited[channel] = [reply]  # most channels have one consumer
             else:
                 waiting.append(reply)
-        elif (value := self._there.get(channel)) is not None:
+        elif (value := self._items.get(channel)) is not None:
             reply.settle(Item(self._stamp, self._term, pull.tag, value))
         elif self._dropped:
             return self._over()
@@ -76,9 +76,9 @@ class Items:
         return None
 
     def drop(self) -> None:
-        """Frees the items, and refuses pulls: the attempt is over."""
+        """Frees the items and refuses pulls, since the attempt is over."""
         self._dropped = True
-        self._there.clear()
+        self._items.clear()
         if not self._awaited:
             return  # all were put
         awaited, self._awaited = self._awaited, {}
@@ -90,7 +90,7 @@ class Items:
         return Refusal(Reason.ATTEMPT_GONE, f"attempt {self._stamp.attempt} of epoch {self._stamp.epoch} is over")
 
     def _offers(self, consumer: int) -> str:
-        channels = [*self._there, *self._awaited]
+        channels = [*self._items, *self._awaited]
         mine = sorted({tag for tag, to in channels if to == consumer})
         others = sorted({tag for tag, to in channels if to != consumer})
         text = f"to task {consumer} it offers: {', '.join(map(repr, mine)) or 'nothing'}"

@@ -45,7 +45,7 @@ class Lanes:
 
     Args:
         at: the epoch at work, and the attempt.
-        not_done: called if an epoch whose code has run cannot be reported; the property `not_done` has the error.
+        not_done: called if an epoch whose code has run cannot be reported. The property `not_done` returns the error.
     """
 
     # Attributes of an object with more than 30 are in a dictionary, unless there are slots.
@@ -58,6 +58,7 @@ class Lanes:
         "_end",
         "_epoch_bytes",
         "_graph",
+        "_has_several",
         "_injects",
         "_keeper",
         "_last_snapshot",
@@ -71,7 +72,6 @@ class Lanes:
         "_reported",
         "_reported_at",
         "_room",
-        "_several",
         "_share",
         "_state_bytes",
         "_state_stays",
@@ -103,8 +103,8 @@ class Lanes:
         self._injects = primary.node.injects
         self._at = at
         self._loop = asyncio.get_running_loop()
-        self._count = _lanes_of(primary)
-        self._several = self._count > 1
+        self._count = _lane_count(primary)
+        self._has_several = self._count > 1
         self._checks = primary.node.settings.strict or primary.unsaved.begin()
         shape, settings, epochs = primary.replica.shape, primary.node.settings, primary.replica.job.epochs
         # A seal and a call of `on_commit` belong to a committed epoch; strict mode replays the epoch at work.
@@ -149,14 +149,14 @@ class Lanes:
         self.awaiting_acks = FinishQueue(self._await_acks, not_done)
 
     def settle(self, epoch: int) -> None:
-        """Sets the committed boundary, after everything that follows from its commit."""
+        """Sets the committed epoch, after the primary has done all that follows from its commit."""
         self.settled = epoch
         if epoch > self._share.until:
-            self._share.look_back(self._turns.at)
+            self._share.begin_period(self._turns.at)
         self._room.set()
 
     async def end(self) -> None:
-        """Ends what `run` has left: the attempt is over.
+        """Ends the work that `run` has left, since the attempt is over.
 
         Raises:
             StuckError: a thread does not return.
@@ -171,14 +171,14 @@ class Lanes:
 
     @property
     def not_done(self) -> BaseException | None:
-        """Returns why an epoch whose code has run could not be reported."""
+        """The error by which an epoch could not be reported though its code had run; None: no error."""
         return self.incomplete.error or self.awaiting_acks.error
 
     # -- one epoch after another ------------------------------------------------------------------
 
     def run(self) -> Coroutine[Any, Any, None]:
         """Works until cancelled; raises the error of the first epoch that failed."""
-        return self._run_several(self._at) if self._several else self._lane(self._at)
+        return self._run_several(self._at) if self._has_several else self._lane(self._at)
 
     async def _run_several(self, first: Stamp) -> None:
         try:
@@ -191,9 +191,9 @@ class Lanes:
     async def _lane(self, stamp: Stamp) -> None:
         """Works on the epoch of `stamp`, then on the next one of this lane.
 
-        Everything that runs beside an attempt belongs to one group; an error ends all of it.
+        All asyncio tasks of an attempt belong to one group; an error in one cancels the others.
         """
-        primary, replica, several = self._primary, self._replica, self._several
+        primary, replica, several = self._primary, self._replica, self._has_several
         strict, turns = self._node.settings.strict, self._turns if several else None
         goes_on = False
         error: BaseException
@@ -201,7 +201,7 @@ class Lanes:
             async with asyncio.TaskGroup() as group:
                 while True:
                     if several or not goes_on:
-                        await self._until_allowed(stamp)
+                        await self._wait_until_allowed(stamp)
                     self.began = self._loop.time()
                     traced = self._tracing.on and self._tracing.takes(stamp.epoch)
                     began = traced and clock()
@@ -241,7 +241,7 @@ class Lanes:
             self.failed_in = stamp.epoch
         raise error from None
 
-    async def _until_allowed(self, stamp: Stamp) -> None:
+    async def _wait_until_allowed(self, stamp: Stamp) -> None:
         """Waits until the epoch is the next one to begin, and may begin."""
         waiting = 0
         while self._next < stamp.epoch or not self._may_begin(stamp.epoch):
@@ -257,7 +257,7 @@ class Lanes:
             self._tracing.add("commit awaited", max(waiting, self._reported_at), self._task, last, self._term)
 
     def _may_begin(self, epoch: int) -> bool:
-        """True if the first epoch that has not begun may begin, though earlier ones are not committed."""
+        """True if `epoch`, the next to begin, may begin though earlier epochs are not committed."""
         if epoch == self.settled:
             return True
         if epoch > self.settled + self._ahead or epoch >= self._end or self.finishing:
@@ -271,8 +271,8 @@ class Lanes:
             return False  # the hand-over is right after a commit
         share = self._share
         if share.epochs != share.sharing.epochs:
-            share.make()
-        known = not self._several or self._epoch_bytes is not None
+            share.compute()
+        known = not self._has_several or self._epoch_bytes is not None
         if known and epoch - self.settled <= share.epochs_allowed:
             return True  # all of them are small
         held = self._primary.attempts.uncommitted_bytes(self._turns.at)
@@ -305,14 +305,14 @@ class Lanes:
             Whether the task goes on before it is committed.
         """
         primary, node, replica, stamp = self._primary, self._node, self._replica, attempt.stamp
-        if self._several:
+        if self._has_several:
             await attempt.turn("snapshot")
         if self._checks:
             await self._check(attempt)
         if self._injects:
             await node.point("snapshot", self._task, stamp.epoch)
         if self._leaves_device and self._state_bytes > sharing.AHEAD_BYTES and self.incomplete.pending:
-            await self.incomplete.until_empty()  # the device may have no memory for two
+            await self.incomplete.wait_until_empty()  # the device may have no memory for two
         numbers: Mapping[str, float] = {}
         if reported := attempt.numbers:
             numbers, attempt.numbers = compact(reported), {}  # frees memory: many epochs may be uncommitted
@@ -330,7 +330,10 @@ class Lanes:
                 rows = leader.rows_now(stamp, previous)
         primary.stage, replica.actor.stamp = "snapshot", stamp
         if attempt.graph is not self._graph:  # epochs that declare the same share a graph
-            self._graph, self._state_stays = attempt.graph, self._may_stay and self._keeps_state(attempt.graph)
+            self._graph, self._state_stays = (
+                attempt.graph,
+                self._may_stay and self._leaves_state_unchanged(attempt.graph),
+            )
         if self._state_stays and self._last_snapshot is not None and not rows and not numbers:
             value = self._last_snapshot  # members have it already: nothing is encoded
         else:
@@ -350,42 +353,42 @@ class Lanes:
         if rows is not None and not later:
             return await self._offer(finished)
         self.incomplete.add(finished)
-        self._snapshotted(following.epoch)
+        self._on_snapshot_taken(following.epoch)
         goes_on = not attempt.cancelled and self._may_begin(self._next)
         if not goes_on:
-            await self.incomplete.until_empty()
+            await self.incomplete.wait_until_empty()
         return goes_on
 
     def share(self) -> None:
-        """Adapts the share of memory: the node has more or fewer primaries.
+        """Adapts the share of memory to the number of primaries on the node.
 
-        Lanes that wait for room look again after the next commit, not now: the attempt may be over.
+        Lanes that wait for room check it after the next commit, not now: the attempt may be over.
         """
-        self._share.look()
+        self._share.adapt()
 
     def _gather_by(self, ahead: int) -> None:
-        """Reports and offers are gathered over a part of the epochs that the task may be ahead."""
+        """Sets over how many epochs reports and offers are gathered: a part of those that the task may be ahead."""
         self._primary.reporter.gather_by(ahead)
         self._primary.backups.unsent.gather_by(ahead)
         if self._task == 0 and self._node.leader is not None:
             self._node.leader.gather_by(ahead)
 
-    def _keeps_state(self, graph: Graph | None) -> bool:
-        """True if the marks promise that an epoch of that graph leaves the state as it is."""
+    def _leaves_state_unchanged(self, graph: Graph | None) -> bool:
+        """True if an epoch of that graph cannot change the state, by its `@tg.stateless` marks."""
         if not self._replica.stateful:
             return True
         return graph is not None and all(is_stateless(processor.compute) for processor in graph.processors)
 
-    def _snapshotted(self, following: int) -> None:
-        """Notes that the snapshot is taken: the next epoch may change the state."""
-        if self._several:
-            self._turns.passed(following - 1)
+    def _on_snapshot_taken(self, following: int) -> None:
+        """Lets the next epoch change the state, since the snapshot is taken."""
+        if self._has_several:
+            self._turns.end_turn(following - 1)
             self._room.set()
         else:
             self._turns.at = following  # there is one lane
 
     async def _complete(self, finished: FinishedEpoch) -> None:
-        """Completes a boundary: copies it from the device, and adds the reports that were missing."""
+        """Completes a boundary: copies it from the device, and adds missing reports."""
         attempt, replica, rows, value = finished.attempt, self._replica, finished.rows, finished.value
         try:
             if type(value) is EncodedOnDevice:
@@ -409,7 +412,7 @@ class Lanes:
     async def _offer(self, finished: FinishedEpoch) -> bool:
         """Offers a complete boundary to the members. `awaiting_acks` waits for acknowledgements, then reports.
 
-        In the job's first epoch this waits for admissions and acknowledgements here.
+        In the job's first epoch it waits for admissions and acknowledgements itself.
 
         Returns:
             Whether the task goes on before the epoch is committed.
@@ -419,8 +422,8 @@ class Lanes:
         boundary = Boundary(following, self._term, value, {epoch - 1: finished.rows} if finished.rows else {})
         self._replica.boundaries.hold(boundary, committed=False)
         if self._turns.at == epoch:
-            if self._several:
-                self._snapshotted(following.epoch)
+            if self._has_several:
+                self._on_snapshot_taken(following.epoch)
             else:
                 self._turns.at = following.epoch  # without a call
         gathers = self._room.is_set() or self._may_begin(self._next)
@@ -480,14 +483,14 @@ class Lanes:
         )
         primary.reporter.set(report)
         if reported.waiting:
-            reported.passed(epoch)
+            reported.end_turn(epoch)
         else:
             reported.at = finished.following.epoch
         self._reported_at = self._tracing.on and clock()
         return ahead
 
     def _next_acknowledged(self, finished: FinishedEpoch) -> bool:
-        """True if the next epoch will be reported right after this one: the commit need not be hurried then."""
+        """True if the next epoch will be reported right after this one, so that the commit need not be hurried."""
         waiting = self.awaiting_acks.pending
         if len(waiting) < 2 or waiting[0] is not finished:
             return False
@@ -495,10 +498,10 @@ class Lanes:
         return self._primary.backups.acknowledged((epoch, attempt, self._term))
 
     async def _checkpoint(self, stamp: Stamp, previous: Mapping[str, float]) -> None:
-        """Begins to write the committed boundary, if a checkpoint is due. That of task 0 has all reports.
+        """Begins to write the committed boundary, if a checkpoint is due. The boundary of task 0 has all reports.
 
         Args:
-            previous: what the task reported in the epoch before.
+            previous: the numbers that the task reported in the previous epoch.
         """
         primary, replica = self._primary, self._replica
         committed = replica.boundaries.committed
@@ -514,15 +517,15 @@ class Lanes:
             primary.writer.begin(committed.stamp, replica.bind_all_reports(committed.value))
 
     async def _check(self, attempt: Attempt) -> None:
-        """Replays the epoch in strict mode; otherwise looks for changes that no snapshot has."""
+        """Checks an epoch that has run: replays it in strict mode, or else looks for changes that no snapshot has."""
         if attempt.recording is not None:
             attempt.recording.numbers, attempt.recording.finishing = attempt.numbers, attempt.finishing
             await self._primary.strict.check(attempt.recording)
         else:
-            self._checks = self._primary.unsaved.look(attempt.number)
+            self._checks = self._primary.unsaved.check(attempt.number)
 
 
-def _lanes_of(primary: Primary) -> int:
+def _lane_count(primary: Primary) -> int:
     """Returns how many epochs of the task may be in flight."""
     settings = primary.node.settings
     if not primary.replica.shape.in_flight or settings.strict:
@@ -531,7 +534,7 @@ def _lanes_of(primary: Primary) -> int:
 
 
 def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Returns the first error that is no mere consequence of another one."""
+    """Returns the first error of a group that is not a consequence of another one."""
     leaves: list[BaseException] = []
     stack: list[BaseException] = [errors]
     while stack:

@@ -1,8 +1,8 @@
-"""Flags and requests of one attempt: sent, received and answered, each counted once.
+"""Flags and requests of one attempt: sends, receives and answers them; each counts once in the ledger.
 
-A request's effects count exactly once in an attempt. If the same request comes again, because its reply was lost or
-another primary of the sender computed the same, it gets the same reply. A pure request has no effects and is in no sum:
-its handler may run again, but not while it runs for the same request.
+A request's effects happen exactly once in an attempt. If a request comes again, because its reply was lost or a new
+primary of the sender computed it again, it gets the same reply. A pure request has no effects and is in no sum: its
+handler may run again, but not while it runs for the same request.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Mailbox:
         return list(self._awaited.values())
 
     def end(self) -> None:
-        """Unwinds threads that wait for a reply: the attempt is over, and waits for them."""
+        """Ends the waits of threads for replies: the attempt is over, and waits for these threads."""
         for future in list(self._awaited):
             if not future.done():
                 future.set_exception(self._attempt.ended())
         self._awaited.clear()
 
     def drop(self) -> None:
-        """Frees the replies: the attempt is over."""
+        """Frees the replies, since the attempt is over."""
         self.end()
         self._answers.clear()
 
@@ -127,7 +127,7 @@ class Mailbox:
     # -- in ---------------------------------------------------------------------------------------
 
     async def take_flag(self, message: Flag) -> Accepted:
-        """Acknowledges a flag. `on_flag` runs before the task is idle again."""
+        """Takes and acknowledges a flag. `on_flag` runs before the task is idle again."""
         attempt = self._attempt
         if "on_flag" not in attempt.replica.shape.overrides:
             raise Refused(Reason.NOT_OFFERED, f"task {attempt.task} defines no on_flag(epoch, sender, meta)")
@@ -178,7 +178,7 @@ class Mailbox:
         return answer
 
     def _pure_answer(self, message: Request, method_name: str) -> asyncio.Task[Answer]:
-        """Runs a pure handler, unless it runs for the same request already: a thread cannot be stopped."""
+        """Returns the asyncio task that runs a pure handler for a request; a running one if there is one."""
         attempt = self._attempt
         key = (message.sender, message.method, message.number, message.value.digest)
         answer = self._pure.get(key)
@@ -199,8 +199,8 @@ class Mailbox:
         name, call = f"handler {message.method}", _call_and_encode(handler, f"{what}: its answer", attempt.allocate)
         watch = None
         if pure and recording is not None and recording.note_pure_call(message.method):
-            quiet, actor = attempt.quiet, replica.actor
-            watch = PureWatch(attempt.scratch, recording, lambda: bool(quiet.open_holds) or actor.waiting > 0)
+            activity, actor = attempt.activity, replica.actor
+            watch = PureWatch(attempt.scratch, recording, lambda: bool(activity.open_holds) or actor.waiting > 0)
             call = watch.around(call)
         if recording is not None:
             call = recording.wrap(Step(None, where, method_name, message.sender, message.value), call)
@@ -227,7 +227,7 @@ class Mailbox:
 
 
 def _call_and_encode(handler: Callable[..., Any], what: str, allocate: Allocate) -> Callable[..., Any]:
-    """Combines handler and encoding into one call: a reply that cannot travel is a mistake of the handler."""
+    """Wraps a handler so that it also encodes its reply: a reply that cannot travel is an error of the handler."""
     if is_async(handler):
 
         async def run_async(*args: Any) -> Encoded:

@@ -1,4 +1,4 @@
-"""Pulls of one task: of the items of its epoch and, in the same call, of those of the next epochs."""
+"""Pulls of one task: one call pulls the items of its epoch and of the next epochs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ Channel = tuple[str, int]
 """(tag, producer)."""
 
 _EARLY_BYTES = 32 << 20
-"""Limit on items that arrive before their epoch: each producer bounds its own, but a task may have many producers."""
+"""The most bytes of items that arrive before their epoch. Each producer bounds its items, but there may be many."""
 _AT_ONCE = 16
-"""Epochs in one call. With four times as many, each call costs more than it saves."""
+"""The most epochs in one call. With four times as many, a call costs more than it saves."""
 LARGE_BYTES = 4 << 10
 """Smaller items do not count for `_EARLY_BYTES`."""
 _EARLY_CALLS = 256
-"""Calls of one task that may wait at its producers, besides those of the epoch at work."""
+"""The most calls of one task that wait at its producers in advance of the epoch at work."""
 
 
 class Pulls:
     """One task's pulls in one term.
 
     Most tasks pull the same channels in every epoch. So a channel that two consecutive epochs pulled is pulled in
-    advance: one frame asks the producer for the items of the next epochs, and it sends each when it is put. These are
-    calls like others: they fail if the producer dies, and their items count only if the attempt of their epoch takes
-    them.
+    advance: one frame asks the producer for the items of the next epochs, and the producer sends each item when it is
+    put. These calls fail as others if the producer dies, and an item counts only if the attempt of its epoch takes it.
 
     Args:
-        ahead: epochs in one call; 1 for the epoch at work only.
+        ahead: the number of epochs in one call; 1: only the epoch at work.
         epochs: the job's number of epochs, if it is known.
     """
 
@@ -44,13 +43,13 @@ class Pulls:
         self.large: dict[Channel, int] = {}
         """Channel -> bytes of its last item, if that was large. While this is empty, `came` may skip small items."""
         self._early: dict[Channel, dict[int, asyncio.Future[Reply]]] = {}  # pulled in advance
-        self._looked_at = -1  # the epoch of the last `_forget_old`
+        self._forgot_at = -1  # the epoch of the last `_forget_old`
 
     def begin(self, stamp: Stamp, sender: int, term: int, channel: Channel) -> asyncio.Future[Reply] | None:
-        """Pulls one item, unless it was pulled in advance; None if that takes more than one try.
+        """Pulls one item, or returns the pull that was made in advance.
 
         Returns:
-            A future like that of `Router.begin`.
+            A future like that of `Router.begin`; None: use `Router.to_primary`.
         """
         if stamp.attempt != self._attempt:
             self.drop()
@@ -69,7 +68,7 @@ class Pulls:
             if replies:
                 self._early[channel] = {epoch + after: reply for after, reply in enumerate(replies) if after}
                 return replies[0]
-        elif before is None and self._looked_at < epoch:
+        elif before is None and self._forgot_at < epoch:
             self._forget_old(epoch)
         return self._router.begin(producer, Pull(stamp, sender, term, producer, tag))
 
@@ -90,8 +89,8 @@ class Pulls:
             self.large.pop((tag, producer), None)
 
     def _forget_old(self, epoch: int) -> None:
-        """Forgets channels that were not pulled in this epoch or the one before: a tag may name its epoch."""
-        self._looked_at = epoch
+        """Forgets channels that were not pulled in the last two epochs, since a tag may contain its epoch."""
+        self._forgot_at = epoch
         for channel in [channel for channel, latest in self._latest.items() if latest < epoch - 1]:
             del self._latest[channel]
             if channel in self._early:
@@ -104,9 +103,9 @@ class Pulls:
             reply.cancel()
 
     def drop(self) -> None:
-        """Cancels the pulls in advance: the attempt is over."""
+        """Cancels the pulls in advance, since the attempt is over."""
         for channel in tuple(self._early):
             self._forget(channel)
         self._latest.clear()
         self.large.clear()
-        self._looked_at = -1
+        self._forgot_at = -1

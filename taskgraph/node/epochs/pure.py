@@ -1,6 +1,6 @@
-"""Strict mode: finds what a handler that is marked pure changed in `epoch.scratch`, which it may only read.
+"""Strict mode: checks that a handler that is marked pure does not change `epoch.scratch`.
 
-A pure handler may run any number of times for one request. A replay runs it once, too, so it cannot show the mistake.
+A pure handler may run any number of times for one request. A replay also runs it once, so it cannot show the mistake.
 Instead `epoch.scratch` is compared right before and after the handler, if no other user code can run in between.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from taskgraph.epoch import Scratch
 from taskgraph.errors import StateError
-from taskgraph.node.epochs.differing import Digests, changed, digest, pickled
+from taskgraph.node.epochs.differing import Digests, changed_names, digest, pickled
 from taskgraph.node.epochs.recording import Recording
 from taskgraph.node.usercode.coroutines import is_async
 
@@ -22,7 +22,7 @@ class PureWatch:
     """Watches one call of a pure handler.
 
     Args:
-        others: threads or asyncio tasks of user code may change `scratch` meanwhile.
+        others: returns True if threads or asyncio tasks of user code may change `scratch` meanwhile.
     """
 
     def __init__(self, scratch: Scratch, recording: Recording, others: Callable[[], bool]) -> None:
@@ -32,7 +32,7 @@ class PureWatch:
         self._changed: list[str] = []
 
     def around(self, handler: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the handler in the comparison."""
+        """Wraps the handler so that `epoch.scratch` is compared before and after it."""
         if is_async(handler):
 
             async def run_async(*args: Any) -> Any:
@@ -59,16 +59,16 @@ class PureWatch:
 
     def _end(self, others: bool, switches: int, before: Digests) -> None:
         if not others and self._recording.switches == switches:
-            self._changed = changed(before, self._content())
+            self._changed = changed_names(before, self._content())
 
     def _content(self) -> Digests:
         return {name: _content_of(value) for name, value in vars(self._scratch).copy().items()}
 
     def check(self, what: str) -> None:
-        """Raises StateError if the handler changed something.
+        """Raises StateError if the handler changed `epoch.scratch`.
 
         Args:
-            what: the handler, for the message.
+            what: names the handler in the message.
         """
         if self._changed:
             names = ", ".join(f"epoch.scratch.{name}" for name in self._changed)

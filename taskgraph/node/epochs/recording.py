@@ -16,7 +16,7 @@ from taskgraph.epoch import Scratch
 from taskgraph.errors import StateError
 from taskgraph.graph.compose import Processor
 from taskgraph.graph.values import separate, staying, untouched, verify
-from taskgraph.node.epochs.differing import Digests, changed, digests, look, state_of
+from taskgraph.node.epochs.differing import Digests, changed_names, digests, read_values, state_of
 from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
@@ -24,9 +24,9 @@ from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
 __all__ = ["RecordedReply", "Recording", "RequestKind", "SharedItem", "SideEffects", "Step", "side_effects_of"]
 
 RequestKind = tuple[str, int, str]
-"""Which code sent a request, to which task, and the method."""
+"""(code that sent a request, receiving task, method)."""
 _PURE_CALLS = 4
-"""Calls of each pure handler that are checked in an epoch: before and after a call all of `epoch.scratch` is read."""
+"""Calls of each pure handler that are checked in an epoch. Few, since a check reads all of `epoch.scratch` twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class RecordedReply:
-    """The reply to a request with that digest, and how long after the request it came."""
+    """The digest of a request, its reply, and how long after the request the reply came."""
 
     asked: bytes
     value: Encoded
@@ -59,7 +59,7 @@ class RecordedReply:
 
 @dataclass(frozen=True, slots=True)
 class SharedItem:
-    """An item in device memory that several tasks read: checked, since code of one may change it for all."""
+    """An item in device memory that several tasks read. It is checked, since one task may change it for all."""
 
     value: EncodedOnDevice
     tag: str
@@ -68,7 +68,7 @@ class SharedItem:
     epoch: int
 
     @property
-    def viewed(self) -> bool:
+    def was_viewed(self) -> bool:
         return any(buffer.viewed for buffer in staying(self.value))
 
 
@@ -89,14 +89,14 @@ class Recording:
     """Records what one task does in one attempt.
 
     Args:
-        shared_items: of earlier epochs, too: user code may keep views of them.
+        shared_items: the watched items, also those of earlier epochs, of which user code may keep views.
 
     Attributes:
         before: the state when the epoch began.
         steps: all calls of user code, in the order in which they began.
-        interleaved: a step began while another one, which waited, had not ended.
+        interleaved: True if a step began while another step waited.
         answered: handler, sender and number of each request -> digest of the reply.
-        switches: how often code of the task has begun or ended.
+        switches: counts the beginnings and ends of steps.
     """
 
     def __init__(self, replica: Replica, stamp: Stamp, shared_items: list[SharedItem]) -> None:
@@ -121,53 +121,53 @@ class Recording:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # parallel computes begin and end in threads
         self._open = 0
-        self._written: SharedItem | None = None
+        self._written_item: SharedItem | None = None
         self._pure_calls: Counter[str] = Counter()
 
-    # -- what the task does -----------------------------------------------------------------------
+    # -- recording --------------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Takes digests of the state: the epoch begins."""
+        """Takes digests of the state at the beginning of the epoch."""
         self.before = await state_of(self.replica)
 
     def wrap(self, step: Step, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps user code so that `step` is noted when it begins, which may be after a wait for the task's turn."""
+        """Wraps user code so that `step` is recorded when the code begins, maybe after a wait for its turn."""
         if is_async(function):
 
             @functools.wraps(function)
             async def run_async(*args: Any) -> Any:
-                self._begins(step)
+                self._note_begin(step)
                 try:
                     return await function(*args)
                 finally:
-                    self._ends()
+                    self._note_end()
 
             return run_async
 
         @functools.wraps(function)
         def run(*args: Any) -> Any:
-            self._begins(step)
+            self._note_begin(step)
             try:
                 return function(*args)
             finally:
-                self._ends()
+                self._note_end()
 
         return run
 
-    def _begins(self, step: Step) -> None:
+    def _note_begin(self, step: Step) -> None:
         with self._lock:
             self.interleaved |= self._open > 0
             self._open += 1
             self.switches += 1
             self.steps.append(step)
 
-    def _ends(self) -> None:
+    def _note_end(self) -> None:
         with self._lock:
             self._open -= 1
             self.switches += 1
 
     def note_request(self, kind: RequestKind, value: Encoded) -> Callable[[Encoded], None]:
-        """Notes a request; returns what to call with the reply."""
+        """Notes a request. Returns a function to be called with the reply."""
         sent = self._loop.time()
         self.requests[(kind, value.digest)] += 1
 
@@ -178,7 +178,7 @@ class Recording:
         return replied
 
     def note_pure_call(self, method: str) -> bool:
-        """Notes a call of a pure handler; True for the first few, which are checked."""
+        """Counts a call of a pure handler. True for the first calls in an epoch, which are checked."""
         self._pure_calls[method] += 1
         return self._pure_calls[method] <= _PURE_CALLS
 
@@ -186,19 +186,19 @@ class Recording:
         """Checks the state after a step: only a sync point may change it.
 
         Args:
-            looked: the function of `watch` was called.
+            looked: True if the function that `watch` returned was called.
 
         Raises:
-            StateError: another step changed it, or wrote to memory that other tasks read.
+            StateError: a step that is no sync point changed the state, or a step wrote to memory that other tasks read.
         """
         await self._check_shared(where, looked)
-        await look(self.replica, partial(self._check_filled, where))
+        await read_values(self.replica, partial(self._check_filled, where))
         if not sync:
             await self.check_state(where)
 
     async def check_state(self, where: str) -> None:
-        """Raises StateError if the state is not what it was when the epoch began."""
-        if self.before and (written := changed(self.before, await state_of(self.replica))):
+        """Raises StateError if the state has changed since the epoch began."""
+        if self.before and (written := changed_names(self.before, await state_of(self.replica))):
             raise self._error(
                 f"{where!r} changed state ({', '.join(written)}) outside a sync point; change state only in a "
                 f"processor without outbound channels, and hand values there through epoch.scratch"
@@ -210,9 +210,9 @@ class Recording:
     # -- memory that other tasks read -------------------------------------------------------------
 
     async def items_for(self, processor: Processor) -> Mapping[tuple[str, int], Encoded]:
-        """Returns the items that a processor gets; items on a device are watched from now on.
+        """Returns the items for a processor; items on a device are watched from now on.
 
-        A coroutine gets copies of these: its writes would be noticed too late to tell them from those of other tasks.
+        A coroutine gets copies of these: the check could not tell its writes from those of other tasks.
         """
         items = self.items
         for tag, producers in processor.inbound.items():
@@ -221,19 +221,19 @@ class Recording:
                 if type(value) is EncodedOnDevice:
                     item = value
                     if is_async(processor.compute):
-                        item = await look(self.replica, partial(separate, value))
+                        item = await read_values(self.replica, partial(separate, value))
                         items = {**items, (tag, producer): item}
                     shared = SharedItem(item, tag, producer, processor.name, self.stamp.epoch)
                     self._shared_items.append(shared)
         return items
 
     def close_outputs(self, name: str, outputs: Outputs) -> None:
-        """Closes the outputs of a processor that has returned. What it filled in place must not change from now on."""
+        """Closes the outputs of a processor that has returned, and notes the arrays that it must not change now."""
         self._filled |= dict.fromkeys(outputs.filled, name)
         outputs.close()
 
     def watch(self, processor: Processor, close: Callable[[], None]) -> Callable[[], None]:
-        """Returns what to call when a processor has returned: `close`, and a check of the shared items.
+        """Returns a function to be called when a processor has returned: it calls `close` and checks shared items.
 
         The first check after a write names the processor that wrote.
         """
@@ -242,21 +242,21 @@ class Recording:
 
         def run() -> None:
             close()
-            self._find_written()
+            self._find_written_item()
 
         return run
 
-    def _find_written(self) -> None:
+    def _find_written_item(self) -> None:
         for item in self._shared_items:
-            if self._written is None and not untouched(item.value):
-                self._written = item
+            if self._written_item is None and not untouched(item.value):
+                self._written_item = item
 
     async def _check_shared(self, where: str, looked: bool) -> None:
         if self._shared_items:
             if not looked:
-                await look(self.replica, self._find_written)
-            self._shared_items[:] = [item for item in self._shared_items if item.viewed]
-        if (item := self._written) is not None:
+                await read_values(self.replica, self._find_written_item)
+            self._shared_items[:] = [item for item in self._shared_items if item.was_viewed]
+        if (item := self._written_item) is not None:
             raise self._error(
                 f"{where!r} wrote to what {item.tag!r} of task {item.producer} brought to {item.processor!r} in epoch "
                 f"{item.epoch}: an array on a device is the memory that was put, and others read it, too; write to a "
@@ -275,7 +275,7 @@ class Recording:
 
 
 class _Work(Protocol):
-    """An attempt, or the replay of one."""
+    """An attempt or a replay, as `side_effects_of` sees it."""
 
     @property
     def scratch(self) -> Scratch: ...

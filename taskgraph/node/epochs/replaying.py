@@ -1,7 +1,7 @@
 """Strict mode: runs a recorded epoch again on another object of the task.
 
-The steps run one after another, in the order in which they began. Inputs and replies come from the recording; a reply
-comes as long after its request as it did. What the task puts, sends and answers is compared.
+The steps run one after another, in the order in which they began. Inputs and replies come from the recording, a reply
+after the same time as in the epoch. The items, messages and replies of the task are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from taskgraph.errors import StateError
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import encode
-from taskgraph.node.epochs.differing import Digests, attributes_of, changed, look, state_of
+from taskgraph.node.epochs.differing import Digests, attributes_of, changed_names, read_values, state_of
 from taskgraph.node.epochs.recording import RecordedReply, Recording, RequestKind, Step
 from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import UserCodeError
@@ -30,7 +30,7 @@ from taskgraph.protocol.messages import Encoded
 __all__ = ["Replay", "ReplayResult", "differing_reports", "replay", "replay_from_snapshot"]
 
 _THREADS_S = 2.0
-"""Real seconds that user threads have in a test, whose clock leaps over waits."""
+"""Real seconds that user threads have in a test, in which the clock jumps over waits."""
 
 
 @dataclass(slots=True)
@@ -38,10 +38,10 @@ class ReplayResult:
     """The result of a replay.
 
     Attributes:
-        differing: in words, what came out differently.
-        state: the state after the epoch.
-        reports: what the task reported; "epoch.finish()" is 1 if the job is to end.
-        left: attributes that a first try changed and `restore` did not set back.
+        differing: texts that name the items, messages, replies and state that differ.
+        state: digests of the state after the epoch.
+        reports: the reported numbers; "epoch.finish()" is 1 if the task called it.
+        left: attributes that a first try changed and `restore` did not reset.
     """
 
     differing: list[str]
@@ -50,8 +50,8 @@ class ReplayResult:
     left: list[str] = field(default_factory=list)
 
 
-class _NeverEnds(Exception):
-    """A step that ended in the recorded epoch does not end in the replay."""
+class _StepNeverEnds(Exception):
+    """In the replay a step does not end that ended in the recorded epoch."""
 
 
 async def replay_from_snapshot(
@@ -61,7 +61,7 @@ async def replay_from_snapshot(
 
     Args:
         after: the state after the recorded epoch.
-        first_try: before that, run the epoch up to its sync points and restore again, as when it restarts.
+        first_try: first runs the epoch up to its sync points, then restores again, as in a restart.
 
     Raises:
         UserCodeError: user code failed.
@@ -71,10 +71,10 @@ async def replay_from_snapshot(
         await fresh.restore(boundary)
         if first_try:
             restored = await attributes_of(fresh)
-            with contextlib.suppress(_NeverEnds):  # if so, the second run does not end either
+            with contextlib.suppress(_StepNeverEnds):  # if so, the second run does not end either
                 await _run(fresh, recording, first_try=True)
             await fresh.restore(boundary)
-            left = changed(restored, await attributes_of(fresh))
+            left = changed_names(restored, await attributes_of(fresh))
         found = await replay(fresh, recording, after)
     except UserCodeError as error:
         error.traceback_text += (
@@ -87,10 +87,10 @@ async def replay_from_snapshot(
 
 
 async def replay(fresh: Replica, recording: Recording, after: Digests) -> ReplayResult:
-    """Runs the epoch on a task object as it is."""
+    """Runs the epoch on a task object without restoring it."""
     try:
         work = await _run(fresh, recording)
-    except _NeverEnds as never:
+    except _StepNeverEnds as never:
         return ReplayResult([f"{str(never)!r} does not end"], after, _reports(recording))
     state = await state_of(fresh)
     differing = work.differing() + [f"state {name!r}" for name in after if after[name] != state.get(name)]
@@ -103,7 +103,7 @@ def _reports(work: Recording | Replay) -> dict[str, float]:
 
 
 def differing_reports(recording: Recording, replayed: ReplayResult) -> dict[str, tuple[float | None, float | None]]:
-    """Returns what was reported differently: the recorded number and the one of the replay."""
+    """Returns {name: (recorded number, number in the replay)} of the reports that differ."""
     one, other = _reports(recording), replayed.reports
     pairs = {name: (one.get(name), other.get(name)) for name in {**one, **other}}
     return {name: (a, b) for name, (a, b) in pairs.items() if a != b and (a == a or b == b)}
@@ -124,13 +124,13 @@ async def _run(fresh: Replica, recording: Recording, *, first_try: bool = False)
 
 
 async def _run_to_end(work: Replay, step: Step, processors: Mapping[str, Processor]) -> None:
-    """Runs a step in a test; raises _NeverEnds if the step does not end."""
+    """Runs a step in a test; raises _StepNeverEnds if the step does not end."""
     running = asyncio.create_task(work.run(step, processors))
     until = time.monotonic() + _THREADS_S
     try:
         while not (await asyncio.wait([running], timeout=work.fresh.job.settings.cancel_s))[0]:
             if time.monotonic() >= until:
-                raise _NeverEnds(step.name)
+                raise _StepNeverEnds(step.name)
         running.result()
     finally:
         if not running.done():
@@ -183,7 +183,7 @@ class Replay:
             payload = await fresh.arrived(step.payload)
             answer = await fresh.actor.call(step.name, function, Epoch(self, step.where), step.sender, payload)
             if step.method != "on_flag":
-                self._answered[step.where] = await look(fresh, lambda: encode(answer, what="").digest)
+                self._answered[step.where] = await read_values(fresh, lambda: encode(answer, what="").digest)
             return
         processor = processors.get(step.processor.name)
         if processor is None:
@@ -197,7 +197,7 @@ class Replay:
         await fresh.actor.call(step.where, outputs.close)
 
     def differing(self) -> list[str]:
-        """Says in words what the task put, sent and answered differently."""
+        """Returns texts that name the items, messages and replies that differ from the recording."""
         recording = self._recording
         found = [
             f"{tag!r} to task {to}"
@@ -254,7 +254,7 @@ class Replay:
         return future
 
     def _take_reply(self, kind: RequestKind, asked: bytes) -> RecordedReply | None:
-        """Takes the reply to the same request; otherwise to the first one that is left of this kind."""
+        """Takes the recorded reply to this request; if it differs from all, the first remaining reply of this kind."""
         replies = self._replies.get(kind, [])
         same = (at for at, reply in enumerate(replies) if reply.asked == asked)
         return replies.pop(next(same, 0)) if replies else None
@@ -287,7 +287,7 @@ class Replay:
         return release
 
     async def until_released(self) -> None:
-        """Waits until user code has released its holds; `cancel_s` at most, since a replay that differs may never."""
+        """Waits until user code has released its holds, `cancel_s` at most: a replay that differs may keep one."""
         held = [asyncio.wrap_future(released) for released in self._holds]
         until = time.monotonic() + _THREADS_S
         while held:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 __all__ = ["AHEAD_BYTES", "EPOCH_BYTES", "Share", "Sharing"]
 
 AHEAD_BYTES = 88 << 20
-"""Limit for all primaries of a node. With everything else a node then takes less than 150 MiB."""
+"""The most bytes for all primaries of a node, which then takes less than 150 MiB in all."""
 EPOCH_BYTES = 3 << 10
 """Memory of an epoch without items and state: its Python objects."""
 _LEAST, _MOST = 2, 8
@@ -16,11 +16,11 @@ during a commit; more than eight save little."""
 
 
 class Sharing:
-    """Divides a node's memory among its primaries.
+    """Divides a node's memory for uncommitted epochs among its primaries.
 
     Attributes:
-        primaries: their number.
-        epochs: uncommitted epochs that each may have at least.
+        primaries: the number of primaries.
+        epochs: the number of uncommitted epochs that each primary may have at least.
     """
 
     def __init__(self) -> None:
@@ -29,14 +29,12 @@ class Sharing:
         self._sum = 0  # over all primaries, of the bytes of the largest epoch
 
     def changed(self, before: int, now: int) -> None:
-        """Notes the bytes of the largest epoch of one primary."""
+        """Notes that the largest epoch of a primary now has `now` bytes instead of `before`."""
         self._sum += now - before
         self.epochs = max(_LEAST, min(_MOST, AHEAD_BYTES // max(1, self._sum)))
 
     def share(self, largest: int) -> int:
-        """Returns how many bytes the uncommitted epochs of one task may hold.
-
-        That is an even share, or the room for `epochs` epochs if that is more.
+        """Returns how many bytes the uncommitted epochs of one task may take: an even share, or `epochs` epochs.
 
         Args:
             largest: bytes of the task's largest epoch.
@@ -45,18 +43,18 @@ class Sharing:
 
 
 class Share:
-    """The share of one task in one attempt: how far it may be ahead of the last commit.
+    """One task's share in one attempt: how many epochs it may be ahead of the last commit.
 
     Args:
         ahead: the limit in epochs.
         at: the epoch at work.
-        changed: called with `far` when it may have changed.
+        changed: called with `epochs_allowed` when it may have changed.
 
     Attributes:
-        bytes: no epoch begins while the uncommitted ones hold more.
-        far: epochs that may be uncommitted, as none of the recent ones is larger than `most`.
-        most: bytes of the largest epoch of the last two periods; a period is `ahead` epochs.
-        recent: bytes of the largest epoch of this period.
+        bytes: no epoch begins while the uncommitted epochs take more.
+        epochs_allowed: the number of epochs that may be uncommitted, each of `largest_bytes` at most.
+        largest_bytes: size of the largest epoch of the last two periods; a period is `ahead` epochs.
+        period_bytes: size of the largest epoch of this period.
         until: the period ends when this epoch commits.
         epochs: `Sharing.epochs` when `bytes` was computed.
     """
@@ -85,30 +83,30 @@ class Share:
         self.until = at + ahead
 
     def note_epoch(self, epoch_bytes: int) -> None:
-        """Notes an epoch that is larger than `recent`."""
+        """Notes the size of an epoch that is larger than `period_bytes`."""
         self.period_bytes = epoch_bytes
         if epoch_bytes > self.largest_bytes:
-            self._largest(epoch_bytes)
+            self._set_largest(epoch_bytes)
 
-    def look_back(self, snapshotted: int) -> None:
+    def begin_period(self, snapshotted: int) -> None:
         """Begins another period, so that one large epoch does not slow down all later ones."""
         self.until = snapshotted + self._ahead
         recent, self.period_bytes = self.period_bytes, 0
         if recent < self.largest_bytes:
-            self._largest(recent)
+            self._set_largest(recent)
 
-    def _largest(self, held: int) -> None:
+    def _set_largest(self, held: int) -> None:
         self.sharing.changed(self.largest_bytes, held)
         self.largest_bytes = held
-        self.make()
+        self.compute()
 
-    def look(self) -> None:
+    def adapt(self) -> None:
         """Adapts to the number of primaries on the node."""
         if self.sharing.share(self.largest_bytes) != self.bytes:
-            self.make()
+            self.compute()
 
-    def make(self) -> None:
-        """Computes the share from what the tasks of the node need now."""
+    def compute(self) -> None:
+        """Computes the share anew."""
         self.epochs = self.sharing.epochs
         self.bytes = self.sharing.share(self.largest_bytes)
         self.epochs_allowed = min(self._ahead, self.bytes // max(1, self.largest_bytes))

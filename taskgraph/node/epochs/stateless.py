@@ -1,7 +1,7 @@
 """Strict mode: checks that methods marked `@tg.stateless` depend on no state, and change none.
 
-Marked methods run again on an object as `setup` left it. There they must do what they did in the epoch, and leave the
-object unchanged: epochs in flight depend on that.
+Marked methods run again on an object on which only `setup` has run. They must do there what they did in the epoch, and
+leave the object unchanged: epochs in flight depend on that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from taskgraph.errors import StateError
 from taskgraph.graph.compose import Processor
-from taskgraph.node.epochs.differing import attributes_of, changed, look
+from taskgraph.node.epochs.differing import attributes_of, changed_names, read_values
 from taskgraph.node.epochs.recording import Recording, Step, side_effects_of
 from taskgraph.node.epochs.replaying import Replay
 from taskgraph.node.replica import Replica
@@ -25,10 +25,10 @@ _NAMES = 5
 
 
 async def check_stateless(recording: Recording, fresh: Replica) -> None:
-    """Runs the marked methods of a recorded epoch on `fresh`, an object as `setup` left it.
+    """Runs the marked methods of a recorded epoch on `fresh`, an object on which only `setup` has run.
 
     Raises:
-        StateError: it came out differently, failed, or changed the object.
+        StateError: a method had another outcome, failed, or changed the object.
     """
     work = Replay(fresh, recording)
     processors: dict[str, Processor] = {}
@@ -36,9 +36,9 @@ async def check_stateless(recording: Recording, fresh: Replica) -> None:
     async def compose() -> None:
         processors.update(await work.compose())
 
-    await _leaves_object(recording, fresh, "compose", compose())
+    await _check_object_unchanged(recording, fresh, "compose", compose())
     if [_graph_of(p) for p in processors.values()] != [_graph_of(p) for p in recording.composed]:
-        raise await _mark_fails(recording, fresh, "compose", "declares another graph")
+        raise await _mark_error(recording, fresh, "compose", "declares another graph")
     waited_for = False
     for step in recording.steps:
         if step.processor is None:
@@ -53,26 +53,28 @@ async def check_stateless(recording: Recording, fresh: Replica) -> None:
 async def _check_step(
     recording: Recording, fresh: Replica, work: Replay, step: Step, processors: dict[str, Processor]
 ) -> None:
-    before = await look(fresh, partial(side_effects_of, work))
-    await _leaves_object(recording, fresh, step.where, work.run(step, processors))
+    before = await read_values(fresh, partial(side_effects_of, work))
+    await _check_object_unchanged(recording, fresh, step.where, work.run(step, processors))
     for (tag, to), digest in work.digests.items():
         if recording.puts[(tag, to)].digest != digest:
-            raise await _mark_fails(recording, fresh, step.where, f"puts another {tag!r} to task {to}")
-    after, recorded = await look(fresh, partial(side_effects_of, work)), recording.side_effects[step.where]
-    names = set(changed(before, after))
+            raise await _mark_error(recording, fresh, step.where, f"puts another {tag!r} to task {to}")
+    after, recorded = await read_values(fresh, partial(side_effects_of, work)), recording.side_effects[step.where]
+    names = set(changed_names(before, after))
     if recorded.alone:  # otherwise what other code handed on is among the recorded changes
-        names.update(changed(recorded.before, recorded.after))
+        names.update(changed_names(recorded.before, recorded.after))
     if differing := sorted(name for name in names if after.get(name) != recorded.after.get(name)):
-        raise await _mark_fails(recording, fresh, step.where, f"leaves another {differing[0]}")
+        raise await _mark_error(recording, fresh, step.where, f"leaves another {differing[0]}")
 
 
-async def _leaves_object(recording: Recording, fresh: Replica, where: str, call: Coroutine[Any, Any, None]) -> None:
+async def _check_object_unchanged(
+    recording: Recording, fresh: Replica, where: str, call: Coroutine[Any, Any, None]
+) -> None:
     before = await attributes_of(fresh)
     try:
         await call
     except UserCodeError as error:
-        raise await _mark_fails(recording, fresh, where, f"fails ({error})") from error
-    if written := changed(before, await attributes_of(fresh)):
+        raise await _mark_error(recording, fresh, where, f"fails ({error})") from error
+    if written := changed_names(before, await attributes_of(fresh)):
         raise StateError(
             f"task {fresh.task}, epoch {recording.stamp.epoch}: {where!r} is marked @tg.stateless, and changed "
             f"{', '.join(f'self.{name}' for name in written)}: another epoch may run between this and who reads it; "
@@ -80,8 +82,8 @@ async def _leaves_object(recording: Recording, fresh: Replica, where: str, call:
         )
 
 
-async def _mark_fails(recording: Recording, fresh: Replica, where: str, what: str) -> StateError:
-    differing = changed(await attributes_of(fresh), await attributes_of(recording.replica))
+async def _mark_error(recording: Recording, fresh: Replica, where: str, what: str) -> StateError:
+    differing = changed_names(await attributes_of(fresh), await attributes_of(recording.replica))
     names = ", ".join(f"self.{name}" for name in differing[:_NAMES])
     hint = f"; since setup() changed: {names}" if differing else ""
     return StateError(

@@ -5,16 +5,16 @@ that `snapshot()` forgets. Strict mode finds both without a failure.
 
 - While an epoch runs, `recording.py` compares the state before and after each processor and handler.
 - After the epoch, `setup` makes a fresh object, which is restored from the snapshot before the epoch. It runs the
-  recorded steps one after another, with the recorded inputs and replies (`replaying.py`). What it puts, sends and
-  answers, and its state, must be the same. Reported numbers and `epoch.finish()` may depend on a clock: a difference
-  in these counts only if an attribute explains it.
+  recorded steps one after another, with the recorded inputs and replies (`replaying.py`). Its items, messages, replies
+  and state must be equal. Reported numbers and `epoch.finish()` may depend on a clock: a difference in these counts
+  only if an attribute explains it.
 - In the first epochs, the fresh object begins the epoch, is restored and runs it again, as when an epoch restarts.
-- Epoch 0 also runs on an object that is not restored: every primary restores boundary 0, which cuts off what `setup`
-  made of the state, such as a view of an array.
-- What is marked `@tg.stateless` runs on an object as `setup` left it (`stateless.py`).
+- Epoch 0 also runs on an object that is not restored: every primary restores boundary 0, which separates the state from
+  objects that `setup` made of it, such as a view of an array.
+- Methods that are marked `@tg.stateless` run on an object on which only `setup` has run (`stateless.py`).
 - After the last epoch, `result()` is called on a fresh object restored from the last snapshot.
 
-An epoch is skipped if code of the task ran while other code of it waited: what either did in between is unknown. The
+An epoch is skipped if code of the task ran while other code of it waited: the order of their effects is unknown. The
 log says so, once per task.
 """
 
@@ -32,11 +32,11 @@ from taskgraph.errors import StateError, class_name
 from taskgraph.node.epochs.differing import (
     Digests,
     attributes_of,
-    changed,
+    changed_names,
     differing_attributes,
-    incomparable,
-    look,
+    incomparable_attributes,
     pickled,
+    read_values,
     shared,
     state_of,
 )
@@ -50,8 +50,8 @@ from taskgraph.task import Task
 
 __all__ = ["StrictMode"]
 
-_RESTARTED = 3
-"""The first epochs, which are also begun, restored and run again."""
+_RESTARTED_EPOCHS = 3
+"""The number of first epochs that are also begun, restored and run again."""
 _NAMES = 5
 """Names in a message, at most."""
 _NUMBERS = (int, float, np.number)
@@ -87,11 +87,11 @@ class StrictMode:
         """Replays an epoch that the task has just run.
 
         Raises:
-            StateError: the replay came out differently.
+            StateError: the replay differs from the epoch.
             UserCodeError: user code failed in the replay.
         """
         if recording.interleaved:
-            self._say_skipped(recording)
+            self._log_skipped(recording)
             return
         replica, boundary = self._replica, self._replica.boundaries.committed
         assert boundary is not None
@@ -102,7 +102,7 @@ class StrictMode:
         if cut_off is not None:  # two restored objects agree
             raise cut_off
 
-    def _say_skipped(self, recording: Recording) -> None:
+    def _log_skipped(self, recording: Recording) -> None:
         if not self._skipped:
             self._skipped = True
             self._log.warning(
@@ -113,18 +113,18 @@ class StrictMode:
             )
 
     async def _check_replay(self, recording: Recording, boundary: Encoded, after: Digests) -> None:
-        first_try = recording.stamp.epoch < _RESTARTED
+        first_try = recording.stamp.epoch < _RESTARTED_EPOCHS
         async with self._fresh() as fresh:
             if fresh.shape.in_flight:
                 await check_stateless(recording, fresh)
             restarted = await replay_from_snapshot(fresh, recording, boundary, after, first_try=first_try)
             if not first_try or not restarted.differing:
-                await self._judge(recording, boundary, after, fresh, restarted)
+                await self._check_result_of_replay(recording, boundary, after, fresh, restarted)
                 return
         async with self._fresh() as fresh:
             replayed = await replay_from_snapshot(fresh, recording, boundary, after)
             if replayed.differing:
-                await self._judge(recording, boundary, after, fresh, replayed)
+                await self._check_result_of_replay(recording, boundary, after, fresh, replayed)
                 return
         here = f" (here: {_names(restarted.left)})" if restarted.left else ", or the task is not deterministic"
         raise _error(
@@ -133,24 +133,26 @@ class StrictMode:
             f"something in an attribute{here}; keep what belongs to one try in epoch.scratch, or reset it in restore()",
         )
 
-    async def _judge(
+    async def _check_result_of_replay(
         self, recording: Recording, boundary: Encoded, after: Digests, fresh: Replica, replayed: ReplayResult
     ) -> None:
-        """Raises StateError, with the likely reason, if the replay on `fresh` came out differently."""
+        """Raises StateError, with the likely reason, if the replay on `fresh` differs from the epoch."""
         replica, differing = self._replica, replayed.differing
         reports = differing_reports(recording, replayed)
         if not differing and not reports:
             return
         suspects = await differing_attributes(replica, fresh, after)
-        if not differing and (named := _explained(reports, suspects, replica, fresh)):
+        if not differing and (named := _explain_reports(reports, suspects, replica, fresh)):
             async with self._fresh() as other:  # what depends on a clock differs in each replay
                 again = await replay_from_snapshot(other, recording, boundary, after)
             differing = [name for name in named if again.reports.get(name) == replayed.reports.get(name)]
         if not differing or (not suspects and recording.requests and not replica.threads.in_step):
             return  # on a busy node a reply may come later than it did
-        why = await _encoded_differently(replica, fresh, differing) or await self._restore_loses(boundary)
+        why = await _explain_encoding(replica, fresh, differing) or await self._find_lost_by_restore(boundary)
         if not why and not suspects:
-            why = await self._changed_between(recording, boundary) or _share_memory(replica, after, replayed)
+            why = await self._find_changed_between_epochs(recording, boundary) or _find_shared_memory(
+                replica, after, replayed
+            )
         if not why:
             why = (
                 f"snapshot() forgets state, or the task is not deterministic{await _hint(replica, suspects, after)}; "
@@ -160,13 +162,13 @@ class StrictMode:
             recording, f"replayed from its snapshot, the epoch came out differently ({_names(differing)}): {why}"
         )
 
-    async def _restore_loses(self, boundary: Encoded) -> str:
-        """Says which state `restore()` does not take back, if any."""
+    async def _find_lost_by_restore(self, boundary: Encoded) -> str:
+        """Returns text about state that `snapshot()` returns and `restore()` does not set; "" if there is none."""
         if "restore" not in self._replica.shape.overrides:
             return ""
         async with self._fresh() as fresh:
             await fresh.restore(boundary)
-            lost = changed(await self._state_in(boundary), await state_of(fresh))
+            lost = changed_names(await self._state_in(boundary), await state_of(fresh))
         if not lost:
             return ""
         return (
@@ -174,9 +176,9 @@ class StrictMode:
             f"super().restore(state) sets its attributes"
         )
 
-    async def _changed_between(self, recording: Recording, boundary: Encoded) -> str:
-        """Says which state changed between its snapshot and the beginning of the epoch, if any."""
-        if not (moved := changed(recording.before, await self._state_in(boundary))):
+    async def _find_changed_between_epochs(self, recording: Recording, boundary: Encoded) -> str:
+        """Returns text about state that changed between its snapshot and the epoch's beginning; "" if none did."""
+        if not (moved := changed_names(recording.before, await self._state_in(boundary))):
             return ""
         hooks = [hook for hook in ("on_commit", "on_event") if hook in self._replica.shape.overrides]
         return (
@@ -191,16 +193,16 @@ class StrictMode:
         if not replica.stateful:
             return {}
         state = (await replica.arrived(boundary, writable=True))["state"]
-        encoded = await look(replica, partial(encode_fields, state, replica.task))
+        encoded = await read_values(replica, partial(encode_fields, state, replica.task))
         return {name: value.digest for name, value in encoded.items()}
 
     # -- on an object that is not restored --------------------------------------------------------
 
     async def _check_as_set_up(self, recording: Recording, after: Digests) -> StateError | None:
-        """Runs epoch 0 on an object as `setup` left it.
+        """Runs epoch 0 on an object on which only `setup` has run.
 
         Returns:
-            The error, if the epoch came out differently. None, too, if it failed: `restore` may make what it needs; or
+            The error, if the epoch differs. None also if it failed, since `restore` may make what the epoch needs, or
             if `setup` makes another state each time.
         """
         async with self._fresh() as fresh:
@@ -213,7 +215,7 @@ class StrictMode:
             except UserCodeError:
                 return None
             differing = replayed.differing
-            encoded = differing and await _encoded_differently(self._replica, fresh, differing)
+            encoded = differing and await _explain_encoding(self._replica, fresh, differing)
             if not differing and pairs:  # a later epoch may read it
                 cut_off = {name for name, _ in pairs} & {*await differing_attributes(self._replica, fresh, after)}
                 differing = [f"self.{name}" for name in sorted(cut_off)]
@@ -247,13 +249,13 @@ class StrictMode:
             except UserCodeError as error:
                 what = f"fails ({error})"
             else:
-                if _same(other, value):
+                if _are_equal(other, value):
                     return
                 what = "is another one"
             state = await state_of(replica)
             suspects = await differing_attributes(replica, fresh, state)
         try:
-            if not _same(await replica.result(), value):
+            if not _are_equal(await replica.result(), value):
                 return
         except UserCodeError:
             return  # it can be asked for once only
@@ -276,14 +278,14 @@ def _pairs(pairs: list[tuple[str, str]]) -> str:
     return _names([f"self.{one} and self.{other}" for one, other in pairs])
 
 
-def _same(one: Encoded | None, other: Encoded | None) -> bool:
+def _are_equal(one: Encoded | None, other: Encoded | None) -> bool:
     return (one.digest if one is not None else None) == (other.digest if other is not None else None)
 
 
-def _explained(
+def _explain_reports(
     reports: dict[str, tuple[float | None, float | None]], suspects: list[str], replica: Replica, fresh: Replica
 ) -> list[str]:
-    """Names the reports that differ as a differing attribute does, and an end of the job that the replay lacks."""
+    """Returns the differing reports that a differing attribute explains, and an `epoch.finish()` that differs."""
     mine, others = vars(replica.user_task), vars(fresh.user_task)
     pairs = [(mine.get(name), others.get(name)) for name in suspects]
     pairs = [pair for pair in pairs if all(issubclass(type(value), _NUMBERS) for value in pair)]
@@ -291,26 +293,26 @@ def _explained(
     return [name for name, pair in reports.items() if pair in pairs or (name == ends and pair[0])]
 
 
-def _share_memory(replica: Replica, after: Digests, replayed: ReplayResult) -> str:
-    """Says which two attributes of state are one array or object, if one of them came out differently."""
+def _find_shared_memory(replica: Replica, after: Digests, replayed: ReplayResult) -> str:
+    """Returns text about two attributes of the state that are one array or object, if one of them differs."""
     state = {name: value for name, value in vars(replica.user_task).items() if name in after}
-    pairs = shared(state, changed(after, replayed.state))
+    pairs = shared(state, changed_names(after, replayed.state))
     if not pairs:
         return ""
     return f"{_pairs(pairs)} are one object, and two once they are restored; give each attribute of state its own copy"
 
 
 async def _hint(replica: Replica, suspects: list[str], state: Digests) -> str:
-    """Says which attributes may be the forgotten state."""
+    """Returns text about the attributes that may be the forgotten state."""
     if suspects:
         return f"; attributes that differ and are not in the snapshot: {', '.join(suspects)}"
-    if unknown := incomparable(replica, {*state, *await attributes_of(replica)}):
+    if unknown := incomparable_attributes(replica, {*state, *await attributes_of(replica)}):
         return f"; it may be an attribute that is not in the snapshot and cannot travel: {_names(unknown)}"
     return ""
 
 
-async def _encoded_differently(replica: Replica, fresh: Replica, differing: list[str]) -> str:
-    """Says so if all that differs is state that is equal, as far as pickle can tell, and has other bytes."""
+async def _explain_encoding(replica: Replica, fresh: Replica, differing: list[str]) -> str:
+    """Returns text if only the encoding of the state differs, and its values are equal, as far as pickle can tell."""
 
     def values_of(task: Task) -> dict[str, object]:
         return {f"state {name!r}": value for name, value in named_fields(task.snapshot()).items()}
@@ -324,7 +326,7 @@ async def _encoded_differently(replica: Replica, fresh: Replica, differing: list
         except Exception:  # user objects may raise anything
             return False
 
-    if not await look(replica, equal):
+    if not await read_values(replica, equal):
         return ""
     types = ", ".join(dict.fromkeys(class_name(type(mine[name])) for name in differing))
     return (

@@ -15,7 +15,7 @@ from taskgraph.protocol.messages import Call, Reply, Stamp
 if TYPE_CHECKING:
     from taskgraph.node.epochs.attempt import Attempt
     from taskgraph.node.epochs.attempts import Attempts
-    from taskgraph.node.epochs.unsaved import UnsavedState
+    from taskgraph.node.epochs.unsaved import UnsavedStateCheck
 
 __all__ = ["Term"]
 
@@ -24,8 +24,8 @@ class Term(Protocol):
     """A task's primary in one term.
 
     Attributes:
-        loop: the event loop of the node, and
-        thread: the one that it runs in.
+        loop: the event loop of the node.
+        thread: the thread that the event loop runs in.
     """
 
     @property
@@ -41,7 +41,7 @@ class Term(Protocol):
     @property
     def pulls(self) -> Pulls: ...
     @property
-    def unsaved(self) -> UnsavedState: ...
+    def unsaved(self) -> UnsavedStateCheck: ...
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
     @property
@@ -51,7 +51,7 @@ class Term(Protocol):
         """Notes that an attempt asked for the end of the job."""
 
     def report_idle(self, attempt: Attempt, version: int) -> None:
-        """Reports to the leader that the epoch of an attempt is quiet here, at that version."""
+        """Reports to the leader that the task is idle in an attempt's epoch, at that version."""
 
     async def call(self, stamp: Stamp, to: int, message: Callable[[], Call], what: str, lost: str) -> Reply:
         """Calls the primary of a task for an attempt, with retries.
@@ -59,13 +59,13 @@ class Term(Protocol):
         If the call is refused for good, the attempt cannot finish: the epoch restarts, which cancels this.
 
         Args:
-            what: the call, in words.
-            lost: its final refusal, in words.
+            what: names the call in messages.
+            lost: says in messages that the call is refused for good.
 
         Raises:
-            Refused: the task does not offer that.
+            Refused: the called task does not serve such a call.
             TaskGraphError: a retry would be refused, too.
         """
 
     def missed(self, attempt: Attempt, error: GraphError) -> None:
-        """Fails the job: an attempt that had finished, and may be committed, sent a message."""
+        """Fails the job, since an attempt sent a message after it had finished; it may be committed."""

@@ -11,7 +11,7 @@ class Turns:
     """Lets epochs pass in their order.
 
     Attributes:
-        at: the epoch whose turn it is. While `waiting` is empty, it may be set instead of a call of `passed`.
+        at: the epoch whose turn it is. While `waiting` is empty, setting it does as much as a call of `end_turn`.
     """
 
     def __init__(self, at: int) -> None:
@@ -26,7 +26,7 @@ class Turns:
                 event = self.waiting[epoch] = asyncio.Event()
             await event.wait()
 
-    def passed(self, epoch: int) -> None:
+    def end_turn(self, epoch: int) -> None:
         """Ends the turn of `epoch`."""
         assert epoch == self.at, f"epoch {epoch} passed at the turn of {self.at}"
         self.at = epoch + 1

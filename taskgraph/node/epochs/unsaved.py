@@ -1,13 +1,13 @@
 """Finds attributes that an epoch changed and that no snapshot has, and hints at them by an event, in ordinary runs.
 
 A job whose `state=[...]` lacks an attribute gives the right result until a backup takes over: there the attribute is as
-`setup` left it. Strict mode finds that in tests. Here the first epochs of a term are checked, and nothing is computed
+`setup` left it. Strict mode finds that in tests. This module checks the first epochs of a term, and computes nothing
 twice: a cache looks like state, so the event is a hint. A task that overrides `snapshot` or `restore` is not checked:
-it may make the attribute by itself.
+it may restore the attribute by itself.
 
-A global, or an attribute of the class, is not in another process either. Writes to these are found in the bytecode of
-the class: the values alone do not tell which task wrote. Attributes of a global `threading.local` that `setup` sets are
-found likewise.
+A new primary does not have a changed global or class attribute either. Writes to these are found in the bytecode of the
+class, since values do not show which task wrote them. Attributes of a global `threading.local` that `setup` sets are
+found in the same way.
 
 The checks run on the event loop, beside user threads, and call no user code: numbers, texts and numpy arrays are
 compared by value, everything else by identity. After an unexpected error they stop: a hint is not worth a node.
@@ -35,83 +35,80 @@ if TYPE_CHECKING:
     from taskgraph.node.replica import Replica
     from taskgraph.node.services import NodeServices
 
-__all__ = ["UnsavedState", "written_outside"]
+__all__ = ["UnsavedStateCheck", "outside_writes"]
 
 _EPOCHS = 2
-"""Epochs of a term that are checked: in the first one there may be nothing to add up."""
+"""The number of epochs of a term that are checked: some attributes change only from the second epoch on."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _SMALL_BYTES = 4 << 10
-"""Larger values are compared by identity, and arrays by their two ends, too: a step changes all of an array."""
+"""Larger values are compared by identity, and arrays also by both ends: most steps change a whole array."""
 _ARRAYS_BYTES = 64 << 10
-"""Bytes of a task's arrays that are kept, in all."""
+"""The most bytes of a task's arrays that are kept for comparison."""
 _NAMES = 5
 """Names in one event, at most."""
-_AROUND = ("__init__", "setup", "teardown")
-"""Methods that run on every node: what they write elsewhere is there, too."""
+_RUN_ON_EVERY_NODE = ("__init__", "setup", "teardown")
+"""Methods that run on every node, so that what they write outside the object is on every node."""
 
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
-_Same = Callable[[object], bool]
-"""Whether an attribute has the value that it had."""
+_Check = Callable[[object], bool]
+"""(value of an attribute) -> whether it equals the attribute's earlier value."""
 
 
-class UnsavedState:
+class UnsavedStateCheck:
     """Checks the first epochs of one task in one term for changed attributes that no snapshot has."""
 
     def __init__(self, node: NodeServices, replica: Replica, term: int) -> None:
         self._node = node
         self._replica = replica
         self._term = term
-        self._left = _EPOCHS
-        self._before: dict[str, _Same] = {}
+        self._epochs_left = _EPOCHS
+        self._before: dict[str, _Check] = {}
         self._state_left = 0  # epochs whose state is checked before the sync points
 
     def begin(self) -> bool:
-        """Notes the attributes when an attempt begins. Returns whether its first epoch is to be checked.
-
-        An attribute that appears during an epoch belongs to that epoch.
-        """
-        if self._left and not self._replica.shape.overrides & {"snapshot", "restore"}:
+        """Notes the attributes when an attempt begins. True if its first epoch is to be checked."""
+        if self._epochs_left and not self._replica.shape.overrides & {"snapshot", "restore"}:
             try:
-                self._before = _seen(self._replica.user_task)
+                self._before = _capture(self._replica.user_task)
                 self._state_left = _EPOCHS if self._replica.job.settings.epochs_in_flight == 1 else 0
-                self._tell_outside()
+                self._emit_outside_writes()
             except Exception as error:
                 self._give_up(error)
         return bool(self._before)
 
-    def look(self, epoch: int) -> bool:
-        """Checks an epoch that has run. Returns whether the next one is to be checked, too."""
+    def check(self, epoch: int) -> bool:
+        """Checks an epoch that has run. True if the next epoch is to be checked, too."""
         try:
-            self._look(epoch)
+            self._check(epoch)
         except Exception as error:
             self._give_up(error)
-        return self._left > 0
+        return self._epochs_left > 0
 
-    def _look(self, epoch: int) -> None:
-        names = _changed(self._before, self._replica.user_task)
+    def _check(self, epoch: int) -> None:
+        names = _changed_names(self._before, self._replica.user_task)
         # `on_commit` may change attributes between two epochs.
-        self._left = 0 if names or "on_commit" in self._replica.shape.overrides else self._left - 1
-        if not self._left:
+        self._epochs_left = 0 if names or "on_commit" in self._replica.shape.overrides else self._epochs_left - 1
+        if not self._epochs_left:
             self._before = {}
         if names:
-            self._tell(names, epoch)
+            self._emit_changed(names, epoch)
 
-    def state_now(self) -> dict[str, _Same] | None:
-        """Returns the state at the beginning of an epoch, for `look_at_state`; None if this epoch is not checked."""
+    def capture_state(self) -> dict[str, _Check] | None:
+        """Captures the state at the beginning of an epoch, for `check_state_unchanged`; None: do not check it."""
         if not self._state_left:
             return None
         self._state_left -= 1
         try:
-            return _seen(self._replica.user_task, state=True)
+            return _capture(self._replica.user_task, state=True)
         except Exception as error:
             self._give_up(error)
             return None
 
-    def look_at_state(self, before: dict[str, _Same], epoch: int) -> None:
-        """Reports state that changed in an epoch before its sync points."""
+    def check_state_unchanged(self, before: dict[str, _Check], epoch: int) -> None:
+        """Emits an event if state changed in an epoch before its sync points."""
         try:
-            names = _changed(before, self._replica.user_task)
+            names = _changed_names(before, self._replica.user_task)
         except Exception as error:
             self._give_up(error)
             return
@@ -119,7 +116,7 @@ class UnsavedState:
             self._state_left = 0
             kind = class_name(type(self._replica.user_task))
             changed = first_names([f"self.{name}" for name in names], _NAMES)
-            self._tell_once(
+            self._emit_once(
                 f"{kind} changed {changed} outside a sync point: if the "
                 f"epoch starts again, that change is made twice. Change state only in a processor without outbound "
                 f"channels; tg.testing.run finds the place",
@@ -127,52 +124,52 @@ class UnsavedState:
             )
 
     def _give_up(self, error: Exception) -> None:
-        self._left, self._before, self._state_left = 0, {}, 0
+        self._epochs_left, self._before, self._state_left = 0, {}, 0
         kind = class_name(type(self._replica.user_task))
         text = f"{kind} is no longer checked for changes that no snapshot has: {error_text(error)}"
         if text not in self._node.emitted_unsaved:
             self._node.emitted_unsaved.add(text)
             self._node.log.warning("task %d: %s", self._replica.task, text)
 
-    def _tell_outside(self) -> None:
+    def _emit_outside_writes(self) -> None:
         kind, seen = type(self._replica.user_task), self._node.emitted_unsaved
         if (checked := f"class {id(kind)}") in seen:
             return
         seen.add(checked)
-        for method, names in set_for_thread(kind).items():
-            self._tell_once(
+        for method, names in thread_local_writes(kind).items():
+            self._emit_once(
                 f"{class_name(kind)}.{method} sets {first_names(names, _NAMES)} of a threading.local: other calls may "
                 f"run in another thread, and find nothing there, or what another task set. Keep it in an attribute of "
                 f"the task, or in a contextvars.ContextVar"
             )
-        for method, what in written_outside(kind).items():
-            self._tell_once(
+        for method, what in outside_writes(kind).items():
+            self._emit_once(
                 f"{class_name(kind)}.{method} writes {what}: no snapshot has that, and another node has "
                 f"what the module set. If results depend on it, they differ after a failover: keep it in the state, or "
                 f"fill it in setup(), from what any node has"
             )
 
-    def _tell(self, names: list[str], epoch: int) -> None:
+    def _emit_changed(self, names: list[str], epoch: int) -> None:
         kind = class_name(type(self._replica.user_task))
         changed = first_names([f"self.{name}" for name in names], _NAMES)
         it, them = ("it is", "it") if len(names) == 1 else ("they are", "them")
-        self._tell_once(
+        self._emit_once(
             f"{kind} changed {changed} in an epoch, and no snapshot has {them}: after a failover {it} as "
             f"setup() left {them}. If later epochs or result() depend on {them}, which tg.testing.run finds out, write "
             f"state={names[:_NAMES]!r}; what is for one epoch alone is better kept in epoch.scratch",
             epoch,
         )
 
-    def _tell_once(self, text: str, epoch: int | None = None) -> None:
-        """Emits the event once per node, though many tasks of a class do the same."""
+    def _emit_once(self, text: str, epoch: int | None = None) -> None:
+        """Emits an event once per node: many tasks of a class may have the same mistake."""
         task = self._replica.task
         if text not in self._node.emitted_unsaved:
             self._node.emitted_unsaved.add(text)
             self._node.events.emit("unheld", f"task {task}: {text}", task=task, epoch=epoch, term=self._term)
 
 
-def written_outside(kind: type) -> dict[str, str]:
-    """Returns the methods of a task class that write to a global or to an attribute of the class, and to which.
+def outside_writes(kind: type) -> dict[str, str]:
+    """Returns {method: text about the globals or class attributes that it writes} of a task class.
 
     Functions that they call are not examined.
     """
@@ -186,18 +183,18 @@ def written_outside(kind: type) -> dict[str, str]:
                 codes.setdefault(name, code)  # the method of a subclass counts
                 for used in _names_in(code):
                     users.setdefault(used, set()).add(name)
-    around = set(_AROUND)
+    around = set(_RUN_ON_EVERY_NODE)
     while more := {m for m in codes.keys() - around if (by := users.get(m, set()) - {m}) and by <= around}:
         around |= more  # methods that only these call run on every node, too
     names, found = {class_name(base) for base in bases}, {}
     for name, code in codes.items():
-        if name not in around and (written := dict.fromkeys(_written(code, names))):
+        if name not in around and (written := dict.fromkeys(_writes_in(code, names))):
             found[name] = " and ".join(list(written)[:_NAMES])
     return found
 
 
-def set_for_thread(kind: type) -> dict[str, list[str]]:
-    """Returns the methods called once per replica that set attributes of a global `threading.local`, and which."""
+def thread_local_writes(kind: type) -> dict[str, list[str]]:
+    """Returns {method: attributes of a global `threading.local` that it sets} of methods called once per replica."""
     found: dict[str, list[str]] = {}
     for method in ("__init__", "setup"):
         function = inspect.unwrap(getattr(kind, method))
@@ -220,8 +217,8 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(inner)
 
 
-def _written(code: CodeType, classes: set[str]) -> Iterator[str]:
-    """Yields in words: `MODEL = ...` under `global MODEL`, `Fit.best = ...` and `Fit.steps += ...`."""
+def _writes_in(code: CodeType, classes: set[str]) -> Iterator[str]:
+    """Yields text about each write to a global (`MODEL = ...`) or class attribute (`Fit.best = ...`) in the code."""
     steps: list[tuple[str, Any]] = []
     if not classes.isdisjoint(code.co_names) or _STORE_GLOBAL in code.co_code[::2]:  # disassembling is slow
         steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
@@ -235,7 +232,7 @@ def _written(code: CodeType, classes: set[str]) -> Iterator[str]:
             yield f"{of}.{later}, an attribute of the class"
     for inner in code.co_consts:
         if type(inner) is CodeType:
-            yield from _written(inner, classes)
+            yield from _writes_in(inner, classes)
 
 
 def _attributes(task: object) -> dict[str, object]:
@@ -244,27 +241,27 @@ def _attributes(task: object) -> dict[str, object]:
     return {name: value for name, value in found.items() if type(name) is str}
 
 
-def _seen(task: Any, *, state: bool = False) -> dict[str, _Same]:
-    """Returns a check for each attribute that is not state; for each that is, with `state`."""
+def _capture(task: Any, *, state: bool = False) -> dict[str, _Check]:
+    """Returns a check for each attribute that is not state, or with `state` for each attribute that is."""
     declared = type(task).__taskgraph_state__
     left, seen = _ARRAYS_BYTES, {}
     for name, value in _attributes(task).items():
         if name not in FRAMEWORK_ATTRIBUTES and (name in declared) == state:
-            ends = _ends(value) if left > 0 else b""
+            ends = _array_ends(value) if left > 0 else b""
             left -= len(ends)
-            seen[name] = _same_as(value, ends)
+            seen[name] = _same_value(value, ends)
     return seen
 
 
-def _changed(seen: dict[str, _Same], task: object) -> list[str]:
+def _changed_names(seen: dict[str, _Check], task: object) -> list[str]:
     now, gone = _attributes(task), object()
     return [name for name, same in seen.items() if not same(now.get(name, gone))]
 
 
-def _ends(value: object) -> bytes:
+def _array_ends(value: object) -> bytes:
     """Returns the bytes of an array of numbers, or of its two ends; b"" for other values.
 
-    And b"" for memory that numpy does not own: a file may be slow to read, and shared memory may be gone.
+    Also b"" for memory that numpy does not own: a file may be slow to read, and shared memory may be gone.
     """
     if type(value) is not np.ndarray or value.dtype.kind not in "biufc":
         return b""
@@ -281,19 +278,19 @@ def _ends(value: object) -> bytes:
     return flat[:count].tobytes() + flat[-count:].tobytes()
 
 
-def _same_as(value: Any, ends: bytes) -> _Same:
+def _same_value(value: Any, ends: bytes) -> _Check:
     kind = type(value)
     if any(kind is plain for plain in _PLAIN) and sys.getsizeof(value) <= _SMALL_BYTES:
         return lambda now: type(now) is kind and (now is value or now == value)  # a NaN is not equal to itself
     if ends and value.nbytes == len(ends):
         dtype, shape = value.dtype, value.shape
-        return lambda now: _ends(now) == ends and now.dtype == dtype and now.shape == shape  # type: ignore[attr-defined]
-    is_it = _is(value)
-    return (lambda now: is_it(now) and _ends(now) == ends) if ends else is_it
+        return lambda now: _array_ends(now) == ends and now.dtype == dtype and now.shape == shape  # type: ignore[attr-defined]
+    is_it = _same_object(value)
+    return (lambda now: is_it(now) and _array_ends(now) == ends) if ends else is_it
 
 
-def _is(value: object) -> _Same:
-    """Compares by identity, without keeping a value that may be large."""
+def _same_object(value: object) -> _Check:
+    """Returns a check by identity that does not keep a value alive, which may be large."""
     try:
         at = weakref.ref(value)
     except TypeError:  # a list, a dict

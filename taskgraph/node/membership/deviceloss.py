@@ -44,27 +44,29 @@ class DeviceLoss:
         self._replicas = replicas
         self._leaving = False
         self.error: DeviceLost | None = None
-        self._spoiled: tuple[UserCodeError, int, Stamp] | None = None
+        self._first_error: tuple[UserCodeError, int, Stamp] | None = None
 
     def note_error(self, error: BaseException, task: int, stamp: Stamp) -> None:
         """Notes that the work of an epoch met a device error. It is reported once earlier epochs are settled."""
-        if isinstance(error, UserCodeError) and (self._spoiled is None or self._spoiled[2].attempt < stamp.attempt):
-            self._spoiled = error, task, stamp
+        if isinstance(error, UserCodeError) and (
+            self._first_error is None or self._first_error[2].attempt < stamp.attempt
+        ):
+            self._first_error = error, task, stamp
 
     def root_error(
         self, error: UserCodeError | TaskGraphError, task: int, epoch: int | None
     ) -> tuple[UserCodeError | TaskGraphError, int, int | None]:
         """The error to report: that of a compute, in place of a copy's that only met it."""
         if (
-            self._spoiled is None
+            self._first_error is None
             or not isinstance(error, UserCodeError)
             or error.where != COPIES
             or cuda_error(error) is None
         ):
             return error, task, epoch
-        spoiler, by, stamp = self._spoiled
+        cause, by, stamp = self._first_error
         at = self._node.keeper.view.stamp
-        return (spoiler, by, stamp.epoch) if at is not None and at.attempt == stamp.attempt else (error, task, epoch)
+        return (cause, by, stamp.epoch) if at is not None and at.attempt == stamp.attempt else (error, task, epoch)
 
     def why_fail(self, error: UserCodeError | TaskGraphError, task: int, epoch: int) -> str | None:
         """Text to add to the job's failure; None: the job does not fail, this node ends instead."""
@@ -101,17 +103,17 @@ class DeviceLoss:
         self.error = DeviceLost(f"{node.name} {reason}")
         node.log.error("task %d met an error of its device%s, epoch %d", task, where, epoch, exc_info=found)
         try:
-            if why := await self._given_away(task, epoch):
+            if why := await self._wait_for_replicas(task, epoch):
                 await node.fail_with(error, task, epoch, (), why)
             else:
-                await self._tell(GoneRecord(reason=reason, task=task, epoch=epoch, writer=node.writer()))
+                await self._declare_gone(GoneRecord(reason=reason, task=task, epoch=epoch, writer=node.writer()))
         except CoordinationError as failed:
             node.log.warning("cannot tell why this node ends: %s", failed)
         for replica in self._replicas.values():
             replica.actor.abandoned = True  # no more code of the task may run here, not even `teardown`
         node.end_with(self.error)
 
-    async def _given_away(self, task: int, epoch: int) -> str:
+    async def _wait_for_replicas(self, task: int, epoch: int) -> str:
         """Waits until other nodes have the state that only this one has. Returns why the job fails instead, or ""."""
         node = self._node
         if (first := self._outcome(task, epoch)).wait:
@@ -125,7 +127,7 @@ class DeviceLoss:
             return f"{node.name} waited {node.settings.drain_s:g} s (drain_s) for {waited}" if waited else ""
         return self._outcome(task, epoch).fail
 
-    async def _tell(self, record: GoneRecord) -> None:
+    async def _declare_gone(self, record: GoneRecord) -> None:
         """Declares this node gone at once, so that takeovers need not wait for the end of the process."""
         node, keys = self._node, self._node.keeper.view.keys
         txn = transactions.declare_gone(node.keeper.view, node.id, record)

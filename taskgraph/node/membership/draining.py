@@ -27,7 +27,7 @@ class Draining:
         self._node = node
         self._empty = empty
         self._why_paused = why_paused
-        self._late = False
+        self._past_deadline = False
 
     def begin(self, why: str) -> None:
         """Asks the node to hand everything over and leave. Asking again changes nothing.
@@ -39,7 +39,7 @@ class Draining:
             return
         node.draining = True
         text = f"{node.name} leaves: {why}"
-        if node.running and node.keeper.view.has_work and not self._others():
+        if node.running and node.keeper.view.has_work and not self._other_nodes():
             text += (
                 f"; there is no other node that could take over what it has: start one within "
                 f"{node.settings.drain_s:g} s (drain_s), or that is lost"
@@ -56,12 +56,12 @@ class Draining:
     async def _deadline(self) -> None:
         node = self._node
         await asyncio.sleep(node.settings.drain_s)
-        if node.running and node.keeper.view.has_work and (text := self._given_up()):
+        if node.running and node.keeper.view.has_work and (text := self._remaining_tasks()):
             node.events.emit("drain", text, fields={"leaves": node.id})
-        self._late = True
+        self._past_deadline = True
         node.keeper.notify_later()
 
-    def _given_up(self) -> str:
+    def _remaining_tasks(self) -> str:
         """Names tasks that were not handed over, with reason and consequence; "": none, as far as this node knows."""
         node, view = self._node, self._node.keeper.view
         alone = sole_copies(view, node.job.tasks, node.id)
@@ -72,7 +72,7 @@ class Draining:
         if paused := self._why_paused():
             why = f"{paused[0]}, and cannot write to etcd that another node takes over"
         else:
-            why = "there was no other node to take over" if not self._others() else "no other node has taken over"
+            why = "there was no other node to take over" if not self._other_nodes() else "no other node has taken over"
         text = f"{node.name} leaves without having handed over task {ids_text([*alone, *others])} {within}: {why}"
         if others:
             once = " once etcd answers it" if paused else ""
@@ -82,7 +82,7 @@ class Draining:
             text += f"; task {ids_text(alone)} no other node has"
         return text
 
-    def _others(self) -> list[str]:
+    def _other_nodes(self) -> list[str]:
         node = self._node
         return remaining_nodes(node.keeper.view, node.spec.run, node.id)
 
@@ -92,7 +92,7 @@ class Draining:
         node = self._node
         if not node.draining:
             return False
-        if self._late:
+        if self._past_deadline:
             return True
         if not self._empty():
             return False

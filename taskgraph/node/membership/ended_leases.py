@@ -42,46 +42,48 @@ class EndedLeases:
     def __init__(self, node: NodeCore, changed: Callable[[str, int, bool], None]) -> None:
         self._node = node
         self._changed = changed
-        self._asked: dict[str, _LeaseQuery] = {}
+        self._queries: dict[str, _LeaseQuery] = {}
         self._epoch = -1
-        self._moved_at = 0.0
+        self._progress_at = 0.0
 
     @property
     def nodes(self) -> frozenset[str]:
         """Nodes whose lease has ended, though their key is still in etcd."""
-        return frozenset(node for node, asked in self._asked.items() if asked.end.ended and self._current(node, asked))
+        return frozenset(
+            node for node, asked in self._queries.items() if asked.end.ended and self._is_current(node, asked)
+        )
 
     async def watch(self) -> None:
         """Asks etcd until cancelled."""
         node, beat_s = self._node, self._node.settings.lease_ttl_s / 5
         while True:
-            next_at = min((asked.next_at for asked in self._asked.values()), default=node.coordinator.now() + beat_s)
+            next_at = min((asked.next_at for asked in self._queries.values()), default=node.coordinator.now() + beat_s)
             await asyncio.sleep(min(max(next_at - node.coordinator.now(), 0.0), beat_s))
             now = node.coordinator.now()
             at = node.keeper.view.stamp
             if (
                 at is not None and at.epoch != self._epoch
             ):  # not the attempt: a restart does not prove that a node lives
-                self._epoch, self._moved_at = at.epoch, now
-            self._choose(missing=now - self._moved_at >= beat_s and not node.paused)
-            for name, asked in list(self._asked.items()):
+                self._epoch, self._progress_at = at.epoch, now
+            self._choose(missing=now - self._progress_at >= beat_s and not node.paused)
+            for name, asked in list(self._queries.items()):
                 if asked.next_at <= now:
                     await self._ask(name, asked)
 
     def _choose(self, *, missing: bool) -> None:
         """Chooses the leases to ask about. An ended one is asked about until its key is gone."""
         view = self._node.keeper.view
-        self._asked = {n: a for n, a in self._asked.items() if self._current(n, a) and (missing or a.end.ended)}
+        self._queries = {n: a for n, a in self._queries.items() if self._is_current(n, a) and (missing or a.end.ended)}
         if missing:
-            for name in self._partners():
-                if name in view.nodes and name not in self._asked:
-                    self._asked[name] = _LeaseQuery(view.nodes[name].record.lease, self._node.settings.lease_ttl_s)
+            for name in self._sharing_nodes():
+                if name in view.nodes and name not in self._queries:
+                    self._queries[name] = _LeaseQuery(view.nodes[name].record.lease, self._node.settings.lease_ttl_s)
 
-    def _current(self, name: str, asked: _LeaseQuery) -> bool:
+    def _is_current(self, name: str, asked: _LeaseQuery) -> bool:
         known = self._node.keeper.view.nodes.get(name)
         return known is not None and known.record.lease == asked.lease
 
-    def _partners(self) -> list[str]:
+    def _sharing_nodes(self) -> list[str]:
         """Nodes that share a task with this one: it may take over from them, or evict them."""
         view, me, found = self._node.keeper.view, self._node.id, dict[str, None]()
         for task, primary in view.primaries.items():
@@ -102,5 +104,5 @@ class EndedLeases:
             return
         received_at = coordinator.now()
         asked.next_at = received_at + asked.end.on_answer(left_s, sent_at=sent_at, received_at=received_at)
-        if asked.end.ended != before and self._current(name, asked):
+        if asked.end.ended != before and self._is_current(name, asked):
             self._changed(name, asked.lease, asked.end.ended)

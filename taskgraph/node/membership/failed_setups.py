@@ -32,7 +32,7 @@ class FailedSetUps:
         self.alone = node.own_process
         self._error: SetUpFailed | None = None
 
-    def ends(self, error: UserCodeError | TaskGraphError, task: int) -> bool:
+    def ends_node(self, error: UserCodeError | TaskGraphError, task: int) -> bool:
         """True if this node ends instead of the job. Of several failed set-ups the first is reported."""
         if self._error is not None:
             return True

@@ -30,7 +30,7 @@ class FatalCode:
         self._changed = changed
         self._failing: asyncio.Task[None] | None = None
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """True if the job is to fail for such code; no takeovers begin then."""
         node, view = self._node, self._node.keeper.view
         if self._failing is None:

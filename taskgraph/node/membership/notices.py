@@ -24,7 +24,7 @@ class Notices:
         self._node = node
         self._roles = roles
         self._terms_seen: dict[int, tuple[int, bool]] = {}
-        self._emitted_unreached: set[str] = set()
+        self._emitted_unreachable: set[str] = set()
 
     def look(self) -> None:
         """Sends NeighborFailed and NeighborRestarted to the primaries here."""
@@ -60,21 +60,21 @@ class Notices:
     @property
     def waits(self) -> tuple[str, ...]:
         """Nodes that this one cannot reach, for `status`."""
-        return tuple(self._unreached().values())
+        return tuple(self._unreachable().values())
 
-    def _unreached(self) -> dict[str, str]:
+    def _unreachable(self) -> dict[str, str]:
         """Living nodes that this one cannot reach, with the reason: a wait for one of them may never end."""
         node = self._node
         found = node.router.unreachable_nodes(node.settings.stall_check_s)
         names = {other: name_of(other) for other in sorted(found) if other not in (node.id, *node.suspects)}
         return {other: f"{node.name} cannot reach {name}: {found[other]}" for other, name in names.items()}
 
-    def _emit_unreached(self) -> None:
-        found = self._unreached()
-        self._emitted_unreached &= found.keys()
+    def _emit_unreachable(self) -> None:
+        found = self._unreachable()
+        self._emitted_unreachable &= found.keys()
         for other, why in found.items():  # sorted, so that a seed of the simulation replays exactly
-            if other not in self._emitted_unreached:
-                self._emitted_unreached.add(other)
+            if other not in self._emitted_unreachable:
+                self._emitted_unreachable.add(other)
                 self._node.events.emit("unreachable", why, fields={"unreachable": other})
 
     async def watch(self) -> None:
@@ -98,4 +98,4 @@ class Notices:
                     self._node.events.emit(
                         "slow", f"task {task}: {where!r} runs for {self._node.now() - since:.0f} s", task=task
                     )
-            self._emit_unreached()
+            self._emit_unreachable()

@@ -58,9 +58,9 @@ class Registration:
         self._why_paused = ""  # the last logged reason
         self._writing = ""  # the writer of a change of the key that is not answered yet
         node.announce = self.announce
-        self._reached: set[str] = set()  # nodes that have answered; ids are never reused
+        self._answering: set[str] = set()  # nodes that have answered; ids are never reused
 
-    def _current(self) -> NodeRecord:
+    def _make_record(self) -> NodeRecord:
         """The key's value for one write, made anew for each since several may be under way."""
         assert self._lease is not None
         return msgspec.structs.replace(
@@ -82,10 +82,10 @@ class Registration:
         keeper = self._node.keeper
         self._record, self._spec_revision = record, keeper.view.spec_revision
         while True:
-            await self._until_it_may()
+            await self._wait_until_reachable()
             if self._node.draining:
                 return
-            while (revision := await self._put_first()) is None:
+            while (revision := await self._put_first_key()) is None:
                 await self._node.retry_until_answered(keeper.load)
                 if self._node.draining:
                     return
@@ -95,8 +95,8 @@ class Registration:
             self._node.pause(False)
             with self._ticking():
                 await keeper.caught_up(revision)
-            if not await self._why_unreached():
-                if why := why_unlike(self._record, self._before()):
+            if not await self._unreached_members():
+                if why := why_unlike(self._record, self._earlier_members()):
                     self._node.events.emit("unlike", why)
                 return
             # A member registered after this node had looked: this node takes its key back before it begins anything.
@@ -112,7 +112,7 @@ class Registration:
         if view.superseded or view.spec_revision != self._spec_revision:
             raise JobError(f"job {view.keys.job!r} was submitted anew while this node started: start the node again")
 
-    async def _until_it_may(self) -> None:
+    async def _wait_until_reachable(self) -> None:
         """Waits for members that this node cannot reach, until they are gone or prove that they live.
 
         A living member renews its lease, so at least half of its TTL is always left. A member whose lease never shows
@@ -129,7 +129,7 @@ class Registration:
         renewed: dict[str, float] = {}  # since when its lease looked renewed
         while not node.draining:
             tried_at = node.now()
-            found = self._why_refused() or await self._why_unreached()
+            found = self._why_refused() or await self._unreached_members()
             if not found:
                 return
             if (why := next(iter(found.values()))) != emitted:
@@ -158,22 +158,22 @@ class Registration:
         left_s = await node.retry_until_answered(lambda: node.coordinator.lease_left(known.record.lease))
         return left_s is not None and left_s >= node.settings.lease_ttl_s / 2
 
-    async def _why_unreached(self) -> dict[str, str]:
+    async def _unreached_members(self) -> dict[str, str]:
         """Members registered before this node that do not answer it, and why."""
         node = self._node
         asked = {
             other: record
-            for other, record in self._before().items()
-            if other not in self._reached and not share_host(self._record, record)
+            for other, record in self._earlier_members().items()
+            if other not in self._answering and not share_host(self._record, record)
         }
         if not asked:
             return {}
-        why = dict(zip(asked, await asyncio.gather(*map(self._try, asked, asked.values())), strict=True))
-        self._reached.update(other for other in asked if why[other] is None)
+        why = dict(zip(asked, await asyncio.gather(*map(self._try_to_reach, asked, asked.values())), strict=True))
+        self._answering.update(other for other in asked if why[other] is None)
         if not any(why.values()):
             return {}
         await node.keeper.refresh()  # some may have left, or be gone, by now
-        there = self._before()
+        there = self._earlier_members()
         return {
             n: why_unreached(
                 self._record, asked[n], str(error), connected=isinstance(error, PeerLost) and error.connected
@@ -182,7 +182,7 @@ class Registration:
             if error is not None and n in there
         }
 
-    async def _try(self, other: str, record: NodeRecord) -> TransportError | None:
+    async def _try_to_reach(self, other: str, record: NodeRecord) -> TransportError | None:
         """Returns why a node does not answer; None: it does."""
         try:
             await self._node.transport.probe(peer_of(other, record), timeout_s=self._node.settings.connect_s)
@@ -202,10 +202,10 @@ class Registration:
         return JobError(f"this node cannot take part in job {self._node.spec.name!r}: {why}")
 
     def _why_refused(self) -> dict[str, str]:
-        before = self._before().items()
+        before = self._earlier_members().items()
         return {other: why for other, record in before if (why := why_refused(self._record, record))}
 
-    def _before(self) -> dict[str, NodeRecord]:
+    def _earlier_members(self) -> dict[str, NodeRecord]:
         """The other members registered before this node; all members while it is not registered."""
         node, view = self._node, self._node.keeper.view
         live = view.live_nodes(node.spec.run)
@@ -216,7 +216,7 @@ class Registration:
             and (not self._node.node_revision or view.nodes[other].mod_revision < self._node.node_revision)
         }
 
-    async def _put_first(self) -> int | None:
+    async def _put_first_key(self) -> int | None:
         """Grants a lease and puts the key.
 
         None if the job is another one, the lease ended meanwhile, or the node is asked to leave.
@@ -232,7 +232,7 @@ class Registration:
             return None
         self._lease = lease
         self._check_not_gone()
-        view, record = node.keeper.view, self._current()
+        view, record = node.keeper.view, self._make_record()
         txn = transactions.register(view, node.id, record)
         try:
             revision = await node.transact(txn, key=view.keys.node(node.id), writer=record.writer)
@@ -274,14 +274,14 @@ class Registration:
 
     def _why_unproved(self, lease: Lease) -> str:
         """Returns why this node must prove its lease and key again; "": no reason."""
-        return self._why_unrenewed(lease) or self._why_another()
+        return self._why_unrenewed(lease) or self._why_key_differs()
 
     def _why_unrenewed(self, lease: Lease) -> str:
         if not self._unproved(lease):
             return ""
         return f"the lease could not be renewed in time{f' ({lease.trouble()})' if lease.trouble() else ''}"
 
-    def _why_another(self) -> str:
+    def _why_key_differs(self) -> str:
         """Returns why the key in etcd is not the one that this node wrote last; "": it is.
 
         Without the key, others take this node for dead. With another revision of the key (it was deleted, and an
@@ -318,7 +318,7 @@ class Registration:
             self._reconcile()  # stale primaries step down now: the transaction names those that stay
             if node.id in node.keeper.view.gone:
                 return  # `reconcile` ends the node
-            txn = transactions.resume(node.keeper.view, node.id, self._current())
+            txn = transactions.resume(node.keeper.view, node.id, self._make_record())
             result = await node.coordinator.txn(txn)
         except CoordinationError as error:
             if str(error) != self._why_paused:  # it may repeat ten times a second
@@ -366,7 +366,7 @@ class Registration:
         """Writes to the key that this node drains."""
         while True:
             await self._node.wait_while_paused()
-            view, record = self._node.keeper.view, self._current()
+            view, record = self._node.keeper.view, self._make_record()
             self._writing = record.writer
             txn = transactions.update_node(view, self._node.id, record, self._node.node_revision)
             try:
@@ -388,14 +388,14 @@ class Registration:
         try:
             async with asyncio.timeout(node.settings.call_s):
                 try:
-                    await self._say_gone()
+                    await self._declare_gone()
                 except CoordinationError as error:  # the node may still be able to end its own lease
                     node.log.info("this node could not be declared gone: %s", error)
                 await self._lease.close(revoke=True)
         except (CoordinationError, TimeoutError) as error:
             node.log.info("the lease could not be revoked, it will expire: %s", str(error) or "no answer")
 
-    async def _say_gone(self) -> None:
+    async def _declare_gone(self) -> None:
         """Declares this node gone before its key goes, so that others do not wait for it."""
         node = self._node
         gone = node.gone_record()

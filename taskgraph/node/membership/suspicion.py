@@ -31,7 +31,7 @@ __all__ = ["Suspicion"]
 
 _EXPIRY_S = 2.0
 """Time after the TTL until etcd has deleted the keys of an ended lease, and all nodes have read that."""
-_BACK = 0.2
+_GRACE = 0.2
 """Share of the TTL that nodes have to come back after this node was paused, too."""
 _DOUBT_S = 0.1
 """Pause before a doubt is examined: mostly the node's sessions break within it, and etcd need not be read."""
@@ -74,24 +74,24 @@ class Suspicion:
         self._unproved = unproved
         self._changed = changed
         self._refused: dict[str, Refusal] = {}
-        self._outlived: set[str] = set()  # nodes that proved alive although their port refuses
+        self._proved_alive: set[str] = set()  # nodes that proved alive although their port refuses
         self.ended_leases = EndedLeases(node, self._lease_changed)
         self._absent_since: dict[str, float] = {}
         self._absent_before: frozenset[str] | None = None  # absent nodes when this node paused; None: that is long ago
-        self._coming_back: asyncio.Task[None] | None = None
+        self._grace: asyncio.Task[None] | None = None
         self._doubted: set[str] = set()  # nodes whose port refused a call
         self._probing: set[str] = set()
         self._gone_revision = -1  # of the view's `gone` that was used last
-        self._missed: set[str] = set()  # nodes whose loss was emitted for a refusing port
+        self._emitted_lost: set[str] = set()  # nodes whose loss was emitted for a refusing port
         self._emitted: set[str] | None = None
 
     def port_refused(self, node: str) -> None:
         """Its port refuses connections. Node ids are never reused, so it is dead, unless its lease proves otherwise."""
-        if node not in self._refused and node not in self._outlived and node != self._node.id:
+        if node not in self._refused and node not in self._proved_alive and node != self._node.id:
             self._refused[node] = Refusal(self._node.now())
             view = self._node.keeper.view
             if node in view.nodes and node not in view.gone:
-                self._missed.add(node)
+                self._emitted_lost.add(node)
                 self._node.events.emit(
                     "lost",
                     f"{name_of(node)} died: its port refuses connections",
@@ -115,8 +115,8 @@ class Suspicion:
 
     def connection_lost(self, node: str) -> None:
         """Probes whether a node still listens, since a connection to it broke."""
-        self._outlived.discard(node)
-        self._look_at(node)
+        self._proved_alive.discard(node)
+        self._probe_unless_refused(node)
 
     def call_refused(self, node: str) -> None:
         """A call found that its port refuses. Connections that the node opened may still stand, so no end of one
@@ -124,22 +124,22 @@ class Suspicion:
 
         A node that cannot be called is taken for dead.
         """
-        if node not in self._refused and node not in self._outlived and node not in self._doubted:
+        if node not in self._refused and node not in self._proved_alive and node not in self._doubted:
             self._doubted.add(node)
-            self._node.own(self._doubt(node), f"doubt {node}")
+            self._node.own(self._probe_if_registered(node), f"doubt {node}")
 
-    async def _doubt(self, node: str) -> None:
+    async def _probe_if_registered(self, node: str) -> None:
         try:
             await asyncio.sleep(_DOUBT_S)
             if node not in self._refused:
                 await self._node.keeper.refresh()  # it may have left in good order, which the view does not show yet
                 view = self._node.keeper.view
                 if node in view.nodes and node not in view.gone:
-                    self._look_at(node)
+                    self._probe_unless_refused(node)
         finally:
             self._doubted.discard(node)
 
-    def _look_at(self, node: str) -> None:
+    def _probe_unless_refused(self, node: str) -> None:
         if node not in self._refused:
             self._probe_soon(node)
 
@@ -162,26 +162,26 @@ class Suspicion:
                 except TransportError:
                     await self._node.short_pause()
                 else:
-                    self._outlived.discard(node)
-                    self._lives(node, "it answers")
+                    self._proved_alive.discard(node)
+                    self._clear_suspicion(node, "it answers")
                     return
         finally:
             self._probing.discard(node)
 
     def lease_unproved(self) -> None:
         """Notes that this node's own lease cannot be proved; perhaps no lease can."""
-        if self._coming_back is not None:
-            self._coming_back.cancel()
-            self._coming_back = None
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
         elif self._absent_before is None:
             self._absent_before = frozenset(self._absent_since)
 
     def lease_proved(self) -> None:
         """The lease is proved again; others need a moment for theirs."""
-        self._count_anew()
-        self._coming_back = self._node.own(self._wait_for_others(), "others come back")
+        self._restart_absences()
+        self._grace = self._node.own(self._wait_for_others(), "others come back")
 
-    def _count_anew(self) -> None:
+    def _restart_absences(self) -> None:
         """Restarts the clocks of absences: this node was frozen or cut off, and could not see the others."""
         now = self._node.now()
         self._absent_since = dict.fromkeys(self._absent_since, now)
@@ -189,8 +189,8 @@ class Suspicion:
             refusal.since = now
 
     async def _wait_for_others(self) -> None:
-        await asyncio.sleep(_BACK * self._node.settings.lease_ttl_s)
-        self._absent_before = self._coming_back = None
+        await asyncio.sleep(_GRACE * self._node.settings.lease_ttl_s)
+        self._absent_before = self._grace = None
         self.update()
         self._changed()
 
@@ -200,8 +200,8 @@ class Suspicion:
             self.lease_unproved()  # a pause is coming; without this, it would wait for them in vain
             self.lease_proved()
         view = self._node.keeper.view
-        self._look_who_takes_back()
-        named = self._named()
+        self._clear_takers_back()
+        named = self._nodes_with_tasks()
         now = self._node.now()
         absent = {node for node in named if node not in view.nodes}
         # Sorted, since nodes are declared gone in this order, and sets differ between processes.
@@ -217,7 +217,7 @@ class Suspicion:
             absent | self._refused.keys() | (self._node.gone & named) | self.ended_leases.nodes
         )
 
-    def _named(self) -> set[str]:
+    def _nodes_with_tasks(self) -> set[str]:
         """Returns the nodes that have tasks, or are to have some. An absent node counts until it is back or gone."""
         view = self._node.keeper.view
         named = {p.record.node for p in view.primaries.values()}
@@ -232,8 +232,8 @@ class Suspicion:
         """Drops what it noted of nodes that are neither registered nor in `named`."""
         kept = named | self._node.keeper.view.nodes.keys()
         self._refused = {node: refusal for node, refusal in self._refused.items() if node in kept}
-        self._outlived &= kept
-        self._missed -= self._node.gone
+        self._proved_alive &= kept
+        self._emitted_lost -= self._node.gone
         self._node.router.keep_only(kept)
 
     def _emit_deaths(self) -> None:
@@ -249,10 +249,10 @@ class Suspicion:
             name = name_of(node)
             if (record.running and not record.intended) or record.task is not None or record.ended_itself:
                 self._node.events.emit("gone", f"{name} {record.how_it_ended}", fields={"lost": node})
-            elif record.died and node not in self._missed:  # its launcher reported first
+            elif record.died and node not in self._emitted_lost:  # its launcher reported first
                 self._node.events.emit("lost", f"{name} died: {record.reason}", fields={"lost": node})
 
-    def _look_at_refused(self) -> None:
+    def _check_refused(self) -> None:
         """Examines nodes that refused and are still registered. After long enough, a registered one has renewed its
         lease.
         """
@@ -260,12 +260,12 @@ class Suspicion:
         for node, refusal in list(self._refused.items()):
             if node in view.nodes and node not in view.gone:
                 if refusal.since < since:
-                    self._outlived.add(node)
-                    self._lives(node, "it renews its lease")
+                    self._proved_alive.add(node)
+                    self._clear_suspicion(node, "it renews its lease")
                 else:
                     self._probe_soon(node)
 
-    def _look_who_takes_back(self) -> None:
+    def _clear_takers_back(self) -> None:
         """Clears the suspicion of a node that took a task back from a term of this node's: it lived after its port
         refused.
 
@@ -276,11 +276,11 @@ class Suspicion:
             for task, revision in refusal.taken.items():
                 primary = view.primaries.get(task)
                 if primary is not None and primary.record.node == node and primary.mod_revision > revision:
-                    self._outlived.add(node)
-                    self._lives(node, f"it took task {task} back")
+                    self._proved_alive.add(node)
+                    self._clear_suspicion(node, f"it took task {task} back")
                     break
 
-    def _lives(self, node: str, why: str) -> None:
+    def _clear_suspicion(self, node: str, why: str) -> None:
         if self._refused.pop(node, None) is not None:
             text = f"{name_of(node)} is there, though its port refused: {why}"
             self._node.events.emit("found", text, fields={"found": node})
@@ -293,9 +293,9 @@ class Suspicion:
             await asyncio.sleep(min(1.0, self._node.settings.lost_after_s / 4))
             me = self._node
             if me.paused or self._unproved():
-                self._count_anew()  # a node that was frozen may come here before it sees that it has to pause
+                self._restart_absences()  # a node that was frozen may come here before it sees that it has to pause
                 continue
-            self._look_at_refused()
+            self._check_refused()
             limit = me.settings.lost_after_s
             # All as it is now: after a pause between two declarations the others would be unfounded.
             view, revision, now = me.keeper.view, me.node_revision, me.now()

@@ -23,7 +23,7 @@ from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.node.epochs.lanes import Lanes
 from taskgraph.node.epochs.pulls import Pulls
 from taskgraph.node.epochs.strict import StrictMode
-from taskgraph.node.epochs.unsaved import UnsavedState
+from taskgraph.node.epochs.unsaved import UnsavedStateCheck
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.checkpoint_writer import CheckpointWriter
 from taskgraph.node.primary.reporter import Reporter
@@ -74,7 +74,7 @@ class Primary:
             node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=insync
         )
         self.strict = StrictMode(replica, node.log)
-        self.unsaved = UnsavedState(node, replica, taken.term)
+        self.unsaved = UnsavedStateCheck(node, replica, taken.term)
         self.attempts = Attempts(node.keeper, replica.task, taken.term)
         settings = node.settings
         ahead = 1 if settings.strict else max(1, settings.epochs_ahead)

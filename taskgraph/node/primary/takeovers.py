@@ -164,7 +164,7 @@ class TakeOvers:
         """Tries once; `reconcile` tries again if that is still called for."""
         if decision.rank:
             await asyncio.sleep(decision.rank * self._node.settings.takeover_stagger_s)
-            if self._fatal_code.look():
+            if self._fatal_code.check():
                 return
         decision = self._decide(task)
         match decision.move:

@@ -58,7 +58,7 @@ def test_later_of_two_conflicting_nodes_leaves(gated: type[Gated], monkeypatch: 
     async def blindly(self: Registration) -> None:
         """Registers as if the other node were not there."""
 
-    monkeypatch.setattr(Registration, "_until_it_may", blindly)
+    monkeypatch.setattr(Registration, "_wait_until_reachable", blindly)
 
     async def scenario(cluster: InProcessCluster) -> None:
         first = await works(cluster, gated)

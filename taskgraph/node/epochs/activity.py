@@ -1,26 +1,26 @@
-"""Finds when an attempt rests: counts running code and open holds; after the seal no message is accepted."""
+"""Finds when an attempt is idle: counts running code and open holds. After the seal no message is accepted."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-__all__ = ["Quiet"]
+__all__ = ["Activity"]
 
 
-class Quiet:
-    """Counts what still runs or waits in one task's epoch, so that the leader can find the whole epoch quiet.
+class Activity:
+    """Counts the running calls and open holds of one task's epoch, so that the leader learns when all tasks are idle.
 
-    `version` grows with everything that begins. The leader seals a version: a task that has moved on since it reported
-    to be idle refuses the seal. Lives on the event loop; only the attempt waits for it, in one place at a time.
+    `version` grows with each call or hold that begins. The leader seals a version: a task that has become active since
+    it reported to be idle refuses the seal. Lives on the event loop; only the attempt waits for it, one wait at a time.
     """
 
     # One is made for every epoch, and most never change: defaults are attributes of the class.
     version = 0
     closed = False
-    """The task no longer accepts messages of this epoch."""
+    """True once the task no longer accepts messages of this epoch."""
     busy = 0
-    """Calls that run: the task is not idle."""
+    """The number of running calls."""
     open_holds: dict[object, str] | None = None
     """Open holds, oldest first: mark -> reason of the user; None before the first hold."""
     _reported = -1
@@ -33,7 +33,7 @@ class Quiet:
         return tuple(self.open_holds.values()) if self.open_holds else ()
 
     def call_began(self) -> None:
-        """Notes that a call began; `call_ended` follows."""
+        """Counts a call that begins. `call_ended` follows."""
         self.busy += 1
         self.version += 1
 
@@ -58,31 +58,31 @@ class Quiet:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _until_woken(self) -> None:
+    async def _wait_for_wake(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
-    async def until_calm(self) -> None:
-        """Waits until nothing runs and no hold is open; either may begin again."""
+    async def wait_until_idle(self) -> None:
+        """Waits until no call runs and no hold is open. Others may begin afterwards."""
         while self.busy or self.open_holds:
-            await self._until_woken()
+            await self._wait_for_wake()
 
-    async def until_sealed(self, on_idle: Callable[[int], None]) -> None:
+    async def wait_until_sealed(self, on_idle: Callable[[int], None]) -> None:
         """Waits until the leader has found all tasks idle.
 
         Args:
-            on_idle: called with the version whenever the task is idle at another one.
+            on_idle: called with the version whenever the task becomes idle at a new version.
         """
         while not self.closed:
-            await self.until_calm()
+            await self.wait_until_idle()
             if self._reported != self.version:
                 self._reported = self.version
                 on_idle(self.version)
             if not self.closed:
-                await self._until_woken()
+                await self._wait_for_wake()
 
     def seal(self, version: int) -> bool:
-        """Closes the epoch for messages if the task is still idle at `version`; returns whether it is."""
+        """Closes the epoch for messages if the task is still idle at `version`. False: it is not."""
         if not self.closed and self._reported == self.version == version:
             self.closed = True
             self._wake()
