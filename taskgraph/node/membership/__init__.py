@@ -1,1 +1,1 @@
-"""A node among nodes: its lease and key, its suspicions, the placement of its tasks, and how it leaves or dies."""
+"""A node among nodes: its lease and key, the nodes that it suspects, placement, and how it leaves or dies."""

@@ -1,4 +1,4 @@
-"""Describes what decides the results of a node, so that nodes of one job that differ in it can say so.
+"""Describes what a node's results depend on besides the input, to find nodes of one job that may compute differently.
 
 A takeover changes no result because the new primary computes the same from the same input. A node with another
 Python, numpy or processor may not: `sum` of floats is another algorithm since Python 3.12, numpy and its BLAS choose
@@ -36,11 +36,11 @@ _EFFECTS = (
     "they have different local times",
     "they read and write text files differently",
 )
-"""What follows from a difference, in the order of `arithmetic`."""
+"""The consequences of a difference, in the order of `arithmetic`."""
 
 
 def arithmetic() -> tuple[str, ...]:
-    """Returns Python, numpy, processor, threads, hash seed, time zone and encoding of this process, for people."""
+    """Describes Python, numpy, processor, threads, hash seed, time zone and encoding of this process, for people."""
     features = np.show_config(mode="dicts")["SIMD Extensions"]
     found = [*features.get("baseline", ()), *features.get("found", ())]
     processor = f"{platform.machine()} ({' '.join(found)})" if found else platform.machine()
@@ -68,7 +68,7 @@ def _threads() -> str:
 
 
 def why_unlike(ours: NodeRecord, others: Mapping[str, NodeRecord]) -> str:
-    """Says how a node differs from the first of the others that differs from it; "" if all are alike."""
+    """Says how a node differs from another one, the first that differs; "" if none does."""
     for other in others.values():
         mine, its = ours.arithmetic, other.arithmetic
         if mine[1:2] != its[1:2]:  # each numpy has its own names for a processor's features

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["DeviceLoss", "DeviceLost"]
 
 _LONG = 300
-"""Characters of the error that are kept with the node's end."""
+"""The most characters of the error in the record of the node's end."""
 
 
 class DeviceLost(TaskGraphError):
-    """The process ends: its CUDA context cannot be used."""
+    """The node ends its process, since its CUDA context cannot be used."""
 
 
 class DeviceLoss:
     """One node's handling of device errors. A node that shares its process does not end it: the job fails instead.
 
     Args:
-        replicas: those on this node.
+        replicas: the replicas on this node.
     """
 
     def __init__(self, node: NodeCore, replicas: Mapping[int, Replica]) -> None:
@@ -47,7 +47,7 @@ class DeviceLoss:
         self._first_error: tuple[UserCodeError, int, Stamp] | None = None
 
     def note_error(self, error: BaseException, task: int, stamp: Stamp) -> None:
-        """Notes that the work of an epoch met a device error. It is reported once earlier epochs are settled."""
+        """Notes that an epoch's compute met a device error, which is reported after earlier epochs have committed."""
         if isinstance(error, UserCodeError) and (
             self._first_error is None or self._first_error[2].attempt < stamp.attempt
         ):
@@ -56,7 +56,7 @@ class DeviceLoss:
     def root_error(
         self, error: UserCodeError | TaskGraphError, task: int, epoch: int | None
     ) -> tuple[UserCodeError | TaskGraphError, int, int | None]:
-        """The error to report: that of a compute, in place of a copy's that only met it."""
+        """Returns (error, task, epoch) to report: for the error of a copy, the compute's error that caused it."""
         if (
             self._first_error is None
             or not isinstance(error, UserCodeError)
@@ -69,7 +69,7 @@ class DeviceLoss:
         return (cause, by, stamp.epoch) if at is not None and at.attempt == stamp.attempt else (error, task, epoch)
 
     def why_fail(self, error: UserCodeError | TaskGraphError, task: int, epoch: int) -> str | None:
-        """Text to add to the job's failure; None: the job does not fail, this node ends instead."""
+        """Returns text to add to the job's failure. None: the job does not fail, and this node ends instead."""
         found = cuda_error(error)
         if found is None or not self._node.own_process:
             return ""
@@ -114,7 +114,7 @@ class DeviceLoss:
         node.end_with(self.error)
 
     async def _wait_for_replicas(self, task: int, epoch: int) -> str:
-        """Waits until other nodes have the state that only this one has. Returns why the job fails instead, or ""."""
+        """Waits until another node has each state that only this node has. Returns why the job fails instead, or ""."""
         node = self._node
         if (first := self._outcome(task, epoch)).wait:
             text = f"task {task} met an error of its device; its node {node.name} ends, and waits for {first.wait}"

@@ -1,4 +1,4 @@
-"""Leaving in good order: the node hands everything over, for `drain_s` at most."""
+"""Leaving in good order: the node hands its tasks over, for `drain_s` at most."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Draining:
         self._past_deadline = False
 
     def begin(self, why: str) -> None:
-        """Asks the node to hand everything over and leave. Asking again changes nothing.
+        """Asks the node to hand its tasks over and leave. Asking again changes nothing.
 
-        A node that is not registered yet leaves at once; one that is registering announces it afterwards.
+        A node that is not registered leaves at once. A node that registers meanwhile announces the drain afterwards.
         """
         node = self._node
         if node.draining:
@@ -49,7 +49,7 @@ class Draining:
             self.announce()
 
     def announce(self) -> None:
-        """Tells the other nodes, and starts the time limit."""
+        """Announces the drain in the node's key, and starts the time limit."""
         self._node.own(self._node.announce(), "announce the drain")
         self._node.own(self._deadline(), "drain deadline")
 
@@ -62,7 +62,7 @@ class Draining:
         node.keeper.notify_later()
 
     def _remaining_tasks(self) -> str:
-        """Names tasks that were not handed over, with reason and consequence; "": none, as far as this node knows."""
+        """Names the tasks that were not handed over, with reason and consequence; "" if all were."""
         node, view = self._node, self._node.keeper.view
         alone = sole_copies(view, node.job.tasks, node.id)
         others = [t for t in range(node.job.tasks) if view.primary_node(t) == node.id and t not in alone]
@@ -88,7 +88,7 @@ class Draining:
 
     @property
     def over(self) -> bool:
-        """True once nothing of the job is here, or `drain_s` has passed."""
+        """True once this node has no replica that counts, or `drain_s` has passed."""
         node = self._node
         if not node.draining:
             return False

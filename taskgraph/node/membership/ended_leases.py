@@ -1,8 +1,7 @@
 """Finds nodes whose lease has ended although their key is still there: frozen, or cut off from etcd.
 
-While epochs commit, no lease is examined. Without a commit for a fifth of the TTL, etcd is asked for the leases of
-nodes that
-share a task with this one: rarely at first, often towards the end of a lease.
+While epochs commit, no lease is examined. After a fifth of the TTL without a commit, this node asks etcd for the leases
+of the nodes that share a task with it: rarely at first, often towards the end of a lease.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class EndedLeases:
     """Watches the leases of the nodes that share a task with this one.
 
     Args:
-        changed: called with a node, its lease, and whether that has ended.
+        changed: called with a node, its lease, and whether the lease has ended.
     """
 
     def __init__(self, node: NodeCore, changed: Callable[[str, int, bool], None]) -> None:
@@ -71,7 +70,7 @@ class EndedLeases:
                     await self._ask(name, asked)
 
     def _choose(self, *, missing: bool) -> None:
-        """Chooses the leases to ask about. An ended one is asked about until its key is gone."""
+        """Chooses the leases to ask etcd about. An ended lease is queried until its key is gone."""
         view = self._node.keeper.view
         self._queries = {n: a for n, a in self._queries.items() if self._is_current(n, a) and (missing or a.end.ended)}
         if missing:
@@ -84,7 +83,7 @@ class EndedLeases:
         return known is not None and known.record.lease == asked.lease
 
     def _sharing_nodes(self) -> list[str]:
-        """Nodes that share a task with this one: it may take over from them, or evict them."""
+        """Returns the nodes that share a task with this one: it may take over from them, or evict them."""
         view, me, found = self._node.keeper.view, self._node.id, dict[str, None]()
         for task, primary in view.primaries.items():
             holders = (primary.record.node, *view.in_sync(task))

@@ -16,11 +16,11 @@ __all__ = ["FailedSetUps", "SetUpFailed"]
 
 
 class SetUpFailed(TaskGraphError):
-    """The node ends: it cannot set up a replica, and others can."""
+    """The node ends, since it cannot set up a replica, and other nodes can."""
 
 
 class FailedSetUps:
-    """One node's failed set-ups. A node that shares its process does not end: the others lack the same.
+    """One node's handling of failed set-ups. A node that shares its process does not end: the others would fail, too.
 
     Args:
         busy: True if the node is primary of a task, or about to be, whatever the view shows.
@@ -33,7 +33,7 @@ class FailedSetUps:
         self._error: SetUpFailed | None = None
 
     def ends_node(self, error: UserCodeError | TaskGraphError, task: int) -> bool:
-        """True if this node ends instead of the job. Of several failed set-ups the first is reported."""
+        """Decides whether this node ends instead of the job. Of several failed set-ups the first is reported."""
         if self._error is not None:
             return True
         node = self._node

@@ -30,7 +30,7 @@ def failure_record(
     """Describes an error: for user code with its place and traceback; our own errors say both in their text.
 
     Args:
-        also: more to say after the error.
+        also: text to add after the error.
         node: the node's name and place, for code that depends on what is there.
     """
     inner: BaseException = error
@@ -80,13 +80,13 @@ def fatal_record(found: Fatal, names: Mapping[str, GoneRecord], limit: int, writ
 
 
 def deaths_text(deaths: Mapping[str, GoneRecord]) -> str:
-    """Returns how nodes died, by name, and whether the same code may have killed them all; "": unknown."""
+    """Says how nodes died, and whether the same code may have killed them all; "" if that is unknown."""
     text = "; ".join(f"{name} {record.how_it_ended}" for name, record in deaths.items())
     return ". ".join(filter(None, (text, culprit_text(deaths), memory_text(deaths))))
 
 
 def memory_text(deaths: Mapping[str, GoneRecord]) -> str:
-    """Advice if the kernel killed nodes because memory was used up; "" otherwise."""
+    """Returns advice if the kernel killed nodes for lack of memory; "" otherwise."""
     if not any(record.out_of_memory for record in deaths.values()):
         return ""
     return (

@@ -22,7 +22,7 @@ class FatalCode:
     """One node's check. Every node checks, and etcd takes the first failure.
 
     Args:
-        changed: called when the failure was refused, so that takeovers may go on.
+        changed: called when etcd refused the failure, so that takeovers may go on.
     """
 
     def __init__(self, node: NodeCore, changed: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class FatalCode:
         self._failing: asyncio.Task[None] | None = None
 
     def check(self) -> bool:
-        """True if the job is to fail for such code; no takeovers begin then."""
+        """Begins to fail the job if code ended too many nodes. True if so: then no takeover may begin."""
         node, view = self._node, self._node.keeper.view
         if self._failing is None:
             found = fatal(view, node.settings.fatal_deaths)

@@ -1,4 +1,4 @@
-"""Information for people and tasks: neighbors that fail and come back, slow user code, nodes that cannot be reached."""
+"""Notices for people and tasks: neighbors that fail and come back, slow user code, nodes that cannot be reached."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Notices:
                         primary.notify(NeighborRestarted(task=task, term=term, link=link))
 
     def _neighbors(self, primary: Primary, link: str) -> tuple[int, ...]:
-        """Neighbors along a user's link; none if the link raises, which fails the job when the epoch is composed."""
+        """Returns the neighbors along a user's link; none if the link raises, since that fails the job at `compose`."""
         view, job = self._node.keeper.view, self._node.job
         epoch = view.stamp.epoch if view.stamp else 0
         if job.epochs is not None:
@@ -59,11 +59,11 @@ class Notices:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Nodes that this one cannot reach, for `status`."""
+        """Names the nodes that this node cannot reach, for `status`."""
         return tuple(self._unreachable().values())
 
     def _unreachable(self) -> dict[str, str]:
-        """Living nodes that this one cannot reach, with the reason: a wait for one of them may never end."""
+        """Returns {node: reason} of living nodes that this node cannot reach: a wait for one may never end."""
         node = self._node
         found = node.router.unreachable_nodes(node.settings.stall_check_s)
         names = {other: name_of(other) for other in sorted(found) if other not in (node.id, *node.suspects)}

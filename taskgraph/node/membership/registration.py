@@ -35,9 +35,9 @@ _TICK_S = 0.1
 _RENEWALS = 5
 """Renewals of a lease per TTL."""
 _REGRANTED_S = 2.0
-"""Allowance beyond a TTL: a new leader of etcd extends a dead node's lease."""
+"""Time beyond the TTL that a dead node's lease may last, since a new leader of etcd extends it."""
 _LOOK_S = 0.5
-"""How often a waiting node looks whether it may register."""
+"""How often a waiting node checks whether it may register."""
 
 
 class Registration:
@@ -61,7 +61,7 @@ class Registration:
         self._answering: set[str] = set()  # nodes that have answered; ids are never reused
 
     def _make_record(self) -> NodeRecord:
-        """The key's value for one write, made anew for each since several may be under way."""
+        """Makes the key's value for one write: each write has a record of its own, since several may be under way."""
         assert self._lease is not None
         return msgspec.structs.replace(
             self._record,
@@ -77,7 +77,7 @@ class Registration:
             record: the part of the key that never changes.
 
         Raises:
-            JobError: another job has that name by now, or a member and this node cannot speak.
+            JobError: another job has that name by now, or a member and this node cannot reach each other.
         """
         keeper = self._node.keeper
         self._record, self._spec_revision = record, keeper.view.spec_revision
@@ -107,21 +107,20 @@ class Registration:
             await keeper.refresh()
 
     def _check_run(self) -> None:
-        """Raises JobError if the job is not the one that was read first."""
+        """Raises JobError if another run has the job's name since registration began."""
         view = self._node.keeper.view
         if view.superseded or view.spec_revision != self._spec_revision:
             raise JobError(f"job {view.keys.job!r} was submitted anew while this node started: start the node again")
 
     async def _wait_until_reachable(self) -> None:
-        """Waits for members that this node cannot reach, until they are gone or prove that they live.
+        """Waits until each member that this node cannot reach is gone or reachable. Or until the node is to leave.
 
-        A living member renews its lease, so at least half of its TTL is always left. A member whose lease never shows
-        less for long enough is alive. Time alone proves nothing: after an absence or a new leader of etcd, the leases
-        of dead nodes have their whole TTL again. The last try to reach it decides, since a member that is back may have
-        missed an earlier one. Returns also when the node is asked to leave.
+        A living member renews its lease, so at least half of its TTL is always left: a member whose lease stays above
+        that for long enough is alive. One reading proves nothing, since a new leader of etcd gives the leases of dead
+        nodes their whole TTL again. The last try to reach the member decides.
 
         Raises:
-            JobError: an unreachable member is alive; or the job is another one; or this node was declared gone.
+            JobError: an unreachable member is alive; another run has the job's name; or this node was declared gone.
         """
         node, settings, emitted = self._node, self._node.settings, ""
         # A node whose main loop is stuck does not answer either, and renews its lease for `lease_stall_s`.
@@ -159,7 +158,7 @@ class Registration:
         return left_s is not None and left_s >= node.settings.lease_ttl_s / 2
 
     async def _unreached_members(self) -> dict[str, str]:
-        """Members registered before this node that do not answer it, and why."""
+        """Returns {node: reason} of members registered before this node that do not answer it."""
         node = self._node
         asked = {
             other: record
@@ -191,9 +190,9 @@ class Registration:
         return None
 
     def check_reach(self) -> None:
-        """Raises JobError if a member registered before this node cannot speak with it.
+        """Raises JobError if, by the addresses, a member registered before this node and this node cannot connect.
 
-        Ask again once registered: of two nodes that register at once, the later one sees the other.
+        To be called again once registered: of two nodes that register at once, the later one sees the other.
         """
         for why in self._why_refused().values():
             raise self._refusal(why)
@@ -206,7 +205,7 @@ class Registration:
         return {other: why for other, record in before if (why := why_refused(self._record, record))}
 
     def _earlier_members(self) -> dict[str, NodeRecord]:
-        """The other members registered before this node; all members while it is not registered."""
+        """Returns the other members registered before this node; all members while it is not registered."""
         node, view = self._node, self._node.keeper.view
         live = view.live_nodes(node.spec.run)
         return {
@@ -217,9 +216,9 @@ class Registration:
         }
 
     async def _put_first_key(self) -> int | None:
-        """Grants a lease and puts the key.
+        """Grants a lease and puts the node's first key. Returns its revision.
 
-        None if the job is another one, the lease ended meanwhile, or the node is asked to leave.
+        None if another run has the job's name, the lease ended meanwhile, or the node is asked to leave.
 
         Raises:
             JobError: this node was declared gone, perhaps after an earlier try.
@@ -243,7 +242,7 @@ class Registration:
         return revision
 
     async def run(self) -> None:
-        """Ticks; pauses and resumes."""
+        """Shows that the event loop is alive, and pauses and resumes the node, until cancelled."""
         while True:
             lease = self._lease
             assert lease is not None
@@ -260,7 +259,7 @@ class Registration:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Returns why this node is paused, for `status`."""
+        """Says why this node is paused, for `status`."""
         if not (self._node.paused and self._node.node_revision and self._lease is not None):
             return ()  # not registered yet, or not paused
         # A new lease without the key in etcd is a consequence of the pause, not its reason.
@@ -284,8 +283,8 @@ class Registration:
     def _why_key_differs(self) -> str:
         """Returns why the key in etcd is not the one that this node wrote last; "": it is.
 
-        Without the key, others take this node for dead. With another revision of the key (it was deleted, and an
-        earlier write arrived after that), all fenced writes of this node would be refused.
+        Without the key, others take this node for dead. With another revision of the key (an earlier write arrived
+        after the key was deleted), etcd would refuse all fenced writes of this node.
         """
         node, view = self._node, self._node.keeper.view
         if not 0 < node.node_revision <= view.revision or view.spec is None or node.id in view.gone:
@@ -302,7 +301,7 @@ class Registration:
         return lease.lost() or self._node.coordinator.now() > lease.valid_until() - lease.ttl_s / 3
 
     async def _resume(self, lease: Lease) -> None:
-        """Proves that the primaries are unchanged and puts the key back, in one transaction."""
+        """Puts the key back, in a transaction that also proves that this node's primaries are unchanged."""
         node = self._node
         try:
             if lease.lost() or node.coordinator.now() > lease.valid_until():
@@ -345,7 +344,7 @@ class Registration:
 
     @contextlib.contextmanager
     def _ticking(self) -> Iterator[None]:
-        """Ticks the lease within a block that waits: listing a large job over a slow link takes long."""
+        """Keeps the lease renewed within a block that waits: listing a large job over a slow link takes long."""
         loop, lease = asyncio.get_running_loop(), self._lease
         assert lease is not None
         timer: asyncio.TimerHandle | None = None

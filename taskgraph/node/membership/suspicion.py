@@ -5,7 +5,7 @@
       └────────────┘ it answers, its lease is renewed, its key is back, or it takes a task back
 
 - A refusing port shows within milliseconds that a process was killed. If the node proves alive after all (a firewall
-  was reloaded), it is not suspected for its port any longer.
+  was reloaded), its port no longer counts.
 - A suspicion allows others to take over from the node, to evict it, or to give it up as a candidate.
 - Only "gone" changes placement: the node's launcher saw it end, or its key stayed absent for `lost_after_s`.
 - If this node lost its own lease as well, etcd was away or this host stood still: the others get a moment to come back.
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 __all__ = ["Suspicion"]
 
 _EXPIRY_S = 2.0
-"""Time after the TTL until etcd has deleted the keys of an ended lease, and all nodes have read that."""
+"""Time after the TTL in which etcd deletes the keys of an ended lease, and all nodes read that."""
 _GRACE = 0.2
-"""Share of the TTL that nodes have to come back after this node was paused, too."""
+"""Share of the TTL that absent nodes have to come back after this node itself was paused."""
 _DOUBT_S = 0.1
-"""Pause before a doubt is examined: mostly the node's sessions break within it, and etcd need not be read."""
+"""Pause before a node that refused a call is probed: mostly its sessions break meanwhile, and no probe is needed."""
 _PROBES = 5
-"""Probes of a node that neither refuses nor answers; after that its lease decides."""
+"""The most probes of a node that neither refuses nor answers; after them its lease decides."""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,8 +44,8 @@ class Refusal:
     """A port that refuses connections.
 
     Attributes:
-        since: when it first refused, while this node was not paused.
-        taken: task -> the revision of a takeover that this refusal led to.
+        since: when the port first refused, while this node was not paused.
+        taken: task -> the revision of a takeover that rests on this refusal.
     """
 
     since: float
@@ -56,7 +56,7 @@ class Suspicion:
     """Decides for one node which others it suspects, and which are gone; sets its `suspects` and `gone`.
 
     Args:
-        primaries: those on this node.
+        primaries: the primaries on this node.
         unproved: True if this node is paused or about to pause.
         changed: called after changes that the view does not show.
     """
@@ -86,7 +86,7 @@ class Suspicion:
         self._emitted: set[str] | None = None
 
     def port_refused(self, node: str) -> None:
-        """Its port refuses connections. Node ids are never reused, so it is dead, unless its lease proves otherwise."""
+        """Suspects a node whose port refuses connections: ids are unique, so it is dead unless its lease is renewed."""
         if node not in self._refused and node not in self._proved_alive and node != self._node.id:
             self._refused[node] = Refusal(self._node.now())
             view = self._node.keeper.view
@@ -102,11 +102,11 @@ class Suspicion:
             self._changed()
 
     def refusal(self, node: str | None) -> Refusal | None:
-        """The refusal that a takeover from that node rests on, if any."""
+        """Returns the refusal for which a node is suspected, if any."""
         return None if node is None else self._refused.get(node)
 
     def _lease_changed(self, node: str, lease: int, ended: bool) -> None:
-        """Notes that a node's lease ended, or lives again: a new leader of etcd extends every lease."""
+        """Handles the end of a node's lease, or its return: a new leader of etcd extends every lease."""
         if ended:
             text = f"{name_of(node)} does not answer: its lease ended (the node is frozen or cut off)"
             self._node.events.emit("lost", text, fields={"lost": node, "lease": lease})
@@ -119,11 +119,7 @@ class Suspicion:
         self._probe_unless_refused(node)
 
     def call_refused(self, node: str) -> None:
-        """A call found that its port refuses. Connections that the node opened may still stand, so no end of one
-        announced this.
-
-        A node that cannot be called is taken for dead.
-        """
+        """Probes a node whose port refused a call, unless its end is known by then."""
         if node not in self._refused and node not in self._proved_alive and node not in self._doubted:
             self._doubted.add(node)
             self._node.own(self._probe_if_registered(node), f"doubt {node}")
@@ -177,12 +173,12 @@ class Suspicion:
             self._absent_before = frozenset(self._absent_since)
 
     def lease_proved(self) -> None:
-        """The lease is proved again; others need a moment for theirs."""
+        """Notes that this node's lease is proved again, and gives the other nodes a moment to prove theirs."""
         self._restart_absences()
         self._grace = self._node.own(self._wait_for_others(), "others come back")
 
     def _restart_absences(self) -> None:
-        """Restarts the clocks of absences: this node was frozen or cut off, and could not see the others."""
+        """Counts all absences from now on: this node was frozen or cut off, and could not see the others."""
         now = self._node.now()
         self._absent_since = dict.fromkeys(self._absent_since, now)
         for refusal in self._refused.values():
@@ -195,7 +191,7 @@ class Suspicion:
         self._changed()
 
     def update(self) -> None:
-        """Follows the view."""
+        """Sets `suspects` and `gone` by the view and the refusals."""
         if self._absent_before is None and self._unproved():
             self.lease_unproved()  # a pause is coming; without this, it would wait for them in vain
             self.lease_proved()
@@ -218,7 +214,7 @@ class Suspicion:
         )
 
     def _nodes_with_tasks(self) -> set[str]:
-        """Returns the nodes that have tasks, or are to have some. An absent node counts until it is back or gone."""
+        """Returns the nodes that have tasks, or are invited to. An absent node counts until it is back or gone."""
         view = self._node.keeper.view
         named = {p.record.node for p in view.primaries.values()}
         named.update(node for members in view.members.values() for node in members)
@@ -229,7 +225,7 @@ class Suspicion:
         return named
 
     def _forget(self, named: set[str]) -> None:
-        """Drops what it noted of nodes that are neither registered nor in `named`."""
+        """Drops all notes about nodes that are neither registered nor in `named`."""
         kept = named | self._node.keeper.view.nodes.keys()
         self._refused = {node: refusal for node, refusal in self._refused.items() if node in kept}
         self._proved_alive &= kept
@@ -253,9 +249,7 @@ class Suspicion:
                 self._node.events.emit("lost", f"{name} died: {record.reason}", fields={"lost": node})
 
     def _check_refused(self) -> None:
-        """Examines nodes that refused and are still registered. After long enough, a registered one has renewed its
-        lease.
-        """
+        """Probes nodes that refused and are still registered; after a TTL, being registered proves a renewed lease."""
         view, since = self._node.keeper.view, self._node.now() - self._node.settings.lease_ttl_s - _EXPIRY_S
         for node, refusal in list(self._refused.items()):
             if node in view.nodes and node not in view.gone:
@@ -266,8 +260,7 @@ class Suspicion:
                     self._probe_soon(node)
 
     def _clear_takers_back(self) -> None:
-        """Clears the suspicion of a node that took a task back from a term of this node's: it lived after its port
-        refused.
+        """Clears the suspicion of a node that took a task back from this node: it lived after its port refused.
 
         Otherwise two nodes that refuse each other would take over from each other as fast as etcd answers.
         """
@@ -297,7 +290,7 @@ class Suspicion:
                 continue
             self._check_refused()
             limit = me.settings.lost_after_s
-            # All as it is now: after a pause between two declarations the others would be unfounded.
+            # All values as of now: after a pause between two declarations the later ones would be unfounded.
             view, revision, now = me.keeper.view, me.node_revision, me.now()
             overdue = [n for n, since in self._absent_since.items() if now - since >= limit and n not in view.gone]
             for node in overdue:

@@ -124,7 +124,7 @@ async def test_ending_node_waits_a_while_for_a_frozen_tool(
 ) -> None:
     """Unread chunks would be lost with the connection."""
     monkeypatch.setattr(control, "_CLOSE_S", 0.05)
-    monkeypatch.setattr(control, "_TAKEN_S", 30.0 if goes_on else 0.1)
+    monkeypatch.setattr(control, "_READ_S", 30.0 if goes_on else 0.1)
     address = f"unix:{tmp_path / 'c'}"
     client = await asyncio.create_subprocess_exec(
         sys.executable, "-c", TRACE, address, TOKEN.hex(), stdout=asyncio.subprocess.PIPE
