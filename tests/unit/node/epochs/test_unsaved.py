@@ -13,7 +13,7 @@ from cluster_kit import Counting, job, play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.epochs.unsaved import written_outside
+from taskgraph.node.epochs.unsaved import outside_writes
 from taskgraph.observe.events import Event
 
 
@@ -235,15 +235,15 @@ class Loads(Inside, state=["total"]):
 
 
 def test_globals_filled_by_setup_pass() -> None:
-    assert written_outside(Loads) == {"make": "the global MODEL"}
+    assert outside_writes(Loads) == {"make": "the global MODEL"}
 
 
 def test_writes_to_globals_and_classes_are_named() -> None:
-    assert written_outside(Outside) == {
+    assert outside_writes(Outside) == {
         "count": "the global MODEL and Outside.steps, an attribute of the class and Outside.best, an attribute of the "
         "class"
     }
-    assert written_outside(Inside) == {}
+    assert outside_writes(Inside) == {}
     (event,) = told(job(Outside, tasks=3, epochs=4))
     assert event.text.partition(": ")[2].startswith("Outside.count writes the global MODEL and Outside.steps, ")
     assert told(job(Inside, tasks=3, epochs=4)) == []
