@@ -76,7 +76,7 @@ class Node(NodeServices):
         fatal_code = FatalCode(self, self.roles.reconsider)
         self.takeovers = TakeOvers(self, self.roles, suspicion=self.suspicion, fatal_code=fatal_code)
         self.failed_set_ups = FailedSetUps(
-            self, lambda: bool(self.roles.primaries or self.roles.runs or self.takeovers.under_way)
+            self, lambda: bool(self.roles.primaries or self.roles.runs or self.takeovers.any_under_way)
         )
         self.notices = Notices(self, self.roles)
         self.reconciler = Reconciler(

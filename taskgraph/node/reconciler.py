@@ -105,7 +105,7 @@ class Reconciler:
         if not self._fatal_code.check() and (view.running or view.finished):
             for task in range(node.job.tasks):
                 self._takeovers.consider(task)
-            self._takeovers.tell_unseated()
+            self._takeovers.emit_unplaceable()
             self._set_up_backups()
         self._drop_replicas()
         self._notices.look()
@@ -131,7 +131,7 @@ class Reconciler:
         if node.paused or node.id not in view.nodes:
             return
         for task, replica in list(roles.replicas.items()):
-            if self._takeovers.busy(task) or replica.setting_up is not None:
+            if self._takeovers.is_busy(task) or replica.setting_up is not None:
                 continue
             wish = node.wish(task)
             wished = wish is None or node.id == wish.primary or node.id in wish.backups

@@ -377,7 +377,7 @@ def done_is_reported_before_the_members_hold_the_snapshot(patch: pytest.MonkeyPa
     async def held(self: Backups, key: Any, *, admit_wait_s: float) -> None:
         return
 
-    patch.setattr(Backups, "until_acknowledged", held)
+    patch.setattr(Backups, "wait_until_acknowledged", held)
 
 
 @plant
@@ -437,7 +437,7 @@ def an_offer_counts_whatever_became_of_it(patch: pytest.MonkeyPatch) -> None:
         self._insync.acknowledge(tender.node, *[boundary.key for boundary in boundaries])
         original(self, tender, boundaries, *rest)
 
-    _changed(patch, Backups, "_answered", answered)
+    _changed(patch, Backups, "_on_answer", answered)
 
 
 @plant
@@ -554,7 +554,7 @@ def a_take_over_guesses_the_epoch_from_its_watch(patch: pytest.MonkeyPatch) -> N
         await self.replica.set_up()
         self.replica.user_task.primary = True
         await self.replica.restore(guessed.value)
-        self.backups.committed(guessed)
+        self.backups.set_committed(guessed)
 
     _changed(patch, transactions, "takeover_result", takeover_result)
     _changed(patch, Primary, "__init__", init)
@@ -902,7 +902,7 @@ def reports_that_came_after_the_snapshot_are_left_out_of_the_boundary(patch: pyt
 
 @plant
 def reports_that_were_on_their_way_count_as_told_whatever_became_of_them(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Reporter, "_answered", lambda self, way, reply: reply.cancelled() or reply.exception())
+    patch.setattr(Reporter, "_on_answer", lambda self, way, reply: reply.cancelled() or reply.exception())
     patch.setattr(Reporter, "report_again", lambda self, epoch: None)  # else it only costs time
 
 
@@ -920,7 +920,7 @@ def the_next_epoch_gets_its_turn_before_the_snapshot(patch: pytest.MonkeyPatch) 
         await original(self)
         if self._turns is not None:
             await self._turns.wait(self.number)
-            self._turns.passed(self.number)
+            self._turns.end_turn(self.number)
             await asyncio.sleep(0)
 
     def passed(original: Any, self: Turns, epoch: int) -> None:
@@ -928,7 +928,7 @@ def the_next_epoch_gets_its_turn_before_the_snapshot(patch: pytest.MonkeyPatch) 
             original(self, epoch)
 
     _changed(patch, Attempt, "run", run)
-    _changed(patch, Turns, "passed", passed)
+    _changed(patch, Turns, "end_turn", passed)
 
 
 @plant
@@ -943,7 +943,7 @@ def epochs_in_flight_are_snapshotted_in_any_order(patch: pytest.MonkeyPatch) -> 
             original(self, epoch)
 
     _changed(patch, Attempt, "turn", turn)
-    _changed(patch, Turns, "passed", passed)
+    _changed(patch, Turns, "end_turn", passed)
 
 
 @plant

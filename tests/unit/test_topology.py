@@ -370,8 +370,8 @@ def counted(link: Link, calls: list[int]) -> Link:
 )
 def test_lasting_links_are_computed_once(topology: tg.Topology) -> None:
     calls: list[int] = []
-    assert all(link in topology_module._LASTING for link in topology.values())
-    asked = topology_module._lasting({name: counted(link, calls) for name, link in topology.items()})
+    assert all(link in topology_module._CONSTANT for link in topology.values())
+    asked = topology_module._mark_constant({name: counted(link, calls) for name, link in topology.items()})
     found = [[asked.neighbors(link, 1, 6, epoch) for link in topology] for epoch in range(3)]
     assert found == [[tuple(topology[link](1, 6, 0)) for link in topology]] * 3
     assert len(calls) == len(topology)
@@ -418,7 +418,7 @@ def test_changing_links_are_computed_each_epoch(topology: tg.Topology) -> None:
 def test_changing_links_are_computed_once_an_epoch(
     inverted: bool, most_pairs: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topology_module, "_PAIRS_KEPT", most_pairs)
+    monkeypatch.setattr(topology_module, "_MAX_CACHED_PAIRS", most_pairs)
     made: list[int] = []
 
     def follows(task: int, tasks: int, epoch: int) -> list[int]:

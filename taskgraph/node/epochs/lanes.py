@@ -264,7 +264,7 @@ class Lanes:
             return False
         if self._checkpoints:
             boundary = Stamp(self._at.attempt, epoch)
-            if self._primary.writer.due(boundary, stateful=self._replica.stateful):
+            if self._primary.writer.is_due(boundary, stateful=self._replica.stateful):
                 return False  # a checkpoint is written from the committed boundary
         wish = self._wishes.by_task.get(self._task)
         if wish is not None and wish.primary is not None and wish.primary != self._node.id:
@@ -427,8 +427,8 @@ class Lanes:
             else:
                 self._turns.at = following.epoch  # without a call
         gathers = self._room.is_set() or self._may_begin(self._next)
-        shared = backups.pending(boundary, gathers=gathers)
-        if self._task == 0 and node.leader is not None and node.leader.lacks_own():
+        shared = backups.offer(boundary, gathers=gathers)
+        if self._task == 0 and node.leader is not None and node.leader.lacks_own_report():
             backups.unsent.flush_soon()  # others wait for nothing else
         at = self._keeper.view.epoch
         admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
@@ -440,13 +440,13 @@ class Lanes:
             return not attempt.cancelled and self._may_begin(self._next)
         if shared or admit_wait_s:
             backups.unsent.flush()
-            await backups.until_acknowledged(boundary.key, admit_wait_s=admit_wait_s)
+            await backups.wait_until_acknowledged(boundary.key, admit_wait_s=admit_wait_s)
         return await self._report(finished)
 
     async def _await_acks(self, finished: FinishedEpoch) -> None:
         """Waits for the acknowledgements of a boundary, then reports the epoch."""
         (attempt, epoch), backups = finished.following, self._primary.backups
-        await backups.until_acknowledged((epoch, attempt, self._term), admit_wait_s=0.0)
+        await backups.wait_until_acknowledged((epoch, attempt, self._term), admit_wait_s=0.0)
         await self._report(finished)
 
     async def _report(self, finished: FinishedEpoch) -> bool:
@@ -507,12 +507,12 @@ class Lanes:
         committed = replica.boundaries.committed
         if committed is None or committed.stamp.epoch != stamp.epoch:
             return  # a roll-back has just undone it
-        if primary.writer.due(committed.stamp, stateful=replica.stateful):
+        if primary.writer.is_due(committed.stamp, stateful=replica.stateful):
             primary.stage = "reports of the epoch before"
             if self._task == 0 and self._node.leader is not None:
                 await self._node.leader.rows_before(stamp, previous)
             primary.stage = primary.writer.stage
-            await primary.writer.room()
+            await primary.writer.wait_for_room()
             primary.stage = ""
             primary.writer.begin(committed.stamp, replica.bind_all_reports(committed.value))
 

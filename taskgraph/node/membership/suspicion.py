@@ -219,7 +219,7 @@ class Suspicion:
         named = {p.record.node for p in view.primaries.values()}
         named.update(node for members in view.members.values() for node in members)
         for primary in self._primaries.values():
-            named.update(primary.backups.tended)
+            named.update(primary.backups.peers)
         named.update(node for node in self._absent_since if node not in view.gone)
         named.discard(self._node.id)
         return named

@@ -1,8 +1,8 @@
 """Asks all tasks for their ledgers when the sums of what was sent and received differ.
 
-Unequal sums alone prove nothing: a report may be on its way, or a takeover about to come. The job fails only if two
-ledgers disagree, both of the attempts that reported, with no takeover since. A primary that is alive but cannot be
-reached is named, and asked again.
+Unequal sums alone prove nothing: a report may be on its way, or a takeover about to come. The job fails only if the
+ledgers of two tasks disagree, both of the reported attempts, with no takeover since. A primary that is alive but cannot
+be reached is named, and asked again.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ class Findings:
         pages: the ledgers of the tasks that answered.
 
     Attributes:
-        hidden: tasks that did not answer.
+        unanswered: tasks that did not answer.
         behind: tasks whose ledger changed since their last report.
         entries: number of entries in all ledgers.
     """
 
     def __init__(self, reports: Mapping[int, Report], pages: Mapping[int, tuple[LedgerEntry, ...]]) -> None:
-        self.hidden = tuple(task for task in sorted(reports) if task not in pages)
+        self.unanswered = tuple(task for task in sorted(reports) if task not in pages)
         self.behind = tuple(
-            task for task in sorted(pages) if not reports[task].done and _sums(pages[task]) != _reported(reports[task])
+            task
+            for task in sorted(pages)
+            if not reports[task].done and _sums(pages[task]) != _reported_sums(reports[task])
         )
         self.entries = sum(map(len, pages.values()))
         self._pages = pages
@@ -47,7 +49,7 @@ class Findings:
 
     @cached_property
     def disagreements(self) -> list[str]:
-        """Edges whose two ledgers were both seen, and differ: one line each."""
+        """A line for each edge whose two ledgers were both received, and differ."""
         # An idle task's messages were acknowledged, so ledgers that are read later include them. Only a task whose
         # ledger moved since its report may differ from one that was asked earlier: for those, only items count.
         moved = self._moved
@@ -55,7 +57,7 @@ class Findings:
 
     @cached_property
     def differing(self) -> list[str]:
-        """Edges of which one ledger lacks something that the other has: one line each.
+        """A line for each edge of which one ledger lacks an entry that the other has.
 
         Ledgers of different moments may differ if one task is `behind`, so such edges are left out.
         """
@@ -72,9 +74,9 @@ class Findings:
         return explain(self._pages, counts=counts)
 
     def waits(self, node: NodeCore) -> Iterable[str]:
-        """Names what the leader waits for, if nothing is known to be wrong."""
+        """Names what the leader waits for, if the ledgers show no mistake."""
         why = "what was sent and what was received differ"
-        for task in self.hidden:
+        for task in self.unanswered:
             holder = node.keeper.view.primary_node(task)
             on = f"its primary on {name_of(holder)} does not answer" if holder else "it has no primary"
             yield f"the leader waits for the ledger of task {task} ({on}): {why}"
@@ -89,12 +91,12 @@ def _sums(page: Iterable[LedgerEntry]) -> tuple[bytes, bytes]:
     return packed(total(sides[True])), packed(total(sides[False]))
 
 
-def _reported(report: Report) -> tuple[bytes, bytes]:
+def _reported_sums(report: Report) -> tuple[bytes, bytes]:
     return report.sent, report.received
 
 
 async def audit(node: NodeCore, stamp: Stamp, reports: Mapping[int, Report]) -> Findings:
-    """Asks all tasks at once. A task is `hidden` if it does not answer in time, or is in another term by now."""
+    """Asks all tasks for their ledgers, at once. A task that does not answer in its reported term is `unanswered`."""
     pages: dict[int, tuple[LedgerEntry, ...]] = {}
 
     async def ask(task: int) -> None:

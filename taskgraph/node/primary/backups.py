@@ -1,14 +1,14 @@
-"""A primary's care for its task's other replicas: offer boundaries, admit candidates, evict members.
+"""A primary's work for its task's replicas on other nodes: it offers boundaries, admits candidates, evicts members.
 
     wished for ──► candidate ──► member ──► evicted ──► released
                     offered       acknowledges each pending boundary
 
-One coroutine tends each other node, from the first offer to the eviction. `protocol.insync.InSync` decides which
-acknowledgements a boundary needs, and when a write may be sent.
+One coroutine, the manager, does this for each other node, from the first offer to the release. `protocol.insync.InSync`
+decides which acknowledgements a boundary needs, and when a write may be sent.
 
-In epochs without incidents no coroutine takes part: a pending boundary is offered where it is made, and
-acknowledgements are taken where they arrive. Small boundaries of a task that works ahead of the commit are gathered and
-offered in one message, in time for the leader's next commit. The tenders repeat whatever fails.
+In epochs without incidents no manager takes part: a pending boundary is offered where it is made, and acknowledgements
+are taken where they arrive. Small boundaries of a task that works ahead of the commit are gathered and offered in one
+message, in time for the leader's next commit. The managers repeat offers that failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.errors import Refused, TransportError
 from taskgraph.node.backoff import Backoff
-from taskgraph.node.primary.tender import Tender
+from taskgraph.node.primary.peer_replica import PeerReplica
 from taskgraph.node.primary.unsent_offers import UnsentOffers, message_of
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
@@ -39,8 +39,8 @@ __all__ = ["Backups"]
 
 Key = tuple[int, int, int]
 
-_UNTAKEN_S = 1.0
-"""Pause before a boundary that a node had no memory for is offered again: each offer sends all of it."""
+_NO_MEMORY_PAUSE_S = 1.0
+"""Pause before a boundary is offered again to a node that had no memory for it: each offer sends the whole boundary."""
 
 
 class Backups:
@@ -61,39 +61,39 @@ class Backups:
         self._insync = insync
         self._boundaries: dict[Key, Boundary] = {}
         self._committed_epoch = epoch
-        self._tenders: dict[str, Tender] = {}
-        self._tidying: set[str] = set()
+        self._peers: dict[str, PeerReplica] = {}
+        self._deleting: set[str] = set()
         self._invitations = 0
         self._group: asyncio.TaskGroup | None = None
-        self._watching: list[asyncio.Future[None]] = []  # waits for the next change of the set
-        self._poked = False
+        self._waits: list[asyncio.Future[None]] = []  # waits for the next change of the set
+        self._look_scheduled = False
         self._blocked: dict[Key, Callable[[], str]] = {}  # boundaries that are waited for -> what is lacking
         self.unsent = UnsentOffers(node, self._offer_all)
         """Pending boundaries that were not offered yet."""
 
     @property
     def blocked(self) -> str:
-        """Names what the earliest pending boundary waits for, for `status`; gathered ones do not count."""
+        """Names what the earliest pending boundary waits for, for `status`. Boundaries not offered yet do not count."""
         waits = self._blocked.keys() - self.unsent.boundaries.keys()
         return self._blocked[min(waits)]() if waits else ""
 
     @property
     def settled(self) -> bool:
-        """True if the set waits for nothing but acknowledgements."""
-        members = len(self._idle())
+        """True if no admission or eviction is under way: all other nodes are members."""
+        members = len(self._idle_peers())
         return self._insync.all_members(members) and 1 + members >= self._node.settings.min_in_sync
 
-    def _idle(self) -> list[Tender]:
-        """Tenders without work. If all other nodes are idle members, boundaries are offered without tenders."""
-        return [tender for tender in self._tenders.values() if tender.idle]
+    def _idle_peers(self) -> list[PeerReplica]:
+        """Returns the nodes whose managers wait. If all are members, boundaries are offered without managers."""
+        return [peer for peer in self._peers.values() if peer.idle]
 
     # -- boundaries -------------------------------------------------------------------------------
 
-    def committed(self, boundary: Boundary, *, goes_on: bool = False) -> None:
-        """`boundary` is the committed one: at the start of the term, or after a commit.
+    def set_committed(self, boundary: Boundary, *, goes_on: bool = False) -> None:
+        """Sets the committed boundary, at the start of the term or after a commit.
 
         Args:
-            goes_on: its attempt goes on, so that later boundaries may be gathered.
+            goes_on: the attempt goes on, so that later boundaries may be gathered.
         """
         epoch = self._committed_epoch = boundary.stamp.epoch
         for key in tuple(self._boundaries):
@@ -105,37 +105,37 @@ class Backups:
         if not self._insync.add(boundary.key):
             return  # no other nodes
         self._withdraw_history()
-        if not self._insync.all_members(len(self._idle())):
-            self._poke()
+        if not self._insync.all_members(len(self._idle_peers())):
+            self._look_soon()
 
-    def rolled_back(self, boundary: Boundary) -> None:
-        """The job went back to a checkpoint: `boundary` is the committed one, all others are undone."""
+    def roll_back(self, boundary: Boundary) -> None:
+        """Sets the committed boundary after the job went back to a checkpoint, and drops all others."""
         self._boundaries = {}
         self.unsent.clear()
         self._insync.forget_boundaries()
-        self.committed(boundary)
+        self.set_committed(boundary)
 
     def drop_pending(self) -> None:
-        """The attempt of the pending boundaries is over."""
+        """Drops the pending boundaries, since their attempt is over."""
         self.unsent.clear()
         self._insync.drop_pending(self._committed_epoch)
         self._boundaries = {k: b for k, b in self._boundaries.items() if k[0] <= self._committed_epoch}
         self._withdraw_history()
 
-    def pending(self, boundary: Boundary, *, gathers: bool) -> bool:
-        """Offers a new snapshot: every member must acknowledge it before the task reports.
+    def offer(self, boundary: Boundary, *, gathers: bool) -> bool:
+        """Offers a new boundary, which every member must acknowledge before the task reports.
 
         Args:
-            gathers: the task goes on meanwhile, and calls `flush` when it does not: the offer may come later.
+            gathers: the task goes on meanwhile, and calls `flush` when it stops: the offer may be sent later.
 
         Returns:
-            True if there is something to wait for (see `held`): another node, or a wish for more nodes.
+            True if the task must wait: for an acknowledgement, or for more members.
         """
         key = boundary.key
         self._boundaries[key] = boundary
         if not self._insync.add(key):
             return self._node.settings.min_in_sync > 1
-        if self.unsent.takes(boundary.value):
+        if self.unsent.is_small(boundary.value):
             self.unsent.add(boundary, goes_on=gathers)
         else:
             self.unsent.flush()
@@ -144,63 +144,65 @@ class Backups:
 
     def _offer_all(self, boundaries: list[Boundary]) -> None:
         """Offers boundaries to all members, as far as that needs no waiting."""
-        idle, offered = self._idle(), False
+        idle, offered = self._idle_peers(), False
         try:
             offered = self._insync.all_members(len(idle)) and all(self._offer_now(each, boundaries) for each in idle)
         finally:
             if not offered:
-                self._poke()  # the tenders take over, also after an error
+                self._look_soon()  # the managers offer them then, also after an error
 
-    def _offer_now(self, tender: Tender, boundaries: list[Boundary]) -> bool:
+    def _offer_now(self, peer: PeerReplica, boundaries: list[Boundary]) -> bool:
         """Offers a member pending boundaries, as far as that needs no waiting."""
-        message = message_of(boundaries, self._task, self._term, tender.invitation)
+        message = message_of(boundaries, self._task, self._term, peer.invitation)
         began = self._node.tracing.on and clock()
-        reply = self._node.router.begin_at(tender.node, message)
+        reply = self._node.router.begin_at(peer.node, message)
         if reply is None:
             return False
         for boundary in boundaries:
-            tender.offered[boundary.key] = reply
-        reply.add_done_callback(partial(self._answered, tender, boundaries, began))
+            peer.offered[boundary.key] = reply
+        reply.add_done_callback(partial(self._on_answer, peer, boundaries, began))
         return True
 
-    def _answered(self, tender: Tender, boundaries: list[Boundary], began: int, reply: asyncio.Future[Reply]) -> None:
-        """Takes the answer to such an offer; the tender repeats one that was not accepted."""
-        offered = tender.offered
+    def _on_answer(
+        self, peer: PeerReplica, boundaries: list[Boundary], began: int, reply: asyncio.Future[Reply]
+    ) -> None:
+        """Handles the answer to an offer of `_offer_now`. A manager repeats an offer that was not accepted."""
+        offered = peer.offered
         answered = [boundary for boundary in boundaries if offered.get(boundary.key) is reply]
         if not answered:
             return  # withdrawn meanwhile
         for boundary in answered:
             del offered[boundary.key]
         if reply.cancelled() or reply.exception() is not None or type(reply.result()) is not Accepted:
-            self._poke()
+            self._look_soon()
             return
-        self._insync.acknowledge(tender.node, *[boundary.key for boundary in answered])
-        tender.refused = ""
+        self._insync.acknowledge(peer.node, *[boundary.key for boundary in answered])
+        peer.refused = ""
         if began:
-            self._trace_offer(began, tender.node, answered)
+            self._trace_offer(began, peer.node, answered)
         if self._insync.only_members:
-            self._changed()
+            self._wake_waits()
         else:
-            self._poke()
+            self._look_soon()
 
     def _withdraw_history(self) -> None:
-        """Withdraws offers of boundaries that are history, or were never committed."""
+        """Withdraws offers of boundaries that are no longer needed."""
         current = set(self._insync.current)
-        for tender in self._tenders.values():
-            if offered := tender.offered:
+        for peer in self._peers.values():
+            if offered := peer.offered:
                 awaited = {reply for key, reply in offered.items() if key in current}
                 for reply in [reply for reply in dict.fromkeys(offered.values()) if reply not in awaited]:
                     reply.cancel()
 
     def acknowledged(self, key: Key) -> bool:
-        """True if all nodes have acknowledged whose acknowledgement that boundary needs."""
+        """True if a boundary has all acknowledgements that it needs."""
         return not self._insync.waits_for(key)
 
-    async def until_acknowledged(self, key: Key, *, admit_wait_s: float) -> None:
-        """Returns when every member holds the boundary, and there are enough members.
+    async def wait_until_acknowledged(self, key: Key, *, admit_wait_s: float) -> None:
+        """Waits until every member has stored the boundary, and there are enough members.
 
         Args:
-            admit_wait_s: how long to wait for wished-for backups to become members, too.
+            admit_wait_s: how long to wait also for wished backups to become members.
         """
         need, insync = self._node.settings.min_in_sync, self._insync
         deadline = self._node.now() + admit_wait_s if admit_wait_s else 0.0
@@ -208,61 +210,61 @@ class Backups:
             while True:
                 lacking = insync.waits_for(key)
                 if lacking:
-                    self._blocked[key] = partial(self._lacks, "the acknowledgement of", lacking)
-                    await self._change()
+                    self._blocked[key] = partial(self._lack_text, "the acknowledgement of", lacking)
+                    await self._next_change()
                     continue
                 if need > 1 and insync.holders(key) < need:
-                    self._blocked[key] = partial(self._lacks_holders, key, need)
-                    await self._change()
+                    self._blocked[key] = partial(self._lack_of_holders_text, key, need)
+                    await self._next_change()
                     continue
                 if not admit_wait_s and insync.only_members:
                     return
-                awaited = self._awaited(deadline)
+                awaited = self._expected_members(deadline)
                 if not awaited:
                     return
-                self._blocked[key] = partial(self._lacks, "the admission of", tuple(awaited))
+                self._blocked[key] = partial(self._lack_text, "the admission of", tuple(awaited))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(awaited.values()) - self._node.now()):
-                        await self._change()
+                        await self._next_change()
         finally:
             self._blocked.pop(key, None)
 
-    def _change(self) -> asyncio.Future[None]:
-        """A future that is done at the next change of the set."""
+    def _next_change(self) -> asyncio.Future[None]:
+        """Returns a future that is done at the next change of the in-sync set."""
         change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._watching.append(change)
+        self._waits.append(change)
         return change
 
-    def _changed(self) -> None:
-        """The set changed: waits look again."""
-        if self._watching:
-            watching, self._watching = self._watching, []
+    def _wake_waits(self) -> None:
+        """Wakes waits for a change of the in-sync set."""
+        if self._waits:
+            watching, self._waits = self._waits, []
             for change in watching:
                 if not change.done():
                     change.set_result(None)
 
-    def _lacks(self, what: str, nodes: tuple[str, ...]) -> str:
-        return f"{what} {', '.join(map(self._named, nodes))}"
+    def _lack_text(self, what: str, nodes: tuple[str, ...]) -> str:
+        return f"{what} {', '.join(map(self._name_with_reason, nodes))}"
 
-    def _named(self, node: str) -> str:
-        """A node's name, with its reason for taking no boundary, if it gave one."""
-        refused = tender.refused if (tender := self._tenders.get(node)) is not None else ""
+    def _name_with_reason(self, node: str) -> str:
+        """Returns a node's name, with its reason for refusing a boundary, if it gave one."""
+        refused = peer.refused if (peer := self._peers.get(node)) is not None else ""
         return f"{name_of(node)} (it refuses: {refused})" if refused else name_of(node)
 
-    def _lacks_holders(self, key: Key, need: int) -> str:
+    def _lack_of_holders_text(self, key: Key, need: int) -> str:
         return f"{need - self._insync.holders(key)} more in-sync replicas (min_in_sync={need})"
 
-    def _awaited(self, deadline: float) -> dict[str, float]:
-        """Nodes that should become members before the epoch finishes, with the deadline for each.
+    def _expected_members(self, deadline: float) -> dict[str, float]:
+        """Returns {node: deadline} of nodes that should become members before the epoch finishes.
 
         Args:
-            deadline: for nodes that are wished for.
+            deadline: the deadline for wished nodes.
         """
         found = dict.fromkeys(self._invitable(), deadline)
         # A node that needs longer per boundary than an epoch takes would never have them all.
         for node in self._insync.candidates():
-            if (tender := self._tenders.get(node)) is not None:
-                found[node] = max(found.get(node, 0.0), tender.caught_up_by)
+            if (peer := self._peers.get(node)) is not None:
+                found[node] = max(found.get(node, 0.0), peer.caught_up_by)
         now = self._node.now()
         return {n: by for n, by in found.items() if by > now and self._insync.place(n) is not Place.MEMBER}
 
@@ -271,41 +273,41 @@ class Backups:
         """The number of members, the primary included."""
         return 1 + len(self._insync.members())
 
-    # -- tending ----------------------------------------------------------------------------------
+    # -- managing other nodes ---------------------------------------------------------------------
 
     @property
-    def tended(self) -> list[str]:
-        """Nodes with a tender, also before and after etcd shows them as members."""
-        return list(self._tenders)
+    def peers(self) -> list[str]:
+        """The nodes that have a manager, also before and after etcd shows them as members."""
+        return list(self._peers)
 
     async def run(self) -> None:
-        """Invites and tends other nodes until cancelled."""
+        """Invites and manages other nodes until cancelled."""
         async with asyncio.TaskGroup() as group:
             self._group = group
-            stop = self._node.keeper.on_change(self._look, structure=True)
+            stop = self._node.keeper.on_change(self._follow_changes, structure=True)
             try:
-                self._look()
-                await asyncio.Event().wait()  # until the term ends; the tenders do the work
+                self._follow_changes()
+                await asyncio.Event().wait()  # until the term ends; the managers do the work
             finally:
                 stop()
                 self.unsent.clear()
                 self._group = None
-                for tender in self._tenders.values():
-                    tender.withdraw()
+                for peer in self._peers.values():
+                    peer.withdraw()
 
-    def _poke(self) -> None:
-        """Examines all tenders after this step of the event loop: something changed that the view does not show."""
-        self._changed()
-        if self._group is not None and not self._poked:
-            self._poked = True
-            asyncio.get_running_loop().call_soon(self._look_again)
+    def _look_soon(self) -> None:
+        """Calls `_follow_changes` after this step of the event loop, for a change that the view does not show."""
+        self._wake_waits()
+        if self._group is not None and not self._look_scheduled:
+            self._look_scheduled = True
+            asyncio.get_running_loop().call_soon(self._follow_now)
 
-    def _look_again(self) -> None:
-        self._poked = False
-        self._look()
+    def _follow_now(self) -> None:
+        self._look_scheduled = False
+        self._follow_changes()
 
     def _wished(self) -> list[str]:
-        """Other nodes that placement wants to hold this task; dead ones, too, until placement is computed again."""
+        """Returns the other nodes on which placement wants a replica; dead nodes, too, until it is computed again."""
         wish = self._node.wish(self._task)
         if wish is None:
             return []
@@ -313,43 +315,43 @@ class Backups:
         return [node for node in nodes if node != self._node.id]
 
     def _living(self) -> set[str]:
-        """Registered nodes without a suspicion."""
+        """Returns the registered nodes that are not suspected."""
         return self._node.keeper.view.nodes.keys() - self._node.suspects
 
     def _invitable(self) -> list[str]:
-        """Living nodes that placement wishes for."""
+        """Returns the living nodes that placement wishes for."""
         living = self._living()
         return [node for node in self._wished() if node in living]
 
-    def _look(self) -> None:
-        """Follows a change of the view or of a suspicion: invites wished-for nodes, tends all."""
+    def _follow_changes(self) -> None:
+        """Follows a change of the view or of a suspicion: invites wished nodes, and wakes managers."""
         self.unsent.flush()  # nodes come or go: the next commit should wait for nothing else
-        self._changed()
-        for tender in self._tenders.values():
-            tender.look()
+        self._wake_waits()
+        for peer in self._peers.values():
+            peer.wake_if_due()
         if self._group is None or self._node.paused:
             return
         for node in self._invitable():
             self._insync.invite(node)
         for node in self._insync.nodes:
-            if node not in self._tenders:
+            if node not in self._peers:
                 self._invitations += 1
-                tender = self._tenders[node] = Tender(node, self._invitations)
-                tending = self._group.create_task(self._tend(tender), name=f"tend {self._task} on {node}")
-                tending.add_done_callback(partial(self._tended, tender))
+                peer = self._peers[node] = PeerReplica(node, self._invitations)
+                managing = self._group.create_task(self._manage(peer), name=f"tend {self._task} on {node}")
+                managing.add_done_callback(partial(self._on_peer_released, peer))
         for node, member in self._node.keeper.view.members_of(self._task).items():
             until = member.record.until
             over = until is not None and until < self._committed_epoch and self._insync.place(node) is None
-            if over and node in self._node.keeper.view.gone and node not in self._tidying:
-                self._tidying.add(node)
-                self._group.create_task(self._tidy(node), name=f"tidy {self._task} on {node}")
+            if over and node in self._node.keeper.view.gone and node not in self._deleting:
+                self._deleting.add(node)
+                self._group.create_task(self._delete_evicted_key(node), name=f"tidy {self._task} on {node}")
 
     def _unwanted(self, node: str) -> bool:
-        """True for a dead node; also for one that is not wished for, once all wished-for nodes are living members.
+        """True for a suspected node, and for a node that is not wished, once all wished nodes are living members.
 
-        A candidate is unwanted as soon as there are members enough: wishes change while replicas are set up, and
-        admitting a node only to evict it costs a copy and two writes. If members are lacking, the first that is ready
-        is admitted.
+        A candidate is unwanted as soon as there are enough members: wishes change while replicas are set up, and
+        admitting a node only to evict it costs a copy and two writes. If members are lacking, the first candidate that
+        is ready is admitted.
         """
         if node in self._node.suspects:
             return True
@@ -363,104 +365,106 @@ class Backups:
             return True
         return insync.wishes_fulfilled(wished, living)
 
-    async def _tend(self, tender: Tender) -> None:
-        """Does everything about one other node, step by step, and releases it at the end."""
-        backoff, node = Backoff(), tender.node
-        await self._keep_in_sync(tender, backoff)
-        tender.withdraw()
+    async def _manage(self, peer: PeerReplica) -> None:
+        """The manager of one other node: keeps its replica in sync while it is wanted, and releases it at the end."""
+        backoff, node = Backoff(), peer.node
+        await self._keep_in_sync(peer, backoff)
+        peer.withdraw()
         while node not in self._node.suspects:
             try:
-                release = Release(self._task, self._term, tender.invitation, self._node.keeper.view.revision)
+                release = Release(self._task, self._term, peer.invitation, self._node.keeper.view.revision)
                 await self._node.router.to_node(node, release, timeout_s=self._node.settings.call_s)
                 return
             except TransportError:
                 await backoff.pause()
 
-    def _tended(self, tender: Tender, _: object) -> None:
-        """A tender ended; a node that was invited again meanwhile gets a new one."""
-        del self._tenders[tender.node]
-        self._poke()
+    def _on_peer_released(self, peer: PeerReplica, _: object) -> None:
+        """Forgets a node that was released. If it was invited again meanwhile, it gets a new manager."""
+        del self._peers[peer.node]
+        self._look_soon()
 
-    async def _keep_in_sync(self, tender: Tender, backoff: Backoff) -> None:
-        node = tender.node
+    async def _keep_in_sync(self, peer: PeerReplica, backoff: Backoff) -> None:
+        node = peer.node
         while (place := self._insync.place(node)) is not None:
             if self._unwanted(node):
                 if place is Place.CANDIDATE:
                     self._insync.drop_candidate(node)
-                    self._changed()
+                    self._wake_waits()
                     return
                 await self._node.wait_while_paused()
                 if self._unwanted(node):  # it may be wanted again after a pause
-                    await self._evict(tender, backoff)
+                    await self._evict(peer, backoff)
                 continue
-            missing = self._to_offer(tender)
+            missing = self._next_to_offer(peer)
             if missing is not None:
-                await self._offer(tender, missing, backoff, candidate=place is Place.CANDIDATE)
-            elif self._admissible(node):
+                await self._offer(peer, missing, backoff, candidate=place is Place.CANDIDATE)
+            elif self._may_admit(node):
                 await self._admit(node, backoff)
             else:
-                tender.idle = True
+                peer.idle = True
                 try:
-                    await self._when(tender, lambda: self._to_offer(tender) is not None or self._admissible(node))
+                    await self._wait_until_needed(
+                        peer, lambda: self._next_to_offer(peer) is not None or self._may_admit(node)
+                    )
                 finally:
-                    tender.idle = False
+                    peer.idle = False
 
-    def _to_offer(self, tender: Tender) -> Key | None:
-        """The first boundary that the node has not acknowledged and is not receiving."""
-        offered, gathered = tender.offered, self.unsent.boundaries
-        missing = self._insync.missing(tender.node)
+    def _next_to_offer(self, peer: PeerReplica) -> Key | None:
+        """Returns the first boundary that the node has not acknowledged and is not receiving."""
+        offered, gathered = peer.offered, self.unsent.boundaries
+        missing = self._insync.missing(peer.node)
         return next((key for key in missing if key not in offered and key not in gathered), None)
 
-    def _admissible(self, node: str) -> bool:
-        """True if the admitting write may be sent; waits for a key that just vanished."""
+    def _may_admit(self, node: str) -> bool:
+        """True if the admitting write may be sent; False also while the node's key is absent."""
         return node in self._node.keeper.view.nodes and self._insync.may_admit(node)
 
-    def _when(self, tender: Tender, something: Callable[[], bool]) -> asyncio.Future[None]:
-        """A future that is done when a node needs attention; cancel it when it is not needed."""
-        return tender.until(lambda: something() or self._unwanted(tender.node))
+    def _wait_until_needed(self, peer: PeerReplica, something: Callable[[], bool]) -> asyncio.Future[None]:
+        """Returns a future that is done when `something` is true or the node is unwanted; cancel it after use."""
+        return peer.wait_until(lambda: something() or self._unwanted(peer.node))
 
-    async def _offer(self, tender: Tender, key: Key, backoff: Backoff, *, candidate: bool) -> None:
-        """Offers one boundary, again and again, until the node has it or is known to be dead.
+    async def _offer(self, peer: PeerReplica, key: Key, backoff: Backoff, *, candidate: bool) -> None:
+        """Offers one boundary to a node, once. The manager retries until the node has it or is known to be dead.
 
-        An offer to a member has no timeout: a large boundary takes as long as the network needs, and would begin again.
-        The lease, the port or the broken connection shows that a peer is dead.
+        An offer to a member has no timeout: a large boundary takes as long as the network needs. The lease, the port or
+        the broken connection shows that a peer is dead.
         """
-        node = tender.node
+        node = peer.node
         boundary = self._boundaries.get(key)
         if boundary is None:
             return  # history by now
         committed = key[0] <= self._committed_epoch
         value = await self._replica.with_all_reports(boundary.value) if candidate and committed else boundary.value
-        message = Offer(boundary.stamp, self._term, self._task, committed, candidate, tender.invitation, value)
+        message = Offer(boundary.stamp, self._term, self._task, committed, candidate, peer.invitation, value)
         settings = self._node.settings
         timeout_s = settings.setup_s if candidate else None
         began = self._node.tracing.on and clock()
 
-        def moot() -> bool:
+        def is_moot() -> bool:
             # An offer to a candidate survives commits: one that takes longer than an epoch would never end.
             return not candidate and key not in self._insync.missing(node)
 
-        dead = self._when(tender, moot)
+        dead = self._wait_until_needed(peer, is_moot)
         try:
             async with alongside(self._node.router.to_node(node, message, timeout_s=timeout_s), dead) as (call, _):
                 await any_done(call, dead)
                 if call.done() and isinstance(call.result(), Accepted):
                     self._insync.acknowledge(node, key)
-                    tender.refused = ""
-                    if candidate and not tender.caught_up_by:
-                        tender.caught_up_by = self._node.now() + settings.admit_wait_s
+                    peer.refused = ""
+                    if candidate and not peer.caught_up_by:
+                        peer.caught_up_by = self._node.now() + settings.admit_wait_s
                     if began:
                         self._trace_offer(began, node, [boundary])
                     backoff.reset()
-                    self._poke()
+                    self._look_soon()
         except Refused as refused:
             if refused.reason in (Reason.USER_ERROR, Reason.DONE):
                 self._node.log.info("task %d: node %s refuses boundary %d: %s", self._task, node, key[0], refused)
             if refused.reason in (Reason.BAD_MESSAGE, Reason.NO_MEMORY):
-                tender.refused = str(refused)
+                peer.refused = str(refused)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_UNTAKEN_S):
-                        await self._when(tender, moot)
+                    async with asyncio.timeout(_NO_MEMORY_PAUSE_S):
+                        await self._wait_until_needed(peer, is_moot)
             else:
                 await backoff.pause()
         except TransportError as error:
@@ -468,7 +472,7 @@ class Backups:
             await backoff.pause()
 
     def _trace_offer(self, began: int, node: str, boundaries: list[Boundary]) -> None:
-        """Traces a message as one span, of the first traced epoch in it."""
+        """Traces an offer as one span, of the first traced epoch in it."""
         tracing = self._node.tracing
         size = sum(boundary.value.size_bytes for boundary in boundaries)
         for boundary in boundaries:
@@ -482,7 +486,7 @@ class Backups:
         """Writes the candidate into the in-sync set."""
         await self._node.wait_while_paused()
         view = self._node.keeper.view
-        if not self._admissible(node):
+        if not self._may_admit(node):
             return  # while this node was paused
         writer = self._node.writer()
         txn = transactions.admit(
@@ -497,21 +501,21 @@ class Backups:
         self._insync.admitting(node)
         revision = await self._node.transact(txn, key=view.keys.member(self._task, node), writer=writer)
         self._insync.admitted(node, revision is not None)
-        self._poke()
+        self._look_soon()
         begins = self._committed_epoch == 0  # one event for the job, not two for each task
         what = f"{name_of(node)} has a backup now"
         await self._after_write(revision, backoff, "admitted", node, what, transient=begins)
 
-    async def _evict(self, tender: Tender, backoff: Backoff) -> None:
+    async def _evict(self, peer: PeerReplica, backoff: Backoff) -> None:
         """Writes the member out of the in-sync set, effective from the next boundary."""
-        node, view = tender.node, self._node.keeper.view
+        node, view = peer.node, self._node.keeper.view
         key = view.keys.member(self._task, node)
         if node not in view.members_of(self._task):
             # The view may be behind the takeover that named this member: at its revision the key is there.
             await self._node.keeper.caught_up(self._primary_revision)
             if node not in self._node.keeper.view.members_of(self._task):
                 self._insync.evicting(node)
-                self._evicted(tender, True)
+                self._note_evicted(peer, True)
             return
         writer = self._node.writer()
         txn = transactions.evict(
@@ -526,22 +530,22 @@ class Backups:
         known = self._insync.place(node) is Place.MARKED  # by the primary that marked it
         self._insync.evicting(node)
         revision = await self._node.transact(txn, key=key, writer=writer)
-        self._evicted(tender, revision is not None)
+        self._note_evicted(peer, revision is not None)
         ended = not self._node.keeper.view.running  # nodes leave at the end of a job: no event
         what = f"{name_of(node)} is no longer in sync"
         await self._after_write(revision, backoff, "evicted", node, what, transient=ended or known)
 
-    def _evicted(self, tender: Tender, written: bool) -> None:
-        """The outcome of the evicting write is known: under a new invitation the node acknowledges everything again."""
-        self._insync.evicted(tender.node, written)
+    def _note_evicted(self, peer: PeerReplica, written: bool) -> None:
+        """Notes the outcome of the evicting write. If invited again, a node must acknowledge all boundaries again."""
+        self._insync.evicted(peer.node, written)
         if written:
-            tender.withdraw()
-        self._poke()
+            peer.withdraw()
+        self._look_soon()
 
     async def _after_write(
         self, revision: int | None, backoff: Backoff, kind: str, node: str, what: str, *, transient: bool
     ) -> None:
-        """Emits the change of the set, or reads the view again if it was refused."""
+        """Emits the change of the in-sync set after a write; reads the view again if the write was refused."""
         keeper = self._node.keeper
         if revision is None:
             await keeper.refresh()
@@ -559,7 +563,7 @@ class Backups:
         )
         await keeper.caught_up(revision)
 
-    async def _tidy(self, node: str) -> None:
+    async def _delete_evicted_key(self, node: str) -> None:
         """Deletes the key of a gone member that was evicted before the committed boundary."""
         try:
             await self._node.wait_while_paused()
@@ -575,4 +579,4 @@ class Backups:
                 )
                 await self._node.writes.attempt(txn)
         finally:
-            self._tidying.discard(node)
+            self._deleting.discard(node)

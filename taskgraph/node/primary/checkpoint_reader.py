@@ -27,7 +27,7 @@ __all__ = ["FILES_AT_A_TIME", "SAME_PLACE", "CheckpointReader"]
 R = TypeVar("R")
 
 FILES_AT_A_TIME = 4
-"""Files that a node writes or reads at once; more make no disk quicker."""
+"""Files that a node writes or reads at a time; more make no disk faster."""
 SAME_PLACE = "do all hosts see the same place?"
 
 
@@ -57,19 +57,19 @@ class CheckpointReader:
 
     @staticmethod
     def writer_of(node: str) -> str:
-        """The part of a node's id that marks its unfinished files."""
+        """Returns the part of a node's id that marks its unfinished files."""
         return node.rpartition("-")[2]
 
     async def call(self, function: Callable[[], R]) -> R:
         return await self._threads.run(function)
 
     def name_of(self, boundary: Stamp) -> Name:
-        """The name of the checkpoint of this boundary."""
+        """Returns the name of the checkpoint of a boundary."""
         spec = self._node.spec
         return Name(spec.checkpoint_series, boundary.attempt, boundary.epoch, spec.run[:8])
 
     async def newest_usable(self, pointer: CheckpointRecord) -> NewestCheckpoint:
-        """The newest checkpoint, from the pointer's backwards, of which every file can be read."""
+        """Finds the newest checkpoint, not newer than the pointer's, of which every file can be read."""
 
         def look() -> NewestCheckpoint:
             found = self.store.newest((pointer.name, *pointer.before))
@@ -93,7 +93,7 @@ class CheckpointReader:
         return SAME_PLACE
 
     async def boundary_of(self, task: int, term: int) -> Boundary | None:
-        """The committed boundary of a task, from the checkpoint; None if the checkpoint has nothing of the task.
+        """Reads the committed boundary of a task from the checkpoint; None if the checkpoint has no file of the task.
 
         Raises:
             CheckpointError: the file is missing, torn, corrupt or foreign.

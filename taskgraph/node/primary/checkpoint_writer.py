@@ -2,8 +2,8 @@
 
     a primary read a commit ──► its file, in a thread ──► `WrittenFiles` ──► the leader (`checkpointer.py`)
 
-A file that cannot be written costs only that checkpoint. If the place takes longer than the epochs between two
-checkpoints, the epochs wait, and say so. A slow leader delays nothing: it later hears of several files at once.
+A file that cannot be written costs only that checkpoint. If writing takes longer than the epochs between two
+checkpoints, the epochs wait, and `status` says so. A slow leader delays nothing: it later gets several reports at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointWriter"]
 
-_UNREPORTED = 16
-"""Files, written or failed, that may wait to be reported. The leader considers as many."""
-_REPORTED = 16
-"""Reported files that a primary reports again to a new leader."""
+_MAX_UNREPORTED = 16
+"""The most files, written or failed, that wait to be reported. The leader considers as many."""
+_MAX_REPORTED = 16
+"""The most reported files that a primary reports again to a new leader."""
 
 
 class CheckpointWriter:
@@ -41,8 +41,8 @@ class CheckpointWriter:
         self._changed = asyncio.Event()
         self._failing = False
 
-    def due(self, boundary: Stamp, *, stateful: bool) -> bool:
-        """True if this boundary is to be written once it is committed, and was not yet."""
+    def is_due(self, boundary: Stamp, *, stateful: bool) -> bool:
+        """True if a boundary is to be written once it is committed, and has not been written."""
         spec = self._node.spec
         return (
             spec.checkpoint is not None
@@ -53,18 +53,18 @@ class CheckpointWriter:
 
     @property
     def stage(self) -> str:
-        """Names what callers of `room` wait for."""
+        """Names what callers of `wait_for_room` wait for."""
         epoch = self._writing.epoch if self._writing is not None else 0
         return f"its file of the checkpoint of epoch {epoch}: {self._node.checkpoints.store} is slow"
 
-    async def room(self) -> None:
-        """Waits while one file is being written and another is queued, so that nothing piles up."""
+    async def wait_for_room(self) -> None:
+        """Waits while one file is being written and another is queued, so that the queue stays short."""
         while self._waiting is not None:
             self._changed.clear()
             await self._changed.wait()
 
     def begin(self, stamp: Stamp, value: Callable[[], Encoded]) -> None:
-        """Queues this boundary for writing. `value` is called in a thread."""
+        """Queues a boundary for writing. `value`, called in a thread, returns it encoded."""
         self._begun = stamp
         self._waiting = (stamp, value)
         self._changed.set()
@@ -107,9 +107,9 @@ class CheckpointWriter:
         else:
             self._failing = False
             self._written[stamp] = WrittenFile(stamp, self._task, info.size, info.digest)
-        unreported = self._unreported(self._leader)
+        unreported = self._unreported_files(self._leader)
         reported = sorted(self._written.keys() - set(unreported))
-        kept = {*sparse(unreported, _UNREPORTED), *reported[-_REPORTED:]}
+        kept = {*sparse(unreported, _MAX_UNREPORTED), *reported[-_MAX_REPORTED:]}
         self._written = {at: written for at, written in self._written.items() if at in kept}
 
     async def report(self) -> None:
@@ -124,9 +124,9 @@ class CheckpointWriter:
             view, leader = keeper.view, self._leader
             self._written = {stamp: w for stamp, w in self._written.items() if is_open(view, stamp)}
             self._reported = {(stamp, of) for stamp, of in self._reported if stamp in self._written and of == leader}
-            unreported = self._unreported(leader)
+            unreported = self._unreported_files(leader)
             if not unreported or not leader:
-                await keeper.wait_until(lambda _: bool(self._leader and self._unreported(self._leader)))
+                await keeper.wait_until(lambda _: bool(self._leader and self._unreported_files(self._leader)))
             elif await self._report(WrittenFiles(tuple(self._written[stamp] for stamp in unreported))):
                 self._reported.update((stamp, leader) for stamp in unreported)
 
@@ -145,6 +145,6 @@ class CheckpointWriter:
         leader = self._node.keeper.view.primaries.get(0)
         return leader.mod_revision if leader is not None else 0
 
-    def _unreported(self, leader: int) -> list[Stamp]:
-        """Files that the leader of this revision has not heard of, in the order they were written."""
+    def _unreported_files(self, leader: int) -> list[Stamp]:
+        """Returns the files not reported to the leader of this revision, in the order they were written."""
         return [stamp for stamp in self._written if (stamp, leader) not in self._reported]

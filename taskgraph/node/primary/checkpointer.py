@@ -1,12 +1,12 @@
-"""The leader's part in checkpoints: makes one of the files that primaries wrote.
+"""The leader's part in checkpoints: it makes a checkpoint of the files that primaries wrote.
 
     `WrittenFiles`, from every primary (`checkpoint_writer.py`) ──► manifest, pointer, manifest
 
 `protocol.checkpointing` decides which boundaries become checkpoints, and when one is complete. A file that the leader
 does not find costs only that checkpoint.
 
-Files that are reported to no leader belong to dead primaries. After each takeover, its own included, the leader lists
-the place and removes files that can never be part of a checkpoint.
+Files that no leader gets reports of were written by dead primaries. After each takeover, its own included, the leader
+lists the place and removes files that can never be part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Checkpointer:
         self._others: set[str] = set()  # other runs in the same place that have been emitted
         self._given_up = 0  # checkpoints that failed since one was complete
         self._last_given_up = Stamp(0, 0)
-        self._seen = primary.took_over_at  # the stamp at work at the last look at terms, or an earlier one
+        self._stamp_at_look = primary.took_over_at  # the stamp at work at the last look at terms, or an earlier one
         self._terms: dict[int, int] = {}
-        self._terms_of = 0  # the revision of `generation` at that look
-        self._to_sweep = asyncio.Event()  # there may be new useless files
+        self._terms_generation = 0  # the revision of `generation` at that look
+        self._sweep_wanted = asyncio.Event()  # there may be new useless files
         self._removing = asyncio.Lock()
         self._collected.term_began(0, primary.took_over_at)
         self._finished = ""  # the last checkpoint whose manifest was written again after the pointer
@@ -75,7 +75,7 @@ class Checkpointer:
                 self._wake.clear()
                 await self._node.wait_while_paused()
                 view = self._node.keeper.view
-                self._look_at_terms()
+                self._note_takeovers()
                 if view.checkpoint is not None and view.checkpoint.record.name != self._finished:
                     # An earlier leader may have died between pointer and last manifest; or the disk was full.
                     await self._finish(view.checkpoint.record)
@@ -88,24 +88,24 @@ class Checkpointer:
         finally:
             stop()
 
-    def _look_at_terms(self) -> None:
-        """Notes takeovers: new primaries write no files of boundaries committed before."""
+    def _note_takeovers(self) -> None:
+        """Notes takeovers: a new primary writes no files of boundaries that committed before its term."""
         view = self._node.keeper.view
-        if view.generation_revision != self._terms_of:  # every takeover writes it
+        if view.generation_revision != self._terms_generation:  # every takeover writes it
             terms = {task: primary.record.term for task, primary in view.primaries.items()}
             for task, term in terms.items():
                 if term > self._terms.get(task, term):
-                    self._collected.term_began(task, self._seen)
-            self._terms, self._terms_of = terms, view.generation_revision
-            self._to_sweep.set()
+                    self._collected.term_began(task, self._stamp_at_look)
+            self._terms, self._terms_generation = terms, view.generation_revision
+            self._sweep_wanted.set()
         if view.stamp is not None:
-            self._seen = view.stamp
+            self._stamp_at_look = view.stamp
 
     async def sweep(self) -> None:
-        """Removes useless files until cancelled; apart from `run`, since the place may be slow."""
+        """Removes useless files after takeovers, until cancelled; beside `run`, since the place may be slow."""
         while True:
-            await self._to_sweep.wait()
-            self._to_sweep.clear()
+            await self._sweep_wanted.wait()
+            self._sweep_wanted.clear()
             await self._sweep()
 
     async def _sweep(self) -> None:
@@ -140,7 +140,7 @@ class Checkpointer:
             self._count_given_up(*lacking)
 
     def _may_write(self, task: int, writer: str) -> bool:
-        """True if that primary may still be writing its file. May be called in any thread."""
+        """True if the writer of a task's file is its primary, which may still write. May be called in any thread."""
         primary = self._node.keeper.view.primary_node(task)
         return primary is not None and self._node.checkpoints.writer_of(primary) == writer
 
@@ -149,7 +149,7 @@ class Checkpointer:
         return not self._node.paused and self._node.keeper.view.is_primary(0, self._node.id, self._primary.term)
 
     def _emit_short_terms(self) -> None:
-        """Reports terms of earlier leaders that were too short for any checkpoint."""
+        """Emits an event if terms of earlier leaders were too short for any checkpoint."""
         node, pointer, at = self._node, self._node.keeper.view.checkpoint, self._primary.took_over_at
         base, term = (pointer.record.epoch, pointer.record.term) if pointer is not None else (0, 1)
         every, leaders = node.spec.checkpoint_every, self._primary.term - max(1, term)
@@ -170,7 +170,7 @@ class Checkpointer:
         return f"since that of epoch {pointer.record.epoch}" if pointer is not None else "yet"
 
     async def _give_up(self) -> None:
-        """Removes files of checkpoints that cannot become complete: they would take the room of the next."""
+        """Removes files of checkpoints that cannot become complete, to make room for the next."""
         node, checkpoints, view = self._node, self._node.checkpoints, self._node.keeper.view
         for stamp, task in self._collected.give_up(view).items():
             name, still = checkpoints.name_of(stamp), partial(self._may_give_up, stamp)
@@ -195,14 +195,14 @@ class Checkpointer:
         )
 
     def _may_give_up(self, stamp: Stamp) -> bool:
-        """True if this leader may still declare that checkpoint lost: a new leader could complete it.
+        """True if this leader may still give that checkpoint up: a new leader could complete it.
 
         May be called in any thread.
         """
         return self._leads() and is_open(self._node.keeper.view, stamp)
 
     async def _complete(self, boundary: Stamp, files: tuple[WrittenFile, ...]) -> bool:
-        """Writes manifest, pointer, manifest, and removes old checkpoints. False: try again."""
+        """Writes staged manifest, pointer and final manifest, and removes old checkpoints. False: try again."""
         node, view, checkpoints = self._node, self._node.keeper.view, self._node.checkpoints
         old = view.checkpoint.record if view.checkpoint is not None else None
         kept = (old.name, *old.before)[: node.settings.checkpoints_kept - 1] if old is not None else ()
@@ -221,7 +221,7 @@ class Checkpointer:
         txn = transactions.advance_checkpoint(view, record, primary_revision=self._primary.revision)
         others: list[Name] = []
         known = (old.name, *old.before) if old is not None else ()
-        looked = await self._did(
+        looked = await self._try_work(
             boundary.epoch,
             "its place cannot be listed",
             lambda: others.extend(checkpoints.store.names_of_other_runs(name.run, known)),
@@ -229,9 +229,9 @@ class Checkpointer:
         if not looked:
             return False
         self._emit_other_runs(name, others)
-        if not await self._all_seen(manifest):
+        if not await self._finds_all_files(manifest):
             return False
-        if not await self._did(
+        if not await self._try_work(
             boundary.epoch, "its manifest cannot be written", lambda: checkpoints.store.stage(manifest)
         ):
             return False
@@ -254,8 +254,8 @@ class Checkpointer:
         )
         return True
 
-    async def _all_seen(self, manifest: Manifest) -> bool:
-        """True if this node finds the files of all others; with a disk per host no checkpoint is whole."""
+    async def _finds_all_files(self, manifest: Manifest) -> bool:
+        """True if this node finds all files of the manifest: if each host has a disk of its own, it does not."""
         node, store, epoch = self._node, self._node.checkpoints.store, manifest.parsed.epoch
         failed = f"{node.name} does not see all of its files"
         find_damaged: list[tuple[FileInfo, str]] = []
@@ -264,7 +264,7 @@ class Checkpointer:
             find_damaged[:] = store.find_damaged(manifest)
 
         for pause_s in (_LOOK_AGAIN_S, None):
-            if not await self._did(epoch, "its place cannot be listed", look):
+            if not await self._try_work(epoch, "its place cannot be listed", look):
                 return False
             if not find_damaged:
                 self._failed.pop(failed, None)
@@ -279,14 +279,14 @@ class Checkpointer:
         return False
 
     async def _finish(self, record: CheckpointRecord) -> bool:
-        """Writes the manifest again, for readers that do not know the pointer, and removes old checkpoints."""
+        """Writes the final manifest, for readers that do not know the pointer, and removes old checkpoints."""
         store = self._node.checkpoints.store
-        if not await self._did(record.epoch, "its last manifest is not there", lambda: store.finish(record.name)):
+        if not await self._try_work(record.epoch, "its last manifest is not there", lambda: store.finish(record.name)):
             return False
         self._finished = record.name
         kept = (record.name, *record.before)
         async with self._removing:
-            cleaned = await self._did(
+            cleaned = await self._try_work(
                 record.epoch,
                 "it is complete, but some before it cannot be removed",
                 lambda: store.keep_only(kept, record.name),
@@ -321,8 +321,8 @@ class Checkpointer:
                 epoch=mine.epoch,
             )
 
-    async def _did(self, epoch: int, failed: str, work: Callable[[], object]) -> bool:
-        """True if `work` succeeded; otherwise emits what `failed`."""
+    async def _try_work(self, epoch: int, failed: str, work: Callable[[], object]) -> bool:
+        """Runs `work` in a thread. If it fails, emits an event with the text `failed` and returns False."""
         try:
             await self._node.checkpoints.call(work)
         except (OSError, CheckpointError) as error:
@@ -332,7 +332,7 @@ class Checkpointer:
         return True
 
     def _emit_failed(self, epoch: int, failed: str, why: str) -> None:
-        """Emits a failure, once although it is retried each second; etcd keeps the first."""
+        """Emits a failure once, although it is retried each second."""
         if self._failed.get(failed) == epoch:
             return
         again = failed in self._failed

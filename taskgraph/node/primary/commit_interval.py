@@ -1,8 +1,8 @@
 """Computes how long epochs wait to be committed together.
 
-A commit costs each node half a millisecond of processor time, mostly for being woken by etcd. With 15 nodes on two
-cores, 50 commits a second take a fifth of both cores. So commits are rarer if many nodes share cores, and cost no
-larger share of the time than with two nodes per core.
+A commit costs each node half a millisecond of processor time, mostly for waking up. With 15 nodes on two cores, 50
+commits a second take a fifth of both cores. So commits are rarer if many nodes share cores: they cost no larger share
+of the time than with two nodes per core.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CommitInterval", "adapted"]
 
-_NODES_A_CORE = 2
+_NODES_PER_CORE = 2
 _MOST = 5
 
 
 def adapted(gather_s: float, nodes: int, cores: int) -> float:
     """Returns `gather_s`, or up to five times as much if more than two nodes share a core."""
-    return gather_s * min(_MOST, max(1.0, nodes / (_NODES_A_CORE * cores)))
+    return gather_s * min(_MOST, max(1.0, nodes / (_NODES_PER_CORE * cores)))
 
 
 class CommitInterval:
@@ -42,7 +42,7 @@ class CommitInterval:
         self._known = -1
 
     def seconds(self, ahead: int) -> float:
-        """The time between two commits if no task waits for them.
+        """Returns the time between two commits if no task waits for them.
 
         Args:
             ahead: how many epochs the caller may be ahead of the last commit. If large epochs reduce that below the

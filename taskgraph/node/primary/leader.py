@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["LeaderRole", "within_reach"]
 
 _TIMER_S = 1e-3
-"""Event loops may run a timer this much too early."""
+"""Event loops may run a timer early by this time."""
 _ASK_S = 1.0
 """Timeout for a primary's answer to "what do you wait for?". It doubles after each timeout, and status names the
 primary."""
@@ -53,23 +53,23 @@ _SETTLE_S = 0.5
 _REST_S = 25e-6
 """Pause per ledger entry before ledgers are asked for again. Ledgers of hundreds of all-to-all tasks cost a node a
 second."""
-_RAREST_S = 5.0
-_PART = 1 / 4
-"""Ledgers that explained everything are asked for again after this share of the time since the last news, at most
-`_RAREST_S`: handlers may be at work for hours."""
-_UNUSUAL = 3
-"""An epoch that takes this many times as long as recent ones gets an event; before that only `status` shows its
+_LONGEST_PAUSE_S = 5.0
+_PAUSE_SHARE = 1 / 4
+"""If the ledgers show no mistake, they are asked for again after this share of the time since the last report, at most
+`_LONGEST_PAUSE_S`: handlers may be at work for hours."""
+_UNUSUAL_FACTOR = 3
+"""An epoch gets an event if it takes this many times as long as recent epochs; before that only `status` shows its
 waits."""
 _SETUP_S = 10.0
 """Epoch 0 includes `setup()`, which often takes seconds, so its event comes later."""
-_SHOWN = 3
+_MAX_SHOWN = 3
 """Waits, or edges that do not agree, per line."""
-_REFUSALS = 20
-"""Commits refused in a row, each with a freshly read view, a second in all: a stale view does not explain that."""
+_MAX_REFUSALS = 20
+"""The job fails after so many refused commits in a row, each with a freshly read view: no stale view explains that."""
 
 
-class _LedgerLook(NamedTuple):
-    """What the leader found when it last asked the tasks for their ledgers."""
+class _LedgerCheck(NamedTuple):
+    """The result of the leader's last request for the tasks' ledgers."""
 
     at: float
     entries: int
@@ -97,16 +97,16 @@ class LeaderRole:
         self._patience: tuple[Stamp | None, float] = (None, _ASK_S)  # timeout for the primaries' answers
         self.waits: tuple[str, ...] = ()
         self._audit_waits: tuple[str, ...] = ()
-        self._looked: _LedgerLook | None = None  # the last look at ledgers with unequal sums
-        self._differed: tuple[Stamp, list[str]] | None = None  # the differences in the last ledgers
+        self._last_look: _LedgerCheck | None = None  # the last look at ledgers with unequal sums
+        self._last_differences: tuple[Stamp, list[str]] | None = None  # the differences in the last ledgers
         self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
         """The view after a refused commit, and how often it was the same."""
         self.checkpointer = Checkpointer(node, primary)
-        self._commit_again_at = self._clock()
-        self._commit_of = 0  # the revision of `generation` that the last commit rests on
+        self._next_commit_at = self._clock()
+        self._commit_generation = 0  # the revision of `generation` that the last commit rests on
         self._gather_timer: asyncio.TimerHandle | None = None
         self._acting = False  # a transaction is under way
-        self._came = False  # a report came meanwhile
+        self._report_came = False  # a report came meanwhile
         self._gathered_by = self._ahead  # the last argument of `gather_by`
         self._emitted_thinned = False
         self._committed = 0
@@ -117,7 +117,7 @@ class LeaderRole:
         self._gathered_by = ahead
         self._leader.gather_by(ahead)
 
-    # -- what primaries say -----------------------------------------------------------------------
+    # -- messages of primaries --------------------------------------------------------------------
 
     async def take_report(self, message: Report | Reports) -> Accepted:
         while (taken := self.report_now(message)) is None:
@@ -125,7 +125,7 @@ class LeaderRole:
         return taken
 
     def report_now(self, message: Report | Reports) -> Accepted | None:
-        """Reports like `report`, but returns None if the report has to wait."""
+        """Takes a report at once; None: use `take_report`, since it has to wait."""
         leader, view = self._leader, self._node.keeper.view
         reports = message.reports if isinstance(message, Reports) else (message,)
         if not within_reach(reports[-1].stamp, self._ahead, view):
@@ -137,12 +137,12 @@ class LeaderRole:
             self._rows.set()
             if leader.ready:
                 self._wake_if_due()
-            if self.lacks_own():
+            if self.lacks_own_report():
                 self._primary.backups.unsent.flush_soon()
         return self._accepted
 
-    def lacks_own(self) -> bool:
-        """True if a commit lacks only the report of the leader's own task, and somebody waits for it."""
+    def lacks_own_report(self) -> bool:
+        """True if a commit lacks only the report of the leader's own task, and a task waits for the commit."""
         return self._leader.lacks_task_0()
 
     async def take_restart(self, request: RequestRestart) -> Accepted:
@@ -153,10 +153,10 @@ class LeaderRole:
         return self._accepted
 
     async def rows_before(self, stamp: Stamp, own: Mapping[str, float]) -> Rows:
-        """Waits for the numbers that tasks reported in the epoch before `stamp`.
+        """Waits for the numbers that all tasks reported in the epoch before `stamp`.
 
         Args:
-            own: the numbers of task 0.
+            own: the numbers that task 0 reported in that epoch.
         """
         while (rows := self.rows_now(stamp, own)) is None:
             self._rows.clear()
@@ -164,9 +164,9 @@ class LeaderRole:
         return rows
 
     def rows_now(self, stamp: Stamp, own: Mapping[str, float]) -> Rows | None:
-        """Returns rows like `rows_before`, but None if some numbers are missing.
+        """Returns the rows of `rows_before`; None if some are missing.
 
-        This leader committed that epoch, will commit it, or receives from every task what an earlier leader committed.
+        This leader committed that epoch or will commit it, or every task sends it the numbers again.
         """
         if self._leader.stamp != self._node.keeper.view.stamp:
             self._begin()
@@ -208,12 +208,12 @@ class LeaderRole:
                     await self._node.wait_while_paused()
                 if self._node.keeper.view.running:
                     self._begin()
-                    self._acting, self._came = True, False
+                    self._acting, self._report_came = True, False
                     try:
                         await self._act()
                     finally:
                         self._acting = False
-                    if self._came:  # not earlier: it would have been judged by the old state
+                    if self._report_came:  # not earlier: it would have been judged by the old state
                         self._begin()
                         if self._leader.ready:
                             self._wake_if_due()
@@ -223,7 +223,7 @@ class LeaderRole:
             self._stop_gathering()
 
     async def _look_again(self) -> None:
-        """Wakes the role regularly, since silence announces nothing. A separate task saves a timer per wait."""
+        """Wakes the role regularly, since a missing report does not. One asyncio task saves a timer for each wait."""
         while True:
             await asyncio.sleep(_SETTLE_S)
             self._wake.set()
@@ -257,32 +257,32 @@ class LeaderRole:
             case Restart(why):
                 await self._restart(why)
             case Diverged() as diverged:
-                if self._may_look(diverged):
+                if self._may_ask_ledgers(diverged):
                     await self._explain(diverged)
             case WaitFor():
                 pass
 
     def _wake_if_due(self) -> None:
-        """Wakes the role, unless it would only wait for more epochs to commit together."""
+        """Wakes the role, unless it would only go on to gather epochs for the next commit."""
         if self._acting:
-            self._came = True
+            self._report_came = True
         elif self._leader.urgent or not self._may_gather():
             self._wake.set()
 
     def _may_wait(self, commit: Commit) -> bool:
-        """True if a commit may wait a moment for more epochs, because no task waits for it."""
+        """True if a commit may wait for more epochs: no task waits for it, and the last commit is recent."""
         return not (commit.finished or commit.awaited or commit.epochs >= self._leader.enough) and self._may_gather()
 
     def _may_gather(self) -> bool:
-        """True if the last commit is recent and no takeover came since. The role is woken when that ends."""
-        if self._node.keeper.view.generation_revision != self._commit_of:
+        """True if the last commit is recent, and no takeover followed. Sets a timer that wakes the role afterwards."""
+        if self._node.keeper.view.generation_revision != self._commit_generation:
             return False
         if self._gather_timer is not None:
             return True
-        left_s = self._commit_again_at - self._clock()
+        left_s = self._next_commit_at - self._clock()
         if left_s <= _TIMER_S:
             return False
-        self._gather_timer = asyncio.get_running_loop().call_later(left_s, self._enough_gathered)
+        self._gather_timer = asyncio.get_running_loop().call_later(left_s, self._end_gathering)
         return True
 
     def _stop_gathering(self) -> None:
@@ -290,7 +290,7 @@ class LeaderRole:
             self._gather_timer.cancel()
             self._gather_timer = None
 
-    def _enough_gathered(self) -> None:
+    def _end_gathering(self) -> None:
         self._gather_timer = None
         self._wake.set()
 
@@ -326,14 +326,14 @@ class LeaderRole:
             return
         self._backoff.reset()
         self._refused = ((), 0)
-        self._commit_again_at = self._clock() + node.commit_interval.seconds(self._gathered_by)
-        self._commit_of = generation
+        self._next_commit_at = self._clock() + node.commit_interval.seconds(self._gathered_by)
+        self._commit_generation = generation
         self._stop_gathering()
         if self._lineage() == lineage:  # else a roll-back undid the commit before its answer came
             for number in numbers:
                 if rows[number]:
                     self._primary.replica.log.add(number, rows[number])
-            self._look_at_log(numbers[-1])
+            self._emit_if_thinned(numbers[-1])
             self._committed = numbers.stop
             self._rows.set()
         self._emit_committed(stamp.attempt, rows, view)
@@ -347,7 +347,7 @@ class LeaderRole:
         if self._leader.ready:  # tasks that work ahead have reported already
             self._wake_if_due()
 
-    def _look_at_log(self, epoch: int) -> None:
+    def _emit_if_thinned(self, epoch: int) -> None:
         """Emits an event, once, when reports are thinned."""
         log = self._primary.replica.log
         if self._emitted_thinned or self._primary.began_thinned or not log.is_thinned:
@@ -432,10 +432,9 @@ class LeaderRole:
     # -- when something is wrong ------------------------------------------------------------------
 
     async def _explain(self, diverged: Diverged) -> None:
-        """Examines an edge whose sums do not agree: names its waits, or fails the job and names the edge. After a
-        takeover it restarts the epoch instead.
+        """Examines unequal sums by the ledgers: names waits; or fails the job, or after a takeover restarts the epoch.
 
-        Ends with the first report: reports come before explanations.
+        Ends with the first new report.
         """
         stamp, news = self._leader.stamp, self._last_news
         assert stamp is not None
@@ -451,12 +450,12 @@ class LeaderRole:
         waits = tuple(found.waits(self._node))
         nothing_but_waits = waits and not (found.differing if diverged.replaced else found.disagreements)
         explained = (diverged, fence, news) if nothing_but_waits else None
-        self._looked = _LedgerLook(self._clock(), found.entries, explained)
+        self._last_look = _LedgerCheck(self._clock(), found.entries, explained)
         if diverged.replaced:
             # A task at work may just be slow. If it waits for messages of a dead primary, ledgers differ, and still
             # differ when they are asked for again.
-            seen, self._differed = self._differed, (stamp, found.differing)
-            if not waits or (found.differing and seen == self._differed):
+            seen, self._last_differences = self._last_differences, (stamp, found.differing)
+            if not waits or (found.differing and seen == self._last_differences):
                 await self._restart(DIFFERENTLY)
             else:
                 self._audit_waits = waits  # and looks again
@@ -468,26 +467,26 @@ class LeaderRole:
         lines = lines or ["no edge can be named: please report this as a bug of taskgraph"]
         wrong = GraphError(
             f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: "
-            + "; ".join(first_lines(lines, _SHOWN))
+            + "; ".join(first_lines(lines, _MAX_SHOWN))
         )
         await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
-    def _may_look(self, diverged: Diverged) -> bool:
+    def _may_ask_ledgers(self, diverged: Diverged) -> bool:
         """True if enough time has passed to ask for ledgers again."""
-        if (looked := self._looked) is None:
+        if (looked := self._last_look) is None:
             return True
         rest_s = looked.entries * _REST_S
         if looked.explained == (diverged, self._fences(), self._last_news):
-            rest_s = max(rest_s, min(_RAREST_S, (looked.at - self._last_news) * _PART))
+            rest_s = max(rest_s, min(_LONGEST_PAUSE_S, (looked.at - self._last_news) * _PAUSE_SHARE))
         return self._clock() >= looked.at + rest_s
 
     def _is_unchanged(self, diverged: Diverged, fence: tuple[Compare, ...], news: float) -> bool:
-        """True if everything a divergence was concluded from is unchanged."""
+        """True if the reports and the view that the divergence was concluded from are unchanged."""
         decision = self._leader.decide(self._node.keeper.view, settled=True)
         return decision == diverged and self._fences() == fence and self._last_news == news
 
     async def _watch_stalls(self) -> None:
-        """Examines stalled epochs beside the role, which must not wait for a task that does not answer."""
+        """Examines stalled epochs, until cancelled; beside `run`, which must not wait for a task without an answer."""
         limit_s = self._node.settings.stall_check_s
         while True:
             await asyncio.sleep(max(_SETTLE_S, limit_s - (self._node.now() - self._last_news)))
@@ -496,7 +495,7 @@ class LeaderRole:
                 await self._examine_stall()
 
     async def _examine_stall(self) -> None:
-        """Fails the job for a cycle of waits; emits an event, once, for any other stall."""
+        """Fails the job if the epoch's waits are a cycle; otherwise emits an event with the waits, once."""
         stamp = self._leader.stamp
         if stamp is None:
             return
@@ -511,8 +510,8 @@ class LeaderRole:
             error = GraphError(f"epoch {stamp.epoch}: a cycle of waits: {describe_cycle(cycle)}")
             await self._node.fail_job(error, None, stamp.epoch, fence)
             return
-        lines = [*self._unreachable(gathered), *self._audit_waits, *describe_waits(gathered)]
-        if self._refused[0] == fence and self._refused[1] >= _REFUSALS:
+        lines = [*self._describe_unreachable(gathered), *self._audit_waits, *describe_waits(gathered)]
+        if self._refused[0] == fence and self._refused[1] >= _MAX_REFUSALS:
             lines.insert(
                 0,
                 f"etcd refused its commit {self._refused[1]} times, though all that it asks for is as etcd said: "
@@ -521,16 +520,16 @@ class LeaderRole:
             )
         self.waits = tuple(lines)
         lines = [*self._node.keeper.waits, *lines, *self._node.writes.waits]  # `status` shows these of every node
-        usual_s = _SETUP_S if stamp.epoch == 0 else _UNUSUAL * self._usual_s
+        usual_s = _SETUP_S if stamp.epoch == 0 else _UNUSUAL_FACTOR * self._usual_s
         unusual = self._node.now() - self._last_news > usual_s
         if self._waits_emitted != stamp and lines and unusual:
             self._waits_emitted = stamp
-            text = f"epoch {stamp.epoch} waits: {'; '.join(first_lines(lines, _SHOWN))}"
-            if len(lines) > _SHOWN and self._node.spec.driver is not None:  # else the job runs in one process
+            text = f"epoch {stamp.epoch} waits: {'; '.join(first_lines(lines, _MAX_SHOWN))}"
+            if len(lines) > _MAX_SHOWN and self._node.spec.driver is not None:  # else the job runs in one process
                 text += f"; `taskgraph status {self._node.spec.name} --tasks` shows all"
             self._node.events.emit("waits", text, epoch=stamp.epoch)
 
-    def _unreachable(self, gathered: dict[int, tuple[Wait, ...]]) -> list[str]:
+    def _describe_unreachable(self, gathered: dict[int, tuple[Wait, ...]]) -> list[str]:
         view = self._node.keeper.view
         lines = []
         for task in self._leader.lacking(view):
@@ -580,6 +579,6 @@ class LeaderRole:
 
 
 def within_reach(stamp: Stamp, ahead: int, view: JobView) -> bool:
-    """True if the view shows that stamp, or an epoch that tasks may be this far ahead of."""
+    """True if a task at `stamp` is at most `ahead` epochs ahead of the view, in the view's attempt."""
     at = view.stamp
     return at is not None and (at >= stamp or (at.attempt == stamp.attempt and stamp.epoch <= at.epoch + ahead))

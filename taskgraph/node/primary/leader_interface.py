@@ -18,13 +18,13 @@ class LeaderInterface(Protocol):
         """Sets how many epochs task 0 may be ahead of the last commit."""
 
     def report_now(self, message: Report | Reports) -> Accepted | None:
-        """Takes a report; None if it has to be sent in the usual way."""
+        """Takes a report at once; None: send it as a message."""
 
-    def lacks_own(self) -> bool:
-        """True if a commit lacks only the report of task 0."""
+    def lacks_own_report(self) -> bool:
+        """True if a commit lacks only the report of task 0, and a task waits for the commit."""
 
     def rows_now(self, stamp: Stamp, own: Mapping[str, float]) -> Rows | None:
-        """The numbers that tasks reported in the epoch before `stamp`; None if some are missing."""
+        """Returns the numbers that all tasks reported in the epoch before `stamp`; None if some are missing."""
 
     async def rows_before(self, stamp: Stamp, own: Mapping[str, float]) -> Rows:
-        """Waits for the numbers that tasks reported in the epoch before `stamp`."""
+        """Waits for the numbers that all tasks reported in the epoch before `stamp`."""

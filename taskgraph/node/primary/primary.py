@@ -52,7 +52,7 @@ _MOST_DOUBLED = 6
 
 
 class Primary:
-    """One task in one term."""
+    """A task's primary in one term."""
 
     def __init__(self, node: NodeServices, replica: Replica, taken: TakeoverResult) -> None:
         self.node = node
@@ -88,7 +88,7 @@ class Primary:
         self._restart_asked: set[tuple[Stamp, str]] = set()
         self._not_copied: set[Stamp] = set()  # attempts of one epoch that another node's device error ended
         self._short: dict[Stamp, float] = {}  # when memory began to lack, without a commit since
-        self._wanting: dict[
+        self._memory_waits: dict[
             tuple[Stamp, str], str
         ] = {}  # calls of this attempt that wait for memory -> the node without
         self._group: asyncio.TaskGroup | None = None
@@ -132,10 +132,10 @@ class Primary:
                 await self._roll_back()
                 continue
             self.final = None
-            await self._until_moved_on(await self._one_attempt())
+            await self._restore_until_moved_on(await self._one_attempt())
 
     async def _begin_with_retries(self) -> None:
-        """Begins; retries after errors that did not fail the job, since an unrestored object must not compute."""
+        """Calls `_begin`, with retries after errors that did not fail the job: no unrestored object may compute."""
         keeper = self.node.keeper
         while True:
             fence = keeper.view.epoch.mod_revision if keeper.view.epoch else 0
@@ -144,14 +144,14 @@ class Primary:
             except (UserCodeError, TaskGraphError) as error:
                 if not await self._fail(error, fence, finished=True):
                     await self.node.short_pause()
-            await keeper.wait_until(lambda _: self._counts())
+            await keeper.wait_until(lambda _: self._can_affect_job())
 
-    async def _until_moved_on(self, at: Stamp) -> None:
+    async def _restore_until_moved_on(self, at: Stamp) -> None:
         """Restores the user's object to the boundary of the view; retries until that succeeds."""
         keeper = self.node.keeper
-        while keeper.view.stamp != at and not self._was_rolled_back() and self._counts():
+        while keeper.view.stamp != at and not self._was_rolled_back() and self._can_affect_job():
             try:
-                await self._moved(at)
+                await self._follow_view(at)
                 return
             except (UserCodeError, TaskGraphError) as error:
                 if not await self._fail(error, finished=True):
@@ -163,7 +163,7 @@ class Primary:
         await replica.set_up()
         if replica.actor.abandoned:
             raise StuckError(f"code of task {self.task} of an earlier term has not returned")
-        await self._unless_replaced()
+        await self._stop_if_replaced()
         replica.user_task.primary = True
         view = self.node.keeper.view
         assert view.epoch is not None
@@ -173,11 +173,11 @@ class Primary:
         replica.follow(at)
         boundary = replica.boundaries.committed
         if boundary is None or boundary.stamp.epoch != at.epoch:
-            boundary = await self._boundary_anew(at)
+            boundary = await self._recover_boundary(at)
         self.began_thinned = self.term > 1 and replica.log.is_thinned
         self.stage = "restore"
         await replica.restore(boundary.value)
-        self.backups.committed(boundary)
+        self.backups.set_committed(boundary)
         if at.epoch > 0:
             self.stage = "on_commit"
             await replica.on_commit(at.epoch - 1, boundary.value)
@@ -187,8 +187,8 @@ class Primary:
         self._check_term()
         self.stage = ""
 
-    async def _boundary_anew(self, at: EpochRecord) -> Boundary:
-        """Reads the committed boundary from the checkpoint, or makes it, when no replica has it."""
+    async def _recover_boundary(self, at: EpochRecord) -> Boundary:
+        """Reads the committed boundary from the checkpoint, or makes it, since no replica has it."""
         replica, boundary = self.replica, None
         if at.epoch > 0 and (replica.stateful or self.task == 0):
             self.stage = f"its file of the checkpoint of epoch {at.epoch}"
@@ -223,14 +223,14 @@ class Primary:
         return epoch is not None and epoch.record.lineage > self._lineage
 
     async def _roll_back(self) -> None:
-        """Restores the checkpoint that the job went back to because some task lost all its replicas."""
-        await self._unless_replaced()
+        """Restores the checkpoint that the job went back to, since a task had lost all its replicas."""
+        await self._stop_if_replaced()
         view, replica = self.node.keeper.view, self.replica
         assert view.epoch is not None
         at, fence = view.epoch.record, view.epoch.mod_revision
         replica.follow(at)
         try:
-            boundary = await self._boundary_anew(at)
+            boundary = await self._recover_boundary(at)
             self.stage = "restore"
             await replica.restore(boundary.value)
         except (UserCodeError, TaskGraphError) as error:
@@ -239,7 +239,7 @@ class Primary:
         self.stage = ""
         self._lineage = at.lineage
         if not self._was_rolled_back():
-            self.backups.rolled_back(boundary)
+            self.backups.roll_back(boundary)
 
     async def _one_attempt(self) -> Stamp:
         """Works on epochs until the attempt ends: by a restart, a roll-back, or the end of the job.
@@ -250,12 +250,12 @@ class Primary:
         keeper = self.node.keeper
         at = keeper.view.stamp
         assert at is not None
-        lanes = self._lanes = Lanes(self, at, self._not_done)
+        lanes = self._lanes = Lanes(self, at, self._raise_unfinished)
         work = asyncio.get_running_loop().create_task(lanes.run())
         work.add_done_callback(self._check_work)
         try:
             while True:
-                await self._until_moved(at, work)
+                await self._wait_until_moved(at, work)
                 view = keeper.view
                 if (
                     not view.running
@@ -265,7 +265,7 @@ class Primary:
                 ):
                     return at
                 try:
-                    lanes.settle(await self._moved(at))  # epochs were committed, and the attempt goes on
+                    lanes.settle(await self._follow_view(at))  # epochs were committed, and the attempt goes on
                 except (UserCodeError, TaskGraphError) as error:
                     await self._fail(error, finished=True)
                 at = Stamp(at.attempt, lanes.settled)
@@ -282,22 +282,22 @@ class Primary:
                     await lanes.end()  # also where this is cancelled once more
                 finally:
                     self._lanes = None
-                    self._wanting.clear()
+                    self._memory_waits.clear()
                     self.reporter.forget()
                     # Also at the end of the term: else the node would go on beside that thread.
                     if not work.cancelled() and isinstance(stuck := work.exception(), StuckError):
                         raise stuck
-                    if lanes.stuck is not None and self._counts():
+                    if lanes.stuck is not None and self._can_affect_job():
                         raise lanes.stuck
 
-    async def _until_moved(self, at: Stamp, work: asyncio.Task[None]) -> None:
-        """Returns when the view shows another stamp than `at`, or that the job ended."""
+    async def _wait_until_moved(self, at: Stamp, work: asyncio.Task[None]) -> None:
+        """Waits until the view shows another stamp than `at` or the end of the job, or the work fails."""
         keeper, lanes, moved = self.node.keeper, self._lanes, partial(_moved_on, at)
         moving = self._moving = keeper.when(moved)
         if work.done():
             self._check_work(work)
         if lanes is not None and lanes.not_done is not None:
-            self._not_done()
+            self._raise_unfinished()
         try:
             await moving
         except (UserCodeError, TaskGraphError) as error:
@@ -315,7 +315,7 @@ class Primary:
             moving.cancel()
 
     def _check_work(self, work: asyncio.Task[None]) -> None:
-        """Raises an error of the work if it came in the epoch at work. A later epoch may still be undone."""
+        """Passes an error of the work to the waiting attempt, if it is of the epoch at work: a later may be undone."""
         moving, lanes = self._moving, self._lanes
         if work.cancelled() or moving is None or moving.done() or lanes is None:
             return
@@ -324,18 +324,18 @@ class Primary:
         if lanes.failed_in == lanes.settled or not isinstance(error, UserCodeError | TaskGraphError):
             moving.set_exception(error)
 
-    def _not_done(self) -> None:
-        """Raises the error by which an epoch could not finish although all its user code had returned."""
+    def _raise_unfinished(self) -> None:
+        """Passes the error to the waiting attempt by which an epoch could not be reported though its code had run."""
         error = self._lanes.not_done if self._lanes is not None else None
         if error is not None and self._moving is not None and not self._moving.done():
             self._moving.set_exception(error)
 
-    def _counts(self) -> bool:
+    def _can_affect_job(self) -> bool:
         """True while user code of this task can still affect the job: the job runs, or its result is wanted."""
         status = self.node.keeper.view.status
         return status is not None and status.record.state in (State.RUNNING, State.FINISHED)
 
-    async def _moved(self, stamp: Stamp) -> int:
+    async def _follow_view(self, stamp: Stamp) -> int:
         """Follows the view, which shows another stamp: commits, a restart, or both.
 
         Returns:
@@ -343,7 +343,7 @@ class Primary:
         """
         replica, view = self.replica, self.node.keeper.view
         if not view.is_primary(self.task, self.node.id, self.term):
-            await self._unless_replaced()
+            await self._stop_if_replaced()
         now, boundaries = view.stamp, replica.boundaries
         assert now is not None
         committed = boundaries.committed
@@ -353,7 +353,7 @@ class Primary:
         if committed is None or committed.stamp.epoch != now.epoch:
             raise AssertionError(f"task {self.task}: epoch {now.epoch} committed without its boundary")
         # Before anything is awaited: a node that is admitted meanwhile has to hold this boundary, not an earlier one.
-        self.backups.committed(committed, goes_on=now.attempt == stamp.attempt)
+        self.backups.set_committed(committed, goes_on=now.attempt == stamp.attempt)
         self.reporter.forget(before=now.epoch)
         self.attempts.drop_before(now.epoch)
         if now.attempt > stamp.attempt:
@@ -368,17 +368,14 @@ class Primary:
         self.stage = ""
         return now.epoch
 
-    async def _unless_replaced(self) -> None:
-        """Returns at once, or never if the view shows another primary: `Reconciler.reconcile` then cancels this one.
-
-        The successors may have committed since, so a missing boundary is no mistake then.
-        """
+    async def _stop_if_replaced(self) -> None:
+        """Waits for ever if the view shows another primary, until `Reconciler.reconcile` cancels it."""
         if not self.node.keeper.view.is_primary(self.task, self.node.id, self.term):
             self.stage = "the end of its term: another primary was read"
             await asyncio.Event().wait()
 
     def _check_term(self) -> None:
-        """Ends user code that swallowed the cancellation at the end of its term: it is not cancelled a second time.
+        """Cancels the caller if the term is over: user code may have swallowed the only cancellation.
 
         Raises:
             CancelledError: the view shows another primary.
@@ -391,7 +388,7 @@ class Primary:
 
         The term goes on until the results are collected: a roll-back may make the job run again before that.
         """
-        await self._unless_replaced()
+        await self._stop_if_replaced()
         keeper, stamp = self.node.keeper, self.node.keeper.view.stamp
         status, committed = keeper.view.status, self.replica.boundaries.committed
         if status is not None and status.record.state == State.FINISHED:
@@ -413,38 +410,38 @@ class Primary:
                 keeper.notify_later()
         self.stage = ""
         while not keeper.view.running:
-            await keeper.wait_until(lambda view: view.running or (view.has_work and self._leaves_to() is not None))
+            await keeper.wait_until(
+                lambda view: view.running or (view.has_work and self._successor_if_draining() is not None)
+            )
             if not keeper.view.running and stamp is not None:
                 await self.hand_over_if_wished(stamp)
                 await self.node.short_pause()
 
-    def _leaves_to(self) -> str | None:
-        """The node that takes over from a draining one. A finished job moves for no other reason: `result()` would run
-        again.
-        """
-        return self._heir() if self.node.draining else None
+    def _successor_if_draining(self) -> str | None:
+        """Returns the successor of a draining node. A finished job moves for no other reason: `result()` runs again."""
+        return self._wished_successor() if self.node.draining else None
 
-    def _heir(self) -> str | None:
-        """The node that placement wishes for as primary instead, if it can take over now."""
+    def _wished_successor(self) -> str | None:
+        """Returns the other node that placement wishes for as primary, if it can take over now."""
         wish, view = self.node.wish(self.task), self.node.keeper.view
-        heir = wish.primary if wish is not None else None
-        if heir is None or heir == self.node.id:
+        successor = wish.primary if wish is not None else None
+        if successor is None or successor == self.node.id:
             return None
-        able = heir in view.in_sync(self.task) and heir not in self.node.suspects and heir in view.nodes
-        return heir if able else None
+        able = successor in view.in_sync(self.task) and successor not in self.node.suspects and successor in view.nodes
+        return successor if able else None
 
     async def hand_over_if_wished(self, stamp: Stamp) -> None:
         """Hands the task over right after a commit, if placement wishes for another primary that is in sync."""
         self.stage = ""
-        heir = self._heir()
-        if heir is None:
+        successor = self._wished_successor()
+        if successor is None:
             return
-        self.stage = f"hand-over to {name_of(heir)}"
+        self.stage = f"hand-over to {name_of(successor)}"
         settings = self.node.settings
         with contextlib.suppress(TransportError, TimeoutError):
             async with asyncio.timeout(settings.hand_over_s):
                 await self.node.router.to_node(
-                    heir, HandOver(stamp, self.task, self.term), timeout_s=settings.hand_over_s
+                    successor, HandOver(stamp, self.task, self.term), timeout_s=settings.hand_over_s
                 )
                 await self.node.keeper.wait_until(lambda v: v.term(self.task) > self.term)
                 await asyncio.Event().wait()  # the node ends this term as soon as it sees that view
@@ -487,7 +484,7 @@ class Primary:
         )
         return False
 
-    # -- what others ask --------------------------------------------------------------------------
+    # -- for other parts of the node --------------------------------------------------------------
 
     @property
     def attempt(self) -> Attempt | None:
@@ -500,7 +497,7 @@ class Primary:
             self._lanes.finishing = True
 
     def share(self) -> None:
-        """The number of primaries on the node changed."""
+        """Adapts the share of memory to the number of primaries on the node."""
         if self._lanes is not None:
             self._lanes.share()
 
@@ -508,7 +505,7 @@ class Primary:
     def waiting_for(self) -> str:
         """Names what the primary waits for outside user code, for `status`."""
         lacking = self._lanes.lacking if self._lanes is not None else ""
-        memory = next(iter(self._wanting.values()), "")
+        memory = next(iter(self._memory_waits.values()), "")
         # It may lack what itself would report, were it done.
         return self.stage or memory or self.backups.blocked or lacking
 
@@ -556,7 +553,7 @@ class Primary:
                 return
 
     def _may_still_count(self, attempt: Attempt) -> bool:
-        """True if the epoch is committed or still may be; an undone epoch sends its messages again."""
+        """True if the epoch of an attempt is committed or may still be; an undone epoch sends its messages again."""
         epoch = self.node.keeper.view.epoch
         if epoch is None or epoch.record.lineage > attempt.attempt:
             return False
@@ -579,7 +576,7 @@ class Primary:
         )
 
     async def _request_restart(self, request: RequestRestart) -> None:
-        """Sends a message until some leader has acted on it: a leader may die before it writes anything."""
+        """Sends a message to each new leader until one has acted on it: a leader may die before it writes."""
         keeper = self.node.keeper
         while not _is_over(request.stamp, keeper.view):
             leader = keeper.view.primaries.get(0)
@@ -587,7 +584,7 @@ class Primary:
             await keeper.wait_until(partial(_is_over_or_leader_changed, request.stamp, leader))
 
     def check_terms(self) -> None:
-        """Restarts attempts that rest on an acknowledgement of a replaced primary."""
+        """Asks for a restart if an attempt depends on an acknowledgement of a replaced primary."""
         view = self.node.keeper.view
         for attempt in self.attempts:
             for task, term in attempt.depends_on.items():
@@ -597,7 +594,7 @@ class Primary:
                     return
 
     async def call(self, stamp: Stamp, to: int, message: Callable[[], Call], what: str, lost: str) -> Reply:
-        """See `Term.call`."""
+        """Calls the primary of a task for an attempt, with retries; see `Term.call`."""
         again = False
         while True:
             try:
@@ -611,7 +608,7 @@ class Primary:
                     await asyncio.Event().wait()  # until the restart cancels this attempt
             else:
                 if again:  # else another call of that name waits
-                    self._wanting.pop((stamp, what), None)
+                    self._memory_waits.pop((stamp, what), None)
                 return reply
 
     async def _again(self, stamp: Stamp, refused: Refused, what: str) -> bool:
@@ -629,7 +626,7 @@ class Primary:
         patience_s = _SHORT_S * 2 ** min(before - 1, _MOST_DOUBLED) if before else 0.0
         if now - since >= patience_s:
             return False
-        self._wanting[stamp, what] = f"memory for {what}: {refused}"
+        self._memory_waits[stamp, what] = f"memory for {what}: {refused}"
         await asyncio.sleep(_SHORT_S)
         return True
 

@@ -1,7 +1,7 @@
 """Sends a primary's reports to the leader: the latest of each epoch, once to every leader.
 
 If tasks work ahead of the commit, reports are gathered into one message that arrives shortly before the leader's next
-commit. A report that somebody waits for goes at once.
+commit. A report whose commit a task waits for is sent at once.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Reporter"]
 
-_SHORTLY_BEFORE = 0.75
+_DEADLINE_SHARE = 0.75
 """Deadline for gathered reports, as a share of the commit interval: they arrive before the next commit."""
-_FIRST = 0.5
+_OVERDUE_SHARE = 0.5
 """How long the first report waits if the next commit is overdue, as a share of the interval."""
 
 
 class Reporter:
     """One primary's reports of the epoch at work and of later ones.
 
-    A report is sent where it is made, if that needs no waiting. `run` does the rest: a leader that died, changed, is
-    unknown or refuses, and a paused node.
+    A report is sent where it is made, if that needs no waiting. `run` sends it otherwise: if the leader died, changed,
+    is unknown or refuses, or the node is paused.
 
     Args:
         leads: True for task 0, whose primary leads: its reports are neither gathered nor sent.
@@ -43,47 +43,47 @@ class Reporter:
         self._node = node
         self._leads = leads
         self._loop = asyncio.get_running_loop()
-        self._enough = 1
-        self._deadline = SendDeadline(node, _SHORTLY_BEFORE)
+        self._batch_size = 1
+        self._deadline = SendDeadline(node, _DEADLINE_SHARE)
         self._reports: dict[int, _SentReport] = {}  # epoch -> the latest
         self._gathered: list[_SentReport] = []  # sent when there are enough, or by the timer
         self._timer: asyncio.TimerHandle | None = None
-        self._look = asyncio.Event()
+        self._wake = asyncio.Event()
         self.gather_by(node.settings.epochs_ahead)
 
     def gather_by(self, ahead: int) -> None:
         """Sets how many reports are gathered for a message: half of the epochs that the task may be ahead."""
         self._deadline.ahead = ahead
-        self._enough = 1 if self._leads or not self._node.settings.gather_s else max(1, ahead // 2)
+        self._batch_size = 1 if self._leads or not self._node.settings.gather_s else max(1, ahead // 2)
 
     def set(self, report: Report) -> None:
-        """Reports, in place of an earlier report of the same epoch."""
+        """Sends or gathers a report, which replaces an earlier report of the same epoch."""
         epoch, gathered, view = report.stamp.epoch, self._gathered, self._node.keeper.view
         if (before := self._reports.get(epoch)) is not None:
             before.forget()
         at, leader = view.stamp, view.primaries.get(0)
         sent = self._reports[epoch] = _SentReport()
         sent.report = report
-        if self._leads and not gathered and leader is not None and self._taken_by_own_leader(report):
+        if self._leads and not gathered and leader is not None and self._give_to_own_leader(report):
             sent.leader = leader.mod_revision
             return
         gathered.append(sent)
         # Gathered if neither the task nor the job waits for this epoch's commit.
         waited_for = not report.ahead or report.finish
-        enough = len(gathered) >= self._enough
-        if waited_for or enough or at is None or (report.stamp <= at and not self._deadline.early(view)):
+        enough = len(gathered) >= self._batch_size
+        if waited_for or enough or at is None or (report.stamp <= at and not self._deadline.is_early(view)):
             self._send()
             return
         sent.leader = leader.mod_revision if leader is not None else 0
         if self._timer is None:
-            self._arm()
+            self._set_timer()
 
-    def _arm(self) -> None:
+    def _set_timer(self) -> None:
         """Sets the timer for gathered reports."""
-        self._timer = self._loop.call_at(self._deadline.at(_FIRST), self._send)
+        self._timer = self._loop.call_at(self._deadline.at(_OVERDUE_SHARE), self._send)
 
     def forget(self, before: int | None = None) -> None:
-        """Drops reports of epochs before `epoch`, which is at work; None: all."""
+        """Drops reports of epochs before `before`; None: all."""
         reports = self._reports
         if before is None:
             self._deadline.forget()
@@ -101,10 +101,10 @@ class Reporter:
             self._gathered = [sent for sent in self._gathered if sent.report.stamp.epoch in reports]
             self._stop_timer()
             if self._gathered:
-                self._arm()
+                self._set_timer()
 
     def report_again(self, epoch: int) -> None:
-        """Reports an epoch again: the leader lacks it, although no connection broke.
+        """Reports an epoch again, since the leader lacks it although no connection broke.
 
         Sends all other reports again, too: they may have been lost in the same message.
         """
@@ -114,10 +114,10 @@ class Reporter:
             if sent not in self._gathered:
                 sent.forget()
                 sent.leader = 0
-        self._look.set()
+        self._wake.set()
 
-    def _taken_by_own_leader(self, report: Report) -> bool:
-        """Gives the report to a leader on this node. Returns False if there is none, or the report has to be sent."""
+    def _give_to_own_leader(self, report: Report) -> bool:
+        """Gives a report to the leader on this node. False: there is none, or the report has to be sent."""
         node = self._node
         role, since = node.leader, node.tracing.on and clock()
         if role is None or node.paused or role.report_now(report) is None:
@@ -145,24 +145,24 @@ class Reporter:
         if leader is None or reply is None:
             for sent in gathered:
                 sent.leader = 0
-            self._look.set()
+            self._wake.set()
             return
         batch = _Batch(gathered, reply, len(gathered))
         for sent in gathered:
             sent.leader, sent.batch = leader.mod_revision, batch
             if since:
                 self._trace(sent.report, since)
-        reply.add_done_callback(partial(self._answered, batch))
+        reply.add_done_callback(partial(self._on_answer, batch))
 
-    def _answered(self, batch: _Batch, reply: asyncio.Future[Reply]) -> None:
-        """Silence means that the leader has the reports; an error means: send again."""
+    def _on_answer(self, batch: _Batch, reply: asyncio.Future[Reply]) -> None:
+        """Handles the outcome of a quiet message: an error means that its reports must be sent again."""
         lost = reply.cancelled() or reply.exception() is not None
         for sent in batch.reports:
             if sent.batch is batch:
                 sent.batch = None
                 if lost:
                     sent.leader = 0
-                    self._look.set()
+                    self._wake.set()
 
     def _trace(self, report: Report, since: int) -> None:
         kind = "done" if report.done else "idle"
@@ -172,12 +172,12 @@ class Reporter:
     async def run(self) -> None:
         """Sends what could not be sent at once, and all reports again to every new leader."""
         while True:
-            self._look.clear()
+            self._wake.clear()
             leader = self._node.keeper.view.primaries.get(0)
             revision = leader.mod_revision if leader is not None else 0
             unsent = [sent for sent in self._reports.values() if sent.leader != revision]
             if not unsent or leader is None:
-                await self._until_news(leader)
+                await self._wait_for_work(leader)
                 continue
             await self._node.wait_while_paused()
             since = self._node.tracing.on and clock()
@@ -188,18 +188,18 @@ class Reporter:
                 if since:
                     self._trace(sent.report, since)
 
-    async def _until_news(self, leader: Versioned[PrimaryRecord] | None) -> None:
-        """Returns when `run` has something to send, or the leader changed."""
-        other = self._node.keeper.when(partial(_other_leader, leader), structure=True)
-        other.add_done_callback(self._look_again)
+    async def _wait_for_work(self, leader: Versioned[PrimaryRecord] | None) -> None:
+        """Waits until `run` has something to send, or the leader changed."""
+        other = self._node.keeper.when(partial(_is_other_leader, leader), structure=True)
+        other.add_done_callback(self._end_wait)
         try:
-            await self._look.wait()
+            await self._wake.wait()
         finally:
             other.cancel()
 
-    def _look_again(self, other: asyncio.Future[None]) -> None:
+    def _end_wait(self, other: asyncio.Future[None]) -> None:
         if not other.cancelled():
-            self._look.set()
+            self._wake.set()
 
 
 class _SentReport:
@@ -210,7 +210,7 @@ class _SentReport:
     batch: _Batch | None = None
 
     def forget(self) -> None:
-        """The outcome of the report no longer matters."""
+        """Notes that the outcome of this report no longer matters."""
         batch, self.batch = self.batch, None
         if batch is not None:
             batch.open -= 1
@@ -223,7 +223,7 @@ class _Batch:
     """Reports that travel in one message.
 
     Attributes:
-        open: how many of them still matter.
+        open: the number of reports whose outcome still matters.
     """
 
     reports: list[_SentReport]
@@ -235,5 +235,5 @@ def _message(sent: Sequence[_SentReport]) -> Report | Reports:
     return sent[0].report if len(sent) == 1 else Reports(tuple([one.report for one in sent]))
 
 
-def _other_leader(known: Versioned[PrimaryRecord] | None, view: JobView) -> bool:
+def _is_other_leader(known: Versioned[PrimaryRecord] | None, view: JobView) -> bool:
     return view.primaries.get(0) is not known

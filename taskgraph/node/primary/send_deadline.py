@@ -32,20 +32,20 @@ class SendDeadline:
         self.ahead = node.settings.epochs_ahead
 
     def committed(self) -> None:
-        """Sets the deadline anew: a commit was read."""
+        """Sets the deadline after a commit was read."""
         self._at, self._sent = self._loop.time() + self._part * self._seconds(), False
         self._of = self._node.keeper.view.generation_revision
 
     def forget(self) -> None:
-        """Drops the deadline: the time of the last commit is unknown."""
+        """Drops the deadline, since the time of the last commit is unknown."""
         self._at, self._sent = 0.0, False
 
     def mark_sent(self) -> None:
         """Notes that all gathered messages were sent."""
         self._sent = True
 
-    def early(self, view: JobView) -> bool:
-        """True if the leader still waits for more, although all tasks have finished the epoch at work."""
+    def is_early(self, view: JobView) -> bool:
+        """True if the leader waits for more epochs, although all tasks have finished the epoch at work."""
         return self._loop.time() < self._at and view.generation_revision == self._of
 
     def at(self, overdue: float) -> float:

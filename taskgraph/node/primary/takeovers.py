@@ -1,7 +1,7 @@
-"""Becomes primary of a task: after a failure, at a handover, or as the task's first primary.
+"""Makes this node the primary of a task: after a failure, at a handover, or as the task's first primary.
 
-`protocol.takeover` decides who may try, and when; the transaction decides who succeeds. This module tries, and says
-what a task without a primary waits for.
+`protocol.takeover` decides which node may try, and when; the transaction decides which node succeeds. This module
+tries, and says what a task without a primary waits for.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class TakeOvers:
         self._under_way: dict[int, asyncio.Task[None]] = {}
         self._orphans: dict[int, str] = {}
         self._reading: set[int] = set()  # tasks for which a usable checkpoint is searched
-        self._unseated: set[int] = set()  # tasks that no node may hold
-        self._unseated_emitted: tuple[str, frozenset[int]] = ("", frozenset())
+        self._unplaceable: set[int] = set()  # tasks that no node may hold
+        self._emitted_unplaceable: tuple[str, frozenset[int]] = ("", frozenset())
 
-    def busy(self, task: int) -> bool:
+    def is_busy(self, task: int) -> bool:
         """True if this node is the task's primary, tries to become it, or is still stepping down."""
         return task in self._roles.primaries or task in self._under_way or task in self._roles.stepping_down
 
     @property
-    def under_way(self) -> bool:
+    def any_under_way(self) -> bool:
         """True during a takeover."""
         return bool(self._under_way)
 
-    def _decide(self, task: int) -> Succession:
+    def _decide_succession(self, task: int) -> Succession:
         view = self._node.keeper.view
         wish = self._node.wish(task)
         primary = view.primaries.get(task)
@@ -73,8 +73,8 @@ class TakeOvers:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Returns why tasks have no primary, for `status`, as far as this node has to say it."""
-        unseated = [self._unseated_text()] if self._unseated else []
+        """Says why tasks have no primary, for `status`, if this node reports for all."""
+        unseated = [self._unplaceable_text()] if self._unplaceable else []
         reading = [
             f"task {task} lost every replica, and the files of its checkpoint are read before the job goes back to it: "
             f"{self._node.checkpoints.store}"
@@ -83,31 +83,31 @@ class TakeOvers:
         return (*unseated, *(why for _, why in sorted(self._orphans.items())), *reading)
 
     def consider(self, task: int) -> None:
-        """Begins a takeover of this task if one is called for."""
+        """Begins a takeover of a task if this node may take over now."""
         # Once the results are collected all nodes leave, and their tasks need no primary.
-        if self.busy(task) or self._node.paused or self._node.keeper.view.collected:
-            self._not_orphaned(task)
+        if self.is_busy(task) or self._node.paused or self._node.keeper.view.collected:
+            self._clear_orphan(task)
             return
-        decision = self._decide(task)
+        decision = self._decide_succession(task)
         if decision.move is not Move.NOTHING:
-            self._not_orphaned(task)
+            self._clear_orphan(task)
             self._begin(task, self._take_over(task, decision))
         else:
-            self._name_orphan(task)
+            self._emit_orphan(task)
 
-    def _name_orphan(self, task: int) -> None:
-        """Emits, once, why a task has no primary. Only the first node by name does so.
+    def _emit_orphan(self, task: int) -> None:
+        """Emits, once, why a task has no primary, if this node emits for all.
 
-        Tasks that no node may hold share one reason: `tell_unseated` names them together.
+        Tasks that no node may host share one reason: `emit_unplaceable` names them together.
         """
-        self._unseated.discard(task)
+        self._unplaceable.discard(task)
         view = self._node.keeper.view
         primary = view.primaries.get(task)
         wish = self._node.wish(task)
         why = ""
         if primary is None or all(n in self._node.gone for n in (primary.record.node, *view.in_sync(task))):
             if wish is not None and wish.primary is None and self._node.emits_for_all():
-                self._unseated.add(task)
+                self._unplaceable.add(task)
         elif primary.record.node in self._node.suspects and all(n in self._node.suspects for n in view.in_sync(task)):
             absent = [name_of(n) for n in view.in_sync(task) if n not in self._node.gone]
             if absent:
@@ -121,33 +121,33 @@ class TakeOvers:
             self._orphans[task] = why
             self._node.events.emit("waits", why, task=task)
 
-    def _not_orphaned(self, task: int) -> None:
-        """Clears what was said about the task."""
+    def _clear_orphan(self, task: int) -> None:
+        """Forgets why a task had no primary, since it has one."""
         self._orphans.pop(task, None)
-        self._unseated.discard(task)
+        self._unplaceable.discard(task)
 
-    def tell_unseated(self) -> None:
-        """Emits which tasks no node may hold, when more of them come up, or for another reason."""
-        tasks, (why_emitted, emitted) = frozenset(self._unseated), self._unseated_emitted
-        why = self._why_unseated() if tasks else ""
+    def emit_unplaceable(self) -> None:
+        """Emits which tasks no node may host, if there are more of them than before or the reason changed."""
+        tasks, (why_emitted, emitted) = frozenset(self._unplaceable), self._emitted_unplaceable
+        why = self._why_unplaceable() if tasks else ""
         if not tasks <= emitted or why != why_emitted:
-            self._unseated_emitted = (why, tasks)
+            self._emitted_unplaceable = (why, tasks)
             if tasks:
-                self._node.events.emit("waits", self._unseated_text())
+                self._node.events.emit("waits", self._unplaceable_text())
 
-    def _unseated_text(self) -> str:
-        tasks = sorted(self._unseated)
+    def _unplaceable_text(self) -> str:
+        tasks = sorted(self._unplaceable)
         if len(tasks) == 1:
-            return f"task {tasks[0]} waits for a node that may hold it: {self._why_unseated()}"
-        return f"tasks {ids_text(tasks)} wait for nodes that may hold them: {self._why_unseated()}"
+            return f"task {tasks[0]} waits for a node that may hold it: {self._why_unplaceable()}"
+        return f"tasks {ids_text(tasks)} wait for nodes that may hold them: {self._why_unplaceable()}"
 
-    def _why_unseated(self) -> str:
+    def _why_unplaceable(self) -> str:
         live = self._node.keeper.view.live_nodes(self._node.spec.run)
         staying = [record for record in live.values() if not record.draining]
         if not staying:
             return f"all {len(live)} nodes of the job are leaving" if len(live) > 1 else "its only node is leaving"
         who = f"none of the {len(staying)} nodes that stay" if len(staying) > 1 else "not the one node that stays"
-        needs = "it needs" if len(self._unseated) == 1 else "they need"
+        needs = "it needs" if len(self._unplaceable) == 1 else "they need"
         return f"{needs} a CUDA device (requires_gpu), and {who} has one"
 
     def _begin(self, task: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -161,12 +161,12 @@ class TakeOvers:
         return running
 
     async def _take_over(self, task: int, decision: Succession) -> None:
-        """Tries once; `reconcile` tries again if that is still called for."""
+        """Tries a takeover once. `reconcile` tries again if it is still needed."""
         if decision.rank:
             await asyncio.sleep(decision.rank * self._node.settings.takeover_stagger_s)
             if self._fatal_code.check():
                 return
-        decision = self._decide(task)
+        decision = self._decide_succession(task)
         match decision.move:
             case Move.TAKE_OVER:
                 await self._become_primary(task, failure=True)
@@ -178,7 +178,7 @@ class TakeOvers:
                 pass
 
     async def _become_primary(self, task: int, *, failure: bool) -> None:
-        """Takes over as a member, in one transaction."""
+        """Takes a task over as a member of its in-sync set, in one transaction."""
         view, replica = self._node.keeper.view, self._roles.replica(task)
         old = view.primaries.get(task)
         writer = self._node.writer()
@@ -201,15 +201,15 @@ class TakeOvers:
         )
 
     async def _become_first(self, task: int) -> None:
-        """Becomes the first primary, or follows after all members are gone; then the job may roll back."""
+        """Becomes the first primary of a task, or the next after all members are gone: then the job may roll back."""
         replica = self._roles.replica(task)
         try:
             await replica.build()
         except (UserCodeError, TaskGraphError) as error:
-            if not await self._node.fail_early(error, task, finished=self._begins_anew(task)):
+            if not await self._node.fail_early(error, task, finished=self._must_begin_anew(task)):
                 await self._node.short_pause()
             return
-        if not self._begins_anew(task):
+        if not self._must_begin_anew(task):
             return  # changed during the build; `reconcile` decides again
         view = self._node.keeper.view
         old = view.primaries.get(task)
@@ -246,7 +246,7 @@ class TakeOvers:
             )
 
     async def _usable_checkpoint(self, task: int, writer: str) -> CheckpointRecord | None:
-        """The checkpoint to roll back to. None: the job failed for lack of one, or a roll-back is no longer called for.
+        """Returns the checkpoint to roll back to. None: the job failed without one, or needs no roll-back any more.
 
         All tasks will restore from it, so every file is read first.
         """
@@ -259,7 +259,7 @@ class TakeOvers:
             found = await node.checkpoints.newest_usable(checkpoint.record)
         finally:
             self._reading.discard(task)
-        if (view.epoch, view.checkpoint, view.primaries.get(task)) != read or not self._begins_anew(task):
+        if (view.epoch, view.checkpoint, view.primaries.get(task)) != read or not self._must_begin_anew(task):
             return None  # changed during the read; `reconcile` decides again
         for refused in found.refused:
             node.events.emit("checkpoint refused", refused)
@@ -276,9 +276,9 @@ class TakeOvers:
             writer=writer,
         )
 
-    def _begins_anew(self, task: int) -> bool:
-        """True if the task must begin from nothing or a checkpoint. Checked: the transaction only sees absent keys."""
-        return self._decide(task).move in (Move.FROM_NOTHING, Move.ROLL_BACK)
+    def _must_begin_anew(self, task: int) -> bool:
+        """True if the task must begin from nothing or a checkpoint, which the transaction itself cannot check."""
+        return self._decide_succession(task).move in (Move.FROM_NOTHING, Move.ROLL_BACK)
 
     async def _execute_takeover(
         self, replica: Replica, txn: Txn, writer: str, kind: str, old: str | None, *, anew: bool = False
@@ -286,7 +286,7 @@ class TakeOvers:
         """Executes a takeover; returns True if this node is primary now.
 
         Args:
-            anew: from nothing or from a checkpoint, so that boundaries held here are stale.
+            anew: the task begins from nothing or a checkpoint, so that boundaries on this node are stale.
         """
         task, view = replica.task, self._node.keeper.view
         await self._node.point("takeover", task, view.epoch.record.epoch if view.epoch is not None else 0)
@@ -336,7 +336,7 @@ class TakeOvers:
         task = message.task
         await self._node.keeper.wait_until_read(lambda v: v.stamp is not None and v.stamp >= message.stamp)
         view, node = self._node.keeper.view, self._node
-        able = node.running and not (self.busy(task) or node.paused or node.draining)
+        able = node.running and not (self.is_busy(task) or node.paused or node.draining)
         if view.stamp != message.stamp or view.term(task) != message.term or not able:
             raise Refused(Reason.STALE, f"{node.name} cannot take over task {task} just now")
         await asyncio.shield(self._begin(task, self._become_primary(task, failure=False)))
@@ -348,13 +348,13 @@ class TakeOvers:
         await self._node.keeper.refresh()
         await self._node.short_pause()
 
-    def _ways_out(self) -> str:
+    def _advice(self) -> str:
         backups, url = self._node.job.backups, self._node.spec.checkpoint
         there = "its first checkpoint is not complete yet" if url else "checkpoint='file:///...'"
         return f"run with more backups (backups={backups} now), or with checkpoints ({there}), to survive this"
 
     def _lost_with(self, task: int, epoch: int) -> list[str]:
-        """Gone nodes that were members of the task, or that its code killed in this epoch, evicted or not."""
+        """Returns the gone nodes that were members of the task, or that its code killed in this epoch."""
         view = self._node.keeper.view
         its = [n for n in view.deaths_from(epoch) if any(ran.task == task for ran in view.gone[n].record.ran)]
         return list(dict.fromkeys([*its, *(node for node in view.members_of(task) if node in view.gone)]))
@@ -369,9 +369,9 @@ class TakeOvers:
         if memory_text(deaths) and not why:
             reason += f": {how}"
         elif culprit_text(deaths) and not why:  # more backups would not help against such code
-            reason += f": {how}. Where it is not to blame, {self._ways_out()}"
+            reason += f": {how}. Where it is not to blame, {self._advice()}"
         else:
-            reason += f"; {why or self._ways_out()}" + f"\n{how}" * bool(how)
+            reason += f"; {why or self._advice()}" + f"\n{how}" * bool(how)
         writer = self._node.writer()
         status = StatusRecord(state=State.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)
         try:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["UnsentOffers", "message_of"]
 
-_IN_TIME = 0.6
-"""Deadline, as a share of the commit interval: boundaries offered by then are acknowledged when reports have to go."""
-_OVERDUE = 0.1
+_DEADLINE_SHARE = 0.6
+"""Deadline, as a share of the commit interval: boundaries offered by then are acknowledged before reports are sent."""
+_OVERDUE_SHARE = 0.1
 """How long a boundary waits for others if the next commit is overdue, as a share of the interval."""
 _SMALL_BYTES = 16 << 10
 """Larger boundaries are offered at once, each in its own message."""
@@ -42,7 +42,7 @@ class UnsentOffers:
         self._node = node
         self._offer = offer
         self._loop = asyncio.get_running_loop()
-        self._deadline = SendDeadline(node, _IN_TIME)
+        self._deadline = SendDeadline(node, _DEADLINE_SHARE)
         self._bytes = 0
         self._last: Encoded | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -55,15 +55,15 @@ class UnsentOffers:
         self._enough = max(1, ahead // 2) if self._node.settings.gather_s else 1
 
     @staticmethod
-    def takes(value: Encoded) -> bool:
-        """True if this boundary is small enough to be gathered."""
+    def is_small(value: Encoded) -> bool:
+        """True if a boundary is small enough to be gathered."""
         return not value.buffers and value.size_bytes <= _SMALL_BYTES
 
     def add(self, boundary: Boundary, *, goes_on: bool) -> None:
         """Gathers a boundary.
 
         Args:
-            goes_on: the task goes on, and `flush` is called when it stops; False: offer everything now.
+            goes_on: the task goes on, and `flush` is called when it stops; False: offer all boundaries now.
         """
         key, value, view = boundary.key, boundary.value, self._node.keeper.view
         self.boundaries[key] = boundary
@@ -72,23 +72,23 @@ class UnsentOffers:
             self._bytes += value.size_bytes
         if not goes_on or len(self.boundaries) >= self._enough or self._bytes > _MESSAGE_BYTES:
             self.flush()
-        elif view.stamp is not None and key[0] == view.stamp.epoch + 1 and not self._deadline.early(view):
+        elif view.stamp is not None and key[0] == view.stamp.epoch + 1 and not self._deadline.is_early(view):
             self.flush_soon()  # the leader waits for it, perhaps also for others made right now
         elif self._timer is None:
-            self._arm(self._deadline.at(_OVERDUE))
+            self._set_timer(self._deadline.at(_OVERDUE_SHARE))
 
     def committed(self, *, goes_on: bool) -> None:
         """Notes that a commit was read: the next deadline counts from it.
 
         Args:
-            goes_on: the attempt goes on; False: no deadline is known.
+            goes_on: the attempt goes on; False: there is no deadline, since the next commit is not due.
         """
         if goes_on:
             self._deadline.committed()
         else:
             self._deadline.forget()
         if self.boundaries:
-            self._arm(self._deadline.at(_OVERDUE))
+            self._set_timer(self._deadline.at(_OVERDUE_SHARE))
 
     def flush(self) -> None:
         """Offers all gathered boundaries."""
@@ -101,7 +101,7 @@ class UnsentOffers:
     def flush_soon(self) -> None:
         """Offers all gathered boundaries, with those that this step of the event loop still adds."""
         if self.boundaries:
-            self._arm(0.0)
+            self._set_timer(0.0)
 
     def clear(self) -> None:
         """Drops all gathered boundaries."""
@@ -112,14 +112,14 @@ class UnsentOffers:
             self._timer.cancel()
             self._timer = None
 
-    def _arm(self, at: float) -> None:
+    def _set_timer(self, at: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(at, self.flush)
 
 
 def message_of(boundaries: list[Boundary], task: int, term: int, invitation: int) -> Offer | Offers:
-    """Makes one message of all these boundaries. A value equal to the one before is sent once."""
+    """Makes one message of these boundaries. A value that is the same object as the previous one is sent once."""
     first = boundaries[0]
     if len(boundaries) == 1:
         return Offer(first.stamp, term, task, False, False, invitation, first.value)

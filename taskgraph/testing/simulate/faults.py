@@ -402,7 +402,7 @@ class Faults:
         name, at = view.checkpoint.record.name, view.epoch.record
         path = place.lose(name)
         self._note(fault, path)
-        going_back = any(known.node.takeovers.under_way for known in self._world.existing())
+        going_back = any(known.node.takeovers.any_under_way for known in self._world.existing())
         if path and (going_back or (at.lineage and at.epoch == at.base)):  # nothing is committed since it went back
             place.lost_in_use.add(name)
 

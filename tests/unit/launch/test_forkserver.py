@@ -311,7 +311,7 @@ def test_failed_fork_is_reported(how: str, which: int, monkeypatch: pytest.Monke
         (answer,) = json.loads(ours.recv(4096)).values()
     assert os.getpid() == tester
     if how == "hangs":
-        assert answer == f"{forkserver._HELD} for 0.2 s"
+        assert answer == f"{forkserver._FORK_HINT} for 0.2 s"
     else:
         assert answer.startswith(f"no process can be started ({os.strerror(errno.EAGAIN)}): a limit of this process")
         assert "`ulimit -u`" in answer and "of its container (processes" in answer

@@ -67,7 +67,7 @@ async def test_launched_node_waits_for_etcd(
         raise answers.pop(0)
 
     monkeypatch.setattr(EtcdCoordinator, "connect", connect)
-    monkeypatch.setattr(process, "_ETCD_AGAIN_S", 0.0, raising=False)
+    monkeypatch.setattr(process, "_ETCD_RETRY_S", 0.0, raising=False)
     launched = config(tmp_path / "s", parent_pid=os.getppid())
     answers[:] = [Unavailable("away"), Unavailable("away"), CoordinationError("refused")]
     assert await run_node(launched) == 3 and not answers

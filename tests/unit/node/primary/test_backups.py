@@ -72,7 +72,7 @@ def test_predecessors_evicted_member_is_readmitted(gated: type[Gated]) -> None:
         first = holder(cluster, 0)
         heir, marked = (n for n in first.keeper.view.in_sync(0) if n != first.id)
         backups = first.roles.primaries[0].backups
-        await backups._evict(backups._tenders[marked], Backoff())
+        await backups._evict(backups._peers[marked], Backoff())
         cluster.crash(first.id)
         assert truth(cluster).members_of(0)[marked].record.until == 1
         other = cluster.node(marked)

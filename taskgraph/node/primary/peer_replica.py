@@ -1,4 +1,4 @@
-"""The state of one other node, which a primary tends: from the first offer to the node's release."""
+"""What a primary knows of the replica on one other node, from the first offer to the node's release."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 from taskgraph.protocol.messages import Reply
 
-__all__ = ["Tender"]
+__all__ = ["PeerReplica"]
 
 Key = tuple[int, int, int]
 
 
 @dataclass(eq=False, slots=True)
-class Tender:
+class PeerReplica:
     """What a primary knows of one other node that has, or is to have, a replica of its task.
 
     Attributes:
-        offered: offers under way that were made outside the tender.
-        caught_up_by: deadline until which an epoch waits for this candidate, once it holds something.
-        idle: the tender has nothing to do until something changes.
-        refused: why the node could not take the last offer, in its words; "": it could.
-        wait: done when the tender has something to do, by `due`.
+        offered: offers under way that the node's manager did not send.
+        caught_up_by: deadline until which an epoch waits for this candidate, once it has stored a boundary.
+        idle: the manager has nothing to do until something changes.
+        refused: the node's reason for refusing the last offer; "": it accepted.
+        wait: a future that is done when `due` is true: the manager has something to do.
     """
 
     node: str
@@ -34,19 +34,19 @@ class Tender:
     wait: asyncio.Future[None] | None = None
     due: Callable[[], bool] = bool
 
-    def until(self, due: Callable[[], bool]) -> asyncio.Future[None]:
+    def wait_until(self, due: Callable[[], bool]) -> asyncio.Future[None]:
         """Returns a future that is done when `due` is true; cancel it when it is not needed."""
         self.wait, self.due = asyncio.get_running_loop().create_future(), due
-        self.look()
+        self.wake_if_due()
         return self.wait
 
-    def look(self) -> None:
-        """Wakes the coroutine that waits, if its condition holds."""
+    def wake_if_due(self) -> None:
+        """Wakes the manager if the condition that it waits for holds."""
         if self.wait is not None and not self.wait.done() and self.due():
             self.wait.set_result(None)
 
     def withdraw(self) -> None:
-        """Ignores answers to offers made outside the tender."""
+        """Cancels the offers that the manager did not send, so that their answers are ignored."""
         offered, self.offered = self.offered, {}
         for reply in offered.values():
             reply.cancel()
