@@ -23,7 +23,7 @@ from taskgraph.launch.kept import job_failed, resume_hint
 from taskgraph.launch.resuming import Resume, begin, plan
 from taskgraph.node.garbage import searching_garbage_less_often
 from taskgraph.node.node import Node, Point
-from taskgraph.node.usercode.errors import cancelled_by_users
+from taskgraph.node.usercode.errors import cancelled_by_user_error
 from taskgraph.node.usercode.threads import PooledThreads, Threads
 from taskgraph.observe.events import Event, EventLog, guarded_listener
 from taskgraph.observe.status import TaskResult, waits_text
@@ -40,7 +40,7 @@ __all__ = ["InProcessCluster", "arun_inprocess", "ended_by_users"]
 def ended_by_users(error: BaseException, job: str) -> JobFailed | None:
     """Makes the error for an event loop that the job's own code ended; None: it did not."""
     if isinstance(error, asyncio.CancelledError):
-        text = str(cancelled_by_users(""))
+        text = str(cancelled_by_user_error(""))
     elif isinstance(error, RuntimeError) and "Event loop stopped" in str(error):
         text = (
             "code of the job stopped the event loop that it runs in, which is not its own: to end a processor return "
@@ -254,7 +254,7 @@ class InProcessCluster:
         until = time.monotonic() + self.job.settings.call_s
         for member in self._members.values():
             if isinstance(member.node.file_threads, PooledThreads):
-                await member.node.file_threads.settled(until - time.monotonic())
+                await member.node.file_threads.wait_until_returned(until - time.monotonic())
 
     def _end_job(self) -> None:
         """Cancels a job that still runs (after a timeout or Ctrl-C), so that its nodes end."""

@@ -252,7 +252,7 @@ class Replica:
             return value
 
         if _is_small_snapshot(task, shape):
-            return await self.actor.here("snapshot", take)
+            return await self.actor.call_on_loop("snapshot", take)
         return await self.actor.call("snapshot", take)
 
     async def copy_to_host(self, value: Encoded) -> Encoded:

@@ -17,7 +17,7 @@ from taskgraph.graph.compose import Composition, Processor, name_of
 from taskgraph.graph.values import decode, encode
 from taskgraph.hints import hint
 from taskgraph.node.usercode.coroutines import is_async
-from taskgraph.node.usercode.errors import would_block
+from taskgraph.node.usercode.errors import would_block_error
 from taskgraph.protocol.messages import Encoded
 from taskgraph.shape import arguments_of
 from taskgraph.task import Task, shape_of
@@ -223,7 +223,7 @@ class _Alone:
 
     def wait_in_thread(self, future: concurrent.futures.Future[Encoded], timeout_s: float | None) -> Encoded:
         if self._async and _loop_runs():
-            raise would_block()
+            raise would_block_error()
         return future.result(timeout_s)
 
     def hold(self, where: str, why: str) -> Callable[[], None]:

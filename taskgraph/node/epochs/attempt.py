@@ -26,7 +26,7 @@ from taskgraph.node.epochs.items import Items
 from taskgraph.node.epochs.mailbox import Mailbox
 from taskgraph.node.epochs.recording import Recording, SideEffects, Step, side_effects_of
 from taskgraph.node.epochs.turns import Turns
-from taskgraph.node.usercode.errors import cancelled_by_users
+from taskgraph.node.usercode.errors import cancelled_by_user_error
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.cycles import HANDLER
 from taskgraph.protocol.messages import Call, Encoded, Reason, Reply, Stamp, Wait
@@ -322,7 +322,7 @@ class Attempt:
             if done.exception() is not None:
                 self._wake_threads()
         elif self._group is not None and not self.cancelled:
-            self._create_task(raise_in_attempt(cancelled_by_users(f"task {self.task}, epoch {self.number}: ")))
+            self._create_task(raise_in_attempt(cancelled_by_user_error(f"task {self.task}, epoch {self.number}: ")))
 
     def _wake_threads(self) -> None:
         """Makes threads stop waiting for replies: the attempt ends, and waits for its threads."""

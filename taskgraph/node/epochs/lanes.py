@@ -24,7 +24,7 @@ from taskgraph.node.epochs.finishing import FinishedEpoch, FinishQueue
 from taskgraph.node.epochs.sharing import EPOCH_BYTES, Share
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.reports import plain
-from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, cuda_error
+from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_user_error, cuda_error
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Report, Stamp, stamp_of
@@ -225,7 +225,7 @@ class Lanes:
         except asyncio.CancelledError:
             if self.over or self.failed_in >= 0:
                 raise
-            error = cancelled_by_users(f"task {self._task}, epoch {stamp.epoch}: ")
+            error = cancelled_by_user_error(f"task {self._task}, epoch {stamp.epoch}: ")
         except BaseExceptionGroup as errors:
             error = _first_error(errors)
             if (stuck := errors.subgroup(StuckError)) is not None:

@@ -21,7 +21,7 @@ from taskgraph.graph.values import encode
 from taskgraph.node.epochs.pure import PureWatch
 from taskgraph.node.epochs.recording import Step
 from taskgraph.node.usercode.coroutines import is_async
-from taskgraph.node.usercode.errors import defined_at
+from taskgraph.node.usercode.errors import definition_text
 from taskgraph.protocol.messages import Accepted, Answer, Encoded, Flag, Reason, Request
 from taskgraph.protocol.sums import Conflict
 
@@ -246,4 +246,4 @@ def _encode_answer(answer: Any, handler: Callable[..., Any], what: str, allocate
         return encode(answer, what=what, allocate=allocate)
     except ValueNotEncodable as error:
         # The handler has returned, so the traceback does not show it.
-        raise ValueNotEncodable(f"{error}{defined_at(handler)}") from None
+        raise ValueNotEncodable(f"{error}{definition_text(handler)}") from None

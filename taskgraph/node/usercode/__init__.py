@@ -1,1 +1,2 @@
-"""Calls user code; no other package does. Chooses its turn and thread, and keeps its last words when it dies."""
+"""Calls user code; no other package does. Chooses the turn and thread of a call, and records which code runs, in a file
+that outlives the process."""

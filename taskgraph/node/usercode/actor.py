@@ -30,14 +30,20 @@ from taskgraph.errors import GraphError
 from taskgraph.node.usercode import forks, lastwords
 from taskgraph.node.usercode.contexts import Contexts
 from taskgraph.node.usercode.coroutines import (
-    CancelledItself,
+    CancelledByUserCode,
     CoroutineDriver,
     OnStream,
     is_async,
     refuse_coroutine,
-    take_back,
+    uncancel_caller,
 )
-from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, from_users, would_block
+from taskgraph.node.usercode.errors import (
+    StuckError,
+    UserCodeError,
+    cancelled_by_user_error,
+    user_frames,
+    would_block_error,
+)
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import Tracing
 
@@ -51,10 +57,10 @@ R = TypeVar("R")
 
 _COROUTINE = inspect.CO_COROUTINE
 _BRIEF_S = 100e-6
-"""As long as a hop to a thread and back: a shorter call gains nothing from running beside the event loop."""
+"""A call of at most this time is brief. A hop to a thread and back takes as long, so the event loop waits for it."""
 _BRIEF_NAMES = 1000
-"""Limit on the functions that are known to be brief."""
-_BRIEF_FOR = 3
+"""The most functions that are known to be brief."""
+_LONG_CALLS = 3
 """Long calls in a row after which a function is no longer brief."""
 
 
@@ -62,7 +68,7 @@ class CallOwner(Protocol):
     """The attempt, or other work, that a call of user code belongs to."""
 
     cancelled: bool
-    """The work is over: its code unwinds."""
+    """True if the work is over, so that its code must end."""
 
 
 class RunningCall(NamedTuple):
@@ -131,14 +137,14 @@ class Actor:
         """Calls user code and returns its result.
 
         Args:
-            alone: take the turn; False for processors that declared `parallel=True`.
+            alone: takes the task's turn; False for processors that declared `parallel=True`.
             after: called right after `function`, in the same thread; its errors count as errors of user code.
-            attempt: the work that the call belongs to. AttemptEnded is a mistake if that goes on.
+            attempt: the work that the call belongs to. While it goes on, AttemptEnded is an error of user code.
             context: run in this context instead of a fresh one.
 
         Raises:
             UserCodeError: user code raised.
-            AttemptEnded: user code unwound, since its attempt is over.
+            AttemptEnded: user code ended because its attempt is over.
             StuckError: user code was cancelled, and did not return in time.
         """
         stamp = self.stamp
@@ -147,7 +153,7 @@ class Actor:
             if (type(code) is not CodeType or not code.co_flags & _COROUTINE) and not is_async(function):
                 return await self._call_thread(where, function, args, alone, after, context)
             if self.in_threads and alone and self._turn.locked():
-                await self._turn_free(where)
+                await self._wait_for_turn(where)
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
             if self._device is not None:
                 coroutine = OnStream(coroutine, self._device, self._stream_of(self._device))
@@ -168,7 +174,7 @@ class Actor:
                             self.end_child(where)
                         times = cancelling() - before  # cancelled by user code
                         if times > 0 and ended:
-                            raise CancelledItself(times)
+                            raise CancelledByUserCode(times)
                 except StopIteration as returned:  # without a wait, as most do
                     result: R = returned.value
                 else:
@@ -187,14 +193,14 @@ class Actor:
                     self._tracing.add("code", began, self.task, stamp, self.term, where)
         except AttemptEnded as ended:
             if attempt is None or not attempt.cancelled:
-                raise self._stale(where, stamp, ended) from None
+                raise self._stale_epoch_error(where, stamp, ended) from None
             raise
         except StuckError:
             raise
-        except CancelledItself as itself:
-            await take_back(itself)
+        except CancelledByUserCode as itself:
+            await uncancel_caller(itself)
             epoch = f", epoch {stamp.epoch}" if stamp is not None else ""
-            raise UserCodeError(where, cancelled_by_users(f"task {self.task}{epoch}, {where!r}: ")) from itself
+            raise UserCodeError(where, cancelled_by_user_error(f"task {self.task}{epoch}, {where!r}: ")) from itself
         except asyncio.CancelledError as error:
             caller = asyncio.current_task()
             over = attempt is not None and attempt.cancelled
@@ -218,11 +224,11 @@ class Actor:
         except TimeoutError:
             raise self.stuck(where) from None
 
-    async def here(self, where: str, function: Callable[[], R]) -> R:
-        """Calls a function of ours that takes microseconds on the event loop, in the task's turn."""
+    async def call_on_loop(self, where: str, function: Callable[[], R]) -> R:
+        """Calls a function of the framework on the event loop, in the task's turn. It must take microseconds."""
         stamp = self.stamp
         if self.in_threads and self._turn.locked():
-            await self._turn_free(where)
+            await self._wait_for_turn(where)
         began = self._tracing.on and self._tracing.began(stamp)
         try:
             return function()
@@ -232,8 +238,8 @@ class Actor:
             if began:
                 self._tracing.add("code", began, self.task, stamp, self.term, where)
 
-    def _stale(self, where: str, stamp: Stamp | None, ended: AttemptEnded) -> UserCodeError:
-        """Returns the error of code that used the `epoch` of another attempt."""
+    def _stale_epoch_error(self, where: str, stamp: Stamp | None, ended: AttemptEnded) -> UserCodeError:
+        """Returns the error for code that used the `epoch` of another attempt."""
         epoch = f", epoch {stamp.epoch}" if stamp is not None else ""
         error = GraphError(
             f"task {self.task}{epoch}, {where!r}: it uses an `epoch` that is over. What it is given may be used "
@@ -241,13 +247,13 @@ class Actor:
         )
         return UserCodeError(where, error.with_traceback(ended.__traceback__))
 
-    async def _turn_free(self, where: str) -> None:
+    async def _wait_for_turn(self, where: str) -> None:
         """Waits until no thread holds the turn. It stays free until the caller's next await."""
         await self._take_turn(where)
         self._turn.release()
 
     async def _take_turn(self, where: str) -> None:
-        """Acquires the turn, and is listed in `queued` meanwhile."""
+        """Acquires the turn. The call is listed in `queued` while it waits."""
         self.queued.append(where)
         try:
             await self._turn.acquire()
@@ -270,7 +276,7 @@ class Actor:
         times: int,
         attempt: CallOwner | None,
     ) -> R:
-        """Drives a coroutine that awaits something to its end; lists it in `running`."""
+        """Runs a coroutine, after its first await, to its end. It is listed in `running`."""
         words = lastwords.here
         mark = self._begin(where, stamp)
         self.waiting += 1
@@ -329,9 +335,9 @@ class Actor:
             try:
                 result = work.result() if work.over else await work.future()
             except asyncio.CancelledError:
-                await self._outlast(work.future(), where)
+                await self._wait_for_thread(work.future(), where)
                 raise
-            if work.took_s > _BRIEF_S or self._brief.get(where) != _BRIEF_FOR:
+            if work.took_s > _BRIEF_S or self._brief.get(where) != _LONG_CALLS:
                 self._note_duration(where, work.took_s)
             return result
         finally:
@@ -344,11 +350,11 @@ class Actor:
                 self._turn.release()
 
     def _note_duration(self, where: str, took_s: float) -> None:
-        """Learns which functions are brief. A few long calls, as on a busy machine, change nothing."""
+        """Notes how long a call took, to learn which functions are brief. A few long calls in a row change nothing."""
         if took_s <= _BRIEF_S:
             if len(self._brief) == _BRIEF_NAMES:
                 self._brief.clear()  # processors may have new names in every epoch
-            self._brief[where] = _BRIEF_FOR
+            self._brief[where] = _LONG_CALLS
         elif (left := self._brief.pop(where, 0)) > 1:
             self._brief[where] = left - 1
 
@@ -388,7 +394,7 @@ class Actor:
         with device.on(self._stream_of(device)):
             return call()
 
-    async def _outlast(self, future: asyncio.Future[R], where: str) -> None:
+    async def _wait_for_thread(self, future: asyncio.Future[R], where: str) -> None:
         """Waits for a thread whose caller was cancelled. The turn stays taken until it returns or is abandoned."""
         # Retrieves the result, so that asyncio does not log it.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -403,7 +409,7 @@ class Actor:
 
     @property
     def grace_s(self) -> float:
-        """Returns how long code that is cancelled now may run."""
+        """How long code that is cancelled now may run."""
         return self._cancel_s if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
 
     def stuck(self, where: str) -> StuckError:
@@ -411,9 +417,9 @@ class Actor:
         return StuckError(f"{where} did not return within {self._cancel_s:g} s{after}")
 
     def wait_in_thread(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
-        """Waits for a reply in a worker thread; gives the turn up meanwhile."""
+        """Waits for a reply in a worker thread, and releases the task's turn meanwhile."""
         if threading.get_ident() == self._loop_thread:
-            raise would_block()
+            raise would_block_error()
         held: str = getattr(self._in_turn, "held", "")
         if not held:
             return self._threads.block(future, timeout_s)
@@ -442,17 +448,17 @@ _CALLS = (Actor._in_thread.__code__, Actor.call.__code__)
 
 
 def in_user_code(innermost: FrameType) -> bool:
-    """True if a thread runs user code, or is about to, by its stack."""
+    """True if a thread, by its stack, runs user code or is about to."""
     return any(frame.f_code in _CALLS for frame, _ in traceback.walk_stack(innermost))
 
 
 def call_under_way(innermost: FrameType) -> tuple[int, str, str] | None:
-    """Returns which user code a thread runs, by its stack: task, name of the call, and the stack as text."""
+    """Returns (task, name of the call, stack as text) of the user code that a thread runs, by its stack."""
     stack = [frame for frame, _ in traceback.walk_stack(innermost)]
     for depth, frame in enumerate(stack):
         if frame.f_code in _CALLS:
             actor, where = frame.f_locals["self"], frame.f_locals["where"]
             below = traceback.StackSummary.extract((f, f.f_lineno) for f in reversed(stack[:depth]))
-            text = "".join(traceback.format_list(from_users(below)))
+            text = "".join(traceback.format_list(user_frames(below)))
             return actor.task, where, f"Stack of its thread (most recent call last):\n{text}"
     return None

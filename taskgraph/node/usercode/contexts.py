@@ -1,8 +1,8 @@
 """The contexts (`contextvars`) that a task's code runs in: `decimal`'s precision, `np.seterr`, `ContextVar`s of users.
 
-Every call runs in a copy of the task's context, so what a call sets holds until it returns, in no other task, and not
-after a failover. The task's context is a copy of that in which the driver was imported, with what the task builder and
-`setup` set in it.
+Every call runs in a copy of the task's context, so a value that a call sets is lost when it returns: no other task and
+no later call sees it, as after a failover. The task's context is a copy of that in which the driver was imported, with
+the values that the task builder and `setup` set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Contexts:
         self.keep(outer)
 
     def keep(self, context: Context) -> None:
-        """Takes what is set in `context` into all calls from now on."""
+        """Makes `context` the task's context: all later calls see the values in it."""
         decimal = sys.modules.get("decimal")
         self._context = context
         # A copied context still holds the same object for decimal, which code changes in place.

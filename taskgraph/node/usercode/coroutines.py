@@ -1,4 +1,4 @@
-"""Drives coroutines of user code: in their task's turn, with its stream, and for a limited time once cancelled."""
+"""Runs coroutines of user code step by step: in their task's turn, with its stream, and with a limit once cancelled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from taskgraph.device.api import Device, Stream
     from taskgraph.node.usercode.actor import Actor, CallOwner
 
-__all__ = ["CancelledItself", "CoroutineDriver", "OnStream", "is_async", "refuse_coroutine", "take_back"]
+__all__ = ["CancelledByUserCode", "CoroutineDriver", "OnStream", "is_async", "refuse_coroutine", "uncancel_caller"]
 
 R = TypeVar("R")
 
@@ -27,7 +27,7 @@ _COROUTINE = inspect.CO_COROUTINE
 _FUTURE = asyncio.Future
 
 
-class CancelledItself(BaseException):
+class CancelledByUserCode(BaseException):
     """User code cancelled the asyncio task that it was called in, `times` times, and has ended."""
 
     def __init__(self, times: int) -> None:
@@ -35,17 +35,17 @@ class CancelledItself(BaseException):
 
 
 class CoroutineDriver:
-    """Drives a coroutine from its first await to its end. It takes the task's turn for each step.
+    """Runs a coroutine from its first await to its end, and takes the task's turn for each step.
 
     A coroutine that was cancelled may clean up, or catch the cancellation and go on, for `cancel_s`.
 
     Args:
-        context: the context of its steps.
-        waited: what it awaits.
-        turn: None if it needs none. Only threads hold a turn while the event loop runs.
-        times: how often it has cancelled its own asyncio task. It may take that back with `uncancel`, as
-            `asyncio.timeout` does; what counts is the number at its end.
-        attempt: the work that it belongs to, if any: the end of that cannot be taken back.
+        context: the context of the coroutine's steps.
+        waited: the future that the coroutine awaits first.
+        turn: the task's turn; None if the coroutine needs none. Only threads hold it while the event loop runs.
+        times: how often the coroutine has cancelled its own asyncio task. It may take that back with `uncancel`, as
+            `asyncio.timeout` does; the number at its end counts.
+        attempt: the work that the coroutine belongs to, if any. `uncancel` does not undo the end of that work.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CoroutineDriver:
         self._attempt = attempt
         self._task = _current_task()
         self._limit: asyncio.TimerHandle | None = None  # runs since it was cancelled
-        self._over = False  # the time limit has passed
+        self._limit_passed = False  # the time limit has passed
 
     def __await__(self) -> Generator[Any, Any, Any]:
         actor, coroutine, waited, turn = self._actor, self._coroutine, self._waited, self._turn
@@ -80,11 +80,11 @@ class CoroutineDriver:
                 error: BaseException | None = None
                 try:
                     if type(waited) is not _FUTURE and isinstance(waited, _FUTURE):
-                        yield from self._until(waited, times)
+                        yield from self._wait_until_done(waited, times)
                     else:
                         yield waited
                 except asyncio.CancelledError as cancelled:
-                    self._hear(times)
+                    self._on_cancelled(times)
                     error = cancelled
                 except BaseException as raised:
                     error = raised
@@ -92,7 +92,7 @@ class CoroutineDriver:
                     try:
                         yield from turn.acquire().__await__()
                     except asyncio.CancelledError as cancelled:
-                        self._hear(times)
+                        self._on_cancelled(times)
                         error = cancelled  # it is raised in the coroutine, at its turn
                     else:
                         turn.release()
@@ -106,17 +106,17 @@ class CoroutineDriver:
                             actor.end_child(self._where)
                         times = max(0, times + cancelling() - before)  # it may take back cancellations of others, too
                         if times and ended:
-                            raise CancelledItself(times)
+                            raise CancelledByUserCode(times)
                 except StopIteration as stop:
                     return stop.value
-                if self._limit is not None and cancelling() <= times and not self._ends():
-                    self._unlimited()  # its own code cancelled it, and took that back
+                if self._limit is not None and cancelling() <= times and not self._is_attempt_over():
+                    self._stop_limit()  # its own code cancelled it, and took that back
         finally:
-            self._unlimited()
-            if not self._over:
+            self._stop_limit()
+            if not self._limit_passed:
                 run(coroutine.close)
 
-    def _until(self, waited: asyncio.Future[Any], times: int) -> Generator[Any, Any, None]:
+    def _wait_until_done(self, waited: asyncio.Future[Any], times: int) -> Generator[Any, Any, None]:
         """Waits for asyncio tasks of user code; cancelled ones may go on, too, until the time limit."""
         waited._asyncio_future_blocking = False  # `self` waits for it, not asyncio
         while not waited.done():
@@ -125,35 +125,35 @@ class CoroutineDriver:
             try:
                 yield from ended
             except asyncio.CancelledError:
-                if self._over:
+                if self._limit_passed:
                     raise
-                self._limited(times)
+                self._start_limit(times)
                 waited.cancel()
 
-    def _hear(self, times: int) -> None:
-        """Handles a cancellation; raises StuckError if the time limit has passed."""
-        if self._over:
+    def _on_cancelled(self, times: int) -> None:
+        """Handles a cancellation. Raises StuckError if the time limit has passed."""
+        if self._limit_passed:
             self._task.uncancel()  # `_give_up` cancelled it
-            self._leave_behind()
-        self._limited(times)
+            self._abandon()
+        self._start_limit(times)
 
-    def _limited(self, times: int) -> None:
+    def _start_limit(self, times: int) -> None:
         if self._limit is None and self._task.cancelling() > times:
             self._limit = self._task.get_loop().call_later(self._actor.grace_s, self._give_up)
 
-    def _ends(self) -> bool:
+    def _is_attempt_over(self) -> bool:
         return self._attempt is not None and self._attempt.cancelled
 
-    def _unlimited(self) -> None:
+    def _stop_limit(self) -> None:
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
 
     def _give_up(self) -> None:
-        self._over = True
+        self._limit_passed = True
         self._task.cancel()
 
-    def _leave_behind(self) -> NoReturn:
+    def _abandon(self) -> NoReturn:
         self._actor.abandoned = True
         stuck = self._actor.stuck(self._where)
         try:
@@ -174,8 +174,8 @@ def _current_task() -> asyncio.Task[Any]:
     return task
 
 
-async def take_back(itself: CancelledItself) -> None:
-    """Takes back the cancellations that user code made of its caller.
+async def uncancel_caller(itself: CancelledByUserCode) -> None:
+    """Undoes the cancellations of the caller that user code made.
 
     Raises:
         CancelledError: the framework cancelled the caller, too.
@@ -192,7 +192,7 @@ async def take_back(itself: CancelledItself) -> None:
 class OnStream(Coroutine[Any, Any, R]):
     """A coroutine whose steps run with a stream as the current one.
 
-    Another stream that it makes current itself is current until its next await.
+    A stream that the coroutine itself makes current is current until its next await.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, R], device: Device, stream: Stream) -> None:
@@ -222,7 +222,7 @@ _ASYNC: weakref.WeakKeyDictionary[FunctionType, bool] = weakref.WeakKeyDictionar
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """True if a call returns a coroutine; looks through functools.partial and callable objects."""
+    """True if a call of the function, `functools.partial` or callable object returns a coroutine."""
     plain = function.__func__ if type(function) is MethodType else function
     if type(plain) is not FunctionType:
         return _looks_async(function)

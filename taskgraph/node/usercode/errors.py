@@ -12,16 +12,16 @@ from typing import Any
 from taskgraph.errors import JobError, error_text
 from taskgraph.protocol.deviceloss import device_error
 
-__all__ = ["StuckError", "UserCodeError", "cancelled_by_users", "cuda_error", "defined_at", "from_users"]
+__all__ = ["StuckError", "UserCodeError", "cancelled_by_user_error", "cuda_error", "definition_text", "user_frames"]
 
-_OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"  # all of the package
+_PACKAGE_DIR = f"{Path(__file__).resolve().parents[2]}{os.sep}"  # all of the package
 
 
 class UserCodeError(Exception):
-    """User code raised. `where` is the hook, processor or handler; `traceback_text` begins in user code."""
+    """An error of user code. `where` is the hook, processor or handler; `traceback_text` begins in user code."""
 
     epoch: int | None = None
-    """The epoch, if it is not the one at work: `on_commit` belongs to an earlier one."""
+    """The epoch of the error, if it is not the epoch at work: `on_commit` belongs to an earlier epoch."""
 
     def __init__(self, where: str, error: BaseException) -> None:
         super().__init__(error_text(error))
@@ -33,11 +33,11 @@ class UserCodeError(Exception):
 class StuckError(Exception):
     """User code did not return within `cancel_s` after its attempt ended, or at its task's end.
 
-    Only the end of the process ends it.
+    Only the end of the process ends such code.
     """
 
 
-def cancelled_by_users(of: str) -> JobError:
+def cancelled_by_user_error(of: str) -> JobError:
     """Returns the error for user code that cancelled an asyncio task of the framework."""
     return JobError(
         f"{of}code of the job cancelled the asyncio task it runs in, which is not its own (as "
@@ -46,17 +46,17 @@ def cancelled_by_users(of: str) -> JobError:
     )
 
 
-def would_block() -> JobError:
+def would_block_error() -> JobError:
     """Returns the error for a coroutine that calls `reply.wait()`."""
     return JobError("reply.wait() would block the event loop: in an `async def`, write `await reply`")
 
 
 def cuda_error(error: BaseException | None) -> BaseException | None:
-    """Returns the error of a CUDA device that is the cause, if any."""
+    """Returns the CUDA device error among an error and its causes, if any."""
     return device_error(error.error if isinstance(error, UserCodeError) else error)
 
 
-def defined_at(function: Callable[..., Any]) -> str:
+def definition_text(function: Callable[..., Any]) -> str:
     """Says where a function is defined, in the form of a traceback; "" if it has no code."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
@@ -69,24 +69,24 @@ def _user_traceback(error: BaseException) -> str:
     """Formats the traceback from its first frame in user code on."""
     try:
         summary = traceback.TracebackException.from_exception(error)
-        _without_ours(summary)
+        _remove_framework_frames(summary)
         return "".join(summary.format())
     except Exception as failed:  # e.g. a class whose __str__ raises, or groups nested too deeply
         return f"(its traceback cannot be shown: {error_text(failed)})\n{error_text(error)}\n"
 
 
-def _without_ours(summary: traceback.TracebackException) -> None:
-    """Removes our leading frames from each exception of a chain, and all frames of exceptions that we raised."""
+def _remove_framework_frames(summary: traceback.TracebackException) -> None:
+    """Removes the framework's leading frames from each exception of a chain, or all if the framework raised it."""
     chain = [summary]
     while chain:
         at = chain.pop()
         chain += [before for before in (at.__cause__, at.__context__) if before is not None]
-        users = from_users(at.stack)
-        ours = users and users[0].filename.startswith(_OURS)
+        users = user_frames(at.stack)
+        ours = users and users[0].filename.startswith(_PACKAGE_DIR)
         at.stack[:] = [] if ours and at.__cause__ is not None else users
 
 
-def from_users(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Returns the frames from the first one in user code on; all if there is none."""
-    users = (i for i, frame in enumerate(frames) if not frame.filename.startswith(_OURS))
+def user_frames(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Returns the frames from the first frame in user code on; all frames if none is in user code."""
+    users = (i for i, frame in enumerate(frames) if not frame.filename.startswith(_PACKAGE_DIR))
     return frames[next(users, 0) :]

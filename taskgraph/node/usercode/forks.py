@@ -21,7 +21,7 @@ from typing import NoReturn
 __all__ = ["count", "end_child", "kept_from_children"]
 
 count = 0
-"""Forks between this process and the one that imported this module; faster to read than the process id."""
+"""The number of forks between this process and the one that imported this module: faster to read than a process id."""
 
 _loops: list[tuple[asyncio.AbstractEventLoop, int]] = []
 """Event loops of nodes, and their threads."""
@@ -46,7 +46,7 @@ def end_child(who: str, error: BaseException | None = None) -> NoReturn:
 
 @contextlib.contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Within the block, a child ends when it reaches the running event loop, in an asyncio task of user code too.
+    """Within the block, a forked child ends when it reaches the running event loop, also in a user's asyncio task.
 
     Children of code that `Actor` calls end earlier: when that code returns.
     """
@@ -77,25 +77,25 @@ def _after_fork() -> None:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
         if thread == threading.get_ident():
-            _end_in(loop)
+            _end_child_in(loop)
             break  # several nodes may share the loop
     _unblock()
 
 
-def _end_in(loop: asyncio.AbstractEventLoop) -> None:
+def _end_child_in(loop: asyncio.AbstractEventLoop) -> None:
     """Makes a child process end when its asyncio task returns or awaits, before it reads its parent's messages.
 
     Both make the loop call `call_soon`: for callbacks of the task, its next step, or a cancelled future that it awaits.
     """
-    loop.call_soon(_came_back)
-    loop.call_soon = _came_back  # type: ignore[method-assign]
+    loop.call_soon(_end_returned_child)
+    loop.call_soon = _end_returned_child  # type: ignore[method-assign]
     task = asyncio.current_task(loop)
     if task is not None:
-        task.add_done_callback(_came_back)
+        task.add_done_callback(_end_returned_child)
         task.cancel()
 
 
-def _came_back(*_: object, **__: object) -> NoReturn:
+def _end_returned_child(*_: object, **__: object) -> NoReturn:
     end_child("the event loop")
 
 

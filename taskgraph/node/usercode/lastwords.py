@@ -43,13 +43,13 @@ log = logging.getLogger("taskgraph.node")
 
 _FILE = "running"
 _THREADS = 64
-"""Slots for calls in threads, as many as a node with few tasks has. If there are more calls, the newest are kept."""
+"""Slots for calls in threads. If there are more calls, only the newest have slots."""
 _WAITING = 16
-"""Slots for coroutines that wait. They are apart, since a call in a thread is likelier to have ended the process."""
+"""Slots for waiting coroutines. They are separate, so that calls in threads, the likelier cause, keep their slots."""
 _SLOTS = 1 + _THREADS + _WAITING
 """The first slot is for the call that the event loop runs."""
 _SLOT_BYTES = 512
-_LONG = 100
+_NAME_LENGTH = 100
 """Characters of one call's name."""
 _HEAD = struct.Struct("<QQq")
 """Head of a slot: the number of the call, 0 while the slot is free; the task; its epoch."""
@@ -128,7 +128,7 @@ class LastWords:
 @functools.lru_cache(maxsize=1024)
 def encoded_name(text: str) -> bytes:
     """Returns a call's name as it is in the file."""
-    return text[:_LONG].encode() + b"\0"
+    return text[:_NAME_LENGTH].encode() + b"\0"
 
 
 class Call(NamedTuple):
@@ -162,7 +162,7 @@ class LastCalls(NamedTuple):
 
 
 def read(folder: Path) -> LastCalls | None:
-    """Reads the last words of the process with that folder; None if it left in good order, or wrote nothing."""
+    """Reads the last words of the process of a folder; None if the process left in good order, or wrote nothing."""
     try:
         data = (folder / _FILE).read_bytes()
     except OSError:
@@ -184,7 +184,7 @@ def on_loop(folder: Path) -> Call | None:
 
 
 def mark_intended(folder: Path) -> None:
-    """Says that the end of another process on this host is intended."""
+    """Marks the end of another process on this host as intended."""
     # The process may end, and its folder be removed, at this moment.
     with contextlib.suppress(FileNotFoundError), (folder / _FILE).open("r+b") as file:
         file.seek(_INTENDED_AT)
@@ -192,14 +192,14 @@ def mark_intended(folder: Path) -> None:
 
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
-_OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
+_PACKAGE_DIR = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 _LIBRARIES = (f"{sysconfig.get_path('stdlib')}{os.sep}", f"{os.sep}site-packages{os.sep}")
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 """The signals for which `faulthandler` writes a stack."""
 
 
 def crashed_at(log_tail: str, number: int) -> str:
-    """Finds the line of Python that crashed a node in what `faulthandler` wrote to the node's log; "": nothing.
+    """Returns the Python line at which a node crashed, from `faulthandler`'s output in its log; "" if there is none.
 
     A crash inside a library is named by the line that called the library.
 
@@ -210,7 +210,7 @@ def crashed_at(log_tail: str, number: int) -> str:
     if number not in _CRASHES or "Fatal Python error: " not in log_tail:
         return ""
     stack = _FRAME.findall(log_tail.rpartition("Fatal Python error: ")[2])
-    users = [frame for frame in stack if not frame[0].startswith(_OURS)]
+    users = [frame for frame in stack if not frame[0].startswith(_PACKAGE_DIR)]
     own = [frame for frame in users if not any(library in frame[0] for library in _LIBRARIES)]
     for path, line in (own or users)[:1]:
         return f"{path}, line {line}"
@@ -218,7 +218,7 @@ def crashed_at(log_tail: str, number: int) -> str:
 
 
 here: LastWords | None = None
-"""The last words of this process, if it is one node with a launcher."""
+"""The last words of this process, if it is the process of a node with a launcher."""
 
 
 def start(folder: Path) -> None:
@@ -231,12 +231,12 @@ def start(folder: Path) -> None:
 
 
 def restart(folder: Path) -> None:
-    """Makes the file again if something removed it; calls that run then are not in it."""
+    """Makes the file again if another program removed it. Calls that run at that time are not in it."""
     if here is not None and not (folder / _FILE).exists():
         start(folder)
 
 
 def intend_end() -> None:
-    """Says that the end of this process is intended."""
+    """Marks the end of this process as intended."""
     if here is not None:
         here.intend_end()

@@ -26,22 +26,22 @@ class Work(Protocol[R]):
     """A call of a function in a thread, as the event loop sees it."""
 
     over: bool
-    """The function returned before `start` did, and all its calls of `post` are done."""
+    """True if the function returned before `start` did, and all its calls of `post` are done."""
     took_s: float
     """How long the function ran, once it has returned."""
 
     def result(self) -> R:
-        """Returns or raises the function's result, once, if it is over."""
+        """Returns the function's result, or raises its error. To be called once, if `over`."""
 
     def future(self) -> asyncio.Future[R]:
-        """Makes a future of the result. To cancel it stops nothing, and there may be another future then."""
+        """Makes a future of the result. Cancelling it does not stop the function; then another may be made."""
 
 
 class Threads(Protocol):
-    """Runs functions in threads. That of `taskgraph.testing` runs them in lock-step with the event loop."""
+    """Runs functions in threads; in `taskgraph.testing`, in lock-step with the event loop."""
 
     in_step: bool
-    """Threads run in lock-step: a run is deterministic."""
+    """True if threads run in lock-step with the event loop, so that a run is deterministic."""
     context: Context
     """The context in which the node was made, after the driver was imported."""
 
@@ -52,7 +52,7 @@ class Threads(Protocol):
         """Starts `function` in a thread.
 
         Args:
-            brief: expected to take no longer than a hop to a thread: the event loop waits a moment for it.
+            brief: the function is expected to take no longer than a hop to a thread: the event loop waits for it.
         """
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
@@ -75,7 +75,7 @@ class Threads(Protocol):
 
 
 class FutureWork(Generic[R]):
-    """`Work` made of a future."""
+    """An implementation of `Work` by a future."""
 
     over = False
     took_s = 0.0
@@ -90,13 +90,13 @@ class FutureWork(Generic[R]):
         return asyncio.shield(self._future)
 
 
-_GIVES_WAY_S = 200e-6
-"""Limit on the event loop's wait for a brief function: 100 us for the function, the rest for a thread to wake up."""
+_BRIEF_WAIT_S = 200e-6
+"""How long the event loop waits for a brief function: 100 us for the function, the rest for a thread to wake up."""
 _SETTLED_S = 0.005
 """Interval of checks, at a job's end, whether all functions have returned."""
 
-_WAKES = (1).to_bytes(8, sys.byteorder)
-"""What an eventfd takes: a number. Written once for each time that it is read."""
+_WAKE_BYTES = (1).to_bytes(8, sys.byteorder)
+"""The number that wakes a thread which reads its eventfd."""
 
 
 class PooledThreads:
@@ -107,10 +107,10 @@ class PooledThreads:
 
     A hop to a thread and back costs thread switches, many of them to a thread that only waits for the GIL. So an idle
     thread waits in `read`, and is woken by a `write`, which releases the GIL. And the event loop waits for a brief
-    function, with the GIL free, for `_GIVES_WAY_S` at most: that saves a future and a round of the loop.
+    function, with the GIL free, for `_BRIEF_WAIT_S` at most: that saves a future and a round of the loop.
 
-    If no thread can be made, work waits until another one returns. If all threads wait for replies, they may wait for
-    this very work, so it fails.
+    If no thread can be made, work waits until a thread is free. If all threads wait for replies, they may wait for this
+    very work, so it fails.
     """
 
     in_step = False
@@ -130,12 +130,12 @@ class PooledThreads:
         self._closed = False
         self.awaited: dict[_Work[Any], None] = {}  # whose future was made
         self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
-        self._will_call = False  # the loop will call `_call_all`
+        self._call_scheduled = False  # the loop will call `_call_all`
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         work = self.start(function, brief=False)
         future = work.future()
-        future.add_done_callback(work.waited)
+        future.add_done_callback(work.on_future_done)
         return future
 
     def clock(self) -> float:
@@ -148,7 +148,7 @@ class PooledThreads:
                 raise RuntimeError("the node's threads are closed")
             thread = self._idle.pop() if self._idle else None
             if thread is None:
-                if self._threads - self._blocked >= self._limit or not self._made_for(work):
+                if self._threads - self._blocked >= self._limit or not self._make_thread_for(work):
                     self._waiting.append(work)
                     self._fail_starved()
                 return work
@@ -157,18 +157,18 @@ class PooledThreads:
             return work
         ended = work.ending = threading.Lock()
         ended.acquire()
-        will_call, self._will_call = self._will_call, True
+        will_call, self._call_scheduled = self._call_scheduled, True
         try:
             thread.wake(work)
-            over = ended.acquire(timeout=_GIVES_WAY_S)
+            over = ended.acquire(timeout=_BRIEF_WAIT_S)
         finally:
-            self._will_call = will_call  # the next `post` wakes the loop
+            self._call_scheduled = will_call  # the next `post` wakes the loop
         if self._calls:
             self._call_all()
         work.over = over
         return work
 
-    def _made_for(self, work: _Work[Any]) -> bool:
+    def _make_thread_for(self, work: _Work[Any]) -> bool:
         """Makes another thread for this work, if possible."""
         try:
             _Thread(self._serve, f"{self._name}_{self._threads}", work)
@@ -195,14 +195,14 @@ class PooledThreads:
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         self._calls.append((function, args))
-        if not self._will_call:
-            self._will_call = True
+        if not self._call_scheduled:
+            self._call_scheduled = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._call_all)
 
     def _call_all(self) -> None:
         """Calls, on the loop, the functions that threads passed to `post`."""
-        self._will_call = False
+        self._call_scheduled = False
         calls = self._calls
         while calls:
             function, args = calls.popleft()
@@ -215,7 +215,7 @@ class PooledThreads:
         """Runs work in a thread until there is none left."""
         while (work := thread.work) is not None:
             thread.work = None
-            work.do()
+            work.run()
             if forks.count != self._forks:
                 work.end_child()
             with self._lock:
@@ -239,7 +239,7 @@ class PooledThreads:
         with self._lock:
             self._blocked += 1
             if self._waiting:
-                if self._made_for(self._waiting[0]):  # `future` may wait for this very work
+                if self._make_thread_for(self._waiting[0]):  # `future` may wait for this very work
                     self._waiting.popleft()
                 else:
                     self._fail_starved()
@@ -251,7 +251,7 @@ class PooledThreads:
 
     def abandon(self) -> None:
         for work in tuple(self.awaited):
-            work.give_up()
+            work.abandon()
 
     def close(self) -> None:
         with self._lock:
@@ -260,8 +260,8 @@ class PooledThreads:
                 thread.wake(None)
             self._idle.clear()
 
-    async def settled(self, timeout_s: float) -> None:
-        """Waits until all functions have returned, cancelled ones too; `timeout_s` at most."""
+    async def wait_until_returned(self, timeout_s: float) -> None:
+        """Waits until all functions have returned, also those whose future was cancelled; `timeout_s` at most."""
         until = time.monotonic() + timeout_s
         while self.awaited and time.monotonic() < until:  # noqa: ASYNC110 (whose end tells that is on the hot path)
             await asyncio.sleep(_SETTLED_S)
@@ -270,7 +270,7 @@ class PooledThreads:
 class _Thread:
     """A thread, and the descriptor that wakes it: an eventfd on Linux, elsewhere a pipe.
 
-    That is made when the thread is first idle: more threads than there are descriptors may wait for replies.
+    The descriptor is made when the thread is first idle: more threads than there are descriptors may wait for replies.
     """
 
     __slots__ = ("_read", "_write", "work")
@@ -281,7 +281,7 @@ class _Thread:
         threading.Thread(target=serve, args=(self,), name=name, daemon=True).start()
 
     def can_wait(self) -> bool:
-        """Makes the descriptor if there is none; False if that fails."""
+        """Makes the descriptor if there is none. False if no descriptor can be made."""
         if self._read < 0:
             try:
                 if sys.platform == "linux":
@@ -295,10 +295,10 @@ class _Thread:
     def wake(self, work: _Work[Any] | None) -> None:
         """Gives work to an idle thread."""
         self.work = work
-        os.write(self._write, _WAKES)
+        os.write(self._write, _WAKE_BYTES)
 
     def wait(self) -> None:
-        os.read(self._read, len(_WAKES))
+        os.read(self._read, len(_WAKE_BYTES))
 
     def close(self) -> None:
         for descriptor in {self._read, self._write} - {-1}:
@@ -307,10 +307,10 @@ class _Thread:
 
 class _Work(Generic[R]):
     __slots__ = (
+        "_cancelled",
         "_error",
         "_function",
         "_future",
-        "_given_up",
         "_loop",
         "_pool",
         "_result",
@@ -327,7 +327,7 @@ class _Work(Generic[R]):
         self._result: R | None = None
         self._error: BaseException | None = None
         self._future: asyncio.Future[R] | None = None
-        self._given_up = False
+        self._cancelled = False
         self.ending: threading.Lock | None = None
         """Released at the end of a brief function."""
         self.ended = False
@@ -336,8 +336,8 @@ class _Work(Generic[R]):
 
     # -- in the thread ----------------------------------------------------------------------------
 
-    def do(self) -> None:
-        if self._given_up:
+    def run(self) -> None:
+        if self._cancelled:
             return  # before it began
         began = time.perf_counter()
         try:
@@ -358,7 +358,7 @@ class _Work(Generic[R]):
             self.ending.release()
 
     def fail(self, error: Exception) -> None:
-        """Fails the work, in any thread: no thread can run it."""
+        """Fails the work, since no thread can run it. May be called in any thread."""
         self._error = error
         self.end()
 
@@ -373,7 +373,7 @@ class _Work(Generic[R]):
     def future(self) -> asyncio.Future[R]:
         future = self._future = self._loop.create_future()
         self._pool.awaited[self] = None
-        if self._given_up:
+        if self._cancelled:
             self._settle()
         elif self.ended:
             self._pool.post(self._settle)  # after its calls of `post`
@@ -384,7 +384,7 @@ class _Work(Generic[R]):
         future = self._future
         if future is None or future.done():
             return
-        if self._given_up:
+        if self._cancelled:
             future.cancel()
         elif self._error is not None:
             error, self._error = self._error, None
@@ -392,11 +392,11 @@ class _Work(Generic[R]):
         else:
             future.set_result(self._result)  # type: ignore[arg-type]
 
-    def waited(self, future: asyncio.Future[R]) -> None:
+    def on_future_done(self, future: asyncio.Future[R]) -> None:
         """Notes that the only future was cancelled: a function that has not begun need not begin."""
         if future.cancelled():
-            self._given_up = True
+            self._cancelled = True
 
-    def give_up(self) -> None:
-        self._given_up = True
+    def abandon(self) -> None:
+        self._cancelled = True
         self._settle()

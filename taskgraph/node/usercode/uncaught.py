@@ -1,8 +1,8 @@
 """Reports errors that end threads and asyncio tasks of user code: Python only prints them.
 
-When an attempt ends, `AttemptEnded` ends threads that hold its epoch open. That is expected, and not printed, or a
-failover would print a traceback for each. Other errors are printed by Python, and a node emits an event, too: a hold of
-such a thread would stay open for ever, and nothing else would say why. A hook that users set in place of Python's
+When an attempt ends, `AttemptEnded` ends threads that hold its epoch open. That is expected, and not printed: a
+failover would print a traceback for each thread. Other errors are printed by Python, and a node emits an event, too: a
+hold of such a thread would stay open for ever, and nothing else would say why. A user's own `threading.excepthook`
 stays.
 """
 
@@ -19,7 +19,7 @@ from taskgraph.errors import error_text
 __all__ = ["expected_ends_silenced", "is_expected_end", "on_uncaught", "report_uncaught", "silence_expected_ends"]
 
 _MAX_PLACES = 20
-"""Places in user code that a node reports, at most: a thread may raise in each epoch."""
+"""The most places in user code that a node reports: a thread may raise in each epoch."""
 _on_uncaught: Callable[[str], object] | None = None
 _places: set[str] = set()
 
@@ -42,7 +42,7 @@ def report_uncaught(error: object, what: str) -> None:
     SystemExit is not reported, as Python does not print it.
 
     Args:
-        what: what ended, in words.
+        what: names the thread or asyncio task that ended.
     """
     if _on_uncaught is None or not isinstance(error, BaseException) or isinstance(error, AttemptEnded | SystemExit):
         return
@@ -58,17 +58,17 @@ def report_uncaught(error: object, what: str) -> None:
 def silence_expected_ends() -> None:
     """Silences expected ends of threads in this process; called before user code is loaded, which may set a hook."""
     if threading.excepthook is threading.__excepthook__:
-        threading.excepthook = _tell
+        threading.excepthook = _report_unexpected
 
 
-def _tell(args: threading.ExceptHookArgs) -> None:
+def _report_unexpected(args: threading.ExceptHookArgs) -> None:
     if not is_expected_end(args.exc_value):
         threading.__excepthook__(args)
         report_uncaught(args.exc_value, "a thread")
 
 
-class _Filter:
-    """A hook for all blocks of `expected_ends_silenced`, which calls the hook before it."""
+class _ExpectedEndFilter:
+    """The `threading.excepthook` of all `expected_ends_silenced` blocks: passes other errors to the earlier hook."""
 
     def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
         self.before = before
@@ -90,8 +90,8 @@ def expected_ends_silenced() -> Iterator[None]:
     """
     with _hook_lock:
         hook = threading.excepthook
-        if not isinstance(hook, _Filter):
-            hook = threading.excepthook = _Filter(hook)
+        if not isinstance(hook, _ExpectedEndFilter):
+            hook = threading.excepthook = _ExpectedEndFilter(hook)
         hook.blocks += 1
     try:
         yield

@@ -111,7 +111,7 @@ async def pool() -> AsyncIterator[PooledThreads]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the event loop wait longer for a brief function, for busy machines."""
-    monkeypatch.setattr(threads_module, "_GIVES_WAY_S", 60.0)
+    monkeypatch.setattr(threads_module, "_BRIEF_WAIT_S", 60.0)
 
 
 @pytest.mark.usefixtures("patient")
