@@ -296,7 +296,7 @@ class Node(NodeServices):
         leader = self.roles.leader
         waits = (
             *self.registration.waits,
-            *self.wishes.waits,
+            *self.placement.waits,
             *self.takeovers.waits,
             *(leader.waits if leader is not None else ()),
             *self.keeper.waits,

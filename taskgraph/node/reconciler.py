@@ -61,7 +61,7 @@ class Reconciler:
             self._followed = view.epoch.mod_revision
             for replica in self._roles.replicas.values():
                 replica.follow(view.epoch.record)
-        if view.structure_revision != self._node.wishes.revision:
+        if view.structure_revision != self._node.placement.revision:
             self._roles.changed.set()
 
     async def run(self) -> None:
@@ -99,9 +99,9 @@ class Reconciler:
             else:
                 primary.check_terms()
         roles.share()
-        if not node.wishes.may_start():
+        if not node.placement.may_start():
             return
-        node.wishes.update()
+        node.placement.update()
         if not self._fatal_code.check() and (view.running or view.finished):
             for task in range(node.job.tasks):
                 self._takeovers.consider(task)

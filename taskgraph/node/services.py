@@ -11,7 +11,7 @@ from taskgraph.node.core import CoreArguments, NodeCore
 from taskgraph.node.epochs.sharing import Sharing
 from taskgraph.node.membership.deviceloss import DeviceLoss
 from taskgraph.node.membership.failed_setups import FailedSetUps
-from taskgraph.node.membership.wishes import Wishes
+from taskgraph.node.membership.placement import Placement
 from taskgraph.node.primary.checkpoint_reader import FILES_AT_A_TIME, CheckpointReader
 from taskgraph.node.primary.commit_interval import CommitInterval
 from taskgraph.node.replica import Replica
@@ -54,7 +54,7 @@ class NodeServices(NodeCore):
         self.leader: LeaderInterface | None = None
         self.sharing = Sharing()
         self.emitted_unsaved: set[str] = set()
-        self.wishes = Wishes(self)
+        self.placement = Placement(self)
         self.commit_interval = CommitInterval(self)
         self.device_loss = DeviceLoss(self, self.replicas)
         # Own threads: a place that hangs must not block user code.
@@ -64,7 +64,7 @@ class NodeServices(NodeCore):
 
     def wish(self, task: int) -> Wish | None:
         """Returns where placement wants the replicas of a task; None: not computed yet."""
-        return self.wishes.by_task.get(task)
+        return self.placement.by_task.get(task)
 
     async def fail_job(
         self,

@@ -67,6 +67,7 @@ class Lanes:
         "_may_stay",
         "_next",
         "_node",
+        "_placement",
         "_primary",
         "_replica",
         "_reported",
@@ -79,7 +80,6 @@ class Lanes:
         "_term",
         "_tracing",
         "_turns",
-        "_wishes",
         "awaiting_acks",
         "began",
         "failed_in",
@@ -99,7 +99,7 @@ class Lanes:
         self._term = primary.term
         self._tracing = primary.node.tracing
         self._keeper = primary.node.keeper
-        self._wishes = primary.node.wishes
+        self._placement = primary.node.placement
         self._injects = primary.node.injects
         self._at = at
         self._loop = asyncio.get_running_loop()
@@ -266,7 +266,7 @@ class Lanes:
             boundary = Stamp(self._at.attempt, epoch)
             if self._primary.writer.is_due(boundary, stateful=self._replica.stateful):
                 return False  # a checkpoint is written from the committed boundary
-        wish = self._wishes.by_task.get(self._task)
+        wish = self._placement.by_task.get(self._task)
         if wish is not None and wish.primary is not None and wish.primary != self._node.id:
             return False  # the hand-over is right after a commit
         share = self._share

@@ -341,11 +341,11 @@ class Invariants:
     def _check_wishes(self) -> None:
         """Nodes that read the same structure of the job compute the same placement, without asking each other."""
         for name, node in self._living().items():
-            if node.wishes.by_task:
-                wishes = self._wishes.setdefault(node.wishes.revision, node.wishes.by_task)
-                if node.wishes.by_task != wishes:
+            if node.placement.by_task:
+                wishes = self._wishes.setdefault(node.placement.revision, node.placement.by_task)
+                if node.placement.by_task != wishes:
                     raise Violation(
-                        f"{name} wishes for {node.wishes.by_task}, and another by what it read for {wishes}"
+                        f"{name} wishes for {node.placement.by_task}, and another by what it read for {wishes}"
                     )
 
     # -- on_commit, and the end -------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Computes where placement wants every replica, and when a job may begin.
+"""Computes on which nodes the replicas should be, and when a job may begin.
 
-Every node computes the same placement from the same structure (`protocol.placement`), without asking anybody. Commits
+Every node computes the same placement from the same structure (`protocol.placement`), without asking another node. Commits
 do not change it.
 """
 
@@ -13,25 +13,25 @@ from taskgraph.protocol.placement import Holding, Seat, Wish, place
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
 
-__all__ = ["Wishes"]
+__all__ = ["Placement"]
 
 
-class Wishes:
-    """Placement, computed again when nodes, primaries or members change."""
+class Placement:
+    """The wishes for all tasks, computed again when nodes, primaries or members change."""
 
     def __init__(self, node: NodeCore) -> None:
         self._node = node
         self.by_task: dict[int, Wish] = {}
         self.revision = -1
-        """The structure's revision that placement was computed from."""
+        """The revision of the view's structure that the wishes were computed from."""
         self._emitted_missing = ""
 
     def may_start(self) -> bool:
-        """True when enough nodes are there: `min_nodes`, and for a while those that were started with the job."""
+        """True if enough nodes are registered: `min_nodes`, and for `start_wait_s` all that were started with the job."""
         node = self._node
         missing = self._missing
         if missing and missing != self._emitted_missing and node.emits_for_all():
-            # Those that were started together come one after the other: that takes a moment, and is no news.
+            # Nodes that start together register one after the other, within a moment: that is no event.
             enough = len(node.keeper.view.live_nodes(node.spec.run)) >= node.job.min_nodes
             if not enough or node.now() - node.started_at > node.settings.stall_check_s:
                 self._emitted_missing = missing
@@ -63,7 +63,7 @@ class Wishes:
         return (missing,) if missing and self._node.emits_for_all() else ()
 
     def update(self) -> None:
-        """Computes placement, if the structure changed."""
+        """Computes the wishes anew if the view's structure changed."""
         node = self._node
         view, job = node.keeper.view, node.job
         if self.revision == view.structure_revision:
