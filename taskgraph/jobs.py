@@ -129,7 +129,7 @@ class Job:
         return self.builder(task_id)
 
     def origin(self) -> tuple[JobFunction[...], dict[str, Any]]:
-        """The job function and its arguments, by which other processes make the same job.
+        """Returns the job function and its arguments, by which other processes make the same job.
 
         Raises:
             JobError: the job was not made by a function decorated with `@tg.job`, or was changed since in a way that
@@ -254,7 +254,7 @@ class JobFunction(Generic[P]):
         return f"<job function {self.__module__}.{self.__name__}>"
 
     def options(self) -> dict[str, OptionInfo]:
-        """The function's parameters."""
+        """Returns the function's parameters as options."""
         return options_of(self.__wrapped__)
 
     def parse_options(self, texts: Iterable[str]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Manifest:
         return next((info for info in self.files if info.task == task), None)
 
     def label(self, task: int) -> Label:
-        """The label of a task's file."""
+        """Returns the label of a task's file."""
         name = self.parsed
         return Label(
             job=self.job,

@@ -57,7 +57,7 @@ class NewestCheckpoint:
     kinds: frozenset[type[CheckpointError]] = frozenset()
 
     def was_refused_for(self, kind: type[CheckpointError]) -> bool:
-        """True if a checkpoint was refused because of such an error."""
+        """True if a checkpoint was refused by an error of type `kind`."""
         return any(issubclass(each, kind) for each in self.kinds)
 
 

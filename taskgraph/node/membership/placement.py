@@ -1,7 +1,7 @@
 """Computes on which nodes the replicas should be, and when a job may begin.
 
-Every node computes the same placement from the same structure (`protocol.placement`), without asking another node. Commits
-do not change it.
+Every node computes the same placement from the same structure (`protocol.placement`), without messages. Commits do not
+change it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Placement:
         self._emitted_missing = ""
 
     def may_start(self) -> bool:
-        """True if enough nodes are registered: `min_nodes`, and for `start_wait_s` all that were started with the job."""
+        """True if enough nodes are registered: `min_nodes`, and for `start_wait_s` all nodes started with the job."""
         node = self._node
         missing = self._missing
         if missing and missing != self._emitted_missing and node.emits_for_all():

@@ -366,7 +366,7 @@ class Backups:
         return insync.wishes_fulfilled(wished, living)
 
     async def _manage(self, peer: PeerReplica) -> None:
-        """The manager of one other node: keeps its replica in sync while it is wanted, and releases it at the end."""
+        """Manages the replica on one other node: keeps it in sync while it is wanted, and releases it at the end."""
         backoff, node = Backoff(), peer.node
         await self._keep_in_sync(peer, backoff)
         peer.withdraw()

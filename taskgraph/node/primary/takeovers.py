@@ -246,7 +246,7 @@ class TakeOvers:
             )
 
     async def _usable_checkpoint(self, task: int, writer: str) -> CheckpointRecord | None:
-        """Returns the checkpoint to roll back to. None: the job failed without one, or needs no roll-back any more.
+        """Returns the checkpoint to roll back to. None: the job failed without one, or needs no roll-back.
 
         All tasks will restore from it, so every file is read first.
         """
