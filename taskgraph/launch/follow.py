@@ -273,7 +273,7 @@ class Follower:
                             self._report(event)
                     elif (event.epoch or 0) > last:
                         last = event.epoch or 0
-                        self._incidents.committed(event.at)
+                        self._incidents.note_commit(event.at)
                         on_event(event)
         except TaskGraphError as error:
             log.debug("the leader's events: %s", error)

@@ -286,7 +286,7 @@ class Node(NodeServices):
         )
         if lastwords.here is not None:  # this node may not be able to tell etcd
             for ran in self._ran_code:
-                lastwords.here.began((ran.task, -1), ran.task, ran.epoch, lastwords.encoded_name(_OWN_TASKS))
+                lastwords.here.note_call((ran.task, -1), ran.task, ran.epoch, lastwords.encoded_name(_OWN_TASKS))
         self.log.error("this node %s", self._why_left)
 
     # -- for the control service and tests --------------------------------------------------------

@@ -178,8 +178,8 @@ class ReportLog:
     """The most bytes of all full blocks. The process that makes the result needs 8 to 35 times as much."""
 
     def __init__(self) -> None:
-        self._full: list[bytes] = []
-        self._open = _Block()
+        self._full_blocks: list[bytes] = []
+        self._open_block = _Block()
         self._newest = -1
         self._rows: Rows = {}  # in no block yet, since more rows may come
 
@@ -189,7 +189,7 @@ class ReportLog:
     @property
     def is_thinned(self) -> bool:
         """True if some epochs were dropped because there were too many."""
-        return bool(self._full) and _level(self._full[0]) > 0
+        return bool(self._full_blocks) and _level(self._full_blocks[0]) > 0
 
     def add(self, epoch: int, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Adds rows of the newest epoch or of a later one. Ignores rows of earlier epochs: they are here already."""
@@ -202,15 +202,15 @@ class ReportLog:
             self._rows = {**self._rows, **reported}
             return
         if self._rows:
-            self._open.add(self._newest, self._rows)
-            if self._open.size >= _BLOCK_BYTES:
-                self._full.append(self._open.packed(0))
-                self._open = _Block()
+            self._open_block.add(self._newest, self._rows)
+            if self._open_block.size >= _BLOCK_BYTES:
+                self._full_blocks.append(self._open_block.packed(0))
+                self._open_block = _Block()
                 self._thin()
         self._newest, self._rows = epoch, reported
 
     def _thin(self) -> None:
-        full = self._full
+        full = self._full_blocks
         while len(full) > 1 and sum(map(len, full)) > self.most_bytes:
             levels = [_level(block) for block in full]
             twins = [at for at in range(len(full) - 1) if levels[at] == levels[at + 1]]
@@ -222,14 +222,14 @@ class ReportLog:
         """Returns the rows of one epoch, usually the newest."""
         if epoch >= self._newest:
             return self._rows if epoch == self._newest else {}
-        for block in chain([self._open], map(_Block.of, reversed(self._full))):
+        for block in chain([self._open_block], map(_Block.of, reversed(self._full_blocks))):
             if block.groups and block.first <= epoch:
                 return block.read_epoch(epoch)
         return {}
 
     def rows(self) -> Iterator[tuple[int, PlainRows]]:
         """Yields all rows, epoch after epoch."""
-        for block in chain(map(_Block.of, self._full), [self._open]):
+        for block in chain(map(_Block.of, self._full_blocks), [self._open_block]):
             yield from block.rows()
         if self._rows:
             yield self._newest, plain(self._rows)
@@ -239,14 +239,14 @@ class ReportLog:
         if self._newest < epoch:
             return
         self._newest, self._rows = -1, {}
-        self._open.cut(epoch)
-        while not self._open.groups and self._full:
-            self._open = _Block.of(self._full.pop())
-            self._open.cut(epoch)
-        if self._open.groups:
-            last = self._open.last
-            self._newest, self._rows = last, self._open.read_epoch(last)
-            self._open.cut(last)
+        self._open_block.cut(epoch)
+        while not self._open_block.groups and self._full_blocks:
+            self._open_block = _Block.of(self._full_blocks.pop())
+            self._open_block.cut(epoch)
+        if self._open_block.groups:
+            last = self._open_block.last
+            self._newest, self._rows = last, self._open_block.read_epoch(last)
+            self._open_block.cut(last)
 
     def packed(self) -> list[bytes]:
         """Returns all blocks as bytes. Copies only the open one; later changes do not affect the result.
@@ -258,7 +258,7 @@ class ReportLog:
             return []
         newest = _Block()
         newest.add(self._newest, self._rows)
-        return [*self._full, self._open.packed(_OPEN), newest.packed(_NEWEST)]
+        return [*self._full_blocks, self._open_block.packed(_OPEN), newest.packed(_NEWEST)]
 
     @classmethod
     def unpack(cls, blocks: Sequence[bytes]) -> ReportLog:
@@ -271,9 +271,9 @@ class ReportLog:
         for at, data in enumerate(blocks):
             level, block = _level(data), _Block.of(data)
             if at < len(blocks) - 2 and level >= 0 and block.groups:
-                made._full.append(data)
+                made._full_blocks.append(data)
             elif at == len(blocks) - 2 and level == _OPEN:
-                made._open = block
+                made._open_block = block
             elif at == len(blocks) - 1 and level == _NEWEST and block.groups:
                 made._newest, made._rows = next(block.rows())
             else:
@@ -289,7 +289,7 @@ class ReportLog:
             for epoch, by_task in reports_in.items():
                 self.add(epoch, by_task)
         elif reports_in._newest >= self._newest:
-            self._full, self._open = reports_in._full, reports_in._open
+            self._full_blocks, self._open_block = reports_in._full_blocks, reports_in._open_block
             self._newest, self._rows = reports_in._newest, reports_in._rows
 
 

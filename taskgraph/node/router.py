@@ -124,7 +124,7 @@ class Router:
                 continue
             revision = primary.mod_revision
             try:
-                return await self._call(peer, message(), timeout_s, partial(_replaced, task, revision))
+                return await self._call(peer, message(), timeout_s, partial(_is_replaced, task, revision))
             except Refused as refused:
                 if refused.reason not in _RETRIED:
                     raise
@@ -145,7 +145,7 @@ class Router:
         if primary is None or peer is None:
             return None
         try:
-            return self._begin(peer, message, partial(_replaced, task, primary.mod_revision), quiet=quiet)
+            return self._begin(peer, message, partial(_is_replaced, task, primary.mod_revision), quiet=quiet)
         except TransportError:
             return None
 
@@ -160,7 +160,7 @@ class Router:
         except TransportError:
             return None
         if calls:
-            self._groups.append(([*map(weakref.ref, calls)], partial(_replaced, task, primary.mod_revision)))
+            self._groups.append(([*map(weakref.ref, calls)], partial(_is_replaced, task, primary.mod_revision)))
             if len(self._groups) >= self._sweep_at:
                 self._sweep()
         return calls
@@ -171,7 +171,7 @@ class Router:
         if peer is None or node not in self._keeper.view.nodes:
             return None
         try:
-            return self._begin(peer, message, partial(_unregistered, node))
+            return self._begin(peer, message, partial(_is_unregistered, node))
         except TransportError:
             return None
 
@@ -277,7 +277,7 @@ class Router:
                 peer,
                 message,
                 timeout_s,
-                lambda view: node not in view.nodes or (task is not None and _replaced(task, revision, view)),
+                lambda view: node not in view.nodes or (task is not None and _is_replaced(task, revision, view)),
             )
         except TimeoutError:
             other = "" if task is None else f", or another is primary of task {task}"
@@ -296,11 +296,11 @@ class Router:
             pass
 
 
-def _unregistered(node: str, view: JobView) -> bool:
+def _is_unregistered(node: str, view: JobView) -> bool:
     return node not in view.nodes
 
 
-def _replaced(task: int, known: int, view: JobView) -> bool:
+def _is_replaced(task: int, known: int, view: JobView) -> bool:
     return _revision(view, task) != known
 
 

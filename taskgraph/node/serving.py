@@ -97,12 +97,12 @@ class Serving:
         if node.paused:
             return None
         if type(message) is Pull:
-            return self._item(message)
+            return self._answer_pull_now(message)
         if type(message) in _REPORTS and node.leader is not None:
             return node.leader.report_now(message)  # type: ignore[arg-type]
         return self._offer_now(peer, message) if type(message) in _OFFERS else None  # type: ignore[arg-type]
 
-    def _item(self, pull: Pull) -> Reply | PendingReply | None:
+    def _answer_pull_now(self, pull: Pull) -> Reply | PendingReply | None:
         primary = self._primary_for(pull)
         if primary is None or (self._room(pull.stamp) < 1 and primary.attempts.lacks(pull)):
             return None
@@ -158,9 +158,9 @@ class Serving:
             return None  # the view must show that attempt
         self._check_offer(peer, offer)
         began = node.tracing.on and clock()
-        self._hold(replica, offer)
+        self._store(replica, offer)
         if began:
-            self._trace_hold(began, peer, offer)
+            self._trace_store(began, peer, offer)
         return Accepted(offer.term)
 
     async def __call__(self, peer: str, message: Call) -> Reply:
@@ -212,11 +212,11 @@ class Serving:
                 self._roles.release(message)
                 return Accepted()
             case Report() | Reports():
-                return await self._leader().take_report(message)
+                return await self._require_leader().take_report(message)
             case RequestRestart():
-                return await self._leader().take_restart(message)
+                return await self._require_leader().take_restart(message)
             case WrittenFiles():
-                return self._leader().checkpointer.take(message)
+                return self._require_leader().checkpointer.take(message)
             case Seal():
                 attempt = await self._attempt(message.task, message.stamp)
                 if attempt.activity.seal(message.version):
@@ -232,7 +232,7 @@ class Serving:
                 return await self._waits(message)
         raise Refused(Reason.BAD_MESSAGE, f"a node does not serve {type(message).__name__}")
 
-    def _leader(self) -> LeaderRole:
+    def _require_leader(self) -> LeaderRole:
         leader = self._roles.leader
         if leader is None:
             raise Refused(Reason.NOT_PRIMARY, f"{self._node.name} does not lead the job")
@@ -290,12 +290,12 @@ class Serving:
             # The replica was dropped and made anew meanwhile. The one that stays must hold what is acknowledged,
             # or a member would have nothing to take over with.
             raise Refused(Reason.STALE, f"{node.name} dropped its replica of task {offer.task} while it was set up")
-        self._hold(replica, offer, log)
+        self._store(replica, offer, log)
         if node.injects_held:
             for boundary in _boundaries(offer):
                 await node.point("held", offer.task, boundary.stamp.epoch)
         if began:
-            self._trace_hold(began, peer, offer)
+            self._trace_store(began, peer, offer)
         return Accepted(offer.term)
 
     async def _read_reports(self, replica: Replica, offer: Offer | Offers) -> dict[int, Rows] | ReportLog:
@@ -307,7 +307,7 @@ class Serving:
         except DecodeError as error:
             raise Refused(Reason.BAD_MESSAGE, f"offer of task {offer.task}: {error}") from None
 
-    def _hold(self, replica: Replica, offer: Offer | Offers, log: dict[int, Rows] | ReportLog | None = None) -> None:
+    def _store(self, replica: Replica, offer: Offer | Offers, log: dict[int, Rows] | ReportLog | None = None) -> None:
         epoch = self._node.keeper.view.epoch
         if epoch is not None:
             replica.follow(epoch.record)  # first drop what a roll-back undid: it must not make later boundaries history
@@ -320,12 +320,12 @@ class Serving:
         if epoch is not None and offer.stamp.epoch <= epoch.record.epoch:
             replica.follow(epoch.record)  # it is not ahead of the view
 
-    def _trace_hold(self, began: int, peer: str, offer: Offer | Offers) -> None:
+    def _trace_store(self, began: int, peer: str, offer: Offer | Offers) -> None:
         """Traces the storing of an offer as one span, of the first traced epoch in it."""
         tracing = self._node.tracing
         numbers = [epoch for epoch, _, _ in offer.parts] if isinstance(offer, Offers) else [offer.stamp.epoch]
         for number in numbers:
-            if tracing.takes(number - 1):
+            if tracing.is_traced(number - 1):
                 made, size = Stamp(offer.stamp.attempt, number - 1), offer.value.size_bytes
                 who = name_of(peer)
                 tracing.keep("hold", "", who, began, clock(), offer.task, made, offer.term, size)

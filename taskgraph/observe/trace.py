@@ -2,12 +2,12 @@
 
 Code that is worth a span asks `Tracing.on` first, which is all that tracing costs while it is off:
 
-    began = tracing.on and tracing.began(stamp)
+    began = tracing.on and tracing.begin(stamp)
     ...                                   # the work that the span shows
     if began:
         tracing.keep("pull", tag, producer, began, clock(), task, stamp, term, size)
 
-Of a fast job only every n-th epoch may be traced: `began` returns 0 for the epochs between. The buffer is bounded:
+Of a fast job only every n-th epoch may be traced: `begin` returns 0 for the epochs between. The buffer is bounded:
 spans that do not fit are counted.
 """
 
@@ -79,11 +79,11 @@ class Tracing:
             self._stop_events()
             self._stop_events = None
 
-    def takes(self, epoch: int) -> bool:
+    def is_traced(self, epoch: int) -> bool:
         """True if this epoch is traced. Epoch -1, which means no epoch, always is."""
         return epoch % self._every == 0 or epoch < 0
 
-    def began(self, stamp: Stamp | None, *, boundary: bool = False) -> int:
+    def begin(self, stamp: Stamp | None, *, boundary: bool = False) -> int:
         """Returns the time now, for the beginning of a span; 0 if the epoch of `stamp` is not traced.
 
         Args:

@@ -41,12 +41,12 @@ class MemoryNetwork:
             return
         transport._shut_down(f"node {node} crashed")
         for other in self._peers_of(node):
-            self._break(node, other, f"node {node} crashed")
+            self._break_session(node, other, f"node {node} crashed")
 
     def cut(self, one: str, other: str) -> None:
         """Cuts the link between two nodes: calls raise PeerLost until `heal`."""
         self._cut.add(frozenset((one, other)))
-        self._break(one, other, f"the link between {one} and {other} is cut")
+        self._break_session(one, other, f"the link between {one} and {other} is cut")
 
     def heal(self, one: str, other: str) -> None:
         self._cut.discard(frozenset((one, other)))
@@ -86,7 +86,7 @@ class MemoryNetwork:
                 transport._fail_calls(there, why)
                 transport._cancel_served(there)
 
-    def _break(self, one: str, other: str, why: str) -> None:
+    def _break_session(self, one: str, other: str, why: str) -> None:
         if frozenset((one, other)) not in self._sessions:
             return
         self._end_session(one, other, why)

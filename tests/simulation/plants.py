@@ -460,7 +460,7 @@ def a_backup_accepts_what_it_does_not_hold(patch: pytest.MonkeyPatch) -> None:
         if offer.committed or offer.stamp.epoch % 3:
             original(self, replica, offer, *log)
 
-    _changed(patch, Serving, "_hold", hold)
+    _changed(patch, Serving, "_store", hold)
 
 
 def _waits_for(*places: Place) -> Callable[[InSync, Any], tuple[str, ...]]:
@@ -767,7 +767,7 @@ def an_item_is_given_at_once_whatever_epoch_is_asked_for(patch: pytest.MonkeyPat
         reply = attempt.out.ask(pull)
         return msgspec.structs.replace(reply, stamp=pull.stamp) if isinstance(reply, Item) else reply
 
-    patch.setattr(Serving, "_item", item)
+    patch.setattr(Serving, "_answer_pull_now", item)
     patch.setattr(Serving, "all_now", lambda self, peer, pull: None)  # each is asked for
 
 

@@ -111,7 +111,7 @@ class Attempts:
         self.drop()
         for parked in self._parked.values():
             for _, reply in parked:
-                reply.settle(Refusal(Reason.NOT_PRIMARY, self._stepped_down))
+                reply.settle(Refusal(Reason.NOT_PRIMARY, self._stepped_down_text))
         self._parked.clear()
         self._wake()
 
@@ -158,7 +158,7 @@ class Attempts:
         """
         while self.latest is None or self.latest < stamp:
             if self._ended:
-                raise Refused(Reason.NOT_PRIMARY, self._stepped_down)
+                raise Refused(Reason.NOT_PRIMARY, self._stepped_down_text)
             began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(began)
             await began
@@ -168,5 +168,5 @@ class Attempts:
         return attempt
 
     @property
-    def _stepped_down(self) -> str:
+    def _stepped_down_text(self) -> str:
         return f"the primary of task {self._task} in term {self._term} stepped down"

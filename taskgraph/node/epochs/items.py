@@ -70,9 +70,9 @@ class Items:
         elif (value := self._items.get(channel)) is not None:
             reply.settle(Item(self._stamp, self._term, pull.tag, value))
         elif self._dropped:
-            return self._over()
+            return self._over_refusal()
         else:
-            return Refusal(Reason.NOT_OFFERED, self._offers(pull.sender))
+            return Refusal(Reason.NOT_OFFERED, self._channels_text(pull.sender))
         return None
 
     def drop(self) -> None:
@@ -84,12 +84,12 @@ class Items:
         awaited, self._awaited = self._awaited, {}
         for waiting in awaited.values():
             for reply in waiting or ():
-                reply.settle(self._over())
+                reply.settle(self._over_refusal())
 
-    def _over(self) -> Refusal:
+    def _over_refusal(self) -> Refusal:
         return Refusal(Reason.ATTEMPT_GONE, f"attempt {self._stamp.attempt} of epoch {self._stamp.epoch} is over")
 
-    def _offers(self, consumer: int) -> str:
+    def _channels_text(self, consumer: int) -> str:
         channels = [*self._items, *self._awaited]
         mine = sorted({tag for tag, to in channels if to == consumer})
         others = sorted({tag for tag, to in channels if to != consumer})

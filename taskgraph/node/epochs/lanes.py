@@ -203,7 +203,7 @@ class Lanes:
                     if several or not goes_on:
                         await self._wait_until_allowed(stamp)
                     self.began = self._loop.time()
-                    traced = self._tracing.on and self._tracing.takes(stamp.epoch)
+                    traced = self._tracing.on and self._tracing.is_traced(stamp.epoch)
                     began = traced and clock()
                     following = stamp_of((stamp.attempt, stamp.epoch + 1))
                     try:
@@ -246,7 +246,7 @@ class Lanes:
         waiting = 0
         while self._next < stamp.epoch or not self._may_begin(stamp.epoch):
             waiting = waiting or (
-                self._next == stamp.epoch and self._tracing.on and self._tracing.began(stamp, boundary=True)
+                self._next == stamp.epoch and self._tracing.on and self._tracing.begin(stamp, boundary=True)
             )
             self._room.clear()
             if self._next == stamp.epoch:

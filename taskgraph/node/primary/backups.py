@@ -477,7 +477,7 @@ class Backups:
         size = sum(boundary.value.size_bytes for boundary in boundaries)
         for boundary in boundaries:
             made = Stamp(boundary.stamp.attempt, boundary.stamp.epoch - 1)
-            if tracing.takes(made.epoch):
+            if tracing.is_traced(made.epoch):
                 who = name_of(node)
                 tracing.keep("offer", "", who, began, clock(), self._task, made, self._term, size)
                 return

@@ -86,7 +86,7 @@ class LeaderRole:
         self._ahead = node.settings.epochs_ahead
         self._leader = Leader(node.job.tasks, node.job.epochs, ahead=self._ahead)
         self._wake = asyncio.Event()
-        self._rows = asyncio.Event()
+        self._rows_came = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
         self._accepted = Accepted(primary.term)
         self._began = self._last_news = self._clock()
@@ -134,7 +134,7 @@ class LeaderRole:
             self._begin()
         if leader.report(*reports):
             self._last_news = self._clock()
-            self._rows.set()
+            self._rows_came.set()
             if leader.ready:
                 self._wake_if_due()
             if self.lacks_own_report():
@@ -159,8 +159,8 @@ class LeaderRole:
             own: the numbers that task 0 reported in that epoch.
         """
         while (rows := self.rows_now(stamp, own)) is None:
-            self._rows.clear()
-            await self._rows.wait()
+            self._rows_came.clear()
+            await self._rows_came.wait()
         return rows
 
     def rows_now(self, stamp: Stamp, own: Mapping[str, float]) -> Rows | None:
@@ -210,7 +210,7 @@ class LeaderRole:
                     self._begin()
                     self._acting, self._report_came = True, False
                     try:
-                        await self._act()
+                        await self._act_on_decision()
                     finally:
                         self._acting = False
                     if self._report_came:  # not earlier: it would have been judged by the old state
@@ -241,9 +241,9 @@ class LeaderRole:
             self._began = now
             self._waits_emitted = None
             self.waits = self._audit_waits = ()
-            self._rows.set()
+            self._rows_came.set()
 
-    async def _act(self) -> None:
+    async def _act_on_decision(self) -> None:
         settled = self._clock() - self._last_news > _SETTLE_S
         decision = self._leader.decide(self._node.keeper.view, settled=settled)
         if not isinstance(decision, Diverged):
@@ -335,7 +335,7 @@ class LeaderRole:
                     self._primary.replica.log.add(number, rows[number])
             self._emit_if_thinned(numbers[-1])
             self._committed = numbers.stop
-            self._rows.set()
+            self._rows_came.set()
         self._emit_committed(stamp.attempt, rows, view)
         if commit.finished:
             node.events.emit("finished", f"the job finished after epoch {numbers[-1]}", epoch=numbers[-1])

@@ -113,14 +113,14 @@ class Primary:
                 if self.node.spec.checkpoint is not None:
                     group.create_task(self.writer.write(), name=f"checkpoints of task {self.task}")
                     group.create_task(self.writer.report(), name=f"reports of checkpoint files of task {self.task}")
-                await self._main()
+                await self._work()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
             self._group = None
             self.attempts.end()
 
-    async def _main(self) -> None:
+    async def _work(self) -> None:
         keeper = self.node.keeper
         await keeper.caught_up(self.revision)
         await self._begin_with_retries()
@@ -532,9 +532,9 @@ class Primary:
             while keeper.view.running and keeper.view.is_primary(self.task, self.node.id, self.term):
                 if await self._fail(error):
                     return
-            self._log_moot(error)
+            self._log_outdated_error(error)
 
-    def _log_moot(self, error: Exception) -> None:
+    def _log_outdated_error(self, error: Exception) -> None:
         self.node.log.warning("task %d: %s, after the job ended, or another took over", self.task, error)
 
     def missed(self, attempt: Attempt, error: GraphError) -> None:
@@ -542,13 +542,13 @@ class Primary:
         if self._group is not None:
             self._group.create_task(self._fail_missed(attempt, error))
         elif self._may_still_count(attempt):
-            self._log_moot(error)
+            self._log_outdated_error(error)
 
     async def _fail_missed(self, attempt: Attempt, error: GraphError) -> None:
         keeper = self.node.keeper
         while self._may_still_count(attempt):
             if not (keeper.view.running and keeper.view.is_primary(self.task, self.node.id, self.term)):
-                return self._log_moot(error)
+                return self._log_outdated_error(error)
             if await self._fail(error, epoch=attempt.number):
                 return
 

@@ -166,7 +166,7 @@ class Reporter:
 
     def _trace(self, report: Report, since: int) -> None:
         kind = "done" if report.done else "idle"
-        if self._node.tracing.takes(report.stamp.epoch):
+        if self._node.tracing.is_traced(report.stamp.epoch):
             self._node.tracing.keep(kind, "", 0, since, clock(), report.task, report.stamp, report.term, -1)
 
     async def run(self) -> None:

@@ -22,19 +22,19 @@ class SendDeadline:
         ahead: how many epochs the task may be ahead of the last commit.
     """
 
-    def __init__(self, node: NodeServices, part: float) -> None:
+    def __init__(self, node: NodeServices, share: float) -> None:
         self._node = node
-        self._part = part
+        self._share = share
         self._loop = asyncio.get_running_loop()
         self._at = 0.0  # the deadline by the last commit
-        self._of = 0  # the revision of `generation` then: a takeover makes the deadline void
+        self._generation = 0  # the revision of `generation` then: a takeover makes the deadline void
         self._sent = False  # True if something was sent since that commit
         self.ahead = node.settings.epochs_ahead
 
     def committed(self) -> None:
         """Sets the deadline after a commit was read."""
-        self._at, self._sent = self._loop.time() + self._part * self._seconds(), False
-        self._of = self._node.keeper.view.generation_revision
+        self._at, self._sent = self._loop.time() + self._share * self._seconds(), False
+        self._generation = self._node.keeper.view.generation_revision
 
     def forget(self) -> None:
         """Drops the deadline, since the time of the last commit is unknown."""
@@ -46,7 +46,7 @@ class SendDeadline:
 
     def is_early(self, view: JobView) -> bool:
         """True if the leader waits for more epochs, although all tasks have finished the epoch at work."""
-        return self._loop.time() < self._at and view.generation_revision == self._of
+        return self._loop.time() < self._at and view.generation_revision == self._generation
 
     def at(self, overdue: float) -> float:
         """Returns the deadline for messages gathered from now on, in the loop's time.

@@ -157,9 +157,9 @@ class Actor:
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
             if self._device is not None:
                 coroutine = OnStream(coroutine, self._device, self._stream_of(self._device))
-            words, began = lastwords.here, self._tracing.on and self._tracing.began(stamp)
+            words, began = lastwords.here, self._tracing.on and self._tracing.begin(stamp)
             if words is not None:
-                words.runs(self.task, stamp, where)
+                words.note_on_loop(self.task, stamp, where)
             cancelling = current_task(self._loop).cancelling  # type: ignore[union-attr]  # an asyncio task awaits this
             if context is None:  # an empty one is false
                 context = self.contexts.fresh()
@@ -188,7 +188,7 @@ class Actor:
                 return result
             finally:
                 if words is not None:
-                    words.running[:] = lastwords.NOTHING  # as `words.ran`, without a call
+                    words.running[:] = lastwords.NOTHING  # as `words.clear_on_loop`, without a call
                 if began:
                     self._tracing.add("code", began, self.task, stamp, self.term, where)
         except AttemptEnded as ended:
@@ -222,14 +222,14 @@ class Actor:
             async with asyncio.timeout_at(self._ends_at):
                 await self.call(where, function)
         except TimeoutError:
-            raise self.stuck(where) from None
+            raise self.stuck_error(where) from None
 
     async def call_on_loop(self, where: str, function: Callable[[], R]) -> R:
         """Calls a function of the framework on the event loop, in the task's turn. It must take microseconds."""
         stamp = self.stamp
         if self.in_threads and self._turn.locked():
             await self._wait_for_turn(where)
-        began = self._tracing.on and self._tracing.began(stamp)
+        began = self._tracing.on and self._tracing.begin(stamp)
         try:
             return function()
         except Exception as error:
@@ -281,13 +281,13 @@ class Actor:
         mark = self._begin(where, stamp)
         self.waiting += 1
         if words is not None:
-            words.ran()
+            words.clear_on_loop()
         try:
             result: R = await CoroutineDriver(self, where, coroutine, context, waited, turn, times, attempt)
             return result
         finally:
             if words is not None:
-                words.runs(self.task, stamp, where)
+                words.note_on_loop(self.task, stamp, where)
             self.waiting -= 1
             self._end(mark)
 
@@ -313,7 +313,7 @@ class Actor:
             except BaseException:
                 self.in_threads -= 1
                 raise
-        began, mark = self._tracing.on and self._tracing.began(stamp), 0
+        began, mark = self._tracing.on and self._tracing.begin(stamp), 0
         call = functools.partial(self._in_thread, where, alone, function, args, after, context)
         if self._device is not None:
             call = functools.partial(self._on_stream, self._device, call)
@@ -321,7 +321,7 @@ class Actor:
             if where in self._brief:
                 words = lastwords.here
                 if words is not None:
-                    words.runs(self.task | lastwords.IN_THREAD, stamp, where)
+                    words.note_on_loop(self.task | lastwords.IN_THREAD, stamp, where)
                 try:
                     work = self._threads.start(call, brief=True)
                 finally:
@@ -405,14 +405,14 @@ class Actor:
         if future.cancelled() or not future.done():
             self.abandoned = True  # its thread runs on: no other code of the task may run
         if not future.done():
-            raise self.stuck(where)
+            raise self.stuck_error(where)
 
     @property
     def grace_s(self) -> float:
         """How long code that is cancelled now may run."""
         return self._cancel_s if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
 
-    def stuck(self, where: str) -> StuckError:
+    def stuck_error(self, where: str) -> StuckError:
         after = " after its attempt ended" if self._ends_at is None else ""
         return StuckError(f"{where} did not return within {self._cancel_s:g} s{after}")
 
@@ -435,13 +435,13 @@ class Actor:
         self._running[self._calls] = where, self._loop.time()
         if lastwords.here is not None:
             epoch = stamp.epoch if stamp is not None else -1
-            lastwords.here.began((id(self), self._calls), self.task, epoch, lastwords.encoded_name(where))
+            lastwords.here.note_call((id(self), self._calls), self.task, epoch, lastwords.encoded_name(where))
         return self._calls
 
     def _end(self, mark: int) -> None:
         self._running.pop(mark, None)
         if lastwords.here is not None:
-            lastwords.here.ended((id(self), mark))
+            lastwords.here.clear_call((id(self), mark))
 
 
 _CALLS = (Actor._in_thread.__code__, Actor.call.__code__)

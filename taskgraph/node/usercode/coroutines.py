@@ -155,12 +155,12 @@ class CoroutineDriver:
 
     def _abandon(self) -> NoReturn:
         self._actor.abandoned = True
-        stuck = self._actor.stuck(self._where)
+        stuck_error = self._actor.stuck_error(self._where)
         try:
             self._context.run(self._coroutine.close)
         except BaseException as error:  # the coroutine refuses to close
-            raise stuck from error
-        raise stuck
+            raise stuck_error from error
+        raise stuck_error
 
 
 def _wake(waiting: asyncio.Future[None], _: asyncio.Future[Any]) -> None:

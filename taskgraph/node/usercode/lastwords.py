@@ -88,8 +88,8 @@ class LastWords:
         self.running = memoryview(self._map)[: len(NOTHING)]
         """The beginning of the first slot."""
 
-    def runs(self, task: int, stamp: Stamp | None, where: str) -> None:
-        """Notes that the event loop runs this call until `ran`.
+    def note_on_loop(self, task: int, stamp: Stamp | None, where: str) -> None:
+        """Notes that the event loop runs this call until `clear_on_loop`.
 
         Args:
             task: with `IN_THREAD` if a thread runs the call, and the loop waits for it.
@@ -98,10 +98,10 @@ class LastWords:
         said = _HEAD.pack(calls, task, stamp.epoch if stamp is not None else -1) + encoded_name(where)
         self._map[: len(said)] = said
 
-    def ran(self) -> None:
+    def clear_on_loop(self) -> None:
         self.running[:] = NOTHING
 
-    def began(self, call: tuple[int, int], task: int, epoch: int, where: bytes) -> None:
+    def note_call(self, call: tuple[int, int], task: int, epoch: int, where: bytes) -> None:
         """Notes a call that runs in a thread, or that began to wait.
 
         Args:
@@ -114,7 +114,7 @@ class LastWords:
         at = slot * _SLOT_BYTES
         self._map[at : at + len(where) + _HEAD.size] = _HEAD.pack(self._calls, task, epoch) + where
 
-    def ended(self, call: tuple[int, int]) -> None:
+    def clear_call(self, call: tuple[int, int]) -> None:
         for taken, free in (self._threads, self._waiting):
             slot = taken.pop(call, None)
             if slot is not None:  # otherwise it is of the other kind, or was overwritten

@@ -81,10 +81,10 @@ async def test_spans_and_events_until_the_tool_has_enough(service: Service) -> N
 
 async def test_chosen_epochs_are_traced(service: Service) -> None:
     async with tracing(service, every=3):
-        assert [epoch for epoch in range(7) if service.node.tracing.takes(epoch)] == [0, 3, 6]
+        assert [epoch for epoch in range(7) if service.node.tracing.is_traced(epoch)] == [0, 3, 6]
     await service.off()
     async with tracing(service):
-        assert all(service.node.tracing.takes(epoch) for epoch in range(7))
+        assert all(service.node.tracing.is_traced(epoch) for epoch in range(7))
 
 
 async def test_spans_that_do_not_fit_are_counted(service: Service) -> None:

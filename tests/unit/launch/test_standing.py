@@ -20,27 +20,27 @@ def test_launcher_reads_what_a_loop_runs(tmp_path: Path) -> None:
     assert on_loop(tmp_path) is None
     words = LastWords(tmp_path)
     assert on_loop(tmp_path) is None
-    words.runs(2, STAMP, "send")
+    words.note_on_loop(2, STAMP, "send")
     first = on_loop(tmp_path)
     assert first is not None and first[1] == RanCode("send", 2, 3)
-    words.ran()
+    words.clear_on_loop()
     assert on_loop(tmp_path) is None
-    words.began((1, 1), 4, 3, encoded_name("in a thread"))
+    words.note_call((1, 1), 4, 3, encoded_name("in a thread"))
     assert on_loop(tmp_path) is None, "a thread does not hold the loop up"
-    words.runs(2, STAMP, "send")
+    words.note_on_loop(2, STAMP, "send")
     second = on_loop(tmp_path)
     assert second is not None and second[0] != first[0], "the same code once more is another call"
 
 
 def test_standing_loop_is_reported_once(tmp_path: Path) -> None:
     words, standing = LastWords(tmp_path), StalledLoop(tmp_path, os.getpid())
-    words.runs(2, STAMP, "send")
+    words.note_on_loop(2, STAMP, "send")
     assert standing.look(100.0) is None
     assert standing.look(100.0 + STANDS_S / 2) is None
     assert standing.look(101.0 + STANDS_S) == (RanCode("send", 2, 3), STANDS_S + 1.0)
     assert standing.look(200.0) is None and standing.reported
-    words.ran()
-    words.runs(2, STAMP, "send")  # the next call is looked at anew
+    words.clear_on_loop()
+    words.note_on_loop(2, STAMP, "send")  # the next call is looked at anew
     assert standing.look(201.0) is None and not standing.reported
     assert standing.look(202.0 + STANDS_S) == (RanCode("send", 2, 3), STANDS_S + 1.0)
 
@@ -48,13 +48,13 @@ def test_standing_loop_is_reported_once(tmp_path: Path) -> None:
 def test_busy_loop_is_not_reported(tmp_path: Path) -> None:
     words, standing = LastWords(tmp_path), StalledLoop(tmp_path, os.getpid())
     for second in range(20):
-        words.runs(2, STAMP, "send")
+        words.note_on_loop(2, STAMP, "send")
         assert standing.look(float(second)) is None
 
 
 def test_stopped_process_is_not_reported(tmp_path: Path) -> None:
     words = LastWords(tmp_path)
-    words.runs(2, STAMP, "send")
+    words.note_on_loop(2, STAMP, "send")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         standing = StalledLoop(tmp_path, process.pid)
         assert standing.look(0.0) is None and not stopped(process.pid)
@@ -77,7 +77,7 @@ def test_text_of_a_standing_loop_says_what_to_do() -> None:
 
 def test_text_of_a_held_interpreter_lock_differs(tmp_path: Path) -> None:
     words, standing = LastWords(tmp_path), StalledLoop(tmp_path, os.getpid())
-    words.runs(2 | IN_THREAD, STAMP, "send")
+    words.note_on_loop(2 | IN_THREAD, STAMP, "send")
     assert standing.look(0.0) is None
     assert standing.look(4.0) == (RanCode("send", 2, 3), 4.0) and standing.in_thread
     left = read(tmp_path)

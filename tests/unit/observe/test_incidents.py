@@ -74,12 +74,12 @@ def finished(incidents: Incidents, clock: Clock, view: JobView) -> list[str]:
 def test_failure_is_one_event_with_its_cost() -> None:
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
-    incidents.committed(9.9)
+    incidents.note_commit(9.9)
     for event in (lost("n1", 10.02), takeover("n2", "n1", 10.04), lost("n1", 10.0), takeover("n3", "n1", 10.05)):
         incidents.take(event)
     incidents.take(Event(10.06, "n2", "restart", "epoch 5 starts again", epoch=5))
-    incidents.committed(10.07)
-    incidents.committed(10.20)
+    incidents.note_commit(10.07)
+    incidents.note_commit(10.20)
     incidents.take(admitted(10.32))
     assert incidents.take_finished(AFTER) == [], "events of other nodes may still come"
     clock.now += 2
@@ -110,7 +110,7 @@ def test_roll_back_counts_the_epochs_computed_again() -> None:
         Event(10.1, "n3", "rolled back", "...", epoch=20, fields={"until": 43}),
     ):
         incidents.take(event)
-    incidents.committed(10.3)
+    incidents.note_commit(10.3)
     (text,) = finished(incidents, clock, ALONE)
     assert "next commit after 0.30 s, 23 epochs redone" in text
 
@@ -139,7 +139,7 @@ def test_failure_that_leaves_one_node_counts_tasks_without_backup() -> None:
     incidents = Incidents(TASKS, 1, clock)
     incidents.take(lost("n2", 10.0))
     incidents.take(takeover("n3", "n2", 10.1, count=3))
-    incidents.committed(10.17)
+    incidents.note_commit(10.17)
     assert finished(incidents, clock, ALONE) == [
         "n2 died (SIGKILL): 3 tasks moved to n3; next commit after 0.17 s; 3 tasks without a backup"
     ]
@@ -170,10 +170,10 @@ def test_late_report_of_a_failure_is_no_second_one() -> None:
     incidents = Incidents(TASKS, 1, clock)
     for event in (lost("n1", 10.0), takeover("n2", "n1", 10.1, count=2), admitted(10.3)):
         incidents.take(event)
-    incidents.committed(10.4)
+    incidents.note_commit(10.4)
     assert len(finished(incidents, clock, AFTER)) == 1
     incidents.take(lost("n1", 15.0))
-    incidents.committed(15.1)
+    incidents.note_commit(15.1)
     assert finished(incidents, clock, AFTER) == []
 
 
@@ -182,7 +182,7 @@ def test_late_report_after_another_follower_reported_the_failure() -> None:
     incidents = Incidents(TASKS, 1, clock)
     incidents.take(Event(10.0, "launcher", "failover", "n1 died (SIGKILL)", fields={"node": "n1"}))
     incidents.take(lost("n1", 15.0))
-    incidents.committed(15.1)
+    incidents.note_commit(15.1)
     assert finished(incidents, clock, AFTER) == []
 
 
@@ -192,5 +192,5 @@ def test_node_that_came_back_may_fail_again() -> None:
     incidents.take(Event(10.0, "launcher", "failover", "n1 does not answer", fields={"node": "n1"}))
     incidents.take(Event(12.0, "n2", "admitted", "...", fields={"of": "n1"}))
     incidents.take(lost("n1", 15.0))
-    incidents.committed(15.1)
+    incidents.note_commit(15.1)
     assert len(finished(incidents, clock, AFTER)) == 1

@@ -74,7 +74,7 @@ def test_second_trace_is_refused() -> None:
 
 def test_epochs_left_out_begin_no_span() -> None:
     tracing = started(every=3)
-    assert [epoch for epoch in range(-1, 10) if tracing.takes(epoch)] == [-1, 0, 3, 6, 9]
-    assert [bool(tracing.began(Stamp(1, epoch))) for epoch in range(4)] == [True, False, False, True]
-    assert tracing.began(None), "it belongs to no epoch"
-    assert tracing.began(Stamp(1, 7), boundary=True) and not tracing.began(Stamp(1, 6), boundary=True)
+    assert [epoch for epoch in range(-1, 10) if tracing.is_traced(epoch)] == [-1, 0, 3, 6, 9]
+    assert [bool(tracing.begin(Stamp(1, epoch))) for epoch in range(4)] == [True, False, False, True]
+    assert tracing.begin(None), "it belongs to no epoch"
+    assert tracing.begin(Stamp(1, 7), boundary=True) and not tracing.begin(Stamp(1, 6), boundary=True)

@@ -89,13 +89,13 @@ def test_member_holds_each_boundary(sent: list[Offer | Offers]) -> None:
 def test_report_waits_for_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
     held: set[int] = set()
     done: list[int] = []
-    hold = Serving._hold
+    hold = Serving._store
 
     def holds(self: Serving, replica: Any, offer: Offer | Offers, *log: Any) -> None:
         hold(self, replica, offer, *log)
         held.update(numbers(offer))
 
-    monkeypatch.setattr(Serving, "_hold", holds)
+    monkeypatch.setattr(Serving, "_store", holds)
 
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         primary = (await primary_at(cluster, 1)).roles.primaries[0]

@@ -20,14 +20,14 @@ SEND, LONGER = RanCode("send", 1, 3), RanCode("a longer name", 2, 4)
 
 def begin(words: LastWords, call: tuple[int, int], ran: RanCode) -> None:
     """In a thread."""
-    words.began(call, ran.task, ran.epoch, encoded_name(ran.where))
+    words.note_call(call, ran.task, ran.epoch, encoded_name(ran.where))
 
 
 def wait(words: LastWords, call: tuple[int, int], ran: RanCode) -> None:
     """A coroutine comes to its first await."""
-    words.runs(ran.task, Stamp(1, ran.epoch), ran.where)
+    words.note_on_loop(ran.task, Stamp(1, ran.epoch), ran.where)
     begin(words, call, ran)
-    words.ran()
+    words.clear_on_loop()
 
 
 def ran(folder: Path) -> list[RanCode]:
@@ -42,10 +42,10 @@ def test_calls_are_read_in_order(tmp_path: Path) -> None:
     begin(words, (1, 1), SEND)
     begin(words, (2, 1), LONGER)
     assert read(tmp_path) == LastCalls((SEND, LONGER), False)
-    words.ended((2, 1))
+    words.clear_call((2, 1))
     assert read(tmp_path) == LastCalls((SEND,), False)
-    words.ended((1, 1))
-    words.ended((1, 1))
+    words.clear_call((1, 1))
+    words.clear_call((1, 1))
     assert read(tmp_path) == LastCalls((), False)
 
 
@@ -60,7 +60,7 @@ def test_last_words_are_bounded(tmp_path: Path) -> None:
     assert [one.task for one in ran(tmp_path) if one.where == "b"] == list(range(1000 - 16, 1000))
     for task in range(1000):
         for n in (1, 2):
-            words.ended((task, n))
+            words.clear_call((task, n))
     assert ran(tmp_path) == []
 
 
@@ -74,7 +74,7 @@ def test_threads_keep_their_slots(tmp_path: Path) -> None:
     for one in threads[32:]:
         begin(words, (one.task, 1), one)
     assert [one for one in ran(tmp_path) if one.where == "early"] == threads
-    words.ended((40, 1))
+    words.clear_call((40, 1))
     begin(words, (1000, 1), LONGER)
     assert [one for one in ran(tmp_path) if one.where != "waits"] == [*threads[:40], *threads[41:], LONGER]
 
@@ -104,8 +104,8 @@ def test_last_words_outlive_the_process(tmp_path: Path, end: str) -> None:
         "import ctypes, os, pathlib, sys\n"
         "from taskgraph.node.usercode import lastwords\n"
         "lastwords.start(pathlib.Path(sys.argv[1]))\n"
-        "lastwords.here.began((1, 1), 0, 0, lastwords.encoded_name('setup')); lastwords.here.ended((1, 1))\n"
-        "lastwords.here.began((1, 2), 7, -1, lastwords.encoded_name('send'))\n"
+        "lastwords.here.note_call((1, 1), 0, 0, lastwords.encoded_name('setup')); lastwords.here.clear_call((1, 1))\n"
+        "lastwords.here.note_call((1, 2), 7, -1, lastwords.encoded_name('send'))\n"
         f"{end}\n"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode != 0
