@@ -188,7 +188,7 @@ def _check_builder_takes_an_id(builder: Callable[..., Any]) -> None:
         raise JobError(f"Job(builder={name}): a task builder is a plain `def`, not `async def`")
     try:
         takes = signature(builder)
-    except ValueError:  # something of C that tells nothing of itself
+    except ValueError:  # a function in C without a signature
         return
     try:
         takes.bind(0)

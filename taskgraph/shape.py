@@ -109,7 +109,7 @@ def handles(name: str, *, pure: bool = False) -> Callable[[F], F]:
     return mark
 
 
-def stateless(function: F = None) -> F:  # type: ignore[assignment]  # without it: `@tg.stateless()`, which is told
+def stateless(function: F = None) -> F:  # type: ignore[assignment]  # None: `@tg.stateless()`, for which the error says what to write
     """Marks a `compose` or a compute that may run before earlier epochs of its task are finished.
 
     The method depends on the epoch, its inputs, `epoch.scratch` and what `setup` made. It neither reads nor changes

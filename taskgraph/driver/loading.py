@@ -312,7 +312,7 @@ def reference_of(function: JobFunction[...]) -> DriverRef:
     if not names:
         raise JobError(f"{path} has no {function.__name__} that is this job function: was it replaced there?")
     attribute = function.__name__ if function.__name__ in names else names[0]
-    spec = module.get("__spec__")  # of `python -m proj.fit` it tells the name; of `python fit.py` there is none
+    spec = module.get("__spec__")  # with `python -m proj.fit` it has the name; with `python fit.py` it is None
     name = spec.name if spec is not None else ""
     if is_installed(path):
         return DriverRef("module", name or function.__module__, attribute)

@@ -262,7 +262,7 @@ class NodeCore:
         view = self.keeper.view
         if view.status is None or not (view.running or (finished and view.finished)):
             return False
-        if view.finished:  # collected results stay valid, whatever raises later
+        if view.finished:  # collected results stay valid, even if code raises later
             fences = (*fences, Compare(view.keys.collected, 0))
         if not await self.write_failed(transactions.fail(view, status, fences), status):
             await self.keeper.refresh()

@@ -44,7 +44,7 @@ _OWN_TASKS = "asyncio tasks of its own"
 _STOP_S = 0.5
 """How long an ending node waits for running computes."""
 _LOG_EVERY = 10
-"""After so many waits of `_STOP_S` the node logs again which computes it waits for."""
+"""The number of waits of `_STOP_S` after which the node logs again which computes it waits for."""
 
 
 class Node(NodeServices):
@@ -115,7 +115,7 @@ class Node(NodeServices):
             self._check_spec()
             await self.registration.register(self._record())
             if not self.node_revision:
-                return  # it was told to leave before it was registered
+                return  # the order to leave came before it was registered
             try:
                 self.registration.check_reach()
                 with kept_from_children():

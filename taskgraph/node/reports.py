@@ -251,7 +251,7 @@ class ReportLog:
     def packed(self) -> list[bytes]:
         """Returns all blocks as bytes. Copies only the open one; later changes do not affect the result.
 
-        Equal rows give equal bytes, in whatever order they came: two primaries, one of them stale, may write the same
+        Equal rows give equal bytes, in any order of arrival: two primaries, one of them stale, may write the same
         file of a checkpoint, and either may come last.
         """
         if not self:

@@ -1,4 +1,4 @@
-"""The spans of one node while somebody traces it.
+"""The spans of one node while it is traced.
 
 Code that is worth a span asks `Tracing.on` first, which is all that tracing costs while it is off:
 

@@ -170,7 +170,7 @@ class Transport(Protocol):
 
         A *quiet* call gets no reply if `ServeNow` accepts it at once, so its future may stay pending: the call was
         sent, and not refused so far. A refusal, a later reply and the loss of the peer end the future as usual. To
-        cancel the future of a quiet call only forgets it: the peer is not told, and its handler continues.
+        cancel the future of a quiet call only forgets it: the peer does not learn of it, and its handler continues.
 
         Raises:
             Refused, PeerLost: the call cannot be sent.

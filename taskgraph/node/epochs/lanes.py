@@ -278,7 +278,7 @@ class Lanes:
         held = self._primary.attempts.uncommitted_bytes(self._turns.at)
         if in_flight := epoch - self._turns.at:
             if self._epoch_bytes is None:
-                return False  # the first epoch tells how large they are
+                return False  # the first epoch shows how large epochs are
             held += in_flight * self._epoch_bytes
         if held <= share.bytes:
             return True

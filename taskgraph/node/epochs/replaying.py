@@ -117,7 +117,7 @@ async def _run(fresh: Replica, recording: Recording, *, first_try: bool = False)
             break
         if fresh.threads.in_step:
             await _run_to_end(work, step, processors)
-        else:  # a node's clock is real: the step takes as long as it did
+        else:  # a node's clock is real: the step takes as long as when it was recorded
             await work.run(step, processors)
     await work.until_released()
     return work

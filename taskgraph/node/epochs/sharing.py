@@ -11,7 +11,7 @@ AHEAD_BYTES = 88 << 20
 EPOCH_BYTES = 3 << 10
 """Memory of an epoch without items and state: its Python objects."""
 _LEAST, _MOST = 2, 8
-"""Bounds on the uncommitted epochs that every task may have, whatever its even share. With two, the next epoch runs
+"""Bounds on `Sharing.epochs`: uncommitted epochs of a task regardless of its even share. With two, the next epoch runs
 during a commit; more than eight save little."""
 
 

@@ -73,7 +73,7 @@ class Placement:
         seats = [Seat(n, r.machine or r.host, r.devices) for n, r in sorted(live.items()) if not r.draining]
         # A member evicted "until e" does not count as a holder, although it is one while e is the committed epoch: all
         # nodes must compute the same, whether they read the next commit with this change or after it. Nothing is lost:
-        # such a member still takes over if no other can, whatever is wished.
+        # such a member still takes over if no other can.
         holdings = {
             t: Holding(view.primary_node(t), tuple(view.active_members(t)))
             for t in range(job.tasks)

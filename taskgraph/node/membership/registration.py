@@ -398,5 +398,5 @@ class Registration:
         """Declares this node gone before its key goes, so that others do not wait for it."""
         node = self._node
         gone = node.gone_record()
-        if node.keeper.view.spec is not None:  # else somebody deleted the job
+        if node.keeper.view.spec is not None:  # otherwise a user deleted the job
             await node.coordinator.txn(transactions.declare_gone(node.keeper.view, node.id, gone))

@@ -193,7 +193,7 @@ class Suspicion:
     def update(self) -> None:
         """Sets `suspects` and `gone` by the view and the refusals."""
         if self._absent_before is None and self._unproved():
-            self.lease_unproved()  # a pause is coming; without this, it would wait for them in vain
+            self.lease_unproved()  # a pause is coming: nodes that become absent now are not suspected yet
             self.lease_proved()
         view = self._node.keeper.view
         self._clear_takers_back()

@@ -65,7 +65,7 @@ _SETUP_S = 10.0
 _MAX_SHOWN = 3
 """Waits, or edges that do not agree, per line."""
 _MAX_REFUSALS = 20
-"""The job fails after so many refused commits in a row, each with a freshly read view: no stale view explains that."""
+"""Refused commits in a row, each with a freshly read view, that fail the job: no stale view explains them."""
 
 
 class _LedgerCheck(NamedTuple):

@@ -62,8 +62,8 @@ class Primary:
         self.revision = taken.revision
         self.took_over_at = Stamp(taken.attempt, taken.epoch)
         """The attempt and epoch at work when the takeover was written."""
-        # A node that was evicted before the committed boundary does not hold it. Evicting it again, "until" this
-        # epoch, would make it an heir. Backups deletes its key.
+        # A node that was evicted before the committed boundary does not have it. Evicting it again, "until" this
+        # epoch, would make it a possible successor. `Backups` deletes its key.
         others = {n: m for n, (_, m) in taken.members.items() if n != node.id}
         at = EpochRecord(epoch=taken.epoch, attempt=taken.attempt, lineage=taken.lineage)
         insync = InSync(
@@ -302,7 +302,7 @@ class Primary:
             await moving
         except (UserCodeError, TaskGraphError) as error:
             if moved(keeper.view):
-                return  # a restart came first: what happened in a dead attempt counts for nothing
+                return  # a restart came first: errors of an ended attempt do not count
             replaced = keeper.view.term_changed(in_attempt=self.node.settings.epochs_ahead > 0)
             if replaced and cuda_error(error) is None:
                 # A replaced primary may have taken messages that this attempt knows nothing of. If it is a mistake

@@ -263,7 +263,7 @@ class PooledThreads:
     async def wait_until_returned(self, timeout_s: float) -> None:
         """Waits until all functions have returned, also those whose future was cancelled; `timeout_s` at most."""
         until = time.monotonic() + timeout_s
-        while self.awaited and time.monotonic() < until:  # noqa: ASYNC110 (whose end tells that is on the hot path)
+        while self.awaited and time.monotonic() < until:  # noqa: ASYNC110 (an event would cost time in each call)
             await asyncio.sleep(_SETTLED_S)
 
 
