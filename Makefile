@@ -59,7 +59,6 @@ setup: $(VENV)/.installed-dev ## Make .venv with everything for development
 run: $(VENV)/.installed-run ## Run the linear regression on 4 local nodes, with an etcd of its own
 	$(BIN)/taskgraph run examples/linear_regression.py --nodes $(NODES)
 
-# The tests of tests/chaos break what all processes of a host share, so they run alone, one after another.
 PYTEST := $(BIN)/python -m pytest
 TWO := -n 2 --dist worksteal
 
@@ -67,10 +66,7 @@ test: $(VENV)/.installed-dev ## Run the tests that show each promise, 6 to 8 min
 	$(PYTEST) $(if $(TESTS),$(TESTS),$(TWO) -m 'not slow' tests) $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-dev ## Run the tests that `make test` leaves out
-	@failed=0; \
-	$(PYTEST) $(TWO) -m slow --ignore=tests/chaos $(PYTEST_ARGS) tests || failed=1; \
-	$(PYTEST) -m slow $(PYTEST_ARGS) tests/chaos || failed=1; \
-	exit $$failed
+	$(PYTEST) $(TWO) -m slow $(PYTEST_ARGS) tests
 
 test-all: test test-slow ## Run all tests
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from taskgraph.testing.simulate import pace, run_seed
-from taskgraph.testing.simulate import seed as seeds
+from taskgraph.testing.simulate import pace
 from taskgraph.testing.simulate.loop import Clock, Process, SimLoop, outside
 from taskgraph.testing.simulate.pace import Clocks, SlowLink, Starving, Steps
 from taskgraph.testing.simulate.threads import Ends, InlineThreads
@@ -185,39 +184,3 @@ def test_a_brief_function_may_be_over_at_once() -> None:
         assert not threads.start(lambda: 7, brief=False).over
 
     play(scenario)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_seeds_with_drifting_clocks_and_a_slow_link_find_nothing_and_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    for share in ("DRIFTING", "LINKING"):
-        monkeypatch.setattr(pace, share, 1.0)
-    outcomes = [run_seed(seed) for seed in range(20)]
-    assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
-    assert sum(outcome.transcript.states["takeover"] > 0 for outcome in outcomes) >= 5
-    for outcome in outcomes[:3]:
-        assert run_seed(outcome.seed).transcript.digest() == outcome.transcript.digest()
-    assert all("clocks that drift, a slow link" in outcome.described for outcome in outcomes)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_seeds_in_which_everything_takes_long_find_nothing_and_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    for share in ("LOSING", "STEPPING", "ENDING", "SHORT", "STARVING"):
-        monkeypatch.setattr(pace, share, 1.0)
-    monkeypatch.setattr(seeds, "LARGE", 1.0)
-    outcomes = [run_seed(seed) for seed in range(30)]
-    assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
-    assert sum(outcome.transcript.states["comes last"] > 0 for outcome in outcomes) >= 15
-    assert sum(outcome.transcript.states["takeover"] > 0 for outcome in outcomes) >= 10
-    for outcome in outcomes[:5]:
-        assert run_seed(outcome.seed).transcript.digest() == outcome.transcript.digest()
-    for what in (
-        "lost transactions",
-        "steps that",
-        "functions that",
-        "nodes without",
-        "somebody who",
-        "count as large",
-    ):
-        assert all(what in outcome.described for outcome in outcomes)
