@@ -17,7 +17,7 @@ from taskgraph.epoch import Tag, To, Work, task_ids
 from taskgraph.errors import GraphError, ValueNotEncodable
 from taskgraph.graph.arrays import empty
 from taskgraph.graph.compose import Processor
-from taskgraph.graph.values import decode, encode, small_array
+from taskgraph.graph.values import decode, decode_small_array, encode
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
 __all__ = ["Inputs", "Outputs"]
@@ -91,7 +91,7 @@ class Inputs:
             encoded = self._items[name, producers[0]]
         except KeyError:
             raise self._epoch_over() from None
-        small = None if encoded.buffers else small_array(encoded.meta)
+        small = None if encoded.buffers else decode_small_array(encoded.meta)
         return self._decode(encoded) if small is None else small
 
     @overload
@@ -110,7 +110,7 @@ class Inputs:
                 encoded = self._items[name, producer]
             except KeyError:
                 raise self._epoch_over() from None
-            small = None if encoded.buffers else small_array(encoded.meta)
+            small = None if encoded.buffers else decode_small_array(encoded.meta)
             values[producer] = self._decode(encoded) if small is None else small
         return values
 

@@ -19,7 +19,7 @@ import xxhash
 from taskgraph.device.api import Device
 from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.blocks import Block
-from taskgraph.graph.compose import TEXTS, Composition, is_text
+from taskgraph.graph.compose import ENCODABLE_TEXTS, Composition, is_text
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 
@@ -210,7 +210,7 @@ class Epoch:
                 f"{kept if self._where == 'compose' else ''}"
             )
         before = composition.before
-        if before is not None and composition.again(compute, inbound, outbound, name, parallel, work):
+        if before is not None and composition.add_repeated(compute, inbound, outbound, name, parallel, work):
             return
         composition.add(
             compute,
@@ -250,7 +250,7 @@ class Epoch:
         """Reports numbers for the progress line, the events and `JobResult.reports`, once per committed epoch."""
         plain = {}
         for key, number in numbers.items():
-            if key not in TEXTS and not is_text(key):
+            if key not in ENCODABLE_TEXTS and not is_text(key):
                 raise JobError(f"{self._place()}: report(): the name {key!a} is no text that can be encoded")
             try:
                 if isinstance(number, _NO_NUMBERS):
@@ -336,7 +336,7 @@ class ComposeEpoch(Epoch):
 
     def neighbors(self, link: str) -> tuple[int, ...]:
         composition = self._work.composing
-        if composition is None or not composition.lasts(link):
+        if composition is None or not composition.is_constant(link):
             self.asked = True
         return self._work.neighbors(link)
 

@@ -22,7 +22,7 @@ from taskgraph.device.api import Array, OnDevice
 from taskgraph.device.cuda import givers
 from taskgraph.device.lookup import from_dlpack
 from taskgraph.graph.codecs import codec
-from taskgraph.graph.orders import copied
+from taskgraph.graph.orders import copy_in_order
 from taskgraph.graph.refusals import CannotTravel
 from taskgraph.protocol.deviceloss import device_error
 
@@ -85,7 +85,9 @@ def _decode(value: Any) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"not a dtype of this PyTorch ({torch.__version__}): {name!r}")
     if isinstance(array, np.ndarray):
-        tensor = torch.from_numpy(array if array.flags.writeable else copied(array))  # a tensor cannot be read-only
+        tensor = torch.from_numpy(
+            array if array.flags.writeable else copy_in_order(array)
+        )  # a tensor cannot be read-only
     else:
         # A copy in PyTorch's memory, since PyTorch's streams do not follow the one that gets the array's memory back.
         tensor = torch.from_dlpack(array).clone()

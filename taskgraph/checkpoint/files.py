@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from taskgraph.errors import CheckpointError
-from taskgraph.graph.outline import Named, outline
+from taskgraph.graph.outline import NamedArray, outline
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["FORMAT", "FileInfo", "Label", "pack", "unpack"]
@@ -126,14 +126,14 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
     return FileInfo(label.task, len(head) + at, _digest(parts)), parts
 
 
-def _tensor(data: memoryview, named: Named | None, otherwise: str, names: dict[str, int]) -> _Tensor:
+def _tensor(data: memoryview, named: NamedArray | None, otherwise: str, names: dict[str, int]) -> _Tensor:
     """Makes a tensor of a named array, or else of bytes named `otherwise`."""
     if named is None:
         return _Tensor(_make_unique(otherwise, names), "U8", (data.nbytes,), data)
     return _Tensor(_make_unique(_tensor_name(named), names), _safe_name(named.dtype), named.shape, data)
 
 
-def _named_arrays(value: Encoded) -> list[Named]:
+def _named_arrays(value: Encoded) -> list[NamedArray]:
     """Returns the arrays that get a tensor with their name: large ones first, until the header is full."""
     found = [one for one in outline(value) if _safe_name(one.dtype) and one.data.nbytes]
     found.sort(key=lambda one: one.buffer is None)
@@ -189,7 +189,7 @@ def _item_bytes(dtype: str) -> int:
     return 1 if dtype == "BOOL" else int(dtype[1:]) // 8
 
 
-def _tensor_name(named: Named) -> str:
+def _tensor_name(named: NamedArray) -> str:
     """Returns an array's path within the state, with dots. Names outside the state (reports) begin with `taskgraph`.
 
     Escapes lone surrogates in keys: Python's json accepts them, other tools do not.

@@ -26,7 +26,7 @@ from taskgraph.network.tls import Tls, check_listener
 from taskgraph.observe.screen import say
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State
-from taskgraph.protocol.view import readable
+from taskgraph.protocol.view import decode_key
 from taskgraph.system.files import remove_file
 from taskgraph.system.signals import Orders, obey_sigterm
 from taskgraph.transport.hello import token_mark
@@ -414,7 +414,7 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[FoundJob]:
             kv = await coordinator.get(keys.spec)
             if kv is None:
                 raise UnknownJob(f"etcd at {entry.etcd} has no job {entry.name!r}")
-            spec = readable(JobSpec.from_bytes, kv, keys)
+            spec = decode_key(JobSpec.from_bytes, kv, keys)
             yield FoundJob(entry.name, _with_what_is_known(entry, spec.run), spec, coordinator)
     except CoordinationError as error:
         if not ended_with_launcher(entry):

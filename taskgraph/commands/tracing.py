@@ -87,7 +87,7 @@ async def _run(tracer: Tracer, keeper: ViewKeeper) -> None:
 
     on_ending_signals(interrupt)
     # The nodes report commits: a watch of all keys would cost more than tracing a few epochs does.
-    watch = keeper.run_by(keeper.view.keys.nodes, keeper.view.keys.status)
+    watch = keeper.run_with_listings(keeper.view.keys.nodes, keeper.view.keys.status)
     async with alongside(watch):
         await tracer.run()
     restore_signals()

@@ -1,7 +1,7 @@
-"""The interface of a coordinator.
+"""Defines the interface of a coordinator.
 
-Two implementations: `etcd.EtcdCoordinator` (the real one) and `memory.MemoryCoordinator` (one process, for
-`nodes=0` and tests). A conformance suite runs on both. Nothing here knows of jobs, tasks or epochs.
+There are two implementations: `etcd.EtcdCoordinator`, and `memory.MemoryCoordinator` within one process, for `nodes=0`
+and tests. A conformance suite runs on both. Nothing here knows of jobs, tasks or epochs.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Listing:
 
 @frozen
 class WatchBatch:
-    """Events of complete revisions, in order; `revision` is the last one contained.
+    """Events of complete revisions, in order. `revision` is the last revision in the batch.
 
-    An empty `events` is a progress notice: everything up to `revision` has been delivered.
+    A batch without events is a progress notice: all events up to `revision` have been delivered.
 
     Attributes:
-        reopened: the watch broke, and goes on from here. If the store was set up anew in between, its keys are others
-            than the watch delivered: list again.
+        reopened: the watch broke, and continues here. The reader must list again, since the store may have been set up
+            anew in between.
     """
 
     revision: int
@@ -74,12 +74,12 @@ class AccessRefused(CoordinationError):
 
 
 WAITED_OUT: Final = (Unavailable, AccessRefused)
-"""Errors that a running job waits out: nothing was done, and its state is in its nodes' memory. A command or node that
-only begins fails at once if it is refused."""
+"""Errors that a running job retries until they end: nothing was done, and the job's state is in its nodes' memory. A
+starting command or node fails at once if it is refused."""
 
 
 class WatchCompacted(Exception):
-    """The revision asked for was compacted away: list again and watch from there."""
+    """The requested revision was compacted away: list again, and watch from that revision."""
 
 
 class Lease(Protocol):
@@ -96,17 +96,17 @@ class Lease(Protocol):
     def ttl_s(self) -> float: ...
 
     def valid_until(self) -> float:
-        """The monotonic time (`time.monotonic()`, or the loop's time in memory) until which the lease is certainly
-        alive: the moment the last *answered* renewal was sent, plus the TTL. In the past: it may be gone."""
+        """Returns the time, by `Coordinator.now`, until which the lease is certainly alive: when the last *answered*
+        renewal was sent, plus the TTL. If that time has passed, the lease may be gone."""
 
     def lost(self) -> bool:
-        """True if the coordinator itself said that the lease does not exist."""
+        """True if the coordinator answered that the lease does not exist."""
 
     def trouble(self) -> str:
-        """Returns why the last renewal failed, for people; "" if it succeeded, or the reason is not known."""
+        """Returns why the last renewal failed, in words; "" if it succeeded, or the reason is not known."""
 
     def tick(self) -> None:
-        """Says that the main loop is alive. Renewal pauses `stall_limit_s` after the last tick, until the next one."""
+        """Notes that the main loop is alive. Renewal pauses `stall_limit_s` after the last tick, until the next one."""
 
     async def close(self, *, revoke: bool) -> None:
         """Stops renewing; with `revoke`, deletes the lease and every key on it (best effort, bounded)."""
@@ -121,13 +121,13 @@ class Coordinator(Protocol):
     """
 
     def now(self) -> float:
-        """The clock of `Lease.valid_until`."""
+        """Returns the time of the clock of `Lease.valid_until`."""
 
     async def get(self, key: str) -> KeyValue | None:
-        """A linearizable read."""
+        """Reads a key, linearizably."""
 
     async def list(self, prefix: str) -> Listing:
-        """A linearizable read of all keys under `prefix`, at one revision."""
+        """Reads all keys under `prefix` at one revision, linearizably."""
 
     async def txn(self, txn: Txn) -> TxnResult: ...
 
@@ -146,9 +146,9 @@ class Coordinator(Protocol):
         """Revokes any lease, also one of another process. A lease that does not exist is no error."""
 
     async def lease_left(self, lease_id: int) -> int | None:
-        """The whole seconds that any lease has left, rounded down; None if it is gone.
+        """Returns the remaining seconds of any lease, rounded down; None if the lease is gone.
 
-        0 also means that the lease ended, and its keys are not deleted yet.
+        0 may also mean that the lease ended, and its keys are not deleted yet.
         """
 
     async def close(self) -> None: ...

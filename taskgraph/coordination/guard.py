@@ -2,16 +2,17 @@
 
     python -I -S guard.py [--remove DIR]... [--log FILE] [--files N] --parent PID -- COMMAND ARGUMENT...
 
-The parent holds the write end of our standard input. When that closes (or we get SIGTERM, or the parent is gone), the
-command gets SIGTERM and, two seconds later, SIGKILL. It has a process group of its own, so that its children get the
-signals too, and a Ctrl-C on the terminal does not reach it. Then the directories are removed.
+The parent has the write end of the guard's standard input. When that closes, or the guard gets SIGTERM, or the parent
+is gone, the guard sends the command SIGTERM and, two seconds later, SIGKILL. The command has its own process group, so
+that its children get the signals, too, and Ctrl-C on the terminal does not. Then the guard removes the directories.
 
-The first line of our standard output is the command's process id. We end with its exit code (128 + n for signal n). If
-the command ended by itself, the end of its log goes to standard error, since the log may be removed.
+The first line of the guard's standard output is the command's process id. The guard ends with the command's exit code
+(128 + n for signal n). If the command ended by itself, the end of its log goes to standard error, since the log may be
+removed.
 
 A long log is cut to its end: etcd logs 1 KB for each slow request, for days.
 
-Standard library only, nothing of the package: it must start in milliseconds, whatever the package needs.
+It uses only the standard library, and not the package, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ import sys
 import time
 
 KILL_AFTER_S = 2.0
-#: The pipe shows the parent's death at once, unless a process that the parent forked still holds it.
+#: The pipe closes when the parent dies, unless a process that the parent forked still has it open.
 PARENT_CHECK_S = 1.0
 #: etcd's log of a failure has two stacks of 2 KiB each.
 LOG_TAIL_BYTES = 16384
 #: A longer log is cut to its end. It is checked as often as the parent.
-LOG_MOST_BYTES, LOG_KEPT_BYTES = 4 << 20, 1 << 20
+LOG_LIMIT_BYTES, LOG_CUT_BYTES = 4 << 20, 1 << 20
 LOG_CUT = b"(what was written before is left out)\n"
 PR_SET_PDEATHSIG = 1
 
 
 def _die_with_guard(guard: int) -> None:
-    """Makes Linux kill this child if its guard dies, or died just now. Called before it becomes the command."""
+    """Makes Linux kill this child process when its guard dies. Called in the child before it runs the command."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != guard:
@@ -53,15 +54,15 @@ def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> Non
         os.killpg(child.pid, number)
 
 
-def _ended(child: subprocess.Popen[bytes]) -> bool:
-    """True if the command has ended. It is not reaped here, so that its number and its group stay its own."""
+def _has_ended(child: subprocess.Popen[bytes]) -> bool:
+    """True if the command has ended. It is not reaped, so that its process id and group stay reserved."""
     if not hasattr(os, "waitid"):  # elsewhere than on Linux
         return child.poll() is not None
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _wait(child: subprocess.Popen[bytes], parent: int, wake: int, log: str | None) -> bool:
-    """Waits until the command ends by itself (True) or must be ended (False)."""
+def _wait_for_end(child: subprocess.Popen[bytes], parent: int, wake: int, log: str | None) -> bool:
+    """Waits until the command has ended (returns True) or must be ended (returns False)."""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
     poll.register(wake, select.POLLIN)
@@ -71,7 +72,7 @@ def _wait(child: subprocess.Popen[bytes], parent: int, wake: int, log: str | Non
                 return False
             if descriptor == wake and signal.SIGTERM in os.read(wake, 4096):
                 return False
-        if _ended(child):
+        if _has_ended(child):
             return True
         if os.getppid() != parent:
             return False
@@ -80,11 +81,11 @@ def _wait(child: subprocess.Popen[bytes], parent: int, wake: int, log: str | Non
 
 
 def _end(child: subprocess.Popen[bytes], wake: int) -> None:
-    """Sends SIGTERM, and SIGKILL after two seconds. Always kills the group: the command may have left children."""
-    if not _ended(child):
+    """Ends the command by SIGTERM, and after two seconds SIGKILL. Always kills the rest of its group."""
+    if not _has_ended(child):
         _signal_group(child, signal.SIGTERM)
         until = time.monotonic() + KILL_AFTER_S
-        while not _ended(child) and (left := until - time.monotonic()) > 0:
+        while not _has_ended(child) and (left := until - time.monotonic()) > 0:
             if select.select([wake], [], [], left)[0]:
                 os.read(wake, 4096)
     _signal_group(child, signal.SIGKILL)
@@ -92,15 +93,15 @@ def _end(child: subprocess.Popen[bytes], wake: int) -> None:
 
 
 def _cut_log(path: str) -> None:
-    """Cuts a long log to its end, in whole lines; etcd goes on appending.
+    """Cuts a long log to its last lines, while etcd appends to it.
 
-    The end is written over the beginning before the cut, so that the log is never empty: a line appended then would
-    stand before the older ones. A line appended in the microseconds between the last reading and the cut is lost.
+    The last lines are written over the beginning before the cut, so that the log is never empty: otherwise a line that
+    is appended meanwhile would come first. A line appended between the last read and the cut is lost.
     """
     with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as log:  # not to append
-        if (size := os.fstat(log.fileno()).st_size) <= LOG_MOST_BYTES:
+        if (size := os.fstat(log.fileno()).st_size) <= LOG_LIMIT_BYTES:
             return
-        begin = size - LOG_KEPT_BYTES
+        begin = size - LOG_CUT_BYTES
         end = os.pread(log.fileno(), size, begin)  # and lines appended since
         kept = LOG_CUT + end.partition(b"\n")[2]
         os.pwrite(log.fileno(), kept, 0)
@@ -121,7 +122,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run a command that ends when standard input does.")
     parser.add_argument("--remove", action="append", default=[], help="directory to remove at the end")
     parser.add_argument("--log", help="file for the command's output")
-    parser.add_argument("--files", type=int, help="as many files the command may have open at a time, if it may")
+    parser.add_argument("--files", type=int, help="limit of open files for the command, as far as the system allows")
     parser.add_argument("--parent", type=int, required=True, help="process id of our parent")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
@@ -136,7 +137,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
 
     if options.files is not None:
-        with contextlib.suppress(OSError, ValueError):  # some systems have another limit of their own
+        with contextlib.suppress(OSError, ValueError):  # some systems have a lower limit
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (options.files, hard))
     child = None
@@ -155,7 +156,7 @@ def main() -> int:
                 os.write(2, f"cannot start {options.command[0]}: {error.strerror}\n".encode())
                 return 127
             os.write(1, f"{child.pid}\n".encode())
-            by_itself = _wait(child, options.parent, wake, options.log)
+            by_itself = _wait_for_end(child, options.parent, wake, options.log)
         _end(child, wake)
         if by_itself and options.log:
             _show_log(options.log)

@@ -1,11 +1,10 @@
-"""A coordinator inside one process, with etcd's semantics.
+"""Implements a coordinator within one process, with etcd's semantics.
 
-`MemoryStore` is the cluster: revisions, keys, leases, history. `MemoryCoordinator` is one node's handle on it; several
-handles on one store are several nodes. For `nodes=0` and for tests; the conformance suite compares it with a real etcd.
+`MemoryStore` is the cluster: revisions, keys, leases, history. `MemoryCoordinator` is one node's handle on it, so nodes
+that share a store share a cluster. It serves `nodes=0` and tests; a conformance suite compares it with a real etcd.
 
-Time is the event loop's (`loop.time()`), so a loop with virtual time drives leases too. Nothing runs in the background:
-when asked, a lease computes which renewals a thread would have made by now, and the store keeps one timer for the lease
-that expires next.
+Time is the event loop's (`loop.time()`), so virtual time works for leases, too. Nothing runs in the background: a lease
+computes on demand which renewals a thread would have sent by now, and the store has one timer, for the next expiry.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from taskgraph.protocol.kv import Compare, Delete, Get, KeyEvent, KeyValue, Put,
 
 __all__ = ["MemoryCoordinator", "MemoryLease", "MemoryStore", "StoredLease"]
 
-#: As etcd: its floor for a TTL, and how long after its TTL a lease's keys go at the earliest.
+#: As in etcd: the shortest TTL, and the shortest time between the end of a lease and the deletion of its keys.
 MIN_TTL_S = 2.0
 EXPIRY_SLACK_S = 0.1
 #: As etcd's defaults for `--max-txn-ops` and `--max-request-bytes`.
 MAX_TXN_OPS = 128
 MAX_REQUEST_BYTES = 3 * 512 * 1024
-#: As the embedded etcd: older history is compacted.
+#: Revisions of history; older ones are compacted, as in the embedded etcd.
 HISTORY_REVISIONS = 100_000
 _RENEWALS_PER_TTL = 5
 
 
 @dataclass(slots=True)
 class StoredLease:
-    """A lease as the cluster knows it. `renewals()` returns the time of its last renewal."""
+    """The store's record of a lease. `renewals()` returns the time of the last renewal; None: nothing renews it."""
 
     id: int
     ttl_s: float
@@ -52,7 +51,7 @@ class StoredLease:
 
 
 class MemoryStore:
-    """The state that all nodes of one process share. Belongs to one event loop at a time."""
+    """The cluster's state, shared by all nodes of one process. Belongs to one event loop at a time."""
 
     def __init__(self) -> None:
         self.revision = 1  # like an empty etcd
@@ -61,13 +60,13 @@ class MemoryStore:
         self._history: dict[int, tuple[KeyEvent, ...]] = {}
         self._leases: dict[int, StoredLease] = {}
         self._last_lease = 0
-        self._watchers: dict[asyncio.Event, None] = {}  # woken in the order they came, so that a schedule repeats
+        self._watchers: dict[asyncio.Event, None] = {}  # in order of subscription, so that schedules repeat
         self._timer: asyncio.TimerHandle | None = None
 
     # Reads and transactions.
 
     def select(self, key: str, *, prefix: bool) -> tuple[KeyValue, ...]:
-        """The present keys that `key` names, in the order of their bytes, as in etcd."""
+        """Returns the key, or with `prefix` all keys that begin with it, in the order of their bytes."""
         if not prefix:
             _check_key(key)
             return (self._keys[key],) if key in self._keys else ()
@@ -75,9 +74,9 @@ class MemoryStore:
         return tuple(sorted(found, key=lambda kv: kv.key.encode()))
 
     def execute(self, txn: Txn) -> TxnResult:
-        """Executes a transaction, wholly or (with an error) not at all."""
+        """Executes a transaction. If it raises an error, nothing was done."""
         _check(txn)
-        succeeded = all(self._holds(compare) for compare in txn.compares)
+        succeeded = all(self._is_satisfied(compare) for compare in txn.compares)
         branch = txn.success if succeeded else txn.failure
         for op in branch:
             if isinstance(op, Put) and op.lease and op.lease not in self._leases:
@@ -95,7 +94,7 @@ class MemoryStore:
         self._publish(events)
         return TxnResult(succeeded, self.revision, tuple(reads))
 
-    def _holds(self, compare: Compare) -> bool:
+    def _is_satisfied(self, compare: Compare) -> bool:
         kv = self._keys.get(compare.key)
         if kv is None:
             return compare.revision == 0
@@ -119,7 +118,7 @@ class MemoryStore:
         return KeyEvent("delete", KeyValue(key, b"", 0, self.revision + 1))
 
     def _publish(self, events: list[KeyEvent]) -> None:
-        """Makes these changes the next revision. No changes make no revision."""
+        """Publishes changes as the next revision. Without changes there is no new revision."""
         if not events:
             return
         self.revision += 1
@@ -161,14 +160,14 @@ class MemoryStore:
         self._watchers.pop(changed, None)
 
     def wake(self) -> None:
-        """Wakes every watch: it looks for new events, and whether its handle was closed."""
+        """Wakes every watch, to look for new events and for the close of its handle."""
         for changed in self._watchers:
             changed.set()
 
     # Leases.
 
     def grant(self, ttl_s: float) -> int:
-        """Grants a lease. The caller then says how it is renewed, with `renew_by`."""
+        """Grants a lease. The caller then calls `renew_by`."""
         self._last_lease += 1
         granted_s = max(MIN_TTL_S, float(math.ceil(ttl_s)))
         self._leases[self._last_lease] = StoredLease(self._last_lease, granted_s, _now(), None)
@@ -179,19 +178,19 @@ class MemoryStore:
         return self._leases[lease_id].ttl_s
 
     def renew_by(self, lease_id: int, renewals: Callable[[], float] | None) -> None:
-        """Sets how to get the time of the last renewal: by `renewals()`. None: renewal stops."""
+        """Sets the function that returns the time of the lease's last renewal. None ends renewal."""
         lease = self._leases.get(lease_id)
         if lease is not None:
-            lease.ends_at()  # takes over the renewals so far
+            lease.ends_at()  # counts the renewals so far
             lease.renewals = renewals
             self._schedule()
 
     def holds(self, lease_id: int) -> bool:
-        """True if the lease was neither revoked nor found expired so far."""
+        """True if the store has the lease. It may have expired since the last `expire`."""
         return lease_id in self._leases
 
     def alive(self, lease_id: int) -> bool:
-        """True if the lease exists now; expires it first if its time is over."""
+        """True if the lease exists now. Ended leases are revoked first."""
         self.expire()
         return lease_id in self._leases
 
@@ -210,7 +209,7 @@ class MemoryStore:
             self._schedule()
 
     def expire(self) -> None:
-        """Revokes every lease whose time is over."""
+        """Revokes every lease that has ended."""
         now = _now()
         for lease in sorted(self._leases.values(), key=self._deleted_at):
             if self._deleted_at(lease) > now:
@@ -218,11 +217,11 @@ class MemoryStore:
             self.revoke(lease.id)
 
     def _deleted_at(self, lease: StoredLease) -> float:
-        """Returns when the keys of a lease that expires are deleted."""
+        """Returns when the keys of a lease are deleted if it is not renewed."""
         return lease.ends_at() + EXPIRY_SLACK_S
 
     def _schedule(self) -> None:
-        """Sets the timer for the lease that would expire next without a renewal."""
+        """Sets the timer for the next expiry of a lease."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -237,7 +236,7 @@ class MemoryStore:
 
 
 class MemoryLease:
-    """See `coordination.api.Lease`. No thread renews: the times of the renewals are computed on demand."""
+    """A lease in memory: implements `coordination.api.Lease`. The times of renewals are computed on demand."""
 
     def __init__(self, owner: MemoryCoordinator, lease_id: int, stall_limit_s: float) -> None:
         self._owner = owner
@@ -248,11 +247,11 @@ class MemoryLease:
         self._renewed_at = self._ticked_at = _now()
         self._renewing = True
         self._lost = False
-        self._store.renew_by(lease_id, self._renewals)
+        self._store.renew_by(lease_id, self._last_renewal_at)
 
     def valid_until(self) -> float:
         """The loop's time until which the lease is certainly alive."""
-        return self._renewals() + self.ttl_s
+        return self._last_renewal_at() + self.ttl_s
 
     def lost(self) -> bool:
         """True if a renewal found no such lease."""
@@ -262,13 +261,13 @@ class MemoryLease:
         return self._lost
 
     def trouble(self) -> str:
-        """Always "": within a process renewals do not fail."""
+        """Returns "": within a process renewals do not fail."""
         return ""
 
     def tick(self) -> None:
-        """Says that the main loop is alive. A lease that has expired does not come back."""
+        """Notes that the main loop is alive. An expired lease stays expired."""
         if self._renewing and not self.lost():
-            self._renewals()
+            self._last_renewal_at()
             self._ticked_at = _now()
 
     async def close(self, *, revoke: bool) -> None:
@@ -279,14 +278,14 @@ class MemoryLease:
             self._store.revoke(self.id)
 
     def stop(self) -> None:
-        """Stops renewing and leaves the lease to expire, as when the process is killed."""
+        """Stops renewing, so that the lease expires, as if the process had been killed."""
         if self._renewing:
-            self._renewals()
+            self._last_renewal_at()
             self._renewing = False
             self._store.renew_by(self.id, None)
 
-    def _renewals(self) -> float:
-        """The time of the last renewal: one every fifth of the TTL, while ticks are recent and the lease exists."""
+    def _last_renewal_at(self) -> float:
+        """Returns the time of the last renewal: one each fifth of the TTL, if ticks are recent and the lease exists."""
         if self._renewing and self._store.holds(self.id):
             interval_s = self.ttl_s / _RENEWALS_PER_TTL
             until = min(_now(), self._ticked_at + self._stall_limit_s)
@@ -296,13 +295,13 @@ class MemoryLease:
 
 
 class MemoryCoordinator:
-    """One node's handle on a store.
+    """One node's handle on a store: implements `coordination.api.Coordinator`.
 
     Args:
         store: shared by all nodes.
         rng: delays each batch of each watch by a random time, as a network does; None: no delay.
         max_lag_s: the longest delay.
-        endless: a loop that stands still loses no lease, however long.
+        endless: leases survive a stuck event loop, however long it is stuck.
     """
 
     def __init__(
@@ -313,31 +312,31 @@ class MemoryCoordinator:
         self._max_lag_s = max_lag_s
         self._endless = endless
         self._leases: set[MemoryLease] = set()
-        self._gone = ""
+        self._end_reason = ""
 
     @property
     def gone(self) -> bool:
-        """True if this handle was closed, or crashed."""
-        return bool(self._gone)
+        """True if this handle was closed or crashed."""
+        return bool(self._end_reason)
 
     def now(self) -> float:
-        """The clock of `Lease.valid_until`: the loop's."""
+        """Returns the event loop's time."""
         return _now()
 
     async def get(self, key: str) -> KeyValue | None:
         """A linearizable read."""
-        await self._travel()
+        await self._begin_call()
         found = self.store.select(key, prefix=False)
         return found[0] if found else None
 
     async def list(self, prefix: str) -> Listing:
         """A linearizable read of all keys under `prefix`, at one revision."""
-        await self._travel()
+        await self._begin_call()
         return Listing(self.store.revision, self.store.select(prefix, prefix=True))
 
     async def txn(self, txn: Txn) -> TxnResult:
         """Executes `txn` at one revision. Raises as `etcd.EtcdCoordinator.txn`, but never `OutcomeUnknown`."""
-        await self._travel()
+        await self._begin_call()
         return self.store.execute(txn)
 
     def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
@@ -348,24 +347,24 @@ class MemoryCoordinator:
 
     async def lease(self, ttl_s: float, *, stall_limit_s: float) -> MemoryLease:
         """Grants a lease of at least 2 s and starts renewing it."""
-        await self._travel()
+        await self._begin_call()
         lease = MemoryLease(self, self.store.grant(ttl_s), math.inf if self._endless else stall_limit_s)
         self._leases.add(lease)
         return lease
 
     async def revoke(self, lease_id: int) -> None:
         """Revokes any lease. A lease that does not exist is no error."""
-        await self._travel()
+        await self._begin_call()
         self.store.revoke(lease_id)
 
     async def lease_left(self, lease_id: int) -> int | None:
         """See `coordination.api.Coordinator.lease_left`."""
-        await self._travel()
+        await self._begin_call()
         return self.store.left(lease_id)
 
     async def compact(self, revision: int) -> None:
         """Drops the history before `revision`, for all handles."""
-        await self._travel()
+        await self._begin_call()
         self.store.compact(revision)
 
     async def close(self) -> None:
@@ -373,21 +372,21 @@ class MemoryCoordinator:
         self._end("this handle was closed")
 
     def crash(self) -> None:
-        """Simulates a kill of the process: later calls fail, renewals stop, nothing is revoked."""
+        """Simulates a kill of the process: later calls fail, renewals stop, no lease is revoked."""
         self._end("this node crashed")
 
     def forget(self, lease: MemoryLease) -> None:
-        """The lease was closed."""
+        """Removes a lease that was closed."""
         self._leases.discard(lease)
 
     def _end(self, why: str) -> None:
-        self._gone = self._gone or why
+        self._end_reason = self._end_reason or why
         for lease in tuple(self._leases):
             lease.stop()
         self._leases.clear()
         self.store.wake()
 
-    async def _travel(self) -> None:
+    async def _begin_call(self) -> None:
         """Lets other asyncio tasks run first, as a call over a network does."""
         self._check()
         await asyncio.sleep(0)
@@ -395,8 +394,8 @@ class MemoryCoordinator:
         self.store.expire()
 
     def _check(self) -> None:
-        if self._gone:
-            raise Unavailable(f"the coordinator in memory cannot be used: {self._gone}")
+        if self._end_reason:
+            raise Unavailable(f"the coordinator in memory cannot be used: {self._end_reason}")
 
     async def _watch(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         changed = asyncio.Event()
@@ -409,7 +408,7 @@ class MemoryCoordinator:
                 events = self.store.events_from(position, prefix)
                 position = max(position, self.store.revision + 1)
                 if events:
-                    if self._rng is not None:  # events are old when they arrive
+                    if self._rng is not None:  # the lag of a network
                         await asyncio.sleep(self._rng.uniform(0.0, self._max_lag_s))
                         self._check()
                     yield WatchBatch(events[-1].kv.mod_revision, events)
@@ -429,7 +428,7 @@ def _check_key(key: str) -> None:
 
 
 def _check(txn: Txn) -> None:
-    """Refuses a transaction that etcd refuses before it executes anything: too large, or a key written twice."""
+    """Raises CoordinationError for transactions that etcd refuses: too large, or with a key written twice."""
     if max(len(txn.compares), len(txn.success), len(txn.failure)) > MAX_TXN_OPS:
         raise CoordinationError(f"etcd refuses more than {MAX_TXN_OPS} operations in a transaction")
     for compare in txn.compares:

@@ -1,10 +1,10 @@
-"""Keeps a `JobView` up to date: list once, watch from there, list again if the watch lost history, or broke.
+"""Keeps a `JobView` up to date: lists the job's keys, watches them, and lists again if the watch broke or lost history.
 
-Code that waits for a change of the view waits here. If a message announced the change, a linearizable re-read backs
-the wait: a re-read finds all that a watch delivers.
+Code that waits for a change of the view waits here. If a message announced the change, the wait also re-reads etcd,
+since the watch may be late.
 
-Every commit changes `epoch`, at every node, and other keys hardly ever change. So waiters and listeners that do not
-depend on `epoch` say so (`structure`), and are not called at commits.
+Every commit changes `epoch`, and other keys change rarely. So waiters and listeners that do not depend on `epoch` pass
+`structure`, and are not called at commits.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ __all__ = ["ViewKeeper"]
 
 log = logging.getLogger("taskgraph.view")
 
-_LONG_S = 2.0
-"""A listing that takes longer is named in `waits`."""
+_SLOW_LISTING_S = 2.0
+"""A slower listing is shown by `waits`."""
 
-_RESTS = 3
-"""A notification that took 1 ms is followed by a pause of 3 ms: each of thousands of tasks that begin changes the view,
-and each notification examines all waits."""
-_REST_S = 1.0
-"""No pause is longer, even if the process was frozen during a notification."""
-_READ_RESTS = 10
-"""Likewise, a re-read that took 1 s is followed by 10 s without one. The watch delivers the changes in between."""
-_READ_REST_S = 5.0
-_READ_REST_PER_KEY_S = 0.0002
-"""No such pause is longer for each key. To list some dozen keys costs little, and takes long only if the host is busy:
-a takeover or a node that joins must not wait for that."""
+_PAUSE_FACTOR = 3
+"""A pause lasts this many times as long as the notification before it. Each of thousands of starting tasks changes the
+view, and each notification examines all waits."""
+_MAX_PAUSE_S = 1.0
+"""The longest pause, even if the process was frozen during a notification."""
+_READ_PAUSE_FACTOR = 10
+"""A pause between re-reads lasts this many times as long as the re-read before it; the watch goes on meanwhile."""
+_MAX_READ_PAUSE_S = 5.0
+_READ_PAUSE_PER_KEY_S = 0.0002
+"""Limits such a pause for each listed key. A listing of some dozen keys is slow only if the host is busy, and takeovers
+and joining nodes must not wait for long after it."""
 
 _Waiters = dict["asyncio.Future[None]", Callable[[JobView], bool]]  # in the order they began to wait
 
 
 class ViewKeeper:
-    """One job's view, and the code that waits for its changes.
+    """Keeps one job's view up to date, and notifies code that waits for changes.
 
     Args:
-        refresh_s: how long to wait for the watch before a re-read.
+        refresh_s: how long a wait relies on the watch before it re-reads etcd.
         one_run: see `JobView`.
     """
 
@@ -58,22 +58,22 @@ class ViewKeeper:
         self._numbers = itertools.count()
         self._listeners: list[Callable[[], None]] = []
         self._structure_listeners: list[Callable[[], None]] = []
-        self._notifying = False
+        self._notify_scheduled = False
         self._refreshing: asyncio.Lock = asyncio.Lock()
-        self._reads = 0  # how many re-reads `refresh` began
-        self._listings: list[float] = []  # when the listings under way began
-        self._later: asyncio.TimerHandle | None = None  # calls `notify`, for changes of the structure
-        self._rested_at = 0.0  # when the pause after the last `notify` ends
-        self._read_rested_at = 0.0  # when the pause after the last re-read ends
-        self._running: asyncio.Task[None] | None = None  # `run`
-        self._broken: Exception | None = None  # raised by a `notify` out of a timer
+        self._reads = 0  # the number of re-reads that `refresh` began
+        self._listings: list[float] = []  # start times of the listings under way
+        self._notify_timer: asyncio.TimerHandle | None = None  # a timer that calls `notify` after the pause
+        self._pause_ends_at = 0.0  # the end of the pause after the last `notify`
+        self._read_pause_ends_at = 0.0  # the end of the pause after the last re-read
+        self._run_task: asyncio.Task[None] | None = None  # `run`
+        self._timer_error: Exception | None = None  # the error of a `notify` that a timer called
 
     def on_change(self, listener: Callable[[], None], *, structure: bool = False) -> Callable[[], None]:
         """Calls `listener()` after every change of the view; returns a function that stops this.
 
         Args:
             listener: must not wait.
-            structure: not if only `epoch` changed.
+            structure: do not call it if only `epoch` changed.
         """
         listeners = self._structure_listeners if structure else self._listeners
         listeners.append(listener)
@@ -84,7 +84,7 @@ class ViewKeeper:
 
         Raises:
             Unavailable: etcd does not answer.
-            DataLost: etcd holds less than it had acknowledged.
+            DataLost: etcd has lost acknowledged writes.
         """
         self._listings.append(since := self._coordinator.now())
         try:
@@ -98,20 +98,20 @@ class ViewKeeper:
                 raise DataLost(str(why)) from None
             self.notify()
         now = self._coordinator.now()
-        longest_s = min(_READ_REST_PER_KEY_S * len(listing.items), _READ_REST_S)
-        self._read_rested_at = now + min(_READ_RESTS * (now - since), longest_s)
+        longest_s = min(_READ_PAUSE_PER_KEY_S * len(listing.items), _MAX_READ_PAUSE_S)
+        self._read_pause_ends_at = now + min(_READ_PAUSE_FACTOR * (now - since), longest_s)
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """Names a listing of the job that takes long, for `status`."""
+        """A slow listing of the job in words, for `status`; () if there is none."""
         for_s = max((self._coordinator.now() - since for since in self._listings), default=0.0)
-        if for_s < _LONG_S:
+        if for_s < _SLOW_LISTING_S:
             return ()
         return (f"etcd: listing the job takes {for_s:.0f} s so far: it is busy, or the link to it is slow",)
 
     async def run(self) -> None:
         """Watches for ever. Start it after `load`. Raises the error of a listener or predicate."""
-        running = self._running = asyncio.current_task()
+        running = self._run_task = asyncio.current_task()
         assert running is not None
         try:
             while True:
@@ -122,54 +122,54 @@ class ViewKeeper:
                     log.info("the watch from revision %d was compacted away; listing again", start)
                     await self.load_persistently()
         except asyncio.CancelledError:
-            if self._broken is not None and running.uncancel() == 0:
-                raise self._broken from None
+            if self._timer_error is not None and running.uncancel() == 0:
+                raise self._timer_error from None
             raise
         finally:
-            self._running = None
-            self._notify_no_more()
+            self._run_task = None
+            self._cancel_notify_timer()
 
     async def _watch(self, start: int) -> None:
         view = self.view
         async for batch in self._coordinator.watch(view.keys.root, start):
             structure, epoch = view.structure_revision, view.epoch
             view.apply(batch.revision, batch.events)
-            self._notify_revision()
+            self._notify_revision_waiters()
             if view.structure_revision != structure and view.epoch is epoch:
-                self._notify_in_time()
-            elif view.structure_revision != structure or (view.epoch is not epoch and self._later is not None):
+                self._notify_after_pause()
+            elif view.structure_revision != structure or (view.epoch is not epoch and self._notify_timer is not None):
                 self.notify()
             elif view.epoch is not epoch:
                 self._notify(self._waiters, self._listeners)
             elif batch.reopened and not batch.events:
                 await self.load_persistently()
 
-    def _notify_in_time(self) -> None:
-        """Calls `notify` at once, or when the pause after the last one ends."""
-        wait_s = self._rested_at - self._coordinator.now()
+    def _notify_after_pause(self) -> None:
+        """Calls `notify` now, or at the end of the pause after the last one."""
+        wait_s = self._pause_ends_at - self._coordinator.now()
         if wait_s <= 0:
             self.notify()
-        elif self._later is None:
-            self._later = asyncio.get_running_loop().call_later(wait_s, self._notify_by_itself)
+        elif self._notify_timer is None:
+            self._notify_timer = asyncio.get_running_loop().call_later(wait_s, self._notify_from_timer)
 
-    def _notify_no_more(self) -> None:
-        if self._later is not None:
-            self._later.cancel()
-            self._later = None
+    def _cancel_notify_timer(self) -> None:
+        if self._notify_timer is not None:
+            self._notify_timer.cancel()
+            self._notify_timer = None
 
-    async def run_by(self, *prefixes: str) -> None:
-        """Runs like `run`, without commits: lists again when a key under one of these prefixes changed.
+    async def run_with_listings(self, *prefixes: str) -> None:
+        """Keeps the view like `run`, but lists again only after a change under one of the prefixes.
 
-        `epoch` is then as it was at that time.
+        `epoch` is as old as the last listing.
         """
         try:
             async with asyncio.TaskGroup() as group:
                 for prefix in prefixes:
-                    group.create_task(self._list_after(prefix))
+                    group.create_task(self._relist_on_change(prefix))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _list_after(self, prefix: str) -> None:
+    async def _relist_on_change(self, prefix: str) -> None:
         while True:
             try:
                 async for batch in self._coordinator.watch(prefix, self.view.revision + 1):
@@ -179,11 +179,11 @@ class ViewKeeper:
                 await self.load_persistently()
 
     def when(self, predicate: Callable[[JobView], bool], *, structure: bool = False) -> asyncio.Future[None]:
-        """A future that is done as soon as the view satisfies `predicate`; cancel it when it is not needed.
+        """Returns a future that is done when the view satisfies `predicate`. Cancel the future if it is not needed.
 
         Args:
             predicate: depends on the view, or on state whose owner calls `notify_later`.
-            structure: it does not depend on `epoch`.
+            structure: the predicate does not depend on `epoch`.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if predicate(self.view):
@@ -195,20 +195,20 @@ class ViewKeeper:
         return future
 
     async def wait_until(self, predicate: Callable[[JobView], bool], *, structure: bool = False) -> None:
-        """Returns as soon as the view satisfies `predicate`; see `when`."""
+        """Waits until the view satisfies `predicate`; see `when`."""
         if not predicate(self.view):
             await self.when(predicate, structure=structure)
 
     async def wait_until_read(self, predicate: Callable[[JobView], bool]) -> None:
-        """Waits like `wait_until`, for a change that already happened in etcd: re-reads etcd every `refresh_s`."""
+        """Waits like `wait_until` for a change that has already happened in etcd. Re-reads etcd every `refresh_s`."""
         while not predicate(self.view):
             await self._read_until(predicate, self.when(predicate))
 
-    async def caught_up(self, revision: int) -> None:
-        """Waits until the view contains all that etcd knew at `revision`, as `wait_until_read` does.
+    async def wait_for_revision(self, revision: int) -> None:
+        """Waits until the view has reached `revision`. Re-reads etcd like `wait_until_read`.
 
-        These waits are kept apart: of a thousand tasks that begin, each waits for its own write, and no change of the
-        view asks all of them.
+        These waits are in a heap: each of a thousand starting tasks waits for its own write, and a change of the view
+        must not examine all of them.
         """
         while self.view.revision < revision:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -216,9 +216,9 @@ class ViewKeeper:
             await self._read_until(lambda view: view.revision >= revision, future)
 
     async def _read_until(self, predicate: Callable[[JobView], bool], waiting: asyncio.Future[None]) -> None:
-        """Waits for the future of a predicate; re-reads etcd if that takes longer than `refresh_s`."""
-        rests_s = self._read_rested_at - self._coordinator.now()
-        timer = asyncio.get_running_loop().call_later(max(self._refresh_s, rests_s), _give_up, waiting)
+        """Waits for the future of a predicate. Re-reads etcd if that takes longer than `refresh_s`."""
+        rests_s = self._read_pause_ends_at - self._coordinator.now()
+        timer = asyncio.get_running_loop().call_later(max(self._refresh_s, rests_s), _finish_wait, waiting)
         try:
             await waiting
         finally:
@@ -228,10 +228,10 @@ class ViewKeeper:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Reads again, linearizably; concurrent callers share one read. Returns without it if etcd does not answer."""
+        """Re-reads the job from etcd. Concurrent callers share one read. Without an answer the view stays as it is."""
         reads = self._reads
         async with self._refreshing:
-            if self._reads > reads:  # another caller began one after we asked
+            if self._reads > reads:  # another caller began a read after this call
                 return
             self._reads += 1
             try:
@@ -240,39 +240,39 @@ class ViewKeeper:
                 log.warning("cannot re-read the job: %s", error)
                 await asyncio.sleep(self._refresh_s)
             except BaseException:
-                self._reads -= 1  # other callers do not share a cancelled read
+                self._reads -= 1  # a cancelled read does not count for other callers
                 raise
 
     def notify_later(self) -> None:
-        """Calls `notify` once, from the event loop: soon, or when the pause after the last one ends."""
-        if self._later is None and not self._notifying:
-            self._notifying = True
-            asyncio.get_running_loop().call_soon(self._notify_now)
+        """Calls `notify` once, from the event loop: soon, or at the end of the pause after the last one."""
+        if self._notify_timer is None and not self._notify_scheduled:
+            self._notify_scheduled = True
+            asyncio.get_running_loop().call_soon(self._notify_soon)
 
-    def _notify_now(self) -> None:
-        self._notifying = False
-        wait_s = self._rested_at - self._coordinator.now()
+    def _notify_soon(self) -> None:
+        self._notify_scheduled = False
+        wait_s = self._pause_ends_at - self._coordinator.now()
         if wait_s <= 0:
-            self._notify_by_itself()
-        elif self._later is None:
-            self._later = asyncio.get_running_loop().call_later(wait_s, self._notify_by_itself)
+            self._notify_from_timer()
+        elif self._notify_timer is None:
+            self._notify_timer = asyncio.get_running_loop().call_later(wait_s, self._notify_from_timer)
 
-    def _notify_by_itself(self) -> None:
-        """Notifies from a timer: an error ends `run`, as it does if the watch notifies.
+    def _notify_from_timer(self) -> None:
+        """Calls `notify` from a timer. An error ends `run`, as an error after an event of the watch does.
 
-        The event loop would only log the error, and waiters that were not notified would wait for ever.
+        Otherwise the event loop would only log the error, and some waiters would wait for ever.
         """
         try:
             self.notify()
         except Exception as error:
-            if self._running is None:
+            if self._run_task is None:
                 raise
-            if self._broken is None:
-                self._broken = error
-                self._running.cancel()
+            if self._timer_error is None:
+                self._timer_error = error
+                self._run_task.cancel()
 
     async def load_persistently(self) -> None:
-        """Loads as soon as etcd answers and lets us in."""
+        """Calls `load` until it succeeds: retries while etcd does not answer, or refuses access."""
         logged = False
         while True:
             try:
@@ -284,16 +284,16 @@ class ViewKeeper:
                 await asyncio.sleep(self._refresh_s)
 
     def notify(self) -> None:
-        """Examines every wait again: the view changed, or state that predicates depend on."""
-        self._notify_no_more()
+        """Examines all waits, and calls all listeners, after a change of the view or of other state of predicates."""
+        self._cancel_notify_timer()
         since = self._coordinator.now()
-        self._notify_revision()
+        self._notify_revision_waiters()
         self._notify(self._structure_waiters, self._structure_listeners)
         self._notify(self._waiters, self._listeners)
         until = self._coordinator.now()
-        self._rested_at = until + rest_s(until - since)
+        self._pause_ends_at = until + pause_after(until - since)
 
-    def _notify_revision(self) -> None:
+    def _notify_revision_waiters(self) -> None:
         waiters = self._revision_waiters
         while waiters and waiters[0][0] <= self.view.revision:
             future = heapq.heappop(waiters)[2]
@@ -311,11 +311,11 @@ class ViewKeeper:
             listener()
 
 
-def rest_s(took_s: float) -> float:
-    """The pause after a `notify` that took `took_s`."""
-    return min(_RESTS * took_s, _REST_S)
+def pause_after(took_s: float) -> float:
+    """Returns the length of the pause after a `notify` that took `took_s`."""
+    return min(_PAUSE_FACTOR * took_s, _MAX_PAUSE_S)
 
 
-def _give_up(waiting: asyncio.Future[None]) -> None:
+def _finish_wait(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)

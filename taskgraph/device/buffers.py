@@ -222,7 +222,7 @@ class Private(Digested):
         super().begin()
         self._lease.waited()
 
-    def sealed(self) -> DeviceBuffer:
+    def seal(self) -> DeviceBuffer:
         """Returns the copy; call `begin` first."""
         return DeviceBuffer(self._lease, self._block_bytes)
 
@@ -286,7 +286,7 @@ class DeviceBuffer:
         """Copies the buffer to memory of its own. Waits for the device."""
         copy = Private(self.device, self.array(np.dtype(np.uint8), (self.nbytes,)), self._block_bytes)
         copy.begin()
-        return copy.sealed()
+        return copy.seal()
 
     def digested(self) -> Digested:
         """Queues its digests on the current stream."""

@@ -1,8 +1,8 @@
-"""Arrays as immutable bytes, and immutable bytes as arrays.
+"""Converts arrays to immutable bytes, and immutable bytes to arrays.
 
-Encoding copies an array once, unless its memory is provably immutable: that of a `bytes` object, or of an encoded value
-(an array we decoded). The copy may wait until the digest is taken, so that one pass over memory does both. Decoding
-makes views that cannot be made writable.
+Encoding copies an array once, unless its memory is provably immutable: memory of a `bytes` object, or of an encoded
+value (the array was decoded). The copy may wait until the digest is taken, so that one pass over memory does both.
+Decoding makes views that cannot be made writable.
 """
 
 from __future__ import annotations
@@ -22,83 +22,83 @@ from taskgraph.graph.digests import BLOCK_BYTES
 __all__ = [
     "INLINE_BYTES",
     "PART_ALIGN",
-    "Copy",
+    "PendingCopy",
     "SmallParts",
-    "as_it_is",
-    "base_of",
     "empty",
+    "immutable_base",
     "known_digest",
-    "remember",
+    "remember_digest",
+    "share_bytes",
     "small_bytes",
     "view",
-    "whole_view",
+    "view_whole",
 ]
 
 Array = NDArray[Any]
 
 INLINE_BYTES: Final = 64 << 10
-"""Arrays and `bytes` of this size have a buffer of their own. All smaller arrays of a value
-share one, if they have this size together. Measured: to look after a buffer, until it is decoded in another process,
-costs as much as to copy 64 KiB a few times. To change either is to change digests: see `digests.BLOCK_BYTES`."""
-_COPIED_BYTES: Final = 16 << 10
-"""Small arrays that are copied at once: to copy them twice costs less than to hold views of them."""
+"""Arrays and `bytes` of this size or more get a buffer each. All smaller arrays of a value share one buffer if they
+have this size together. Measured: a buffer costs as much as a few copies of 64 KiB, until another process decoded it.
+Another size changes digests: see `digests.BLOCK_BYTES`."""
+_EAGER_COPY_BYTES: Final = 16 << 10
+"""Smaller arrays are copied at once: two copies cost less than to keep views of the arrays."""
 PART_ALIGN: Final = 16
-"""Where each of `SmallParts` begins."""
+"""The alignment of each array in `SmallParts`, bytes."""
 _ZEROS: Final = bytes(PART_ALIGN)
-_SHARED_PART: Final = 2
-"""Memory is shared where the array is at least this part (one half) of it: a row must not keep a whole table alive."""
+_LEAST_SHARED_FRACTION: Final = 2
+"""Memory is shared if the array is at least one half of it: a row must not keep a whole table alive."""
 
 
 _CHUNK_BYTES: Final = 512 << 10
-"""Bytes that are copied before they are digested, so that they are still in the cache. Measured: in one thread
+"""Bytes that are copied, then digested, while they are in the CPU cache. Measured: in one thread
 128 KiB to 1 MiB do as well; two threads that share a copy lose a fifth by 256 KiB, since each piece releases the
 interpreter's lock."""
 
 
-class _Decoded(Watch[Array]):
+class _DecodedMark(Watch[Array]):
     """Marks the base of a decoded array: its memory belongs to an encoded value, and never changes.
 
     Attributes:
-        whole: meta and digest of the value, where that is such an array and nothing else.
+        value_id: meta and digest of the value, if the array is the whole value.
     """
 
-    __slots__ = ("whole",)
-    whole: tuple[bytes, bytes] | None
+    __slots__ = ("value_id",)
+    value_id: tuple[bytes, bytes] | None
 
 
-_decoded: Final[set[_Decoded]] = set()
-"""Those whose arrays live; each array knows its own."""
+_live_marks: Final[set[_DecodedMark]] = set()
+"""Keeps the marks of live arrays. Each array refers to its own mark weakly."""
 
 
-_remember: Final = _decoded.add
-_forget: Final = _decoded.discard
-# numpy makes some of its names when asked, so Python looks up each of them in every call
+_keep_mark: Final = _live_marks.add
+_drop_mark: Final = _live_marks.discard
+# Cached: attributes of numpy are looked up dynamically, in every call.
 _frombuffer: Final = np.frombuffer
 _ndarray: Final = np.ndarray
 _uint8: Final = np.uint8
 
 
-def _mark(base: object) -> _Decoded | None:
+def _find_mark(base: object) -> _DecodedMark | None:
     if type(base) is np.ndarray:
         for found in getweakrefs(base):
-            if type(found) is _Decoded:
+            if type(found) is _DecodedMark:
                 return found
     return None
 
 
 def small_bytes(array: Array) -> bytes:
-    """The elements in C order; padding is zero."""
+    """Returns the elements in C order as bytes, with zeros as padding."""
     if dtypes.padding(array.dtype) is None or not array.nbytes:
         return array.tobytes()
-    return Copy(array, None).made().tobytes()
+    return PendingCopy(array, None).make().tobytes()
 
 
-def as_it_is(array: Array, *, adopt: bool = False, packed: bool = False) -> memoryview | None:
-    """The elements in C order, as read-only bytes that later writes to `array` cannot reach, if that needs no copy.
+def share_bytes(array: Array, *, adopt: bool = False, packed: bool = False) -> memoryview | None:
+    """Returns the elements in C order as immutable bytes, if that needs no copy; None otherwise.
 
     Args:
-        adopt: the caller promises not to write to `array` again: take the memory that it owns, and make it read-only.
-        packed: its dtype is known to have no padding.
+        adopt: the caller promises not to write to `array` again: memory that it owns is taken, and made read-only.
+        packed: the dtype is known to have no padding.
     """
     size = array.nbytes
     if size == 0:
@@ -118,13 +118,13 @@ def as_it_is(array: Array, *, adopt: bool = False, packed: bool = False) -> memo
 
 
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike, allocate: Allocate) -> Array:
-    """Makes an array like `np.empty`, in memory of `allocate` if it has some: `as_it_is` takes it over as it is.
+    """Creates an array like `np.empty`, in memory of `allocate` if it has some: `share_bytes` needs no copy of it.
 
     Raises:
-        TypeError, ValueError: no array is like that, or none that could travel.
+        TypeError, ValueError: shape or dtype is invalid, or such an array could not travel.
     """
-    known = _plain.get(dtype) if type(dtype) is type else None
-    found, nbytes = _described(dtype) if known is None else known
+    known = _known_dtypes.get(dtype) if type(dtype) is type else None
+    found, nbytes = _dtype_and_itemsize(dtype) if known is None else known
     if nbytes < 0 and found.hasobject:
         raise TypeError(f"arrays of {found} cannot travel: only what numpy holds as bytes can")
     sizes = shape if isinstance(shape, tuple) else (shape,)
@@ -132,27 +132,27 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike, allocate: Allocate) ->
         nbytes = nbytes * size if type(size) is int and size >= 0 <= nbytes else -1
     block = allocate(nbytes) if nbytes >= INLINE_BYTES else None
     if block is not None and block.origin is not None and block.origin.locked:
-        # Libraries return from a copy of page-locked memory to a device before it is made: user code could not know.
+        # A copy from page-locked memory to a device is asynchronous: user code could write to the array too early.
         block = None
     return np.empty(shape, found) if block is None else np.ndarray(sizes, found, buffer=block)
 
 
-def _described(dtype: DTypeLike) -> tuple[np.dtype[Any], int]:
-    """A dtype, and the bytes of an element; -1 where its arrays are made by numpy alone."""
+def _dtype_and_itemsize(dtype: DTypeLike) -> tuple[np.dtype[Any], int]:
+    """Returns a dtype, and the bytes of an element; -1 if arrays of the dtype must be created by numpy."""
     found = np.dtype(dtype)
     return found, -1 if found.subdtype is not None or found.hasobject else found.itemsize
 
 
-_KINDS: Final[tuple[type[Any], ...]] = (bool, int, float, complex, *np.sctypeDict.values())
-_plain: Final = {kind: _described(kind) for kind in _KINDS}
-"""Of Python's and numpy's own types, one of which most arrays are of."""
+_SCALAR_TYPES: Final[tuple[type[Any], ...]] = (bool, int, float, complex, *np.sctypeDict.values())
+_known_dtypes: Final = {kind: _dtype_and_itemsize(kind) for kind in _SCALAR_TYPES}
+"""Caches `_dtype_and_itemsize` for Python's and numpy's own scalar types, which most arrays have."""
 
 
-class Copy:
-    """A copy of an array's elements in C order, still to be made.
+class PendingCopy:
+    """A pending copy of an array's elements in C order.
 
     Args:
-        allocate: gives the memory it goes to, where it has some.
+        allocate: gives the memory for the copy, if it has some.
     """
 
     __slots__ = ("_array", "_source", "_target", "nbytes")
@@ -162,10 +162,10 @@ class Copy:
         block = allocate(array.nbytes) if allocate is not None else None
         self._target: Array = np.empty(array.nbytes, np.uint8) if block is None else block
         self._array: Array | None = array
-        self._source: Array | None = None  # the bytes still to be copied, where they are a run as they should be
+        self._source: Array | None = None  # the bytes to copy, if they are contiguous and without padding
 
     def begin(self) -> None:
-        """Makes all of the copy that cannot be made block by block. To be called before `digest` is."""
+        """Copies now what cannot be copied block by block. Call it before `digest`."""
         array, self._array = self._array, None
         if array is None:
             return
@@ -179,44 +179,44 @@ class Copy:
             np.ndarray((self.nbytes,), np.uint8, target.data).reshape(-1, array.itemsize)[:, mask] = 0
 
     def digest(self, begin: int, end: int) -> bytes:
-        """Copies these bytes, and digests each piece of them while it is in the cache."""
+        """Copies bytes `begin` to `end`, and returns their xxh3-128. Digests pieces while they are in the CPU cache."""
         if end - begin <= _CHUNK_BYTES:
-            return xxhash.xxh3_128_digest(self._piece(begin, end))
+            return xxhash.xxh3_128_digest(self._copy_piece(begin, end))
         hasher = xxhash.xxh3_128()
         for at in range(begin, end, _CHUNK_BYTES):
-            hasher.update(self._piece(at, min(at + _CHUNK_BYTES, end)))
+            hasher.update(self._copy_piece(at, min(at + _CHUNK_BYTES, end)))
         return hasher.digest()
 
-    def _piece(self, begin: int, end: int) -> memoryview:
+    def _copy_piece(self, begin: int, end: int) -> memoryview:
         piece = self._target[begin:end]
         if self._source is not None:
             np.copyto(piece, self._source[begin:end])
         return piece.data
 
-    def sealed(self) -> memoryview:
-        """The copy, once all of it was digested."""
+    def seal(self) -> memoryview:
+        """Returns the copy, read-only. Call it after `digest` of all bytes."""
         self._source = None
         self._target.flags.writeable = False
         return self._target.data.toreadonly()
 
-    def made(self) -> memoryview:
-        """The copy, made at once."""
+    def make(self) -> memoryview:
+        """Copies the whole array now, and returns the copy."""
         self.begin()
         source, target = self._source, self._target
         if source is not None and self.nbytes >= worksharing.LEAST_BYTES:
             worksharing.for_each(partial(_copy_block, source, target), -(-self.nbytes // BLOCK_BYTES))
         elif source is not None:
             np.copyto(target, source)
-        return self.sealed()
+        return self.seal()
 
 
 class SmallParts:
-    """The elements of small arrays, side by side: each begins at a multiple of `PART_ALIGN`, with zeros in between.
+    """Collects the elements of a value's small arrays, each aligned to `PART_ALIGN` bytes.
 
-    They become a part of meta (`joined`), or a buffer (`begin`, `digest`, `sealed`).
+    They become a part of meta (`join`), or a buffer (`begin`, `digest`, `seal`).
 
     Args:
-        allocate: gives the memory of that buffer, if it has some.
+        allocate: gives the memory of the buffer, if it has some.
     """
 
     __slots__ = ("_allocate", "_parts", "_target", "nbytes")
@@ -231,12 +231,12 @@ class SmallParts:
         """Appends an array's elements in C order, and returns where they begin.
 
         Args:
-            packed: its dtype has no padding.
-            now: its elements are taken at once; else, if they are many, when all parts are joined.
+            packed: the dtype has no padding.
+            now: copy the elements at once. Otherwise a larger array is copied when the parts are joined.
         """
         size = array.nbytes
         part: bytes | Array
-        if size > _COPIED_BYTES and packed and not now and array.flags.c_contiguous:
+        if size > _EAGER_COPY_BYTES and packed and not now and array.flags.c_contiguous:
             part = array.reshape(-1).view(np.uint8)
         else:
             part = array.tobytes() if packed else small_bytes(array)
@@ -247,8 +247,8 @@ class SmallParts:
         self.nbytes = at + size
         return at
 
-    def joined(self) -> bytes:
-        """All parts, joined."""
+    def join(self) -> bytes:
+        """Returns all parts as one `bytes`."""
         return b"".join([part if isinstance(part, bytes) else part.data for part in self._parts])
 
     def begin(self) -> None:
@@ -263,11 +263,11 @@ class SmallParts:
         self._parts.clear()
 
     def digest(self, begin: int, end: int) -> bytes:
-        """The xxh3-128 of these bytes."""
+        """Returns the xxh3-128 of bytes `begin` to `end` of the buffer."""
         return xxhash.xxh3_128_digest(self._target[begin:end])
 
-    def sealed(self) -> memoryview:
-        """The buffer."""
+    def seal(self) -> memoryview:
+        """Returns the buffer, read-only."""
         return self._target.toreadonly()
 
 
@@ -276,20 +276,20 @@ def _copy_block(source: Array, target: Array, number: int) -> None:
     np.copyto(target[block], source[block])
 
 
-def remember(array: Array, meta: bytes, digest: bytes) -> None:
-    """Keeps the digest of a decoded value that is `array` alone: encoding it again needs no new digest."""
-    mark = _mark(array.base)
+def remember_digest(array: Array, meta: bytes, digest: bytes) -> None:
+    """Notes meta and digest of a decoded value that is `array` alone: encoding it again needs no new digest."""
+    mark = _find_mark(array.base)
     if mark is not None:
-        mark.whole = meta, digest
+        mark.value_id = meta, digest
 
 
 def known_digest(array: Array, meta: bytes) -> bytes | None:
-    """The digest of the value that is `array` alone and has this meta, where it was decoded from just that."""
+    """Returns the digest noted for `array`, if it was decoded from a value with just this meta; None otherwise."""
     base = array.base
-    mark = _mark(base)
-    if base is None or mark is None or mark.whole is None or base.nbytes != array.nbytes or mark.whole[0] != meta:
+    mark = _find_mark(base)
+    if base is None or mark is None or mark.value_id is None or base.nbytes != array.nbytes or mark.value_id[0] != meta:
         return None
-    return mark.whole[1]
+    return mark.value_id[1]
 
 
 def _is_immutable(array: Array) -> bool:
@@ -297,31 +297,31 @@ def _is_immutable(array: Array) -> bool:
         return False
     base: Any = array
     while type(base) is np.ndarray:
-        if _mark(base) is not None:
-            return array.nbytes * _SHARED_PART >= base.nbytes
+        if _find_mark(base) is not None:
+            return array.nbytes * _LEAST_SHARED_FRACTION >= base.nbytes
         base = base.base
-    return type(base) is bytes and array.nbytes * _SHARED_PART >= len(base)
+    return type(base) is bytes and array.nbytes * _LEAST_SHARED_FRACTION >= len(base)
 
 
-def base_of(data: memoryview, whole: tuple[bytes, bytes] | None = None) -> Array:
-    """Returns the base of arrays that are views of a buffer. It marks their memory as immutable."""
-    # By frombuffer, since ndarray() takes the object behind a memoryview, which may be writable, for its base.
+def immutable_base(data: memoryview, whole: tuple[bytes, bytes] | None = None) -> Array:
+    """Returns an array over a buffer, as the base of views. It marks the memory as immutable."""
+    # np.frombuffer, since np.ndarray() would make the object behind the memoryview the base, maybe a writable one.
     base = _frombuffer(data if data.readonly else data.toreadonly(), _uint8)
-    mark = _Decoded(base, _forget)
-    mark.whole = whole
-    _remember(mark)
+    mark = _DecodedMark(base, _drop_mark)
+    mark.value_id = whole
+    _keep_mark(mark)
     return base
 
 
-def whole_view(data: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], whole: tuple[bytes, bytes]) -> Array:
-    """`view` of all of a buffer, for elements of some size: for read-only use."""
-    found = _ndarray(shape, dtype, base_of(data, whole))
-    return found if found.flags.aligned else _aligned(found)
+def view_whole(data: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], whole: tuple[bytes, bytes]) -> Array:
+    """Returns a read-only array over a whole buffer. Like `view`, but for dtypes with an itemsize above 0 only."""
+    found = _ndarray(shape, dtype, immutable_base(data, whole))
+    return found if found.flags.aligned else _aligned_copy(found)
 
 
-def _aligned(array: Array) -> Array:
-    """Some code cannot work on unaligned elements, and numpy is slow on them."""
-    copy = dtypes.whole_copy(array)
+def _aligned_copy(array: Array) -> Array:
+    """Copies an unaligned array: some code cannot work on unaligned elements, and numpy is slow on them."""
+    copy = dtypes.copy_with_padding(array)
     copy.flags.writeable = False
     return copy
 
@@ -334,21 +334,21 @@ def view(
     *,
     writable: bool,
 ) -> Array:
-    """The array of the bytes at `at`: a view that cannot be made writable, or a fresh writable copy.
+    """Returns the array whose bytes begin at `at`: a view that cannot be made writable, or a fresh writable copy.
 
     Args:
-        data: immutable; long enough. An array is one of `base_of`.
+        data: immutable, and long enough. An array must come from `immutable_base`.
 
     Raises:
-        ValueError, TypeError: no such array can be made.
+        ValueError, TypeError: dtype or shape is invalid.
     """
     if dtype.itemsize == 0:
-        # On its own, numpy makes an empty text dtype one byte long; within a field it keeps it. No memory is needed.
+        # numpy makes an empty text dtype one byte long, unless it is the dtype of a field. No memory is needed.
         found = np.ndarray(shape, np.dtype([("f", dtype)]))["f"]
         found.flags.writeable = writable
         return found
-    found = np.ndarray(shape, dtype, base_of(data) if isinstance(data, memoryview) else data, at)
+    found = np.ndarray(shape, dtype, immutable_base(data) if isinstance(data, memoryview) else data, at)
     if writable:
-        return found.copy() if dtype.names is None else dtypes.whole_copy(found)
-    # Read-only, as the memory is that it was made on.
-    return found if found.flags.aligned else _aligned(found)
+        return found.copy() if dtype.names is None else dtypes.copy_with_padding(found)
+    # Read-only, since its base is read-only.
+    return found if found.flags.aligned else _aligned_copy(found)

@@ -1,11 +1,10 @@
-"""Memory that an allocator gave, recognised in whatever is made of it.
+"""Blocks of memory from an allocator, and how to find the block behind an array or a buffer.
 
-A transport that can hand memory to another process without copying it offers an allocator: what is encoded straight
-into its memory travels as a reference. This module knows no transport; it says what a piece of such memory looks like,
-and finds it behind a value's buffers.
+A transport that can lend memory to another process without a copy offers an allocator: values that are encoded into its
+memory travel as references. This module knows no transport. It defines blocks, and finds them behind buffers.
 
-A piece lives as long as anything refers to it: an array on it, a memoryview, an encoded value. Its allocator learns
-that it is garbage by a `Watch` on the `Block`, and only then gives the memory to somebody else.
+A block lives as long as anything refers to it: an array, a memoryview, an encoded value. A `Watch` on the `Block` calls
+its allocator when the block is garbage, and only then does the allocator reuse the memory.
 """
 
 from __future__ import annotations
@@ -26,55 +25,54 @@ A = TypeVar("A", bound="np.ndarray[Any, Any]")
 
 
 class Watch(weakref.ref[A]):
-    """A weak reference to memory, with what is to be known when that is garbage: `Watch(array, callback)`.
+    """A weak reference to an array that calls `callback(watch)` when the array is garbage: `Watch(array, callback)`.
 
-    The callback is called with the watch, as long as somebody has the watch: its maker keeps it in a set. It may come
-    at any time, in any thread, also between two lines of its maker's: it does no more than to note it, and raises
-    nothing. Where a method of a deque or a set will do, no Python code runs. (`weakref.finalize` is Python code, some
-    five calls for each array that comes and goes.)
+    The owner must keep the watch, for example in a set, or the callback is never called. The callback may run at any
+    time, in any thread: it only takes a note, and raises nothing. Use a method of a deque or set where possible, so
+    that no Python code runs (`weakref.finalize` costs five Python calls for each array).
     """
 
     __slots__ = ()
-    __hash__ = object.__hash__  # by identity: a weak reference takes both from what it refers to, and arrays have none
+    __hash__ = object.__hash__  # by identity: weak references forward both to their object, and arrays have no hash
     __eq__ = object.__eq__
 
 
 class Origin(Protocol):
-    """The allocator's note on a block.
+    """The allocator's record of a block.
 
     Attributes:
-        locked: its memory was page-locked when it was given out.
+        locked: the memory was page-locked when the allocator gave it out.
     """
 
     @property
     def locked(self) -> bool: ...
 
     def spoil(self) -> None:
-        """Forbids any reuse of this memory: some process may read it for ever."""
+        """Forbids any reuse of this memory, since another process may still read it."""
 
     def pinned(self, device: Device) -> Pin | None:
-        """Page-locks its memory for a device, unless it is. Returns the pin, or None if it cannot be locked."""
+        """Page-locks the memory for a device, unless it is locked. Returns the pin; None if locking fails."""
 
 
 class Block(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A run of bytes of an allocator. Arrays on it are made by `np.ndarray(..., buffer=block)`: they are plain ones.
+    """Memory from an allocator. `np.ndarray(..., buffer=block)` creates plain arrays on it.
 
-    It is made by `Block(nbytes, np.uint8, buffer)` on something that is no array: numpy would name an array below it as
-    the base of arrays on it, and no array would keep the block alive.
+    Create a block by `Block(nbytes, np.uint8, buffer)`, where `buffer` is no array: otherwise arrays on the block would
+    refer to that array instead of the block, and not keep the block alive.
 
     Attributes:
-        origin: the allocator's own note; None for views that numpy made of a block.
+        origin: the allocator's record; None for views that numpy made of a block.
     """
 
     origin: Origin | None = None
 
 
 Allocate = Callable[[int], Block | None]
-"""(bytes) -> that much writable memory, or None: take any other. May be called from every thread."""
+"""Allocates a number of writable bytes; None if the allocator has none. May be called from every thread."""
 
 
 def block_behind(memory: NDArray[Any] | memoryview) -> Block | None:
-    """The block that an array or a buffer lies in, if it does."""
+    """Returns the block that an array or a buffer lies in; None if its memory is from no block."""
     below: Any = memory.obj if type(memory) is memoryview else memory.base
     if type(below) is Block and below.origin is not None:
         return below  # as a rule

@@ -27,7 +27,7 @@ __all__ = [
     "message",
     "message_named",
     "message_of",
-    "named",
+    "register",
     "reserve",
 ]
 
@@ -47,19 +47,19 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A dataclass that travels.
+    """A dataclass declared with `@tg.message`.
 
     Attributes:
         fields: the names of its fields.
-        init: those its constructor takes.
-        runs_code: its constructor runs code of the user's, which may change what it is given.
+        init_fields: the names of the fields that its constructor takes.
+        runs_user_code: the constructor runs user code, which may change its arguments.
     """
 
     name: str
     type: type
     fields: tuple[str, ...]
-    init: frozenset[str]
-    runs_code: bool
+    init_fields: frozenset[str]
+    runs_user_code: bool
 
 
 _codecs: Final[dict[type, Codec]] = {}
@@ -73,21 +73,22 @@ codec_named = _codecs_by_name.get
 message_of = _messages.get
 message_named = _messages_by_name.get
 reserve = _reserved.update
+"""Marks types that travel without a codec: declaring them is an error."""
 
 
 def codec(type: type[X], encode: Callable[[X], Any], decode: Callable[[Any], X], *, name: str | None = None) -> None:
     """Makes values of a type travel. Call it where the driver is imported.
 
-    It holds for exactly this type, not for its subclasses: what arrives is of the type that was sent.
+    The codec is for exactly this type, not for its subclasses: values arrive with the type they were sent with.
 
     Args:
         type: the class.
-        encode: turns one into a value that travels, the same one for equal values.
-        decode: turns that back. Arrays in what it gets are read-only, unless a state is restored.
-        name: what the type is called between nodes; default its qualified name.
+        encode: converts an instance to a value that travels; equal instances must give equal values.
+        decode: converts that value back. Its arrays are read-only, unless a state is restored.
+        name: the type's name between nodes; default its qualified name.
 
     Raises:
-        JobError: the type travels anyway, or another type has that name.
+        JobError: the type travels without a codec, or another type has that name.
     """
     if not isinstance(type, builtins.type) or not callable(encode) or not callable(decode):
         raise JobError(
@@ -100,20 +101,20 @@ def codec(type: type[X], encode: Callable[[X], Any], decode: Callable[[Any], X],
     known = _codecs_by_name.get(name)
     if known is not None and not _same_class(known.type, type):
         raise JobError(
-            f"two types have a codec called {name!r} ({_at(known.type)} and {_at(type)}): "
+            f"two types have a codec called {name!r} ({_qualified_name(known.type)} and {_qualified_name(type)}): "
             f"give one of them tg.codec(..., name='...')"
         )
     _codecs[type] = _codecs_by_name[name] = Codec(name, type, encode, decode)
 
 
-def named(name: str, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> Codec:
-    """A codec for a type that is not known yet; `bind` adds the type."""
+def register(name: str, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> Codec:
+    """Registers a codec under a name, for types that `bind` adds later."""
     made = _codecs_by_name[name] = Codec(name, object, encode, decode)
     return made
 
 
 bind = _codecs.__setitem__
-"""From now on values of a type travel by a codec."""
+"""Assigns a codec to a type: `bind(type, codec)`."""
 
 
 @overload
@@ -122,38 +123,38 @@ def message(cls: C) -> C: ...
 def message(*, name: str | None = None) -> Callable[[C], C]: ...
 @dataclass_transform(field_specifiers=(dataclasses.field,))
 def message(cls: Any = None, *, name: str | None = None) -> Any:
-    """Class decorator: a dataclass that travels, field by field. Makes a dataclass of a class that is none yet.
+    """Class decorator: makes a dataclass travel field by field, and other classes dataclasses first.
 
-    What arrives was made by calling the class with its fields, and then has exactly the fields that were sent,
-    whatever `__post_init__` made of them. Subclasses are declared on their own.
+    The receiver calls the class with the fields, then sets every field to the value that was sent, whatever
+    `__post_init__` did. Each subclass needs its own declaration.
 
     Args:
-        name: what the class is called between nodes; default its qualified name.
+        name: the class's name between nodes; default its qualified name.
 
     Raises:
         JobError: another class has that name, or the class cannot be called with its fields.
     """
 
     def declare(target: Any) -> Any:
-        made = _dataclass_of(target)
+        made = _as_dataclass(target)
         wire_name = made.__qualname__ if name is None else name
         known = _messages_by_name.get(wire_name)
         if known is not None and not _same_class(known.type, made):
             raise JobError(
-                f"two messages are called {wire_name!r} ({_at(known.type)} and {_at(made)}): "
+                f"two messages are called {wire_name!r} ({_qualified_name(known.type)} and {_qualified_name(made)}): "
                 f"declare one with @tg.message(name='...')"
             )
         fields = dataclasses.fields(made)
         init = frozenset(f.name for f in fields if f.init)
-        _check_callable(made, init)
-        found = Message(wire_name, made, tuple(f.name for f in fields), init, _runs_code(made))
+        _check_constructor(made, init)
+        found = Message(wire_name, made, tuple(f.name for f in fields), init, _runs_user_code(made))
         _messages[made] = _messages_by_name[wire_name] = found
         return made
 
     return declare if cls is None else declare(cls)
 
 
-def _dataclass_of(target: Any) -> Any:
+def _as_dataclass(target: Any) -> Any:
     if not isinstance(target, type):
         raise JobError(f"@tg.message goes on a class, not on {target!r:.100}")
     name = target.__qualname__
@@ -181,12 +182,12 @@ def _dataclass_of(target: Any) -> Any:
         ) from error
 
 
-def _runs_code(cls: Any) -> bool:
+def _runs_user_code(cls: Any) -> bool:
     code = getattr(cls.__init__, "__code__", None)
-    return hasattr(cls, "__post_init__") or code is None or code.co_filename != "<string>"  # where dataclass wrote it
+    return hasattr(cls, "__post_init__") or code is None or code.co_filename != "<string>"  # dataclass's own
 
 
-def _check_callable(cls: type, init: frozenset[str]) -> None:
+def _check_constructor(cls: type, init: frozenset[str]) -> None:
     try:
         signature(cls).bind(**dict.fromkeys(init))
     except TypeError as error:
@@ -197,14 +198,14 @@ def _check_callable(cls: type, init: frozenset[str]) -> None:
 
 
 def _same_class(one: type, other: type) -> bool:
-    """True if both are one class of the source, perhaps made twice: a cell run again, a driver loaded as a module
-    and as `__main__`."""
-    return one.__qualname__ == other.__qualname__ and _source(one) == _source(other)
+    """Tells if both come from one class statement, which may have run twice: a notebook cell that is run again, a
+    driver that is loaded as a module and as `__main__`."""
+    return one.__qualname__ == other.__qualname__ and _source_file(one) == _source_file(other)
 
 
-def _source(cls: type) -> str:
+def _source_file(cls: type) -> str:
     return getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
 
 
-def _at(cls: type) -> str:
+def _qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"

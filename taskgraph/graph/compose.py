@@ -16,37 +16,37 @@ from taskgraph.errors import GraphError, JobError
 from taskgraph.protocol.frozen import frozen
 from taskgraph.signatures import signature
 
-_YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_GENERATOR_FLAGS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
-__all__ = ["TEXTS", "Composition", "Graph", "Processor", "is_text", "name_of"]
+__all__ = ["ENCODABLE_TEXTS", "Composition", "Graph", "Processor", "is_text", "name_of"]
 
-TEXTS: Final[set[str]] = set()
-"""Names that are texts, as most were found to be before: to look here first is no call."""
-_TEXTS_KEPT: Final = 1024
+ENCODABLE_TEXTS: Final[set[str]] = set()
+"""Caches names that can be encoded: a lookup is cheaper than the call of `is_text`."""
+_MOST_TEXTS: Final = 1024
 
 
 def is_text(name: str) -> bool:
-    """True if a name can be encoded. Half a surrogate pair cannot; names of files may have one."""
+    """True if a name can be encoded as UTF-8. Lone surrogates, which file names may contain, cannot."""
     try:
         name.encode()
     except UnicodeEncodeError:
         return False
-    if len(TEXTS) < _TEXTS_KEPT:
-        TEXTS.add(name)
+    if len(ENCODABLE_TEXTS) < _MOST_TEXTS:
+        ENCODABLE_TEXTS.add(name)
     return True
 
 
 Channel = tuple[str, int]
-"""(tag, producer) of an inbound one, (tag, consumer) of an outbound one."""
+"""(tag, producer) of an inbound channel, (tag, consumer) of an outbound channel."""
 Links = Mapping[str, Any] | None
-"""The inbound or outbound channels of a processor, as declared: tag -> a link's name, a task, or several."""
+"""The inbound or outbound channels of a processor as declared: tag -> a link's name, a task, or a sequence of them."""
 
 
 class Linked(Protocol):
-    """Says where a task's links lead in the epoch that is composed."""
+    """Resolves a task's links to neighbors in the epoch that is composed."""
 
     def neighbors(self, link: str) -> tuple[int, ...]:
-        """Raises JobError where there is no such link, or it leads to no task."""
+        """Returns the tasks that a link leads to. Raises JobError if there is no such link, or it leads to no task."""
 
 
 @frozen
@@ -56,9 +56,10 @@ class Processor:
     Attributes:
         inbound: tag -> producers, in the order declared.
         outbound: tag -> consumers, in the order declared.
-        sync: it declares no outbound channel: it runs after all others and may change state.
-        parallel: it runs whenever it is ready.
-        takes, puts: its channels, one by one.
+        sync: the processor is a sync point: it has no outbound channel, runs after all others, and may change state.
+        parallel: the processor runs as soon as its inputs are ready.
+        takes: its inbound channels.
+        puts: its outbound channels.
     """
 
     name: str
@@ -73,11 +74,11 @@ class Processor:
 
 @frozen
 class Declaration:
-    """The words in which `compose` declared a processor.
+    """The arguments with which `compose` declared a processor.
 
     Attributes:
-        inbound, outbound: the tags, and what each leads to: a link, a task, or several in a sequence of its own.
-        changing: the links it names that may lead elsewhere in another epoch, and where they led.
+        inbound, outbound: the tags, and where each leads: a link, a task, or a sequence of them.
+        changing: the links in them that may lead to other tasks in another epoch, and their tasks in this epoch.
     """
 
     compute: Callable[..., Any]
@@ -90,16 +91,16 @@ class Declaration:
 
 @frozen
 class Graph:
-    """The graph that `compose` declared. Epochs that declare the same processors share one object.
+    """A task's graph as `compose` declared it. Epochs that declare equal processors share one object.
 
     Attributes:
-        names: of the processors.
-        ordered: those that run one after another before the sync points.
-        parallel: those that run whenever they are ready.
-        sync_points: those that run last.
+        names: the names of the processors.
+        ordered: processors that run one after another, before the sync points.
+        parallel: processors that run as soon as their inputs are ready.
+        sync_points: processors that run last.
         channels_in: (tag, producer) of every inbound channel, each once.
         channels_out: (tag, consumer) of every outbound channel.
-        declarations: of all processors; none where one of them cannot be recognised when it is declared again.
+        declarations: one for each processor; empty if one of them cannot be compared with the next epoch's.
     """
 
     processors: tuple[Processor, ...]
@@ -111,45 +112,45 @@ class Graph:
     channels_out: tuple[Channel, ...]
     declarations: tuple[Declaration, ...]
 
-    def lasts(self, owner: object) -> bool:
-        """True if its declaration means the same in every epoch: all names in it refer to the same objects and links.
+    def is_reusable(self, owner: object) -> bool:
+        """True if the graph is valid in every epoch, so that `compose` need not run again.
 
         Args:
-            owner: whose `compose` declared it. What its own methods and plain functions know of an epoch is what they
-                are called with; other objects, and the defaults of a function, may have been made for this one.
+            owner: the task whose `compose` declared the graph. Its own methods and plain functions refer to no object
+                of an epoch; other objects, and the defaults of a function, may have been created for this epoch.
         """
         known = len(self.declarations) == len(self.processors)
-        return known and all(not d.changing and _knows_nothing(d.compute, owner) for d in self.declarations)
+        return known and all(not d.changing and _is_free_of_epoch(d.compute, owner) for d in self.declarations)
 
 
-def _knows_nothing(compute: Callable[..., Any], owner: object) -> bool:
-    """True if the function cannot hold objects made for one epoch."""
+def _is_free_of_epoch(compute: Callable[..., Any], owner: object) -> bool:
+    """True if the function surely refers to no object that was created for one epoch."""
     if type(compute) is MethodType:
         return compute.__self__ is owner or isinstance(compute.__self__, type)
-    function = cast(FunctionType, compute)  # without a closure, or it could not be recognised
+    function = cast(FunctionType, compute)  # it has no closure, or there would be no declaration
     return not function.__defaults__ and not function.__kwdefaults__
 
 
 class Composition:
-    """The graph that `compose` declares, while it does.
+    """Builds a task's graph while `compose` declares it.
 
-    Most tasks declare the same in every epoch. What is declared in the words of the epoch before, in the same order,
-    is neither checked nor made again: one look at each processor finds that. What stands for many epochs
-    is not declared again at all: see `Graph.lasts`.
+    Most tasks declare the same processors in every epoch. A declaration that equals the previous epoch's, in the same
+    place, is neither checked nor built again. A graph that is valid in every epoch is not even declared again: see
+    `Graph.is_reusable`.
 
     Args:
-        before: the graph of an epoch before.
-        lasting: the links that are the same in every epoch.
+        before: the graph of an earlier epoch.
+        lasting: the links that lead to the same tasks in every epoch.
     """
 
     __slots__ = (
-        "_again",
+        "_by_name",
         "_declarations",
         "_lasting",
-        "_named",
         "_ordered",
         "_parallel",
         "_puts",
+        "_repeated",
         "_sync_points",
         "_takes",
         "before",
@@ -164,19 +165,19 @@ class Composition:
         self.task = task
         self.epoch = epoch
         self.linked: dict[str, tuple[int, ...]] = {}
-        """Where links lead that were asked for; most are named more than once."""
+        """Caches the neighbors of links, since most links are named more than once."""
         self._lasting = lasting
-        self._again = 0  # how many processors were declared again
+        self._repeated = 0  # processors that were declared as in `before`
         self.before = before
-        """The graph that is expected again; None after the first processor that differs from it."""
+        """The graph that is expected again; None after the first processor that differs."""
         if before is None:
             self._begin()
 
-    def lasts(self, link: str) -> bool:
+    def is_constant(self, link: str) -> bool:
         """True if the link leads to the same tasks in every epoch."""
         return link in self._lasting
 
-    def again(
+    def add_repeated(
         self,
         compute: Callable[..., Any],
         inbound: Links,
@@ -185,12 +186,11 @@ class Composition:
         parallel: bool,
         work: Linked,
     ) -> bool:
-        """Adds a processor and returns True if the epoch before declared the same one in this place.
+        """Adds a processor and returns True if `before` has an equal declaration in this place.
 
-        What is compared is of the same type, too: 1 is a task, True and 1.0 are none; and members of an enum may be
-        equal to texts, and be called otherwise.
+        Types are compared, too: 1 is a task, True and 1.0 are not, and a member of an enum may equal a text.
         """
-        before, at = self.before, self._again
+        before, at = self.before, self._repeated
         if before is None or at == len(before.declarations):
             return False
         known = before.declarations[at]
@@ -204,17 +204,17 @@ class Composition:
                     return False
             elif type(given) is not dict or len(given) != len(tags):
                 return False
-            # Constants of the code, which most are, are the very same objects.
+            # Most are constants of the code: the same objects in each epoch.
             elif all(map(is_, given, tags)) and all(map(is_, given.values(), tos)):
                 continue
-            elif not _equal(given, tags, tos):
+            elif not _links_equal(given, tags, tos):
                 return False
-        if known.changing and not self._lead_as_before(known.changing, work):
+        if known.changing and not self._links_unchanged(known.changing, work):
             return False
-        self._again = at + 1
+        self._repeated = at + 1
         return True
 
-    def _lead_as_before(self, links: tuple[tuple[str, tuple[int, ...]], ...], work: Linked) -> bool:
+    def _links_unchanged(self, links: tuple[tuple[str, tuple[int, ...]], ...], work: Linked) -> bool:
         for link, ids in links:
             if link not in self.linked:
                 try:
@@ -235,61 +235,61 @@ class Composition:
         parallel: bool,
         declared: tuple[Links, Links],
     ) -> None:
-        """Adds a processor; raises GraphError where it does not fit what is there.
+        """Checks and adds a processor; raises GraphError if it is invalid or conflicts with another processor.
 
         Args:
-            declared: `inbound` and `outbound` as they were declared.
+            declared: `inbound` and `outbound` as the user wrote them, with names of links.
         """
         if self.before is not None:
             self._begin()
         if not callable(compute):
-            raise GraphError(f"{self._at()}: a processor's compute must be callable, not {type(compute).__name__}")
+            raise GraphError(f"{self._where()}: a processor's compute must be callable, not {type(compute).__name__}")
         declaration = self._declaration(compute, *declared, name, parallel)
         name = name or name_of(compute)
         code = getattr(compute, "__code__", None)
-        if code is not None and code.co_flags & _YIELDS:
+        if code is not None and code.co_flags & _GENERATOR_FLAGS:
             raise GraphError(
-                f"{self._at()}: {name!r} has a `yield`, so calling it would run nothing of it: put each value with "
+                f"{self._where()}: {name!r} has a `yield`, so calling it would run nothing of it: put each value with "
                 f"outs.put(tag, value), several of one tag as a list"
             )
-        if not _takes_three(compute):
-            raise GraphError(f"{self._at()}: {name!r} {_called(compute)}")
-        if name in self._named:
+        if not _accepts_three_arguments(compute):
+            raise GraphError(f"{self._where()}: {name!r} {_describe_call(compute)}")
+        if name in self._by_name:
             raise GraphError(
-                f"{self._at()}: two processors are called {name!r}; give one of them another: "
+                f"{self._where()}: two processors are called {name!r}; give one of them another: "
                 f"epoch.processor(..., name='...')"
             )
         if parallel and not outbound:
             raise GraphError(
-                f"{self._at()}: processor {name!r} has no outbound channel, so it is a sync point and may change "
+                f"{self._where()}: processor {name!r} has no outbound channel, so it is a sync point and may change "
                 f"state; sync points run one after another: leave parallel=True out. To ask others without a channel, "
                 f"flag yourself in compose, epoch.flag(self.task_id), and ask in on_flag"
             )
-        if name not in TEXTS and not is_text(name):
-            raise GraphError(f"{self._at()}: the name {name!a} of a processor is no text that can be encoded")
+        if name not in ENCODABLE_TEXTS and not is_text(name):
+            raise GraphError(f"{self._where()}: the name {name!a} of a processor is no text that can be encoded")
         takes, puts = [], []
         for tag, consumers in outbound.items():
-            if tag not in TEXTS and not is_text(tag):
-                raise self._no_text(tag)
+            if tag not in ENCODABLE_TEXTS and not is_text(tag):
+                raise self._tag_error(tag)
             for consumer in consumers:
                 puts.append((tag, consumer))
                 if (other := self._puts.get((tag, consumer))) is not None:
                     raise GraphError(
-                        f"{self._at()}: processors {other!r} and {name!r} both declare channel {tag!r} to task "
+                        f"{self._where()}: processors {other!r} and {name!r} both declare channel {tag!r} to task "
                         f"{consumer}; a channel has one producer: give one of them another tag"
                     )
         for tag, producers in inbound.items():
-            if tag not in TEXTS and not is_text(tag):
-                raise self._no_text(tag)
+            if tag not in ENCODABLE_TEXTS and not is_text(tag):
+                raise self._tag_error(tag)
             for producer in producers:
                 takes.append((tag, producer))  # noqa: PERF401 - a comprehension is a call before Python 3.12
         processor = Processor(name, compute, inbound, outbound, not outbound, parallel, tuple(takes), tuple(puts))
-        self._enter(processor, declaration)
+        self._append(processor, declaration)
 
     def _begin(self) -> None:
-        """Begins a new graph with the processors that were declared again."""
+        """Begins a new graph with the processors that equal those of `before` so far."""
         before, self.before = self.before, None
-        self._named: dict[str, Processor] = {}
+        self._by_name: dict[str, Processor] = {}
         self._declarations: list[Declaration] = []
         self._ordered: list[Processor] = []
         self._parallel: list[Processor] = []
@@ -297,11 +297,11 @@ class Composition:
         self._takes: dict[Channel, None] = {}
         self._puts: dict[Channel, str] = {}
         if before is not None:
-            for processor, declaration in zip(before.processors[: self._again], before.declarations, strict=False):
-                self._enter(processor, declaration)
+            for processor, declaration in zip(before.processors[: self._repeated], before.declarations, strict=False):
+                self._append(processor, declaration)
 
-    def _enter(self, processor: Processor, declaration: Declaration | None) -> None:
-        self._named[processor.name] = processor
+    def _append(self, processor: Processor, declaration: Declaration | None) -> None:
+        self._by_name[processor.name] = processor
         if declaration is not None:
             self._declarations.append(declaration)
         if processor.sync:
@@ -314,26 +314,28 @@ class Composition:
     def _declaration(
         self, compute: Callable[..., Any], inbound: Links, outbound: Links, name: str | None, parallel: bool
     ) -> Declaration | None:
-        """A declaration that can be compared with the next epoch's; None if it holds more than plain values.
+        """Returns a declaration to compare with the next epoch's; None if it refers to objects that are not plain.
 
-        Nothing made for one epoch is kept for the next one, with all it refers to: no closure, no partial.
+        A closure or partial may refer to objects of this epoch, and would keep them alive for the next epoch.
         """
         if type(compute) is not MethodType and (type(compute) is not FunctionType or compute.__closure__):
             return None
         if type(parallel) is not bool or (name is not None and type(name) is not str):
             return None
         changing: dict[str, tuple[int, ...]] = {}
-        if (takes := self._plain(inbound, changing)) is None or (puts := self._plain(outbound, changing)) is None:
+        if (takes := self._plain_links(inbound, changing)) is None or (
+            puts := self._plain_links(outbound, changing)
+        ) is None:
             return None
         return Declaration(compute, name, parallel, takes, puts, tuple(changing.items()))
 
-    def _plain(
+    def _plain_links(
         self, links: Links, changing: dict[str, tuple[int, ...]]
     ) -> tuple[tuple[str, ...], tuple[Any, ...]] | None:
-        """Tags, and where each of them leads, as plain values; None where they are none.
+        """Returns the tags, and where each leads; None if they are not plain values.
 
         Args:
-            changing: gets the links among them that may lead elsewhere in another epoch.
+            changing: receives the links among them that may lead to other tasks in another epoch.
         """
         tags: list[str] = []
         tos: list[Any] = []
@@ -348,40 +350,42 @@ class Composition:
                 for one in to:
                     if type(one) is not int and (type(one) is not str or one not in self._lasting):
                         return None
-                to = kind(to)  # a list may be another when it comes again
+                to = kind(to)  # a copy: the user may change the list later
             elif kind is not int:
                 return None
             tags.append(tag)
             tos.append(to)
         return tuple(tags), tuple(tos)
 
-    def _no_text(self, tag: str) -> GraphError:
-        return GraphError(f"{self._at()}: the tag {tag!a} is no text that can be encoded: name the channel otherwise")
+    def _tag_error(self, tag: str) -> GraphError:
+        return GraphError(
+            f"{self._where()}: the tag {tag!a} is no text that can be encoded: name the channel otherwise"
+        )
 
-    def _at(self) -> str:
+    def _where(self) -> str:
         return f"task {self.task}, epoch {self.epoch}, compose"
 
     def graph(self) -> Graph:
-        """The declared graph."""
+        """Returns the declared graph."""
         before = self.before
         if before is not None:
-            if self._again == len(before.processors):
+            if self._repeated == len(before.processors):
                 return before
             self._begin()
         return Graph(
-            tuple(self._named.values()),
-            tuple(self._named),
+            tuple(self._by_name.values()),
+            tuple(self._by_name),
             tuple(self._ordered),
             tuple(self._parallel),
             tuple(self._sync_points),
             tuple(self._takes),
             tuple(self._puts),
-            tuple(self._declarations) if len(self._declarations) == len(self._named) else (),
+            tuple(self._declarations) if len(self._declarations) == len(self._by_name) else (),
         )
 
 
-def _equal(given: dict[str, Any], tags: tuple[str, ...], tos: tuple[Any, ...]) -> bool:
-    """True if these links equal the declared ones, in type, too. Both have the same number of tags."""
+def _links_equal(given: dict[str, Any], tags: tuple[str, ...], tos: tuple[Any, ...]) -> bool:
+    """True if `given` equals the known tags and targets, also in type. Both must have the same number of tags."""
     for (tag, to), known_tag, known_to in zip(given.items(), tags, tos, strict=True):
         if tag is not known_tag and (type(tag) is not type(known_tag) or tag != known_tag):
             return False
@@ -397,8 +401,8 @@ def _equal(given: dict[str, Any], tags: tuple[str, ...], tos: tuple[Any, ...]) -
 
 
 def name_of(compute: Callable[..., Any]) -> str:
-    """The name of a processor that has none: that of its function."""
-    if type(compute) is MethodType:  # plain methods and functions, which most are, are asked for nothing they lack
+    """Returns the default name of a processor: the name of its function."""
+    if type(compute) is MethodType:  # the fast path: most are plain methods and functions
         compute = compute.__func__
     if type(compute) is FunctionType and compute.__name__ != "<lambda>":
         return compute.__name__
@@ -409,19 +413,19 @@ def name_of(compute: Callable[..., Any]) -> str:
     return "processor" if name == "<lambda>" else str(name)
 
 
-_LEFT_OPEN: Final = getattr(functools, "Placeholder", object())
-"""Python 3.14 puts this into a partial for an argument that comes later."""
+_PLACEHOLDER: Final = getattr(functools, "Placeholder", object())
+"""Marks an argument that a partial leaves open, from Python 3.14 on."""
 
 
-def _takes_three(compute: Callable[..., Any]) -> bool:
-    """False if calling compute(epoch, ins, outs) would fail; True if that cannot be seen.
+def _accepts_three_arguments(compute: Callable[..., Any]) -> bool:
+    """False if calling compute(epoch, ins, outs) would surely fail.
 
-    What is declared anew in every epoch comes here in every epoch: to count is many times faster than
-    `inspect.signature`. And it looks at the code that is called, not at what a decorator says of it.
+    It counts parameters, since `inspect.signature` is many times slower, and changing graphs are checked in every
+    epoch. It checks the code that is called, not the signature that a decorator announces.
     """
     given, named = 3, frozenset[str]()
     while type(compute) is functools.partial:
-        if any(one is _LEFT_OPEN for one in compute.args):
+        if any(one is _PLACEHOLDER for one in compute.args):
             return True
         given += len(compute.args)
         named |= compute.keywords.keys()
@@ -448,8 +452,8 @@ def _takes_three(compute: Callable[..., Any]) -> bool:
     return named >= required and (not unknown or bool(code.co_flags & inspect.CO_VARKEYWORDS))
 
 
-def _called(compute: Callable[..., Any]) -> str:
-    """Returns how a compute is called, and which parameters it takes instead, for a message."""
+def _describe_call(compute: Callable[..., Any]) -> str:
+    """Describes how `compute` is called and which parameters it takes, for an error message."""
     given = ["epoch", "ins", "outs"]
     while isinstance(compute, functools.partial):
         given[:-3] = ["..."]

@@ -1,4 +1,4 @@
-"""The reader: meta and buffers as a value. It trusts nothing: what is announced is checked before it is made."""
+"""Decodes values from meta and buffers. Announced sizes and types are checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _NUMBERS: Final = "biufcmM"
 
 
 class Reader:
-    """Reads one value from meta up to `end`, where its trailer begins.
+    """Decodes one value from its buffers and its meta up to `end`, where the trailer begins.
 
     Attributes:
-        extensions: by its code, what reads the payload of an extension.
+        extensions: maps the code of an extension to the function that decodes its payload.
     """
 
     extensions: ClassVar[dict[int, Callable[[Any, memoryview], Any]]]
@@ -48,15 +48,15 @@ class Reader:
         self._small: Any = encoded.meta  # the memory of small parts, and where in meta they begin
         self._inline = 0
 
-    def whole(self) -> Any:
-        """The value.
+    def read(self) -> Any:
+        """Decodes the value.
 
         Raises:
             DecodeError: the bytes are not a value, or name a type that is not declared here.
         """
         outer, _current.reader = _current.reader, self  # user code within a value may decode others
         try:
-            return self._whole()
+            return self._read()
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DecodeError(f"not a value: {error}") from error
         except RecursionError as error:
@@ -64,14 +64,14 @@ class Reader:
         finally:
             _current.reader = outer
 
-    def _whole(self) -> Any:
+    def _read(self) -> Any:
         meta, end = self._encoded.meta, self._end
         kind = meta[:2]
         if kind == layout.TREE and end >= TREE_HEAD.size:
             _, size, buffer = TREE_HEAD.unpack_from(meta)
             begin = TREE_HEAD.size
             if buffer:
-                self._small = arrays.base_of(self._buffer(buffer))
+                self._small = arrays.immutable_base(self._buffer(buffer))
             else:
                 self._inline = begin
                 begin += size
@@ -81,21 +81,21 @@ class Reader:
         if kind == layout.PLAIN:
             return read_tree(memoryview(meta)[2:end])
         if kind in (layout.ARRAY, layout.LARGE_ARRAY):
-            return self._lone(kind == layout.LARGE_ARRAY)
+            return self._lone_array(kind == layout.LARGE_ARRAY)
         raise DecodeError(f"not an encoded value: it begins with {kind!r}, and {layout.TREE!r} is known here")
 
-    def _lone(self, large: bool) -> Any:
-        """An array that is the whole value."""
+    def _lone_array(self, large: bool) -> Any:
+        """Decodes a value that is a single array and nothing else."""
         try:
-            dtype, shape, nbytes, at = layout.read_lone_head(self._encoded.meta)
+            dtype, shape, nbytes, at = layout.read_lone_array_head(self._encoded.meta)
         except IndexError as error:
             raise DecodeError("a value ends within its head") from error
         if self._end != (at if large else at + nbytes) or len(self._encoded.buffers) != large:
             raise DecodeError(f"an array of {nbytes} bytes in a value of {self._end} bytes")
         data = self._buffer(1) if large else self._encoded.meta
-        return self._array_of(data, 0 if large else at, dtype, shape, nbytes, 0)
+        return self._make_array(data, 0 if large else at, dtype, shape, nbytes, 0)
 
-    def extension(self, code: int, payload: memoryview) -> Any:
+    def read_extension(self, code: int, payload: memoryview) -> Any:
         read = self.extensions.get(code)
         if read is None:
             raise DecodeError(f"a value has a part of the unknown kind {code}")
@@ -107,7 +107,7 @@ class Reader:
         return found
 
     def _buffer(self, number: int) -> Any:
-        """A buffer by its number plus one: a memoryview, or, for an array that stayed on its device, a DeviceBuffer."""
+        """Returns buffer `number - 1`: a memoryview, or a DeviceBuffer if its array stayed on a device."""
         buffers = self._encoded.buffers
         if not 0 < number <= len(buffers):
             raise DecodeError(f"a value names buffer {number} and has {len(buffers)}")
@@ -124,9 +124,9 @@ class Reader:
             raise DecodeError(f"a tuple of {type(items).__name__}")
         return tuple(items)
 
-    def _items(self, payload: memoryview) -> Any:
-        """A dict some of whose keys are extensions."""
-        packed_keys, packed_values = layout.read_two(payload)
+    def _dict_of_any_keys(self, payload: memoryview) -> Any:
+        """Decodes a dict with keys that MessagePack lacks, such as tuples."""
+        packed_keys, packed_values = layout.read_byte_pair(payload)
         writable, self._writable = self._writable, False  # a writable scalar of a structured dtype has no hash
         keys = read_tree(packed_keys)
         self._writable = writable
@@ -142,11 +142,11 @@ class Reader:
         return found
 
     def _bytes(self, payload: memoryview) -> bytes:
-        buffer = self._buffer(self._number(payload))
+        buffer = self._buffer(self._buffer_number(payload))
         owner = buffer.obj if type(buffer) is memoryview else None
         return owner if type(owner) is bytes and len(owner) == buffer.nbytes else bytes(buffer)
 
-    def _number(self, payload: memoryview) -> int:
+    def _buffer_number(self, payload: memoryview) -> int:
         number = read_tree(payload)
         if type(number) is not int:
             raise DecodeError(f"{type(number).__name__} in place of a buffer's number")
@@ -155,31 +155,31 @@ class Reader:
     # -- types of users ---------------------------------------------------------------------------------------------
 
     def _message(self, payload: memoryview) -> Any:
-        name, packed = layout.read_named(payload)
+        name, packed = layout.read_name_and_payload(payload)
         known = codecs.message_named(name)
         if known is None:
             raise DecodeError(f"no @tg.message is called {name!r} here: declare it where the driver is imported")
-        fields = self._fields(known, packed)
+        fields = self._message_fields(known, packed)
         try:
-            made = known.type(**{field: fields[field] for field in fields.keys() & known.init})
-            if known.runs_code:  # it may have changed lists and arrays that it was given
-                fields = self._fields(known, packed)
+            made = known.type(**{field: fields[field] for field in fields.keys() & known.init_fields})
+            if known.runs_user_code:  # user code may have changed its arguments: decode them again
+                fields = self._message_fields(known, packed)
             for field, value in fields.items():
-                if getattr(made, field, made) is not value:  # not of __init__, or changed
+                if getattr(made, field, made) is not value:  # no argument of __init__, or changed by user code
                     object.__setattr__(made, field, value)
         except Exception as error:
             raise DecodeError(f"message {name!r} cannot be made of what came: {error_text(error)}") from error
         return made
 
-    def _fields(self, known: codecs.Message, packed: msgspec.Raw) -> dict[str, Any]:
+    def _message_fields(self, known: codecs.Message, packed: msgspec.Raw) -> dict[str, Any]:
         fields = read_tree(memoryview(packed))
         if type(fields) is not dict or tuple(fields) != known.fields:
             came = list(fields) if type(fields) is dict else type(fields).__name__
             raise DecodeError(f"message {known.name!r} came with {came!s:.200}, and has {known.fields!r} here")
         return fields
 
-    def _coded(self, payload: memoryview) -> Any:
-        name, packed = layout.read_named(payload)
+    def _codec_value(self, payload: memoryview) -> Any:
+        name, packed = layout.read_name_and_payload(payload)
         known = codecs.codec_named(name)
         if known is None:
             raise DecodeError(f"no codec is called {name!r} here: call tg.codec where the driver is imported")
@@ -193,13 +193,13 @@ class Reader:
         from google.protobuf import descriptor_pool, message_factory
         from google.protobuf.message import DecodeError as BadMessage
 
-        name, packed = layout.read_named(payload)
+        name, packed = layout.read_name_and_payload(payload)
         data = read_tree(memoryview(packed))
         if type(data) is not bytes:
             raise DecodeError(f"a protobuf message {name!r} without its bytes")
         try:
             descriptor = descriptor_pool.Default().FindMessageTypeByName(name)
-        except (KeyError, TypeError, ValueError) as error:  # the last two of a name that is no UTF-8
+        except (KeyError, TypeError, ValueError) as error:  # the last two: the name is not UTF-8
             raise DecodeError(f"no protobuf message is called {name!r} here: import its _pb2 in the driver") from error
         try:
             return message_factory.GetMessageClass(descriptor).FromString(data)
@@ -210,7 +210,7 @@ class Reader:
 
     def _array(self, payload: memoryview) -> Any:
         head = layout.read_array_head(payload)
-        dtype = dtypes.PARSED[head.dtype]
+        dtype = dtypes.DTYPES_BY_DESCRIPTION[head.dtype]
         nbytes = dtype.itemsize
         for extent in head.shape:
             nbytes *= extent
@@ -218,19 +218,19 @@ class Reader:
             data, at = self._buffer(head.buffer), head.at
         else:
             data, at = self._small, self._inline + head.at
-        found = self._array_of(data, at, dtype, head.shape, nbytes, head.number)
-        return self._in_order(found, head.order) if head.order else found
+        found = self._make_array(data, at, dtype, head.shape, nbytes, head.number)
+        return self._restore_order(found, head.order) if head.order else found
 
-    def _in_order(self, array: Any, order: bytes) -> Any:
+    def _restore_order(self, array: Any, order: bytes) -> Any:
         try:
-            return orders.put_back(array, order)
+            return orders.restore_order(array, order)
         except (ValueError, MemoryError) as error:
             raise DecodeError(str(error)) from error
 
-    def _array_of(
+    def _make_array(
         self, data: Any, at: int, dtype: np.dtype[Any], shape: tuple[int, ...], nbytes: int, number: int
     ) -> Any:
-        self._check(data, at, dtype, nbytes)
+        self._check_bounds(data, at, dtype, nbytes)
         try:
             if type(data) is DeviceBuffer:
                 if data.device is self._device:
@@ -243,7 +243,7 @@ class Reader:
         except (ValueError, TypeError, OverflowError) as error:
             raise DecodeError(f"not an array of shape {shape} and dtype {dtype}: {error}") from error
 
-    def _check(self, data: Any, at: int, dtype: np.dtype[Any], nbytes: int) -> None:
+    def _check_bounds(self, data: Any, at: int, dtype: np.dtype[Any], nbytes: int) -> None:
         if dtype.subdtype is not None:
             raise DecodeError("an array of arrays: its shape says so, not its dtype")
         size = self._end if type(data) is bytes else data.nbytes
@@ -251,8 +251,8 @@ class Reader:
             raise DecodeError(f"an array has {nbytes} bytes from {at} on, in memory of {size} bytes")
 
     def _scalar(self, payload: memoryview) -> Any:
-        described, data = layout.read_two(payload)
-        dtype = dtypes.PARSED[described]
+        described, data = layout.read_byte_pair(payload)
+        dtype = dtypes.DTYPES_BY_DESCRIPTION[described]
         if len(data) != dtype.itemsize or dtype.subdtype is not None or dtype.kind in "SU":
             raise DecodeError(f"a scalar of {len(data)} bytes and dtype {dtype}")
         if dtype.kind in _NUMBERS:  # numpy copies numbers; other scalars are views
@@ -261,7 +261,7 @@ class Reader:
 
 
 class _Current(threading.local):
-    """The reader at work in this thread. Tree decoders are expensive to make, so all readers share one."""
+    """Holds the reader at work in this thread. All readers share one tree decoder, which is expensive to create."""
 
     reader: Reader | None = None
 
@@ -271,14 +271,14 @@ _current: Final = _Current()
 
 def _extension(code: int, payload: memoryview) -> Any:
     assert _current.reader is not None
-    return _current.reader.extension(code, payload)
+    return _current.reader.read_extension(code, payload)
 
 
 read_tree: Final = layout.tree_decoder(_extension)
 
 
 def _to_device(device: Device, host: NDArray[Any]) -> Any:
-    """A copy on the device, straight from where the value lies if that memory is page-locked."""
+    """Copies a host array to the device, without a staging copy if its memory is page-locked."""
     block = block_behind(host)
     pin = block.origin.pinned(device) if block is not None and block.origin is not None else None
     return device.to_device(host) if pin is None else pin.upload(host)
@@ -300,12 +300,12 @@ Reader.extensions = {
     layout.INT_EXT: lambda reader, payload: int.from_bytes(payload, "little", signed=True),
     layout.COMPLEX_EXT: _complex,
     layout.STR_EXT: _text,
-    layout.ITEMS_EXT: Reader._items,
+    layout.ITEMS_EXT: Reader._dict_of_any_keys,
     layout.BYTES_EXT: Reader._bytes,
     layout.ARRAY_EXT: Reader._array,
     layout.SCALAR_EXT: Reader._scalar,
     layout.MESSAGE_EXT: Reader._message,
-    layout.CODEC_EXT: Reader._coded,
+    layout.CODEC_EXT: Reader._codec_value,
     layout.PROTOBUF_EXT: Reader._protobuf,
     layout.NUMPY_STR_EXT: lambda reader, payload: np.str_(_text(reader, payload)),
     layout.NUMPY_BYTES_EXT: lambda reader, payload: np.bytes_(bytes(payload)),

@@ -21,7 +21,7 @@ import xxhash
 
 from taskgraph.graph import worksharing
 
-__all__ = ["BLOCK_BYTES", "Source", "Streaming", "digest", "of_blocks", "of_lone", "without_buffers"]
+__all__ = ["BLOCK_BYTES", "Source", "StreamingDigest", "digest", "of_block_digests", "of_one_buffer", "without_buffers"]
 
 BLOCK_BYTES: Final = 1 << 20
 """Some 0.1 ms of copying and digesting: enough that it costs little to share blocks between threads, and so little that
@@ -29,20 +29,20 @@ no thread waits long for the last one; half and a quarter of it were no faster. 
 `version.PROTOCOL`, `transport.frames.PROTOCOL_VERSION` and the format of checkpoints."""
 
 without_buffers: Final = xxhash.xxh3_128_digest
-"""The digest of a value that has no buffers."""
+"""Returns the digest of a value that has no buffers."""
 
 
 _pack_two: Final = struct.Struct("<2Q").pack
 
 
 class Source(Protocol):
-    """A buffer that is made while it is digested."""
+    """A buffer that is filled while it is digested."""
 
     @property
     def nbytes(self) -> int: ...
 
     def digest(self, begin: int, end: int) -> bytes:
-        """The xxh3-128 of these bytes; may be asked for in any order and from any thread, once for each."""
+        """Returns the xxh3-128 of bytes `begin` to `end`. Call once for each block, in any order, from any thread."""
 
 
 def digest(value: bytes | bytearray | memoryview, buffers: Sequence[memoryview | Source]) -> bytes:
@@ -52,9 +52,9 @@ def digest(value: bytes | bytearray | memoryview, buffers: Sequence[memoryview |
     sizes: list[int] = []
     for buffer in buffers:
         sizes.append(buffer.nbytes)  # noqa: PERF401 - a comprehension is a call before Python 3.12
-    whole = _begin(value, sizes)
+    whole = _hash_head(value, sizes)
     if sum(sizes) >= worksharing.LEAST_BYTES:
-        _shared(whole, buffers)
+        _digest_blocks_in_threads(whole, buffers)
         return whole.digest()
     for buffer in buffers:
         size = buffer.nbytes
@@ -63,81 +63,81 @@ def digest(value: bytes | bytearray | memoryview, buffers: Sequence[memoryview |
                 whole.update(xxhash.xxh3_128_digest(buffer))
         else:
             for begin in range(0, size, BLOCK_BYTES):
-                whole.update(_block(buffer, begin))
+                whole.update(_digest_block(buffer, begin))
     return whole.digest()
 
 
-def of_lone(value: bytes, buffer: memoryview) -> bytes:
-    """`digest` for a value with exactly one buffer, in one call if the buffer is one block."""
+def of_one_buffer(value: bytes, buffer: memoryview) -> bytes:
+    """Returns the digest of a value with exactly one buffer. Faster than `digest` if the buffer is a single block."""
     size = buffer.nbytes
     if not 0 < size <= BLOCK_BYTES:
         return digest(value, (buffer,))
     return without_buffers(value + _pack_two(len(value), size) + without_buffers(buffer))
 
 
-def of_blocks(value: bytes | bytearray | memoryview, sizes: Sequence[int], blocks: bytes) -> bytes:
-    """The digest of a value whose blocks were digested elsewhere: those of all its buffers, in order."""
-    whole = _begin(value, sizes)
+def of_block_digests(value: bytes | bytearray | memoryview, sizes: Sequence[int], blocks: bytes) -> bytes:
+    """Returns the digest of a value from the digests of all blocks of its buffers, in order."""
+    whole = _hash_head(value, sizes)
     whole.update(blocks)
     return whole.digest()
 
 
-def _shared(whole: xxhash.xxh3_128, buffers: Sequence[memoryview | Source]) -> None:
+def _digest_blocks_in_threads(whole: xxhash.xxh3_128, buffers: Sequence[memoryview | Source]) -> None:
     blocks = [(buffer, begin) for buffer in buffers for begin in range(0, buffer.nbytes, BLOCK_BYTES)]
     digests = [b""] * len(blocks)
 
     def work(number: int) -> None:
-        digests[number] = _block(*blocks[number])
+        digests[number] = _digest_block(*blocks[number])
 
     worksharing.for_each(work, len(blocks))
     whole.update(b"".join(digests))
 
 
-def _block(buffer: memoryview | Source, begin: int) -> bytes:
+def _digest_block(buffer: memoryview | Source, begin: int) -> bytes:
     if isinstance(buffer, memoryview):
         return xxhash.xxh3_128_digest(buffer[begin : begin + BLOCK_BYTES])
     end = begin + BLOCK_BYTES
     return buffer.digest(begin, end if end < buffer.nbytes else buffer.nbytes)
 
 
-def _begin(value: bytes | bytearray | memoryview, sizes: Sequence[int]) -> xxhash.xxh3_128:
+def _hash_head(value: bytes | bytearray | memoryview, sizes: Sequence[int]) -> xxhash.xxh3_128:
     whole = xxhash.xxh3_128(value)
     whole.update(struct.pack(f"<{len(sizes) + 1}Q", len(value), *sizes))
     return whole
 
 
-class Streaming:
-    """The digest of a value with buffers, which come piece by piece, however they are cut."""
+class StreamingDigest:
+    """Digests a value whose buffers arrive in pieces of any size."""
 
-    __slots__ = ("_block", "_left", "_sizes", "_whole")
+    __slots__ = ("_block_hash", "_block_left", "_sizes_left", "_value_hash")
 
     def __init__(self, value: bytes | memoryview, sizes: Sequence[int]) -> None:
-        self._whole = _begin(value, sizes)
-        self._block = xxhash.xxh3_128()
-        self._sizes = [size for size in reversed(sizes) if size]  # what is left of each buffer, the next one last
-        self._left = self._next_block()  # how much of the block is still to come
+        self._value_hash = _hash_head(value, sizes)
+        self._block_hash = xxhash.xxh3_128()
+        self._sizes_left = [size for size in reversed(sizes) if size]  # bytes to come of each buffer, the next one last
+        self._block_left = self._next_block()  # bytes to come of the current block
 
     def _next_block(self) -> int:
-        return min(self._sizes[-1], BLOCK_BYTES) if self._sizes else 0
+        return min(self._sizes_left[-1], BLOCK_BYTES) if self._sizes_left else 0
 
     def update(self, data: memoryview, /) -> None:
-        """Raises ValueError where there is more than the buffers have."""
+        """Hashes the next piece of the buffers. Raises ValueError if it ends beyond the last buffer."""
         at, end = 0, data.nbytes
         while at < end:
-            if not self._left:
+            if not self._block_left:
                 raise ValueError(f"{end - at} bytes more than the value's buffers have")
-            count = min(end - at, self._left)
-            self._block.update(data[at : at + count])
+            count = min(end - at, self._block_left)
+            self._block_hash.update(data[at : at + count])
             at += count
-            self._left -= count
-            self._sizes[-1] -= count
-            if not self._left:
-                self._whole.update(self._block.digest())
-                self._block.reset()
-                if not self._sizes[-1]:
-                    self._sizes.pop()
-                self._left = self._next_block()
+            self._block_left -= count
+            self._sizes_left[-1] -= count
+            if not self._block_left:
+                self._value_hash.update(self._block_hash.digest())
+                self._block_hash.reset()
+                if not self._sizes_left[-1]:
+                    self._sizes_left.pop()
+                self._block_left = self._next_block()
 
     def digest(self) -> bytes:
         """Returns the digest of the whole value, once all bytes arrived."""
-        return self._whole.digest()
+        return self._value_hash.digest()

@@ -1,4 +1,4 @@
-"""numpy dtypes as bytes and back: without pickle, without `eval`, without trusting what arrives.
+"""Encodes numpy dtypes as bytes, and decodes them without pickle, without `eval`, without trust in the sender.
 
 A plain dtype is its text, e.g. `<f8`. Structured and sub-array dtypes are MessagePack, field by field: numpy's own
 description (`dtype.descr`) loses alignment, records and fields that overlap or are out of order.
@@ -20,25 +20,25 @@ from numpy.typing import NDArray
 
 from taskgraph.errors import DecodeError
 
-__all__ = ["DESCRIBED", "PARSED", "DtypeRefused", "opaque", "padding", "whole_copy"]
+__all__ = ["DTYPES_BY_DESCRIPTION", "DTYPE_DESCRIPTIONS", "DtypeRefused", "copy_with_padding", "opaque", "padding"]
 
 _MAX_ITEM: Final = 2**31 - 1
 """Bytes of one element; numpy's own limit."""
 _MAX_DEPTH: Final = 32
-_CACHED: Final = 1024
-"""Plain dtypes remembered; a program uses a handful, but `U1`, `U2`, `U3` ... has no end."""
+_CACHE_ENTRIES: Final = 1024
+"""Plain dtypes in each cache; a program uses a handful, but `U1`, `U2`, `U3` ... has no end."""
 
-_PLAIN = re.compile(r"([<>|][b-zA-Z]\d{0,10}(?:\[\w{1,24}\])?)(/\d{1,3})?", re.ASCII)
+_PLAIN_PATTERN = re.compile(r"([<>|][b-zA-Z]\d{0,10}(?:\[\w{1,24}\])?)(/\d{1,3})?", re.ASCII)
 _LONG_DOUBLES: Final = frozenset((np.dtype(np.longdouble).num, np.dtype(np.clongdouble).num))
-_LONG_DOUBLE_FORM: Final = f"/{np.finfo(np.longdouble).nmant}"
-"""Bits of the mantissa: 63 on x86, 112 on ARM. The same text `<f16` means other numbers there."""
+_LONG_DOUBLE_SUFFIX: Final = f"/{np.finfo(np.longdouble).nmant}"
+"""The suffix of a long double's description: its mantissa bits, 63 on x86, 112 on ARM. `<f16` alone means both."""
 _LONG_DOUBLE_BYTES: Final = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 """How many bytes of a long double are the number; x86 leaves the others as they happen to be."""
 _LARGEST_BUILTIN: Final = np.dtype(np.float16).num
 
 
 class DtypeRefused(Exception):
-    """A dtype that cannot travel. The message is the way out."""
+    """Raised for a dtype that cannot travel. The message says why, and what to send instead."""
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ITEM)]
@@ -64,11 +64,11 @@ class _Record(msgspec.Struct, array_like=True, tag="r"):
 
 
 _to_bytes: Final = Encoder().encode
-_read: Final = Decoder(_SubArray | _Record).decode
+_parse_description: Final = Decoder(_SubArray | _Record).decode
 
 
-class _Described(dict[tuple[np.dtype[Any], int], tuple[bytes, bool]]):
-    """Descriptions of plain dtypes seen before. The dtype's number tells equal plain dtypes apart."""
+class _DescriptionCache(dict[tuple[np.dtype[Any], int], tuple[bytes, bool]]):
+    """Caches the descriptions of plain dtypes. The dtype's number tells equal plain dtypes apart."""
 
     def __missing__(self, key: tuple[np.dtype[Any], int]) -> tuple[bytes, bool]:
         dtype, number = key
@@ -76,31 +76,32 @@ class _Described(dict[tuple[np.dtype[Any], int], tuple[bytes, bool]]):
         if not isinstance(found, str):
             return _to_bytes(found), False
         made = found.encode(), number not in _LONG_DOUBLES
-        if len(self) >= _CACHED:
+        if len(self) >= _CACHE_ENTRIES:
             self.clear()
         self[key] = made
         return made
 
 
-class _Parsed(dict[bytes, np.dtype[Any]]):
-    """Plain dtypes by their description, those that were read before."""
+class _DtypeCache(dict[bytes, np.dtype[Any]]):
+    """Caches plain dtypes by their description."""
 
     def __missing__(self, key: bytes) -> np.dtype[Any]:
         if not key.startswith((b"<", b">", b"|")):
-            return _parsed(key)
-        made = _plain(key.decode("latin-1"))
-        if len(self) >= _CACHED:
+            return _parse_structured(key)
+        made = _parse_plain(key.decode("latin-1"))
+        if len(self) >= _CACHE_ENTRIES:
             self.clear()
         self[key] = made
         return made
 
 
-DESCRIBED: Final = _Described()
-"""By (dtype, dtype.num): its description, and whether it is known to have no padding. Raises DtypeRefused: it holds
-Python objects, or comes from another package."""
+DTYPE_DESCRIPTIONS: Final = _DescriptionCache()
+"""Maps (dtype, dtype.num) to the dtype's description as bytes, and whether it surely has no padding.
 
-PARSED: Final = _Parsed()
-"""By a description: the dtype. Raises DecodeError: it is none, or not one of this machine."""
+A lookup raises DtypeRefused if the dtype holds Python objects, or comes from another package."""
+
+DTYPES_BY_DESCRIPTION: Final = _DtypeCache()
+"""Maps a description to its dtype. A lookup raises DecodeError if the description is invalid or of another machine."""
 
 
 def _describe(dtype: np.dtype[Any], depth: int) -> str | _SubArray | _Record:
@@ -123,14 +124,14 @@ def _describe(dtype: np.dtype[Any], depth: int) -> str | _SubArray | _Record:
             "dtype object holds references to Python objects: give the array a dtype of its own, "
             "e.g. a.astype(float), or send a.tolist()"
         )
-    return _text(dtype)
+    return _plain_text(dtype)
 
 
-def _text(dtype: np.dtype[Any]) -> str:
+def _plain_text(dtype: np.dtype[Any]) -> str:
     text = dtype.str
     if np.dtype(text).num != dtype.num:  # np.longlong and its like: another C type of the same size
         text = text[0] + dtype.char
-    return text + _LONG_DOUBLE_FORM if dtype.num in _LONG_DOUBLES else text
+    return text + _LONG_DOUBLE_SUFFIX if dtype.num in _LONG_DOUBLES else text
 
 
 def _describe_record(dtype: np.dtype[Any], depth: int) -> _Record:
@@ -139,7 +140,7 @@ def _describe_record(dtype: np.dtype[Any], depth: int) -> _Record:
         raise DtypeRefused(f"its dtype makes scalars of {dtype.type.__name__}: send a.view((np.void, a.dtype))")
     fields = []
     for name in dtype.names:
-        field, offset, *titles = _field(dtype, name)
+        field, offset, *titles = _field_info(dtype, name)
         title = titles[0] if titles else None
         if not isinstance(title, str | None):
             raise DtypeRefused(f"field {name!r} has a title that is not a text: {title!r:.40}; send the fields alone")
@@ -149,8 +150,8 @@ def _describe_record(dtype: np.dtype[Any], depth: int) -> _Record:
     return _Record(dtype.isalignedstruct, dtype.type is np.record, dtype.itemsize, fields)
 
 
-def _field(dtype: np.dtype[Any], name: str) -> tuple[Any, ...]:
-    """dtype and offset of a field, and its title if it has one."""
+def _field_info(dtype: np.dtype[Any], name: str) -> tuple[Any, ...]:
+    """Returns the dtype and offset of a field, and its title if the field has one."""
     assert dtype.fields is not None
     return tuple(dtype.fields[name])
 
@@ -163,47 +164,47 @@ def _from_utf8(data: bytes) -> str:
     return str(data, "utf-8", "surrogatepass")
 
 
-def _plain(text: str) -> np.dtype[Any]:
-    match = _PLAIN.fullmatch(text)
+def _parse_plain(text: str) -> np.dtype[Any]:
+    match = _PLAIN_PATTERN.fullmatch(text)
     if match is None:
         raise DecodeError(f"not a dtype: {text!r}")
     try:
         dtype = np.dtype(match[1])
     except (ValueError, TypeError, OverflowError) as error:
         raise DecodeError(f"not a dtype: {text!r} ({error})") from error
-    if dtype.num in _LONG_DOUBLES and match[2] != _LONG_DOUBLE_FORM:
+    if dtype.num in _LONG_DOUBLES and match[2] != _LONG_DOUBLE_SUFFIX:
         raise DecodeError(f"a long double of another kind of machine ({text!r}): send float64 between them")
-    if dtype.hasobject or _text(dtype) != match[0]:
+    if dtype.hasobject or _plain_text(dtype) != match[0]:
         raise DecodeError(f"not a dtype that travels: {text!r}")
     return dtype
 
 
-def _parsed(data: bytes) -> np.dtype[Any]:
-    """A structured or sub-array dtype."""
+def _parse_structured(data: bytes) -> np.dtype[Any]:
+    """Decodes the description of a structured or sub-array dtype."""
     try:
-        return _made(_read(data), 0)
+        return _build_dtype(_parse_description(data), 0)
     except (ValueError, TypeError, OverflowError, MemoryError, RecursionError) as error:
         raise DecodeError(f"not a dtype: {error}") from error
 
 
-def _made(described: str | _SubArray | _Record, depth: int) -> np.dtype[Any]:
+def _build_dtype(described: str | _SubArray | _Record, depth: int) -> np.dtype[Any]:
     if depth > _MAX_DEPTH:
         raise DecodeError(f"a dtype is nested more than {_MAX_DEPTH} deep")
     if isinstance(described, str):
-        return PARSED[described.encode()]
+        return DTYPES_BY_DESCRIPTION[described.encode()]
     if isinstance(described, _Record):
-        return _made_record(described, depth)
-    base = _made(described.base, depth + 1)
+        return _build_record(described, depth)
+    base = _build_dtype(described.base, depth + 1)
     whole = base.itemsize * math.prod(described.shape)
     if whole > _MAX_ITEM:
         raise DecodeError(f"a dtype of {whole} bytes")
     return _check_itemsize(np.dtype((base, described.shape)), whole)
 
 
-def _made_record(record: _Record, depth: int) -> np.dtype[Any]:
+def _build_record(record: _Record, depth: int) -> np.dtype[Any]:
     itemsize, formats = record.itemsize, []
     for field in record.fields:
-        dtype = _made(field.dtype, depth + 1)
+        dtype = _build_dtype(field.dtype, depth + 1)
         if field.offset + dtype.itemsize > itemsize:
             # numpy adds in 32 bits, and reads beyond the array if that wraps around.
             raise DecodeError(f"a field that ends at {field.offset + dtype.itemsize} in a dtype of {itemsize} bytes")
@@ -227,25 +228,25 @@ def _check_itemsize(made: np.dtype[Any], itemsize: int) -> np.dtype[Any]:
 
 
 def padding(dtype: np.dtype[Any]) -> NDArray[np.bool_] | None:
-    """Returns which bytes of an element are no part of its value, or None if all are.
+    """Returns a mask of an element's padding bytes, or None if the dtype has no padding.
 
-    These bytes hold leftovers. They are sent as zeros, so that equal values have equal digests and nothing leaks.
+    Padding holds leftovers of other data. It is sent as zeros, so that equal values have equal digests.
     """
     if dtype.names is None and dtype.num not in _LONG_DOUBLES:
         return None
-    mask = _padding(dtype)
+    mask = _padding_mask(dtype)
     return mask if mask.any() else None
 
 
-def _padding(dtype: np.dtype[Any]) -> NDArray[np.bool_]:
+def _padding_mask(dtype: np.dtype[Any]) -> NDArray[np.bool_]:
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
-        return np.tile(_padding(base), int(np.prod(shape, dtype=np.int64)))
+        return np.tile(_padding_mask(base), int(np.prod(shape, dtype=np.int64)))
     if dtype.names is not None:
         mask = np.ones(dtype.itemsize, np.bool_)
         for name in dtype.names:
-            field, offset = _field(dtype, name)[:2]
-            mask[offset : offset + field.itemsize] &= _padding(field)
+            field, offset = _field_info(dtype, name)[:2]
+            mask[offset : offset + field.itemsize] &= _padding_mask(field)
         return mask
     mask = np.zeros(dtype.itemsize, np.bool_)
     if dtype.num in _LONG_DOUBLES:
@@ -256,16 +257,16 @@ def _padding(dtype: np.dtype[Any]) -> NDArray[np.bool_]:
 
 
 def opaque(array: NDArray[Any]) -> NDArray[Any]:
-    """A view of it for copies: numpy copies records field by field, and what memory held before stays between them.
+    """Returns a view of the array whose elements are plain bytes, so that assignments copy padding, too.
 
-    Each element of the view is plain bytes, and all of them are copied.
+    numpy copies records field by field, and leaves the bytes between the fields as they were.
     """
     dtype = array.dtype
     return array if dtype.names is None or not dtype.itemsize else array.view(f"V{dtype.itemsize}")
 
 
-def whole_copy(array: NDArray[Any]) -> NDArray[Any]:
-    """`array.copy()`, padding included."""
+def copy_with_padding(array: NDArray[Any]) -> NDArray[Any]:
+    """Copies an array with its padding."""
     if array.dtype.names is None:
         return array.copy()
     copy: NDArray[Any] = np.empty(array.shape, array.dtype)

@@ -1,8 +1,8 @@
-"""The writer: one value as meta and buffers. `layout` defines the format.
+"""Encodes one value as meta and buffers. `layout` defines the format.
 
-msgspec writes the tree. It would also write types that do not travel (sets, subclasses, dataclasses) as something else,
-and tuples as lists. So a value is converted first: containers of plain values stay as they are, after one look at the
-set of their types; everything else becomes an extension, or is refused.
+msgspec encodes the tree. msgspec alone would change types: it encodes sets, subclasses and dataclasses as other types,
+and tuples as lists. So a value is converted first: containers of plain values stay, after one check of the set of their
+types; other values become extensions, or are refused.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from taskgraph.graph import arrays, codecs, dtypes, layout, orders
 from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.digests import BLOCK_BYTES
-from taskgraph.graph.layout import MAX_DEPTH, ArrayHead, Ext, lone_head, to_bytes
+from taskgraph.graph.layout import MAX_DEPTH, ArrayHead, Ext, lone_array_head, to_bytes
 from taskgraph.graph.libraries import codec_of_library
 from taskgraph.graph.refusals import CannotTravel, key_step, trial, way_out
 
 __all__ = ["Writer", "write"]
 
 _MAX_BUFFERS: Final = 1 << 16
-"""A transport takes at most this many pieces. Later arrays are small parts, whatever their size."""
+"""A transport accepts at most this many buffers. Arrays after that are small parts, whatever their size."""
 _MAX_PARTS: Final = 1 << 27
-"""Parts of all containers. A value with more holds the same parts over and over, or should be arrays."""
+"""Parts of all containers of a value. A larger value repeats its parts, or should be made of arrays."""
 _CONTAINER_PARTS: Final = 8
-"""Parts that a container counts for beside its own: each container costs a call of Python."""
+"""Parts that a container counts as, in addition to its own parts: each container costs a Python call."""
 
 _PLAIN: Final = frozenset((type(None), bool, int, float, str))
 _ALWAYS_PLAIN: Final = frozenset((type(None), bool, float))
 
-Buffer = memoryview | arrays.Copy | arrays.SmallParts | Private
+Buffer = memoryview | arrays.PendingCopy | arrays.SmallParts | Private
 
 
 class _NotPlain(Exception):
-    """Some integer has more than 64 bits, or some text a lone surrogate: MessagePack has neither."""
+    """An integer has more than 64 bits, or a text has a lone surrogate: MessagePack supports neither."""
 
 
 class Writer:
     """Converts one value to a tree, and collects its buffers.
 
     Args:
-        careful: look at each integer and text. Otherwise some values raise `_NotPlain`.
+        careful: check each integer and text. Otherwise values that MessagePack lacks raise `_NotPlain`.
 
     Attributes:
-        stayed: arrays that stay on a device: their memory is taken until they are copied.
+        stayed: arrays that stay on a device, kept alive until they are copied.
         on_device: the numbers of the arrays that were on a device.
-        in_user_code: above 0 while a codec or a message is asked for its parts, which it may change when asked again.
-        plain: the types that need no look at their values.
-        lone: dtype and shape of the last array, if it can be a value of kind ARRAY.
+        in_user_code: above 0 while encoding parts that a codec or message returned: user code may change them later.
+        plain: types whose values are encoded unchecked.
+        lone_array: dtype and shape of the last array, if it can be a value of kind ARRAY.
     """
 
     __slots__ = (
@@ -69,7 +69,7 @@ class Writer:
         "extended",
         "in_user_code",
         "lendable",
-        "lone",
+        "lone_array",
         "on_device",
         "ordered",
         "parts",
@@ -97,10 +97,10 @@ class Writer:
         self.depth = 0
         self.parts = 0
         self.extended = False
-        self.lone: tuple[bytes, tuple[int, ...]] | None = None
+        self.lone_array: tuple[bytes, tuple[int, ...]] | None = None
 
     def enter(self, container: Any, parts: int) -> None:
-        """Counts a container; raises CannotTravel if the value is nested too deep, or too large."""
+        """Counts a container and its parts; raises CannotTravel if the value is too deep or too large."""
         self.depth += 1
         self.parts += parts + _CONTAINER_PARTS
         if self.depth > MAX_DEPTH:
@@ -116,19 +116,19 @@ class Writer:
         self.extended = True
         return Ext(code, payload)
 
-    def joined(self, tree: Any) -> bytes:
-        """Encodes the converted value as meta without its trailer. Completes `buffers`."""
+    def finish(self, tree: Any) -> bytes:
+        """Encodes the tree as meta without its trailer. Adds the small parts to `buffers` if they are large."""
         small, in_buffer = b"", 0
         if self.small is not None and self.small.nbytes < INLINE_BYTES:
-            small = self.small.joined()
+            small = self.small.join()
         elif self.small is not None:
             self.buffers.append(self.small)
             in_buffer = len(self.buffers)
-        if type(tree) is Ext and tree.code == layout.ARRAY_EXT and self.lone is not None:
+        if type(tree) is Ext and tree.code == layout.ARRAY_EXT and self.lone_array is not None:
             kind = layout.LARGE_ARRAY if self.buffers else layout.ARRAY
-            if (lone := lone_head(kind, *self.lone)) is not None:
+            if (lone := lone_array_head(kind, *self.lone_array)) is not None:
                 return lone + small
-        data = _packed(tree)
+        data = _encode_tree(tree)
         if not self.extended:
             return layout.PLAIN + data
         return layout.TREE_HEAD.pack(layout.TREE, len(small), in_buffer) + small + data
@@ -137,21 +137,21 @@ class Writer:
 def write(
     value: Any, adopt: bool, allocate: Allocate | None, stays: bool, lendable: bool, ordered: bool
 ) -> tuple[Writer, bytes]:
-    """The value's writer, with its buffers, and meta without the trailer.
+    """Encodes a value. Returns its writer, which has the buffers, and meta without the trailer.
 
     Raises:
-        CannotTravel: some part of the value cannot travel.
+        CannotTravel: a part of the value cannot travel.
     """
     for careful in (False, True):
         writer = Writer(adopt, allocate, stays, lendable, ordered, careful)
         try:
-            return writer, writer.joined(_CONVERT[type(value)](writer, value))
+            return writer, writer.finish(_CONVERT[type(value)](writer, value))
         except _NotPlain:
             pass
     raise CannotTravel(value, "one of its parts has more than 4 GiB: send arrays instead")
 
 
-def _packed(tree: Any) -> bytes:
+def _encode_tree(tree: Any) -> bytes:
     try:
         return to_bytes(tree)
     except (OverflowError, UnicodeEncodeError) as error:
@@ -178,7 +178,7 @@ def _list(writer: Writer, value: list[Any]) -> list[Any]:
 
 
 def _tuple(writer: Writer, value: tuple[Any, ...]) -> Ext:
-    return writer.extension(layout.TUPLE_EXT, _packed(_list(writer, list(value))))
+    return writer.extension(layout.TUPLE_EXT, _encode_tree(_list(writer, list(value))))
 
 
 def _dict(writer: Writer, value: dict[Any, Any]) -> dict[Any, Any] | Ext:
@@ -186,7 +186,7 @@ def _dict(writer: Writer, value: dict[Any, Any]) -> dict[Any, Any] | Ext:
     writer.enter(value, len(items))
     plain = writer.plain
     keys_plain = plain.issuperset(map(type, items))
-    keys = None if keys_plain else _packed(_keys(writer, list(items)))
+    keys = None if keys_plain else _encode_tree(_keys(writer, list(items)))
     if not plain.issuperset(map(type, items.values())):
         key = None
         try:
@@ -198,7 +198,7 @@ def _dict(writer: Writer, value: dict[Any, Any]) -> dict[Any, Any] | Ext:
     writer.depth -= 1
     if keys is None:
         return items
-    return writer.extension(layout.ITEMS_EXT, to_bytes((keys, _packed(list(items.values())))))
+    return writer.extension(layout.ITEMS_EXT, to_bytes((keys, _encode_tree(list(items.values())))))
 
 
 def _keys(writer: Writer, keys: list[Any]) -> list[Any]:
@@ -243,14 +243,14 @@ def _bytes(writer: Writer, value: bytes) -> bytes | Ext:
 
 
 def _in_c_order(writer: Writer, value: Any, itemsize: int = 0) -> tuple[Any, bytes]:
-    """An array as it is to be written: in C order, and the order that it had if that is to arrive."""
+    """Returns a view of an array in C order, and the array's order; b"" if the order is not to be restored."""
     order = orders.order_of(value.shape, value.strides, itemsize) if writer.ordered else b""
     return (orders.in_c_order(value, order), order) if order else (value, b"")
 
 
-def _described(value: Any, dtype: np.dtype[Any]) -> tuple[bytes, bool]:
+def _describe_dtype(value: Any, dtype: np.dtype[Any]) -> tuple[bytes, bool]:
     try:
-        return dtypes.DESCRIBED[dtype, dtype.num]
+        return dtypes.DTYPE_DESCRIPTIONS[dtype, dtype.num]
     except dtypes.DtypeRefused as refused:
         raise CannotTravel(value, str(refused)) from None
 
@@ -258,54 +258,54 @@ def _described(value: Any, dtype: np.dtype[Any]) -> tuple[bytes, bool]:
 def _array(writer: Writer, value: NDArray[Any], adopt: bool = False, order: bytes = b"") -> Ext:
     if not order and not value.flags.c_contiguous:
         value, order = _in_c_order(writer, value, value.itemsize)
-    dtype, packed = _described(value, value.dtype)
+    dtype, packed = _describe_dtype(value, value.dtype)
     if value.nbytes < INLINE_BYTES or len(writer.buffers) >= _MAX_BUFFERS:
         if writer.small is None:
             writer.small = arrays.SmallParts(writer.allocate)
         at = writer.small.add(value, packed=packed, now=writer.in_user_code > 0)
-        return _head(writer, value, dtype, packed, order, 0, at)
-    shared = arrays.as_it_is(value, adopt=adopt or writer.adopt, packed=packed)
+        return _array_head(writer, value, dtype, packed, order, 0, at)
+    shared = arrays.share_bytes(value, adopt=adopt or writer.adopt, packed=packed)
     if shared is None:
-        copy = arrays.Copy(value, writer.allocate)
-        writer.buffers.append(copy.made() if writer.in_user_code else copy)
+        copy = arrays.PendingCopy(value, writer.allocate)
+        writer.buffers.append(copy.make() if writer.in_user_code else copy)
     else:
         writer.buffers.append(shared)
-    return _head(writer, value, dtype, packed, order, len(writer.buffers), 0)
+    return _array_head(writer, value, dtype, packed, order, len(writer.buffers), 0)
 
 
-def _head(writer: Writer, value: Any, dtype: bytes, packed: bool, order: bytes, buffer: int, at: int) -> Ext:
+def _array_head(writer: Writer, value: Any, dtype: bytes, packed: bool, order: bytes, buffer: int, at: int) -> Ext:
     number = writer.arrays
     writer.arrays = number + 1
     shape: tuple[int, ...] = value.shape
-    writer.lone = (dtype, shape) if packed and not order else None
+    writer.lone_array = (dtype, shape) if packed and not order else None
     return writer.extension(layout.ARRAY_EXT, to_bytes(ArrayHead(number, buffer, at, dtype, shape, order)))
 
 
-def _on_host(writer: Writer, value: OnDevice, order: bytes = b"") -> Ext:
-    """Encodes an array that was on a device, and was copied to the host."""
+def _host_copy(writer: Writer, value: OnDevice, order: bytes = b"") -> Ext:
+    """Encodes a device array that was copied to the host."""
     writer.on_device.append(writer.arrays)
     return _array(writer, value.host, adopt=True, order=order)
 
 
-def _on_device(writer: Writer, value: Any, device: Device) -> Ext:
+def _device_array(writer: Writer, value: Any, device: Device) -> Ext:
     order = b""
     if writer.ordered and hasattr(value, "strides"):
         value, order = _in_c_order(writer, value)
     stays = writer.stays and value.nbytes >= INLINE_BYTES and device.keeps(value)
-    dtype, packed = _described(value, value.dtype) if stays else (b"", False)
+    dtype, packed = _describe_dtype(value, value.dtype) if stays else (b"", False)
     if not packed or len(writer.buffers) >= _MAX_BUFFERS:
-        return _on_host(writer, OnDevice(device.to_host(value)), order)
+        return _host_copy(writer, OnDevice(device.to_host(value)), order)
     writer.on_device.append(writer.arrays)
     memory = shared.of(device) if writer.lendable else None
     writer.buffers.append(Private(device, value, BLOCK_BYTES, memory))
     writer.stayed += (value,)
-    return _head(writer, value, dtype, packed, order, len(writer.buffers), 0)
+    return _array_head(writer, value, dtype, packed, order, len(writer.buffers), 0)
 
 
 _NUMBERS: Final = {
-    np.dtype(code).type: dtypes.DESCRIBED[np.dtype(code), np.dtype(code).num][0] for code in "?bhilqBHILQefdFD"
+    np.dtype(code).type: dtypes.DTYPE_DESCRIPTIONS[np.dtype(code), np.dtype(code).num][0] for code in "?bhilqBHILQefdFD"
 }
-"""numpy's numbers whose bytes are all there is to them: their dtypes as bytes."""
+"""Maps numpy's number types without padding to their dtype descriptions."""
 
 
 def _number(writer: Writer, value: np.generic) -> Ext:
@@ -320,7 +320,7 @@ def _scalar(writer: Writer, value: np.generic) -> Ext:
     array = np.asarray(value)
     if array.dtype.type is not type(value):
         raise CannotTravel(value, way_out(value))
-    dtype, _ = _described(value, array.dtype)
+    dtype, _ = _describe_dtype(value, array.dtype)
     return writer.extension(layout.SCALAR_EXT, to_bytes((dtype, arrays.small_bytes(array))))
 
 
@@ -342,10 +342,10 @@ def _message(writer: Writer, value: Any, known: codecs.Message) -> Ext:
             raise refused.at(f".{name}")  # noqa: B904
     writer.in_user_code -= 1
     writer.depth -= 1
-    return writer.extension(layout.MESSAGE_EXT, _packed((known.name, fields)))
+    return writer.extension(layout.MESSAGE_EXT, _encode_tree((known.name, fields)))
 
 
-def _coded(writer: Writer, value: Any, known: codecs.Codec) -> Ext:
+def _codec_value(writer: Writer, value: Any, known: codecs.Codec) -> Ext:
     writer.enter(value, 1)
     writer.in_user_code += 1
     try:
@@ -355,7 +355,7 @@ def _coded(writer: Writer, value: Any, known: codecs.Codec) -> Ext:
         raise refused.at(f".<codec {known.name}>")  # noqa: B904
     writer.in_user_code -= 1
     writer.depth -= 1
-    return writer.extension(layout.CODEC_EXT, _packed((known.name, tree)))
+    return writer.extension(layout.CODEC_EXT, _encode_tree((known.name, tree)))
 
 
 def _is_protobuf(value: Any) -> bool:
@@ -385,28 +385,28 @@ def _protobuf(writer: Writer, value: Any) -> Ext:
     return writer.extension(layout.PROTOBUF_EXT, to_bytes((name, _bytes(writer, data))))
 
 
-def _other(writer: Writer, value: Any) -> Any:
+def _convert_other(writer: Writer, value: Any) -> Any:
     kind = type(value)
     if known := codecs.message_of(kind):
         return _message(writer, value, known)
     if coded := codecs.codec_of(kind):
-        return _coded(writer, value, coded)
+        return _codec_value(writer, value, coded)
     if isinstance(value, np.generic):
         return _scalar(writer, value)
     if (device := device_of(value)) is not None:
-        return _on_device(writer, value, device)
+        return _device_array(writer, value, device)
     if library := codec_of_library(value):
-        return _coded(writer, value, library)
+        return _codec_value(writer, value, library)
     if _is_protobuf(value):
         return _protobuf(writer, value)
     raise CannotTravel(value, way_out(value))
 
 
 class _Converters(dict[type, Callable[[Writer, Any], Any]]):
-    """The function that converts values of exactly this type: `_CONVERT[type(value)](writer, value)`."""
+    """Maps a type to the function that converts its values: `_CONVERT[type(value)](writer, value)`."""
 
     def __missing__(self, kind: type) -> Callable[[Writer, Any], Any]:
-        return _other
+        return _convert_other
 
 
 _CONVERT: Final = _Converters(
@@ -422,7 +422,7 @@ _CONVERT: Final = _Converters(
         tuple: _tuple,
         dict: _dict,
         np.ndarray: _array,
-        OnDevice: _on_host,
+        OnDevice: _host_copy,
         **dict.fromkeys(_NUMBERS, _number),
     }
 )

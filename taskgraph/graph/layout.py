@@ -7,7 +7,7 @@ trailer. By kind:
 |---|---|
 | PLAIN | a MessagePack tree of None, bool, int, float, str, bytes, list and dict alone |
 | TREE | the rest of `TREE_HEAD`, the small parts (unless they are in a buffer), a MessagePack tree with extensions |
-| ARRAY | the rest of a head (`lone_head`), and the elements of the array that is the whole value |
+| ARRAY | the rest of a head (`lone_array_head`), and the elements of the array that is the whole value |
 | LARGE_ARRAY | the rest of a head; the elements are the only buffer |
 
 MessagePack has no tuples, arrays, big integers or user types. Each of these is an extension (`Ext` in msgspec), by the
@@ -57,17 +57,17 @@ __all__ = [
     "TUPLE_EXT",
     "ArrayHead",
     "Ext",
-    "lone_head",
+    "lone_array_head",
     "read_array_head",
-    "read_lone_head",
-    "read_named",
-    "read_two",
+    "read_byte_pair",
+    "read_lone_array_head",
+    "read_name_and_payload",
     "to_bytes",
     "tree_decoder",
 ]
 
 MAX_DEPTH: Final = 100
-"""Containers in containers. Each takes one or two Python frames, of the thousand that Python allows."""
+"""How deep containers may be nested. Each takes one or two Python frames, of the thousand that Python allows."""
 
 _VERSION: Final = 2
 PLAIN: Final = bytes((_VERSION,)) + b"p"
@@ -101,9 +101,9 @@ class ArrayHead(msgspec.Struct, array_like=True, frozen=True, gc=False, omit_def
     """The header of an array: the place of its bytes, its dtype, shape and order.
 
     Attributes:
-        number: arrays of a value are counted in the order of the tree.
+        number: the array's position among the value's arrays, in the order of the tree.
         buffer: the number of its buffer plus one; 0 for an array among the small parts.
-        at: where it begins among the small parts, bytes.
+        at: the array's offset among the small parts, bytes.
         dtype: see `dtypes`.
         order: the order of its elements in memory (`orders`), if that is not C's.
     """
@@ -118,20 +118,20 @@ class ArrayHead(msgspec.Struct, array_like=True, frozen=True, gc=False, omit_def
 
 to_bytes: Final = Encoder().encode
 read_array_head: Final = Decoder(ArrayHead).decode
-read_two: Final = Decoder(tuple[bytes, bytes]).decode
-read_named: Final = Decoder(tuple[str, msgspec.Raw]).decode
+read_byte_pair: Final = Decoder(tuple[bytes, bytes]).decode
+read_name_and_payload: Final = Decoder(tuple[str, msgspec.Raw]).decode
 _read_shape: Final = Decoder(tuple[bytes, _Shape]).decode
 
 
 def tree_decoder(extension: Callable[[int, memoryview], Any]) -> Callable[[bytes | memoryview], Any]:
-    """A function that reads a tree and calls `extension(code, payload)` for each extension in it."""
+    """Returns a function that decodes a tree, and calls `extension(code, payload)` for each extension in it."""
     return Decoder(ext_hook=extension).decode
 
 
-def lone_head(kind: bytes, dtype: bytes, shape: tuple[int, ...]) -> bytes | None:
-    """The beginning of a value that is one array: kind, sixteenths of the head, bytes of padding, dtype and shape.
+def lone_array_head(kind: bytes, dtype: bytes, shape: tuple[int, ...]) -> bytes | None:
+    """Encodes the head of a value that is one array: kind, head size / 16, bytes of padding, dtype and shape.
 
-    None if the head would be too long: that array is a tree.
+    Returns None if the head would be too long: such an array is encoded as a tree.
     """
     described = to_bytes((dtype, shape))
     padding = -(len(described) + 4) % PART_ALIGN
@@ -139,15 +139,15 @@ def lone_head(kind: bytes, dtype: bytes, shape: tuple[int, ...]) -> bytes | None
     return kind + bytes((sixteenths, padding)) + described + bytes(padding) if sixteenths < 256 else None
 
 
-def read_lone_head(meta: bytes) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
-    """The array's dtype and shape, the bytes of its elements, and the bytes of the head.
+def read_lone_array_head(meta: bytes) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
+    """Decodes the head of a value that is one array: returns dtype, shape, bytes of elements, and bytes of the head.
 
     Raises:
-        DecodeError, IndexError, ValueError: it is no such head.
+        DecodeError, IndexError, ValueError: meta does not begin with such a head.
     """
     size = meta[2] * PART_ALIGN
     described, shape = _read_shape(meta[4 : size - meta[3]])
-    dtype = dtypes.PARSED[described]
+    dtype = dtypes.DTYPES_BY_DESCRIPTION[described]
     nbytes = dtype.itemsize
     for extent in shape:
         nbytes *= extent

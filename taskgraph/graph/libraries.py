@@ -1,8 +1,8 @@
-"""Arrays of other libraries: `tg.arrays(jax.numpy)`, and those travel through DLPack.
+"""Lets arrays of other libraries travel through DLPack, for example after `tg.arrays(jax.numpy)`.
 
-A library is its namespace of the array API standard. Its arrays name it themselves (`__array_namespace__`), so nothing
-of it is made, and no device taken, where a driver is only imported. On the wire such an array is a codec's value: a
-numpy array, or one of a device, behind a name.
+A library is known by the name of its array API namespace, which each of its arrays reports (`__array_namespace__`). So
+a declaration creates no array and takes no device. On the wire such an array is the name of a codec, and a numpy array
+or a device array.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import numpy as np
 from taskgraph.device.lookup import device_of, from_dlpack
 from taskgraph.errors import JobError
 from taskgraph.graph import codecs
-from taskgraph.graph.orders import copied
+from taskgraph.graph.orders import copy_in_order
 from taskgraph.graph.refusals import CannotTravel, library_of
 
 __all__ = ["arrays", "codec_of_library"]
 
-_ON_HOST: Final = frozenset((1, 3))
-"""DLPack's kinds of devices that the CPU reads: its own memory, and such as CUDA has pinned."""
-_OURS: Final = frozenset(("numpy", "cupy"))
+_HOST_DEVICE_TYPES: Final = frozenset((1, 3))
+"""DLPack's device types whose memory the CPU can read: host memory, and host memory that CUDA has pinned."""
+_BUILT_IN_LIBRARIES: Final = frozenset(("numpy", "cupy"))
 
-_declared: Final[dict[str, codecs.Codec]] = {}
+_codecs_by_library: Final[dict[str, codecs.Codec]] = {}
 
 
 def arrays(namespace: ModuleType) -> None:
     """Makes the arrays of another library travel. Call it where the driver is imported.
 
-    They arrive as arrays of that library, with the same dtype, shape and bits, and on the device of a node that has one
-    where they were on a CUDA device, which takes CuPy. numpy's and CuPy's arrays travel without; PyTorch's tensors with
-    `import taskgraph.torch`.
+    The arrays arrive as arrays of that library, with the same dtype, shape and bits. An array from a CUDA device
+    arrives on the receiving node's device, if that node has a device and CuPy. numpy's and CuPy's arrays travel without
+    this call; PyTorch's tensors with `import taskgraph.torch`.
 
     Args:
-        namespace: what the library's arrays name as their namespace of the array API, e.g. `jax.numpy`.
+        namespace: the library's array API namespace, e.g. `jax.numpy`.
 
     Raises:
-        JobError: it is none, or its arrays travel without.
+        JobError: `namespace` is not an array API namespace, or its arrays travel without this call.
     """
     name = getattr(namespace, "__name__", "")
-    if name in _OURS:
+    if name in _BUILT_IN_LIBRARIES:
         raise JobError(f"arrays of {name} travel as they are: remove tg.arrays({name})")
     if not isinstance(namespace, ModuleType) or not callable(getattr(namespace, "from_dlpack", None)):
         raise JobError(
@@ -50,47 +50,47 @@ def arrays(namespace: ModuleType) -> None:
         )
 
     def decode(array: Any) -> Any:
-        # It may be the memory that came in, which others read: no library but numpy knows of read-only memory.
+        # The array may be a view of received memory that others read: only numpy respects read-only memory.
         if (device := device_of(array)) is not None:
             own = device.copy(array)
         elif isinstance(array, np.ndarray):
-            own = array if array.flags.writeable else copied(array)
+            own = array if array.flags.writeable else copy_in_order(array)
         else:
             raise ValueError(f"an array of {name} came as {type(array).__name__}")
         found = namespace.from_dlpack(own)
         try:
-            as_read = _read(found)
+            as_read = _import_dlpack(found)
         except BufferError:
-            # numpy before 2.1 takes all that comes by DLPack for read-only, and hands on nothing that is. So it is with
-            # a library that is numpy beneath, array_api_strict for one: nothing could be written, and nothing sent on.
-            as_read = _read(found := namespace.asarray(own))
+            # numpy before 2.1 makes every DLPack import read-only, and cannot export a read-only array. Libraries on
+            # top of numpy, such as array_api_strict, inherit this: their arrays could not be written, or sent again.
+            as_read = _import_dlpack(found := namespace.asarray(own))
         if as_read is None or as_read.dtype != array.dtype:
             raise ValueError(f"{name} makes {found.dtype} of {array.dtype} here")
         return found
 
-    _declared[name] = codecs.named(f"arrays of {name}", _to_ours, decode)
+    _codecs_by_library[name] = codecs.register(f"arrays of {name}", _export_array, decode)
 
 
 def codec_of_library(value: Any) -> codecs.Codec | None:
-    """Makes a codec for the type of an array whose library was declared; None for other values."""
+    """Returns the codec of an array whose library was declared, and binds it to the array's type; None otherwise."""
     if not hasattr(type(value), "__dlpack__"):
         return None
     library = library_of(value)
-    known = _declared.get(library) if library else None
+    known = _codecs_by_library.get(library) if library else None
     if known is not None:
         codecs.bind(type(value), known)
     return known
 
 
-def _read(value: Any) -> Any:
-    """A library's array as numpy's, or as that of its device; None where it is in memory that is not read here."""
+def _import_dlpack(value: Any) -> Any:
+    """Views a library's array as a numpy or device array; None if this process cannot read its memory."""
     kind, _ = value.__dlpack_device__()
-    return np.from_dlpack(value) if kind in _ON_HOST else from_dlpack(value)
+    return np.from_dlpack(value) if kind in _HOST_DEVICE_TYPES else from_dlpack(value)
 
 
-def _to_ours(value: Any) -> Any:
+def _export_array(value: Any) -> Any:
     try:
-        found = _read(value)
+        found = _import_dlpack(value)
         if found is None:
             kind, _ = value.__dlpack_device__()
             raise CannotTravel(
@@ -98,5 +98,5 @@ def _to_ours(value: Any) -> Any:
                 f"it is on a device (DLPack's kind {kind}), and only CUDA's are read, with CuPy: copy it to the host",
             )
         return found
-    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:  # as libraries say "no"
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
         raise CannotTravel(value, f"it cannot be read ({error}): send what can, e.g. its bits") from error

@@ -1,12 +1,12 @@
-"""The order of an array's elements in memory, with gaps: numpy and CuPy add up in that order.
+"""Encodes the memory order of an array's elements, with gaps, so that a restored array has the same order.
 
-So a sum of an array in Fortran's order, or of a column of a matrix, may differ in its last bits from the sum of the
-same numbers in C's order. A restored task would compute other results if its arrays had another order than before. An
-order is a byte for each axis, the outermost in memory first: the axis's number, `_BACKWARDS` where it lies the other
-way round, and `_GAPPED` where something lies between one step along it and what is within. C's without gaps is b"".
+numpy and CuPy add in memory order, so the sum of an array in Fortran order, or of a column of a matrix, may differ in
+its last bits from the sum of the same numbers in C order. A restored task would compute other results if its arrays had
+another order than before. An order has a byte for each axis, the outermost in memory first: the axis's number,
+`_BACKWARDS` if its stride is negative, and `_GAPPED` if gaps lie along the axis. C order without gaps is b"".
 
 A restored array has gaps in the same places, but narrower ones: a state that is a column of a matrix does not take the
-room of the matrix. Sums depend on where the gaps are, not on how wide they are.
+memory of the matrix. Sums depend on the places of gaps, not on their width.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.graph.dtypes import opaque, whole_copy
+from taskgraph.graph.dtypes import copy_with_padding, opaque
 
-__all__ = ["copied", "forwards", "in_c_order", "order_of", "put_back"]
+__all__ = ["copy_in_order", "forward_axes", "in_c_order", "order_of", "restore_order"]
 
 _BACKWARDS: Final = 0x80
 _GAPPED: Final = 0x40
@@ -28,10 +28,10 @@ _AXIS: Final = 0x3F
 
 
 def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int = 0) -> bytes:
-    """Returns the order of an array. Axes of one element may be anywhere: they come first.
+    """Returns the order of an array. Axes of one element come first, since their place makes no difference.
 
     Args:
-        itemsize: where gaps count, too, bytes; 0: they do not.
+        itemsize: bytes of an element, to record gaps; 0 ignores gaps.
     """
     if 0 in shape:
         return b""
@@ -47,13 +47,13 @@ def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int = 0) ->
 
 
 def _gapped_axes(shape: Sequence[int], strides: Sequence[int], order: list[int], itemsize: int) -> frozenset[int]:
-    """Returns the axes along which a step is wider or narrower than all steps within; none if elements share memory.
+    """Returns the axes whose stride differs from the span of the inner axes; none if elements share memory.
 
-    It may be less wide: of the steps within, the last one ends behind the last element, and its gap may be cut off, as
-    in rows of 160 elements of which every third is taken.
+    The stride may be smaller than that span, since the gap after the last element may be cut off, as in rows of 160
+    elements of which every third is taken.
     """
     gapped = set()
-    within = used = itemsize  # what all steps within span, and what lies from the first element there to the last
+    within = used = itemsize  # the span of the inner axes with and without the gap after the last element
     for axis in reversed(order):
         step = abs(strides[axis])
         if step < used:
@@ -65,8 +65,8 @@ def _gapped_axes(shape: Sequence[int], strides: Sequence[int], order: list[int],
     return frozenset(gapped)
 
 
-def forwards(order: bytes) -> list[int]:
-    """The axes, the outermost in memory first; none where one of them lies the other way round."""
+def forward_axes(order: bytes) -> list[int]:
+    """Returns the axes, the outermost in memory first; an empty list if an axis has a negative stride."""
     return [] if any(byte & _BACKWARDS for byte in order) else _axes(order)
 
 
@@ -75,35 +75,35 @@ def _axes(order: bytes) -> list[int]:
 
 
 def in_c_order(array: Any, order: bytes) -> Any:
-    """A view of it whose order is C's."""
-    return array[_steps(order)].transpose(_axes(order))
+    """Returns a view of the array in C order, given the array's order."""
+    return array[_direction_slices(order)].transpose(_axes(order))
 
 
-def put_back(array: Any, order: bytes) -> Any:
-    """Undoes `in_c_order`. If the order has gaps, the result is a view of a copy with gaps.
+def restore_order(array: Any, order: bytes) -> Any:
+    """Reverses `in_c_order`. If the order has gaps, the result is a view of a copy with gaps.
 
     Raises:
-        ValueError: it is no order of such an array.
-        MemoryError: there is no room for the gaps.
+        ValueError: the order does not fit the array.
+        MemoryError: no memory for the gaps.
     """
     axes = _axes(order)
     if sorted(axes) != list(range(array.ndim)):
         raise ValueError(f"an array of {array.ndim} axes in the order {axes}")
     if any(byte & _GAPPED for byte in order):
-        array = _spread(array, order)
-    return array.transpose([axes.index(axis) for axis in range(len(axes))])[_steps(order)]
+        array = _copy_with_gaps(array, order)
+    return array.transpose([axes.index(axis) for axis in range(len(axes))])[_direction_slices(order)]
 
 
-def copied(array: NDArray[Any]) -> NDArray[Any]:
-    """A copy to write to that lies as the array does, with gaps where that has some."""
+def copy_in_order(array: NDArray[Any]) -> NDArray[Any]:
+    """Returns a writable copy of the array with the same memory order and gaps."""
     order = order_of(array.shape, array.strides, array.itemsize)
-    copy = whole_copy(in_c_order(array, order) if order else array)
-    found: NDArray[Any] = put_back(copy, order) if order else copy
+    copy = copy_with_padding(in_c_order(array, order) if order else array)
+    found: NDArray[Any] = restore_order(copy, order) if order else copy
     return found
 
 
-def _spread(array: NDArray[Any], order: bytes) -> NDArray[Any]:
-    """A copy with gaps of one element each: however many axes have some, it takes three times the room at most."""
+def _copy_with_gaps(array: NDArray[Any], order: bytes) -> NDArray[Any]:
+    """Returns a copy with gaps of one element each. It takes at most three times the memory of the array."""
     if not isinstance(array, np.ndarray):
         raise ValueError(f"gaps in an array of {type(array).__name__}")
     if not array.nbytes:
@@ -122,7 +122,7 @@ def _spread(array: NDArray[Any], order: bytes) -> NDArray[Any]:
     return spread
 
 
-def _steps(order: bytes) -> tuple[slice, ...]:
-    """Returns a slice for each axis, in its direction."""
+def _direction_slices(order: bytes) -> tuple[slice, ...]:
+    """Returns a slice for each axis: reversed if the axis has a negative stride."""
     backwards = {byte & _AXIS for byte in order if byte & _BACKWARDS}
     return tuple([slice(None, None, -1 if axis in backwards else None) for axis in range(len(order))])

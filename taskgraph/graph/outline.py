@@ -1,4 +1,4 @@
-"""The arrays of an encoded value by name, without making the value: no user code runs, nothing is copied."""
+"""Lists the arrays of an encoded value by name, without decoding it: no user code runs, nothing is copied."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 
 from taskgraph.graph import layout
 from taskgraph.graph.decoding import Reader, read_tree
-from taskgraph.graph.orders import forwards
+from taskgraph.graph.orders import forward_axes
 from taskgraph.graph.values import value_end
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Named", "outline"]
+__all__ = ["NamedArray", "outline"]
 
 _INT_BITS: Final = 256
 """A key that is a larger integer is named by its position: Python refuses to write thousands of digits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedArray:
     """One array of a value, with its path.
 
     Attributes:
@@ -37,20 +37,20 @@ class Named:
     buffer: memoryview | None
 
 
-def outline(encoded: Encoded) -> list[Named]:
-    """The value's arrays, in the order of their encoding.
+def outline(encoded: Encoded) -> list[NamedArray]:
+    """Lists the value's arrays, in the order of their encoding.
 
     Raises:
         DecodeError: the bytes are not a value.
     """
     # The trailer says which arrays were on a device, which does not matter here.
-    tree = _Outline(encoded, value_end(encoded.meta), frozenset(), None, False).whole()
+    tree = _Outline(encoded, value_end(encoded.meta), frozenset(), None, False).read()
     return list(_walk(tree, ()))
 
 
 @dataclass(eq=False, slots=True)
-class _Array:
-    """Stands for an array."""
+class _ArrayStub:
+    """Replaces an array in the outline of a value."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -60,55 +60,55 @@ class _Array:
 
 
 @dataclass(eq=False, slots=True)
-class _Message:
-    """Stands for a message; may be a dict's key, as a dict may not."""
+class _MessageStub:
+    """Replaces a message in the outline of a value. Unlike a dict, it is hashable: messages can be keys."""
 
     fields: dict[str, Any]
 
 
 class _Outline(Reader):
-    """A reader that makes no arrays, no messages and no values of codecs."""
+    """Decodes a value with stubs in place of arrays and messages, and without codecs."""
 
     __slots__ = ()
     extensions: ClassVar = dict(Reader.extensions)
 
-    def _array_of(
+    def _make_array(
         self, data: Any, at: int, dtype: np.dtype[Any], shape: tuple[int, ...], nbytes: int, number: int
     ) -> Any:
-        self._check(data, at, dtype, nbytes)
+        self._check_bounds(data, at, dtype, nbytes)
         elements = memoryview(data if type(data) is bytes else data.data if isinstance(data, np.ndarray) else data)
-        return _Array(dtype, shape, elements[at : at + nbytes], data if type(data) is memoryview else None)
+        return _ArrayStub(dtype, shape, elements[at : at + nbytes], data if type(data) is memoryview else None)
 
-    def _in_order(self, array: Any, order: bytes) -> Any:
+    def _restore_order(self, array: Any, order: bytes) -> Any:
         array.order = order
         return array
 
-    def _inner(self, payload: memoryview) -> Any:
-        """The value behind the name of a codec or a protobuf message."""
-        return read_tree(memoryview(layout.read_named(payload)[1]))
+    def _payload_tree(self, payload: memoryview) -> Any:
+        """Decodes what stands behind the name of a codec or a message, without calling the codec or the class."""
+        return read_tree(memoryview(layout.read_name_and_payload(payload)[1]))
 
-    def _fields_of(self, payload: memoryview) -> Any:
-        fields = self._inner(payload)
-        return _Message(fields if type(fields) is dict else {})
+    def _message_stub(self, payload: memoryview) -> Any:
+        fields = self._payload_tree(payload)
+        return _MessageStub(fields if type(fields) is dict else {})
 
 
 _Outline.extensions |= {
-    layout.MESSAGE_EXT: _Outline._fields_of,
-    layout.CODEC_EXT: _Outline._inner,
-    layout.PROTOBUF_EXT: _Outline._inner,
+    layout.MESSAGE_EXT: _Outline._message_stub,
+    layout.CODEC_EXT: _Outline._payload_tree,
+    layout.PROTOBUF_EXT: _Outline._payload_tree,
 }
 
 
-def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[Named]:
-    if isinstance(tree, _Array):
+def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[NamedArray]:
+    if isinstance(tree, _ArrayStub):
         if (last := _named_order(tree.order)) is not None:
-            yield Named(path + last, tree.dtype, tree.shape, tree.data, tree.buffer)
+            yield NamedArray(path + last, tree.dtype, tree.shape, tree.data, tree.buffer)
         return
-    if isinstance(tree, _Message):
+    if isinstance(tree, _MessageStub):
         tree = tree.fields
     if type(tree) is dict:
         for index, (key, value) in enumerate(tree.items()):
-            yield from _walk(value, (*path, f"key{index}" if (step := _step(key)) is None else step))
+            yield from _walk(value, (*path, f"key{index}" if (step := _path_step(key)) is None else step))
     elif type(tree) in (list, tuple):
         for index, value in enumerate(tree):
             if type(value) is not float:
@@ -116,18 +116,18 @@ def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[Named]:
 
 
 def _named_order(order: bytes) -> tuple[str, ...] | None:
-    """The last step of an array's path: an array in Fortran's order is exported as `name.T`.
+    """Returns the last steps of an array's path: none in C order, `T` in Fortran order, since `name.T` is exported.
 
-    None: an array of mixed order, which has no name. Gaps make no difference, since they are not written.
+    Returns None for an array of mixed order, which gets no name. Gaps make no difference, since they are not written.
     """
-    axes = forwards(order)
+    axes = forward_axes(order)
     if axes == list(range(len(order))):
         return ()
     return ("T",) if axes == list(reversed(range(len(order)))) else None
 
 
-def _step(key: object) -> str | None:
-    """A key as a step of a path; None if it makes no text that a person would want to read."""
+def _path_step(key: object) -> str | None:
+    """Returns a dict's key as a step of a path; None if its text would not be readable."""
     if isinstance(key, int):
         return str(key) if key.bit_length() <= _INT_BITS else None
     return str(key) if isinstance(key, str | float | bytes) else None

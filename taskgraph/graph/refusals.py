@@ -1,4 +1,4 @@
-"""Errors for values that cannot travel: their type, their place, and what to send instead."""
+"""Explains why a value cannot travel: its type, its place in the value, and what to send instead."""
 
 from __future__ import annotations
 
@@ -23,13 +23,19 @@ from taskgraph.graph import codecs
 
 __all__ = ["CannotTravel", "key_step", "library_of", "trial", "way_out"]
 
-_SHOWN = 40
+_KEY_CHARS = 40
 """Characters of a dict's key that a message shows."""
-_ANY_WAY = "send its parts, declare a dataclass with @tg.message, or teach its type with tg.codec(type, encode, decode)"
+_GENERAL_ADVICE = (
+    "send its parts, declare a dataclass with @tg.message, or teach its type with tg.codec(type, encode, decode)"
+)
 
 
 class CannotTravel(Exception):
-    """Found while encoding. `steps` leads to the value, the last one first; each level adds its own."""
+    """Raised inside the encoder for a part that cannot travel. Each level of nesting adds its step with `at`.
+
+    Attributes:
+        steps: the path to the part, the innermost step first.
+    """
 
     def __init__(self, value: Any, way_out: str) -> None:
         super().__init__(way_out)
@@ -42,6 +48,7 @@ class CannotTravel(Exception):
         return self
 
     def error(self, what: str) -> ValueNotEncodable:
+        """Makes the user's error. `what` names the whole value."""
         kind = type(self.value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         steps = self.steps[::-1]
@@ -54,28 +61,28 @@ class CannotTravel(Exception):
 
 
 def key_step(key: Any) -> str:
-    """`['theta']`, as one would write it. A key whose repr is the user's own code is only named by its type."""
+    """Returns the path step of a dict's key, e.g. `['theta']`; only the key's type if its repr would run user code."""
     if type(key) in (str, float, bool, bytes, type(None)) or (type(key) is int and key.bit_length() < 128):
-        return f"[{key!r:.{_SHOWN}}]"
+        return f"[{key!r:.{_KEY_CHARS}}]"
     return f"[<{type(key).__name__}>]"
 
 
 def library_of(value: Any) -> str:
-    """The name of the namespace that an array of the array API says it is of; "" where it does not say."""
+    """Returns the name of an array's array API namespace; "" for other values."""
     ask = getattr(value, "__array_namespace__", None)
     return str(getattr(ask(), "__name__", "")) if ask is not None else ""
 
 
 def way_out(value: Any) -> str:
-    """Advises what to send instead. A value that raises when asked gets the general advice."""
+    """Returns advice on what to send instead of a value; general advice if inspecting the value raises."""
     try:
-        return _way_out(value)
+        return _specific_advice(value)
     except Exception:
-        return _ANY_WAY
+        return _GENERAL_ADVICE
 
 
 class _Trial:
-    """Writes a value as `encoding` does; that module sets the function, as it imports this one."""
+    """Tries to encode a value. `encoding` sets the function, since it imports this module."""
 
     write: Callable[[Any], object] = staticmethod(lambda value: None)
 
@@ -85,8 +92,8 @@ trial: Final = _Trial()
 Candidates = Sequence[tuple[str, Callable[[Any], Any]]]
 
 
-def _that_travel(value: Any, candidates: Candidates) -> str | None:
-    """Tries what might be sent instead, and names the first two that travel. Some depend on what the value holds."""
+def _advise_encodable(value: Any, candidates: Candidates) -> str | None:
+    """Encodes each candidate in turn, and advises to send one of the first two that travel; None if none does."""
     found = []
     for text, make in candidates:
         try:
@@ -98,23 +105,23 @@ def _that_travel(value: Any, candidates: Candidates) -> str | None:
     return f"send {' or '.join(found[:2])}" if found else None
 
 
-_TEXTS: Final = ("list(map(str, x))", lambda x: list(map(str, x)))
+_AS_TEXTS: Final = ("list(map(str, x))", lambda x: list(map(str, x)))
 
 
-def _way_out(value: Any) -> str:
+def _specific_advice(value: Any) -> str:
     if isinstance(value, type):
         return f"it is the class {value.__name__} itself: send one of it, or its name"
     if own := getattr(type(value), "__taskgraph_way_out__", None):
         return str(own)
-    for fits in (_numpy, _builtin, _well_known, _declared, _array):
+    for fits in (_numpy_advice, _builtin_advice, _library_advice, _declaration_advice, _array_advice):
         if text := fits(value):
             return text
-    return _ANY_WAY
+    return _GENERAL_ADVICE
 
 
-def _numpy(value: Any) -> str | None:
+def _numpy_advice(value: Any) -> str | None:
     if isinstance(value, np.ma.MaskedArray | np.ma.core.MaskedConstant):
-        return _that_travel(
+        return _advise_encodable(
             value,
             (
                 ("its data and its mask: (a.filled(0), np.ma.getmaskarray(a))", lambda a: a.filled(0)),
@@ -133,13 +140,13 @@ def _numpy(value: Any) -> str | None:
     return None
 
 
-def _builtin(value: Any) -> str | None:
+def _builtin_advice(value: Any) -> str | None:
     if isinstance(value, enum.Enum):
         return "send x.value, and call its class with it where it arrives; or use tg.codec"
     if isinstance(value, bytearray | memoryview):
         return "send bytes(x)"
     if isinstance(value, set | frozenset):
-        way = _that_travel(value, (("sorted(x)", sorted), ("sorted(x, key=repr)", lambda x: sorted(x, key=repr))))
+        way = _advise_encodable(value, (("sorted(x)", sorted), ("sorted(x, key=repr)", lambda x: sorted(x, key=repr))))
         return way and f"{way}: a set has no order, so equal sets could have different bytes"
     if isinstance(value, KeysView | ValuesView | ItemsView):
         return "send list(x)"
@@ -169,7 +176,7 @@ def _builtin(value: Any) -> str | None:
     return None
 
 
-def _declared(value: Any) -> str | None:
+def _declaration_advice(value: Any) -> str | None:
     kind = type(value)
     for base in kind.__mro__[1:]:
         if codecs.codec_of(base) is not None:
@@ -179,7 +186,7 @@ def _declared(value: Any) -> str | None:
     return None
 
 
-def _array(value: Any) -> str | None:
+def _array_advice(value: Any) -> str | None:
     if not hasattr(type(value), "__dlpack__"):
         return None
     library = library_of(value)
@@ -188,12 +195,12 @@ def _array(value: Any) -> str | None:
     return f"tg.arrays({library}) makes arrays of {library} travel" if library else "send np.from_dlpack(x)"
 
 
-def _package(kind: type) -> str:
+def _package_name(kind: type) -> str:
     return str(kind.__module__).partition(".")[0]
 
 
-def _torch(name: str, names: Set[str]) -> str | None:
-    """Advises on an object of PyTorch, by the name of its class, and the names of that class and its bases in torch."""
+def _torch_advice(name: str, names: Set[str]) -> str | None:
+    """Returns advice for a PyTorch object, by the name of its class and the names of its classes in torch."""
     makes = "import taskgraph.torch, which makes tensors travel"
     if name == "Tensor":
         return makes
@@ -214,11 +221,11 @@ def _torch(name: str, names: Set[str]) -> str | None:
     return text if "taskgraph.torch" in sys.modules else f"{makes}; {text}"
 
 
-def _pandas(value: Any) -> str | None:
+def _pandas_advice(value: Any) -> str | None:
     if type(value).__name__ == "NAType":
         return "send None, or float('nan')"
     if type(value).__name__ == "DataFrame":
-        return _that_travel(
+        return _advise_encodable(
             value,
             (
                 ("df.to_numpy()", lambda df: df.to_numpy()),
@@ -227,42 +234,42 @@ def _pandas(value: Any) -> str | None:
             ),
         )
     methods = ("to_datetime64", "to_timedelta64", "to_numpy", "tolist")
-    return _that_travel(value, (*map(_method, methods), _TEXTS)) or "send str(x)"
+    return _advise_encodable(value, (*map(_method_candidate, methods), _AS_TEXTS)) or "send str(x)"
 
 
-def _method(name: str) -> tuple[str, Callable[[Any], Any]]:
+def _method_candidate(name: str) -> tuple[str, Callable[[Any], Any]]:
     return f"x.{name}()", lambda x: getattr(x, name)()
 
 
-def _columns(value: Any) -> str | None:
-    """Advises on a table, or a column of one, of polars, pyarrow or xarray."""
+def _table_advice(value: Any) -> str | None:
+    """Returns advice for a table or column of polars, pyarrow or xarray."""
     if hasattr(value, "collect"):
         return "send what x.collect() gives, as its columns"
     as_lists = ("df.to_dict(as_series=False)", lambda df: df.to_dict(as_series=False))
     methods = ("to_pydict", "to_pylist", "to_list", "to_numpy", "to_dict", "write_json")
-    return _that_travel(value, (as_lists, *map(_method, methods), _TEXTS))
+    return _advise_encodable(value, (as_lists, *map(_method_candidate, methods), _AS_TEXTS))
 
 
-def _well_known(value: Any) -> str | None:
-    # Of a class of the user's own, too: most are modules of PyTorch.
-    if names := {base.__name__ for base in type(value).__mro__ if _package(base) == "torch"}:
-        return _torch(type(value).__name__, names)
-    package = _package(type(value))
+def _library_advice(value: Any) -> str | None:
+    # Also for subclasses that users wrote: most are modules of PyTorch.
+    if names := {base.__name__ for base in type(value).__mro__ if _package_name(base) == "torch"}:
+        return _torch_advice(type(value).__name__, names)
+    package = _package_name(type(value))
     if package == "pandas":
-        return _pandas(value)
+        return _pandas_advice(value)
     if package in ("polars", "pyarrow", "xarray"):
-        return _columns(value)
+        return _table_advice(value)
     if package == "jax" and type(value).__name__ == "PRNGKeyArray":
         return "send jax.random.key_data(x), and jax.random.wrap_key_data() makes it one again where it arrives"
     if package in ("scipy", "cupyx"):
         return "send the arrays it is made of, e.g. (a.data, a.indices, a.indptr, a.shape)"
     if package == "datetime":
-        return _that_travel(
+        return _advise_encodable(
             value,
             (
                 ("np.datetime64(x)", np.datetime64),
                 ("np.timedelta64(x)", np.timedelta64),
-                _method("isoformat"),
+                _method_candidate("isoformat"),
                 ("str(x)", str),
             ),
         )

@@ -1,12 +1,11 @@
-"""Values that travel: encoded once when they are put, decoded read-only where they arrive. Never pickled.
+"""Encodes values once when they are put, and decodes them read-only where they arrive. Nothing is pickled.
 
-What travels: None, bool, int of any size, float, complex, str, bytes, list, tuple, dict, numpy arrays and scalars of
-every dtype of numpy's own but object, CuPy arrays, protobuf messages, dataclasses declared with `message`, and types
-with a `codec`. Each arrives with exactly the type and the bits it was sent with; anything else is refused with the way
-out. `docs/values.md` tells it to users.
+These travel: None, bool, int of any size, float, complex, str, bytes, list, tuple, dict, numpy arrays and scalars of
+every built-in dtype of numpy but object, CuPy arrays, protobuf messages, dataclasses declared with `message`, and types
+with a `codec`. A value arrives with exactly the type and the bits it was sent with. Other types are refused, with
+advice on what to send. `docs/values.md` is the users' guide.
 
-`layout` defines the format. A value that is one array, and nothing else, is the most common one: `encode` and `decode`
-treat it before any other.
+`layout` defines the format. Most values are a single array, so `encode` and `decode` try fast paths for it first.
 """
 
 from __future__ import annotations
@@ -28,46 +27,46 @@ from taskgraph.graph.codecs import codec, message
 from taskgraph.graph.decoding import Reader
 from taskgraph.graph.digests import without_buffers
 from taskgraph.graph.encoding import write
-from taskgraph.graph.layout import ARRAY, LARGE_ARRAY, lone_head, read_lone_head
+from taskgraph.graph.layout import ARRAY, LARGE_ARRAY, lone_array_head, read_lone_array_head
 from taskgraph.graph.refusals import CannotTravel
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
 __all__ = [
-    "begin_hosted",
+    "begin_copy_to_host",
+    "begin_digest",
     "codec",
+    "copy_device_buffers",
+    "copy_to_host",
     "decode",
+    "decode_small_array",
+    "device_buffers",
+    "device_buffers_intact",
     "digest_of",
-    "digesting",
     "encode",
-    "hosted",
-    "joined",
+    "join_values",
     "message",
-    "parted",
-    "separate",
-    "small_array",
-    "staying",
-    "untouched",
+    "split_values",
     "value_end",
     "verify",
 ]
 
 _U32 = struct.Struct("<I")
-_NOTHING_ON_DEVICE: Final = _U32.pack(0)
-_NONE: Final[frozenset[int]] = frozenset()
-_ndarray: Final = np.ndarray  # numpy makes some of its names when asked, so Python looks up each of them in every call
-_KEPT: Final = 1024
-"""Entries of each of the tables below; a full table begins again."""
+_EMPTY_TRAILER: Final = _U32.pack(0)
+_NO_NUMBERS: Final[frozenset[int]] = frozenset()
+_ndarray: Final = np.ndarray  # cached: attributes of numpy are looked up dynamically, in every call
+_CACHE_ENTRIES: Final = 1024
+"""Entries in each of the caches below; a full cache is cleared."""
 
-_heads: Final[dict[tuple[np.dtype[Any], int, tuple[int, ...]], bytes]] = {}
-"""The beginning of values that are one array: by dtype, its number (`dtypes.DESCRIBED`) and shape."""
+_array_heads: Final[dict[tuple[np.dtype[Any], int, tuple[int, ...]], bytes]] = {}
+"""Caches the heads of values that are one array, by dtype, dtype.num and shape."""
 
-_small: Final[dict[int, tuple[bytes, np.dtype[Any], tuple[int, ...], int]]] = {}
-"""By the length of meta, the last small array of that length: its head, dtype and shape, and where its elements are.
-The next array of that length has the same head, as a rule."""
+_small_arrays: Final[dict[int, tuple[bytes, np.dtype[Any], tuple[int, ...], int]]] = {}
+"""Maps a length of meta to the last small array of that length: its head, dtype, shape and offset of elements. As a
+rule, the next array of that length has the same head."""
 
-_large: Final[dict[bytes, tuple[np.dtype[Any], tuple[int, ...], int, bytes]]] = {}
-"""By meta, of values that are one large array: dtype, shape, bytes of elements, and meta without its trailer. The same
-array comes in every epoch, but for its elements."""
+_large_arrays: Final[dict[bytes, tuple[np.dtype[Any], tuple[int, ...], int, bytes]]] = {}
+"""Maps the meta of a value that is one large array to dtype, shape, bytes of elements, and meta without its trailer. In
+every epoch arrays arrive with the same meta, and only the elements differ."""
 
 
 def encode(
@@ -86,27 +85,27 @@ def encode(
     digest is taken in the pass that copies.
 
     Args:
-        what: for messages, e.g. "channel 'grad' of task 3".
+        what: names the value in errors, e.g. "channel 'grad' of task 3".
         adopt: the caller promises not to write to the value's arrays again: large arrays that own their memory are
             not copied, and become read-only.
-        allocate: where large arrays are copied to, as far as it has memory.
-        stays: large arrays of a device stay there, where that is possible: they are copied within its memory. It waits
-            for the device once, also for the digests. What it returns is for this process; see `hosted`.
-        lendable: they are copied to memory that other processes can open, as far as there is some.
-        ordered: arrays arrive in the order that they have in memory, and not in C's (`orders`).
+        allocate: gives memory for copies of large arrays, if it has some.
+        stays: copy large arrays of a device within the device's memory, if possible. This waits for the device once,
+            also for the digests. The result is only for this process; see `copy_to_host`.
+        lendable: copy these arrays to memory that other processes can open, if there is some.
+        ordered: arrays keep their memory order (`orders`) instead of arriving in C order.
 
     Raises:
-        ValueNotEncodable: something in it cannot travel; the message says what, where, and the way out.
+        ValueNotEncodable: a part of the value cannot travel; the message says which part, and what to send instead.
     """
     if type(value) is _ndarray and not ordered:
         dtype = value.dtype
         key = dtype, dtype.num, value.shape
-        head = _heads.get(key) or _remember_head(key, value.nbytes)
+        head = _array_heads.get(key) or _cached_head(key, value.nbytes)
         if head:
             if value.nbytes >= INLINE_BYTES:
-                return _large_array(value, head, adopt, allocate)
+                return _encode_large_array(value, head, adopt, allocate)
             whole = head + value.tobytes()
-            return Encoded(whole + _NOTHING_ON_DEVICE, (), without_buffers(whole))
+            return Encoded(whole + _EMPTY_TRAILER, (), without_buffers(whole))
     try:
         writer, meta = write(value, adopt, allocate, stays, lendable, ordered)
     except CannotTravel as refused:
@@ -116,49 +115,49 @@ def encode(
         raise too_deep.error(what) from error
     flags = writer.on_device
     if writer.buffers:
-        ready, digest = _seal(meta, writer.buffers)
+        ready, digest = _finish_buffers(meta, writer.buffers)
     else:
         ready, digest = (), without_buffers(meta)
-    meta += struct.pack(f"<{len(flags) + 1}I", *flags, len(flags)) if flags else _NOTHING_ON_DEVICE
+    meta += struct.pack(f"<{len(flags) + 1}I", *flags, len(flags)) if flags else _EMPTY_TRAILER
     return (EncodedOnDevice if writer.stayed else Encoded)(meta, ready, digest)
 
 
-def _remember_head(key: tuple[np.dtype[Any], int, tuple[int, ...]], nbytes: int) -> bytes | None:
-    """The head of a value that is one array; None if `write` has to look at it, because of padding, say."""
+def _cached_head(key: tuple[np.dtype[Any], int, tuple[int, ...]], nbytes: int) -> bytes | None:
+    """Returns the head of a value that is one array, and caches it; None if only `write` can encode the array."""
     dtype, number, shape = key
     try:
-        described, packed = dtypes.DESCRIBED[dtype, number]
+        described, packed = dtypes.DTYPE_DESCRIPTIONS[dtype, number]
     except dtypes.DtypeRefused:
         return None
-    head = lone_head(LARGE_ARRAY if nbytes >= INLINE_BYTES else ARRAY, described, shape) if packed else None
+    head = lone_array_head(LARGE_ARRAY if nbytes >= INLINE_BYTES else ARRAY, described, shape) if packed else None
     if head is not None:
-        if len(_heads) >= _KEPT:
-            _heads.clear()
-        _heads[key] = head
+        if len(_array_heads) >= _CACHE_ENTRIES:
+            _array_heads.clear()
+        _array_heads[key] = head
     return head
 
 
-def _large_array(array: NDArray[Any], head: bytes, adopt: bool, allocate: Allocate | None) -> Encoded:
-    """A value that is one large array."""
-    buffer = arrays.as_it_is(array, adopt=adopt, packed=True)
+def _encode_large_array(array: NDArray[Any], head: bytes, adopt: bool, allocate: Allocate | None) -> Encoded:
+    """Encodes a value that is one large array."""
+    buffer = arrays.share_bytes(array, adopt=adopt, packed=True)
     if buffer is None:
-        copy = arrays.Copy(array, allocate)
+        copy = arrays.PendingCopy(array, allocate)
         copy.begin()
         digest = digests.digest(head, (copy,))
-        buffer = copy.sealed()
+        buffer = copy.seal()
     else:
         known = None if adopt else arrays.known_digest(array, head)
-        digest = known or digests.of_lone(head, buffer)
-    return Encoded(head + _NOTHING_ON_DEVICE, (buffer,), digest)
+        digest = known or digests.of_one_buffer(head, buffer)
+    return Encoded(head + _EMPTY_TRAILER, (buffer,), digest)
 
 
-def _seal(meta: bytes, buffers: Sequence[Any]) -> tuple[tuple[memoryview, ...], bytes]:
-    """Makes the copies that are still to be made. Returns the buffers, and the digest of the value."""
+def _finish_buffers(meta: bytes, buffers: Sequence[Any]) -> tuple[tuple[memoryview, ...], bytes]:
+    """Makes all pending copies. Returns the finished buffers, and the digest of the value."""
     for buffer in buffers:
         if not isinstance(buffer, memoryview):
             buffer.begin()
     digest = _digest(meta, buffers)
-    return tuple([buffer if isinstance(buffer, memoryview) else buffer.sealed() for buffer in buffers]), digest
+    return tuple([buffer if isinstance(buffer, memoryview) else buffer.seal() for buffer in buffers]), digest
 
 
 def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview | digests.Source]) -> bytes:
@@ -167,17 +166,19 @@ def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview |
         if not isinstance(buffer, Digested):
             return digests.digest(meta, buffers)
         blocks += buffer.blocks
-    return digests.of_blocks(meta, [buffer.nbytes for buffer in buffers], blocks)  # nothing that threads could share
+    return digests.of_block_digests(
+        meta, [buffer.nbytes for buffer in buffers], blocks
+    )  # nothing that threads could share
 
 
-def hosted(
+def copy_to_host(
     value: Encoded, *, allocate: Allocate | None = None, but: Callable[[DeviceBuffer], bool] | None = None
 ) -> Encoded:
     """Copies all buffers of a value to the host. Waits for the device, so call it in a thread.
 
     Args:
         allocate: gives the memory to copy to, if it has some. Each buffer is copied once, for all callers.
-        but: which buffers stay on the device nevertheless.
+        but: returns True for a buffer that stays on the device.
     """
     if type(value) is not EncodedOnDevice:
         return value
@@ -194,26 +195,26 @@ def hosted(
     return kind(value.meta, tuple(buffers), value.digest)
 
 
-def begin_hosted(value: Encoded, *, allocate: Allocate) -> None:
-    """Queues the copies that `hosted` waits for, as far as there is page-locked memory for them, without any wait."""
-    for buffer in staying(value):
+def begin_copy_to_host(value: Encoded, *, allocate: Allocate) -> None:
+    """Queues the copies that `copy_to_host` waits for, as far as page-locked memory is free. Does not wait."""
+    for buffer in device_buffers(value):
         buffer.copy_early(allocate)
 
 
-def joined(values: Sequence[Encoded]) -> Encoded:
-    """Joins values without buffers to one message; `parted` takes them apart. The result cannot be decoded."""
+def join_values(values: Sequence[Encoded]) -> Encoded:
+    """Joins values without buffers to one value that cannot be decoded; `split_values` splits it again."""
     whole = b"".join([value.meta for value in values])
-    return Encoded(whole + _NOTHING_ON_DEVICE, (), without_buffers(whole))
+    return Encoded(whole + _EMPTY_TRAILER, (), without_buffers(whole))
 
 
-def parted(whole: Encoded, parts: Sequence[tuple[int, bytes]]) -> list[Encoded]:
-    """Takes apart values that `joined` put together.
+def split_values(whole: Encoded, parts: Sequence[tuple[int, bytes]]) -> list[Encoded]:
+    """Splits a value that `join_values` made.
 
     Args:
-        parts: of each its size and digest. One of size 0 is the one before, which is not there twice.
+        parts: size and digest of each value. Size 0 repeats the previous value, which was joined only once.
 
     Raises:
-        DecodeError: these are not the sizes of what was joined.
+        DecodeError: the sizes do not fit the joined value.
     """
     meta, at, found = whole.meta, 0, []
     for size, digest in parts:
@@ -224,25 +225,25 @@ def parted(whole: Encoded, parts: Sequence[tuple[int, bytes]]) -> list[Encoded]:
             found.append(found[-1])
         else:
             raise DecodeError(f"one of joined values has {size} bytes")
-    if whole.buffers or meta[at:] != _NOTHING_ON_DEVICE:
-        have = at + len(_NOTHING_ON_DEVICE)
+    if whole.buffers or meta[at:] != _EMPTY_TRAILER:
+        have = at + len(_EMPTY_TRAILER)
         raise DecodeError(f"{len(meta)} bytes of joined values; their parts have {have}")
     return found
 
 
-def staying(value: Encoded) -> list[DeviceBuffer]:
-    """The buffers of a value that are on a device."""
+def device_buffers(value: Encoded) -> list[DeviceBuffer]:
+    """Returns the buffers of a value that are on a device."""
     return [buffer for buffer in cast(Sequence[Any], value.buffers) if isinstance(buffer, DeviceBuffer)]
 
 
-def separate(value: EncodedOnDevice) -> EncodedOnDevice:
-    """Copies a value so that its buffers on the device have memory of their own. Waits for the device."""
+def copy_device_buffers(value: EncodedOnDevice) -> EncodedOnDevice:
+    """Copies the device buffers of a value, so that it shares no device memory. Waits for the device."""
     buffers: Any = tuple([b.separate() if isinstance(b, DeviceBuffer) else b for b in value.buffers])
     return EncodedOnDevice(value.meta, buffers, value.digest)
 
 
-def untouched(value: Encoded) -> bool:
-    """True if the buffers on a device still match the digest, on the current stream. Waits for the device."""
+def device_buffers_intact(value: Encoded) -> bool:
+    """Digests device buffers again, on the current stream: True if the digest matches. Waits for the device."""
     fresh = [buffer.digested() if isinstance(buffer, DeviceBuffer) else buffer for buffer in value.buffers]
     for source in fresh:
         if isinstance(source, Digested):
@@ -254,49 +255,49 @@ def decode(encoded: Encoded, *, device: Device | None = None, writable: bool = F
     """Decodes a value. Its arrays are read-only views on the encoded bytes; they live as long as you keep them.
 
     Args:
-        device: where arrays go that were on a device when they were encoded, as its arrays, behind what is queued on
-            the current stream; None gives numpy arrays always.
-        writable: fresh arrays that are yours to write.
+        device: decodes arrays that were on a device to arrays of this device, in the order of its current stream;
+            None decodes all arrays to numpy arrays.
+        writable: decode to fresh arrays that the caller may write to.
 
     Raises:
         DecodeError: the bytes are not a value, or name a type that is not declared here.
     """
     meta = encoded.meta
-    if len(encoded.buffers) == 1 and not writable and (known := _large.get(meta)) is not None:
+    if len(encoded.buffers) == 1 and not writable and (known := _large_arrays.get(meta)) is not None:
         buffer = encoded.buffers[0]
         dtype, shape, nbytes, head = known  # looked up once: another thread may clear the table
         if type(buffer) is memoryview and buffer.nbytes == nbytes and buffer.format == "B" and buffer.c_contiguous:
-            return arrays.whole_view(buffer, dtype, shape, (head, encoded.digest))
+            return arrays.view_whole(buffer, dtype, shape, (head, encoded.digest))
     size = len(meta)
-    end, on_device = size - 4, _NONE
-    if end < 0 or meta[end:] != _NOTHING_ON_DEVICE:
+    end, on_device = size - 4, _NO_NUMBERS
+    if end < 0 or meta[end:] != _EMPTY_TRAILER:
         end = value_end(meta)
-        on_device = _on_device(meta, end)
-    elif not encoded.buffers and (small := small_array(meta)) is not None:
+        on_device = _read_trailer(meta, end)
+    elif not encoded.buffers and (small := decode_small_array(meta)) is not None:
         return small.copy() if writable else small
-    value = Reader(encoded, end, on_device, device, writable).whole()
+    value = Reader(encoded, end, on_device, device, writable).read()
     if meta[:2] == LARGE_ARRAY and type(value) is np.ndarray:
         head = meta[:end]
-        arrays.remember(value, head, encoded.digest)
+        arrays.remember_digest(value, head, encoded.digest)
         if not on_device:
-            if len(_large) >= _KEPT:
-                _large.clear()
-            _large[meta] = value.dtype, value.shape, value.nbytes, head
+            if len(_large_arrays) >= _CACHE_ENTRIES:
+                _large_arrays.clear()
+            _large_arrays[meta] = value.dtype, value.shape, value.nbytes, head
     return value
 
 
-def small_array(meta: bytes) -> NDArray[Any] | None:
-    """The array that a value without buffers is, if it is one and nothing else.
+def decode_small_array(meta: bytes) -> NDArray[Any] | None:
+    """Decodes a value without buffers that is a single array, faster than `decode`; None for all other values.
 
-    Most items are: `decode` does the same with them, in one call. None if `decode` would do anything else, or refuse.
+    Most items are such values.
     """
-    known = _small.get(len(meta))
-    if known is not None and meta.startswith(known[0]) and meta.endswith(_NOTHING_ON_DEVICE):
+    known = _small_arrays.get(len(meta))
+    if known is not None and meta.startswith(known[0]) and meta.endswith(_EMPTY_TRAILER):
         return _ndarray(known[2], known[1], meta, known[3])  # bytes are all aligned alike
-    if meta[:2] != ARRAY or not meta.endswith(_NOTHING_ON_DEVICE):
+    if meta[:2] != ARRAY or not meta.endswith(_EMPTY_TRAILER):
         return None
     try:
-        dtype, shape, nbytes, at = read_lone_head(meta)
+        dtype, shape, nbytes, at = read_lone_array_head(meta)
         if at + nbytes + 4 != len(meta) or not nbytes or dtype.subdtype is not None:
             return None
         found: NDArray[Any] = np.ndarray(shape, dtype, meta, at)
@@ -304,31 +305,31 @@ def small_array(meta: bytes) -> NDArray[Any] | None:
         return None
     if not found.flags.aligned:
         return None
-    if len(_small) >= _KEPT:
-        _small.clear()
-    _small[len(meta)] = meta[:at], dtype, shape, at
+    if len(_small_arrays) >= _CACHE_ENTRIES:
+        _small_arrays.clear()
+    _small_arrays[len(meta)] = meta[:at], dtype, shape, at
     return found
 
 
 def digest_of(meta: bytes, buffers: Sequence[memoryview]) -> bytes:
-    """The digest of a value, 16 bytes (`digests`); where arrays lived is left out."""
+    """Returns the 16-byte digest of a value (`digests`). The trailer is not digested."""
     return digests.digest(memoryview(meta)[: value_end(meta)], buffers)
 
 
-def digesting(meta: bytes, sizes: Sequence[int]) -> digests.Streaming:
-    """`digest_of` a value with buffers, to be updated with the bytes of its buffers as they arrive."""
-    return digests.Streaming(memoryview(meta)[: value_end(meta)], sizes)
+def begin_digest(meta: bytes, sizes: Sequence[int]) -> digests.StreamingDigest:
+    """Begins the digest of a value, to be updated with the bytes of its buffers as they arrive."""
+    return digests.StreamingDigest(memoryview(meta)[: value_end(meta)], sizes)
 
 
 def verify(encoded: Encoded) -> bool:
-    """True if the bytes match the digest."""
+    """Returns True if meta and buffers match the digest of the value."""
     meta = encoded.meta
-    if not encoded.buffers and meta.endswith(_NOTHING_ON_DEVICE):  # `digest_of`, for what most values are
+    if not encoded.buffers and meta.endswith(_EMPTY_TRAILER):  # as `digest_of`, but faster: most values have no buffers
         return without_buffers(memoryview(meta)[:-4]) == encoded.digest
     return digest_of(meta, encoded.buffers) == encoded.digest
 
 
-def _on_device(meta: bytes, at: int) -> frozenset[int]:
+def _read_trailer(meta: bytes, at: int) -> frozenset[int]:
     numbers = struct.unpack_from(f"<{(len(meta) - at) // 4}I", meta, at)
     if not numbers or numbers[-1] != len(numbers) - 1:
         raise DecodeError(f"a value of {len(meta)} bytes has no trailer")
@@ -336,9 +337,9 @@ def _on_device(meta: bytes, at: int) -> frozenset[int]:
 
 
 def value_end(meta: bytes) -> int:
-    """Returns where the trailer begins; the whole length if there is none, which `decode` refuses."""
+    """Returns the offset of the trailer in meta; the length of meta if the trailer is damaged."""
     size = len(meta)
-    if size < 4 or meta.endswith(_NOTHING_ON_DEVICE):
+    if size < 4 or meta.endswith(_EMPTY_TRAILER):
         return max(0, size - 4)
     end = size - 4 - 4 * int(_U32.unpack_from(meta, size - 4)[0])
     return end if end > 0 else size

@@ -1,16 +1,15 @@
-"""Passes over large memory, shared block by block with threads on cores that are idle.
+"""Splits passes over large memory into blocks, and shares the blocks with threads on idle cores.
 
-The caller works on the pass itself. Where the kernel says that cores are idle, a few helper threads of the
-process take blocks from the same queue. Which thread took which block makes no difference to the result.
+The calling thread works on the pass, too. If the kernel reports idle cores, a few helper threads of the process take
+blocks from the same queue. Which thread took which block makes no difference to the result.
 
-The caller waits for blocks that helpers have taken, and never for a helper: one that has not begun has taken none, and
-finds none left when it comes. So with no core to spare the caller does all of it alone, or nearly all, where a core
-that was idle a moment ago is not. A helper that loses its core in the middle of a block delays the caller until it has
-one again, and by the rest of that block: on a busy machine some milliseconds, so helpers are not called there.
+The caller waits for blocks that helpers have taken, never for a helper: a helper that starts late finds no block left.
+So on a busy machine the caller does nearly all the work alone. A helper that loses its core in the middle of a block
+delays the caller by some milliseconds, so helpers are not called where no core is idle.
 
-What is done with a block must release the interpreter's lock: numpy's copies do, and xxhash's digests of more than
-100 kB. It should do so rarely, since each time two threads may have to wait for each other, for as long as it takes to
-copy 256 KiB.
+The work on a block must release the interpreter's lock: numpy's copies do, and xxhash's digests of more than 100 kB. It
+should release the lock rarely, since at each release two threads may wait for each other for the time of a copy of
+256 KiB.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from taskgraph.system.host import cores
 __all__ = ["LEAST_BYTES", "for_each"]
 
 LEAST_BYTES: Final = 16 << 20
-"""Less is not worth sharing. Measured with a core to spare, a copy with its digest: 16 MiB gain a seventh of the time,
+"""Smaller passes are not shared. Measured with an idle core, a copy with its digest: 16 MiB gain a seventh of the time,
 8 MiB a fiftieth, and 2 MiB lose by waking a helper."""
 _MOST_HELPERS: Final = 3
-"""A few cores use up what memory gives."""
+"""A few cores use up the memory bandwidth."""
 _IDLE_S: Final = 1.0
 """How long a helper waits for the next pass before it ends."""
 
-_LOOK_BLOCKS: Final = 8
-"""After how many blocks the caller looks again for an idle core: an epoch begins with a rush on all nodes."""
-_RUNNING: Final = "/proc/loadavg"
-_MACHINE: Final = os.cpu_count() or 1
+_RECHECK_BLOCKS: Final = 8
+"""Blocks after which the caller looks for idle cores again: an epoch begins with a rush on all nodes."""
+_LOADAVG_PATH: Final = "/proc/loadavg"
+_MACHINE_CORES: Final = os.cpu_count() or 1
 
 Work = Callable[[int], object]
 
@@ -48,7 +47,7 @@ def for_each(work: Work, blocks: int) -> None:
     """Calls `work` with each number below `blocks`, in this thread and in helpers, and returns when all have returned.
 
     Raises:
-        what `work` raised first, wherever it did; blocks that no thread had taken by then are left out.
+        the first exception of `work` in any thread; blocks that no thread had taken by then are skipped.
     """
     helpers = min(blocks - 1, cores() - 1, _MOST_HELPERS)
     if helpers > 0:
@@ -58,44 +57,44 @@ def for_each(work: Work, blocks: int) -> None:
             work(block)
 
 
-def idle() -> int:
+def idle_cores() -> int:
     """Returns the number of idle cores of the machine; all but one if the kernel does not say."""
     try:
-        fd = os.open(_RUNNING, os.O_RDONLY)
+        fd = os.open(_LOADAVG_PATH, os.O_RDONLY)
         try:
             running = int(os.read(fd, 128).split()[3].partition(b"/")[0])  # "0.20 0.18 0.12 1/80 11206": 1, this thread
         finally:
             os.close(fd)
     except (OSError, IndexError, ValueError):
         running = 1
-    return _MACHINE - running
+    return _MACHINE_CORES - running
 
 
 class _Pass:
-    """One pass: the blocks that no thread has taken yet, and those that helpers have finished.
+    """The state of one pass: blocks that no thread has taken yet, and blocks that helpers have finished.
 
-    A helper refers to `work` within a block only: what it works on is free as soon as the pass is over.
+    A helper refers to `work` only within a block, so that the memory of a pass is free as soon as the pass is over.
     """
 
-    __slots__ = ("_blocks", "_count", "_ended", "_error", "_work")
+    __slots__ = ("_block_count", "_blocks", "_error", "_finished_by_helpers", "_work")
 
     def __init__(self, work: Work, blocks: int) -> None:
         self._work: Work | None = work
-        self._count = blocks
+        self._block_count = blocks
         self._blocks = deque(range(blocks))
-        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each block of a helper
+        self._finished_by_helpers: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each block of a helper
         self._error: BaseException | None = None
 
-    def make(self, call: Callable[[], bool]) -> None:
-        """Works on blocks in the caller's thread until all are done. `call` calls helpers, if there are idle cores."""
+    def run(self, call: Callable[[], bool]) -> None:
+        """Works on blocks in the caller's thread until all are done. `call` wakes helpers if there are idle cores."""
         mine, called = 0, False
         try:
             while self._blocks:
-                if not called and mine % _LOOK_BLOCKS == 0:
+                if not called and mine % _RECHECK_BLOCKS == 0:
                     called = call()
-                mine += self._next()
-            for _ in range(self._count - mine):
-                self._ended.get()
+                mine += self._work_on_next_block()
+            for _ in range(self._block_count - mine):
+                self._finished_by_helpers.get()
         finally:
             self._work = None
         error, self._error = self._error, None
@@ -107,10 +106,10 @@ class _Pass:
 
     def help(self) -> None:
         """Works on blocks in a helper's thread, until none is left."""
-        while self._next():
-            self._ended.put(None)
+        while self._work_on_next_block():
+            self._finished_by_helpers.put(None)
 
-    def _next(self) -> bool:
+    def _work_on_next_block(self) -> bool:
         """Takes a block, if one is left, and works on it."""
         try:
             block = self._blocks.popleft()
@@ -126,81 +125,83 @@ class _Pass:
 
 
 class _Team:
-    """The helpers of this process. They are daemons, and end when there was nothing to help with for a while."""
+    """The helper threads of this process: daemons that end after `_IDLE_S` without work."""
 
     def __init__(self) -> None:
-        self._open: dict[_Pass, None] = {}
-        self._waiting: deque[_thread.LockType] = deque()  # one of each helper that may be called: held until it is
-        self._counting = threading.Lock()
+        self._open_passes: dict[_Pass, None] = {}
+        self._idle_helper_locks: deque[_thread.LockType] = deque()  # to release one wakes its helper
+        self._helpers_lock = threading.Lock()
         self._helpers = 0
 
     def share(self, work: Work, blocks: int, most: int) -> None:
         shared = _Pass(work, blocks)
-        self._open[shared] = None  # before the call: a late helper must find this pass, and no older one
+        self._open_passes[shared] = None  # before the call: a late helper must find this pass, and no older one
         try:
-            shared.make(partial(self._call, most))
+            shared.run(partial(self._wake_helpers, most))
         finally:
-            del self._open[shared]
+            del self._open_passes[shared]
 
-    def _call(self, most: int) -> bool:
-        helpers = min(most, idle())
+    def _wake_helpers(self, most: int) -> bool:
+        helpers = min(most, idle_cores())
         if helpers <= 0:
             return False
-        # No lock that a helper may hold while it has no core: a thread too few, or a call too many, does no harm.
-        if self._helpers < helpers and self._counting.acquire(blocking=False):
+        # Never wait for a lock that a helper without a core may have: a helper too few, or too many, does no harm.
+        if self._helpers < helpers and self._helpers_lock.acquire(blocking=False):
             try:
                 while self._helpers < helpers:
-                    _thread.start_new_thread(self._start, (f"taskgraph-helper_{self._helpers}",))
+                    _thread.start_new_thread(self._start_helper, (f"taskgraph-helper_{self._helpers}",))
                     self._helpers += 1
             except RuntimeError:
                 pass  # the system starts no more threads: the caller works alone
             finally:
-                self._counting.release()
+                self._helpers_lock.release()
         for _ in range(helpers):
             try:
-                call = self._waiting.popleft()  # the oldest: the helper called last may still work on another pass
+                call = self._idle_helper_locks.popleft()  # the oldest: the newest may still work on another pass
             except IndexError:
-                break  # the others look for themselves, before they wait
+                break  # busy helpers look for open passes themselves before they wait
             call.release()
         return True
 
-    def _start(self, name: str) -> None:
-        """Starts a helper. Runs in a thread of its own, since `Thread.start` waits until the new thread has a core."""
+    def _start_helper(self, name: str) -> None:
+        """Starts a helper. Runs in its own thread, since `Thread.start` waits until the new thread has a core."""
         try:
-            threading.Thread(target=self._serve, name=name, daemon=True).start()
+            threading.Thread(target=self._helper_loop, name=name, daemon=True).start()
         except RuntimeError:
-            self._ended()
+            self._count_helper_down()
 
-    def _ended(self) -> None:
-        with self._counting:
+    def _count_helper_down(self) -> None:
+        with self._helpers_lock:
             self._helpers -= 1
 
-    def _serve(self) -> None:
-        # Not a queue that all of them wait at: up to Python 3.12 a `SimpleQueue.get` whose item went to another one
-        # just before its timeout waits for ever.
+    def _helper_loop(self) -> None:
+        # A lock for each helper, not a shared queue: up to Python 3.12 `SimpleQueue.get` waits for ever if another
+        # thread takes the item just before the timeout.
         call = _thread.allocate_lock()
         call.acquire()
         while True:
-            self._waiting.append(call)  # before it looks: who opens a pass after that calls it
-            for shared in tuple(self._open):
+            self._idle_helper_locks.append(
+                call
+            )  # before looking for passes: a caller that opens a pass later wakes this helper
+            for shared in tuple(self._open_passes):
                 shared.help()
             if not call.acquire(timeout=_IDLE_S):
                 try:
-                    self._waiting.remove(call)
+                    self._idle_helper_locks.remove(call)
                 except ValueError:
                     call.acquire()  # it is being called at this moment
                 else:
-                    self._ended()
+                    self._count_helper_down()
                     return
 
 
 _team = _Team()
 
 
-def _after_fork() -> None:
-    """A child has none of the helpers, and a lock of theirs may be held for ever."""
+def _replace_team_after_fork() -> None:
+    """Replaces the team in a forked child, which has no helper threads, and maybe locks that no thread will release."""
     global _team
     _team = _Team()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_replace_team_after_fork)

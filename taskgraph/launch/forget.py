@@ -14,7 +14,7 @@ from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Delete, Txn
 from taskgraph.protocol.records import State, StatusRecord
-from taskgraph.protocol.view import readable
+from taskgraph.protocol.view import decode_key
 
 __all__ = ["forget"]
 
@@ -38,7 +38,7 @@ async def forget(coordinator: Coordinator, name: str) -> int:
         if not items:
             raise UnknownJob(f"nothing is kept in etcd of a job {name!r}")
         found, status = len(items), items.get(keys.status)
-        state = readable(StatusRecord.from_bytes, status, keys).state if status is not None else ""
+        state = decode_key(StatusRecord.from_bytes, status, keys).state if status is not None else ""
         if state == State.RUNNING:
             raise JobError(f"job {name!r} is running: end it first, with `taskgraph shutdown {name}`")
         if any(key.startswith(keys.nodes) for key in items):

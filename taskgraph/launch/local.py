@@ -37,7 +37,7 @@ from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import Event, put_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Get, Put, Txn
-from taskgraph.protocol.records import OUT_OF_MEMORY, GoneRecord, NodeRecord, RanCode, State, StatusRecord
+from taskgraph.protocol.records import OUT_OF_MEMORY, GoneRecord, NodeRecord, RunningCode, State, StatusRecord
 from taskgraph.system import host
 from taskgraph.system.alongside import cancel_and_wait
 from taskgraph.system.files import LockedFolder
@@ -304,7 +304,7 @@ class LocalNodes:
         if code != 0 or (left is not None and not left.intended):  # else it left, and wrote that itself
             record = GoneRecord(
                 reason=f"killed by {self._signal_text(-code)}" if code < 0 else f"exited with code {code}",
-                ran=left.ran if left is not None else (),
+                running_code=left.ran if left is not None else (),
                 at=_crashed_at(entry.log_path, -code),
                 intended=self._stopping or (left is not None and left.intended),
                 writer=f"launcher {os.getpid()}",
@@ -428,10 +428,10 @@ class LocalNodes:
                 until = time.monotonic() + timeout_s
         for entry in self._processes.values():
             death = entry.death
-            if death is not None and not death.intended and any(ran.where == "teardown" for ran in death.ran):
+            if death is not None and not death.intended and any(ran.where == "teardown" for ran in death.running_code):
                 log.warning("node %s %s: what that was to save may not be there", entry.name, death.how_it_ended)
 
-    def _running(self) -> dict[str, tuple[RanCode, ...]]:
+    def _running(self) -> dict[str, tuple[RunningCode, ...]]:
         """Returns the user code that nodes run, by their names; not of nodes that a signal halted."""
         found = {}
         for entry in self._processes.values():

@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import structs
 
 from taskgraph.node.usercode import lastwords
-from taskgraph.protocol.records import RanCode, State, StatusRecord
+from taskgraph.protocol.records import RunningCode, State, StatusRecord
 from taskgraph.system import host
 
 __all__ = ["StalledLoop", "stall_text", "stopped", "with_stalls"]
@@ -41,7 +41,7 @@ class StalledLoop:
         self.reported = False
         self.in_thread = False
 
-    def look(self, now: float) -> tuple[RanCode, float] | None:
+    def look(self, now: float) -> tuple[RunningCode, float] | None:
         """Returns a call that the loop has been in for `STANDS_S` or more, and for how long; each call once."""
         runs = lastwords.on_loop(self._folder)
         if runs is None or stopped(self._pid):  # a process that a signal halted stands still wherever it is
@@ -54,7 +54,7 @@ class StalledLoop:
         return None
 
 
-def stall_text(name: str, ran: RanCode, for_s: float, *, in_thread: bool = False) -> str:
+def stall_text(name: str, ran: RunningCode, for_s: float, *, in_thread: bool = False) -> str:
     if in_thread:
         return (
             f"{ran} has held up all of {name} for {for_s:.0f} s, and others take that for dead: it keeps the "

@@ -27,7 +27,7 @@ from taskgraph.observe.events import EventLog
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Compare, Txn
-from taskgraph.protocol.records import ENDED_ITSELF, GoneRecord, RanCode, StatusRecord
+from taskgraph.protocol.records import ENDED_ITSELF, GoneRecord, RunningCode, StatusRecord
 from taskgraph.system.host import boot_id
 from taskgraph.transport.api import Transport
 
@@ -126,7 +126,7 @@ class NodeCore:
         self._failure: asyncio.Future[None] | None = None
         self._first_error: BaseException | None = None  # the first error of its asyncio tasks
         self._why_left = _LEFT
-        self._ran_code: tuple[RanCode, ...] = ()
+        self._ran_code: tuple[RunningCode, ...] = ()
 
     # -- where it is ------------------------------------------------------------------------------
 
@@ -283,13 +283,13 @@ class NodeCore:
                 self._emit_failed(status)
             raise
         self._emit_failed(status)
-        await keeper.caught_up(revision)
+        await keeper.wait_for_revision(revision)
         return True
 
     def _emit_failed(self, status: StatusRecord) -> None:
         self.events.emit("failed", status.reason, task=status.task, epoch=status.epoch)
 
-    def end_with(self, error: TaskGraphError, ran: tuple[RanCode, ...] = ()) -> None:
+    def end_with(self, error: TaskGraphError, ran: tuple[RunningCode, ...] = ()) -> None:
         """Ends this node, which cannot go on.
 
         Args:
@@ -301,7 +301,7 @@ class NodeCore:
 
     def gone_record(self) -> GoneRecord:
         """Returns the record of this node's end for etcd."""
-        return GoneRecord(reason=self._why_left, ran=self._ran_code, writer=self.writer())
+        return GoneRecord(reason=self._why_left, running_code=self._ran_code, writer=self.writer())
 
 
 def ended_itself(error: BaseException) -> str:

@@ -34,7 +34,7 @@ from taskgraph.node.usercode import lastwords
 from taskgraph.node.usercode.forks import kept_from_children
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
-from taskgraph.protocol.records import NodeRecord, RanCode
+from taskgraph.protocol.records import NodeRecord, RunningCode
 from taskgraph.protocol.view import JobView
 from taskgraph.system.alongside import alongside, any_done
 
@@ -282,7 +282,7 @@ class Node(NodeServices):
         )
         latest = {task: primary.attempts.latest for task, primary in self.roles.primaries.items()}
         self._ran_code = tuple(
-            RanCode(_OWN_TASKS, t, self.epoch if at is None else at.epoch) for t, at in latest.items()
+            RunningCode(_OWN_TASKS, t, self.epoch if at is None else at.epoch) for t, at in latest.items()
         )
         if lastwords.here is not None:  # this node may not be able to tell etcd
             for ran in self._ran_code:

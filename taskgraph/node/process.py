@@ -44,7 +44,7 @@ from taskgraph.device.cuda import bound_memory, device_count
 from taskgraph.device.visible import VISIBLE
 from taskgraph.driver.spec import JobSpec
 from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphError, Unavailable, no_thread
-from taskgraph.graph.values import digesting, verify
+from taskgraph.graph.values import begin_digest, verify
 from taskgraph.jobs import Job
 from taskgraph.network.tls import Tls
 from taskgraph.node.certificate_watch import CertificateWatch
@@ -209,7 +209,7 @@ async def _run(
             token,
             job=spec.name,
             verify=verify,
-            digesting=digesting,
+            digesting=begin_digest,
             unix_dir=folder,
             tcp_host=listening.host or None,
             tcp_ports=listening.to_try(),

@@ -18,7 +18,7 @@ import numpy as np
 from taskgraph.errors import DecodeError, JobError, ValueNotEncodable
 from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.compose import Graph
-from taskgraph.graph.values import begin_hosted, decode, encode, hosted, verify
+from taskgraph.graph.values import begin_copy_to_host, copy_to_host, decode, encode, verify
 from taskgraph.jobs import Job
 from taskgraph.node.reports import PlainRows, ReportLog, Rows, add_reports, reports_in
 from taskgraph.node.usercode.actor import Actor
@@ -248,7 +248,7 @@ class Replica:
                 encode_fields(state, self.task)  # raises with the name of the field
                 raise
             if there:  # before the next epoch computes, which would delay the copy
-                begin_hosted(value, allocate=self.router.allocate)
+                begin_copy_to_host(value, allocate=self.router.allocate)
             return value
 
         if _is_small_snapshot(task, shape):
@@ -257,7 +257,7 @@ class Replica:
 
     async def copy_to_host(self, value: Encoded) -> Encoded:
         """Copies a snapshot that stayed on the device to the host, while the task computes on."""
-        copy = partial(hosted, value, allocate=self.router.allocate)
+        copy = partial(copy_to_host, value, allocate=self.router.allocate)
         try:
             return await self.actor.call(COPIES, copy, alone=False)
         except UserCodeError as error:

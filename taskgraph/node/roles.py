@@ -18,7 +18,7 @@ from taskgraph.node.primary.primary import Primary
 from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import StuckError, UserCodeError
 from taskgraph.protocol.messages import Release
-from taskgraph.protocol.records import RanCode
+from taskgraph.protocol.records import RunningCode
 from taskgraph.task import BecameBackup
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class Roles:
             why = str(error) if isinstance(error, StuckError | TaskGraphError) else error_text(error)
             failed = TaskGraphError(f"task {primary.task} on {node.name} cannot go on: {why}")
             at = primary.attempts.latest
-            node.end_with(failed, ran=(RanCode("its primary", primary.task, node.epoch if at is None else at.epoch),))
+            code = RunningCode("its primary", primary.task, node.epoch if at is None else at.epoch)
+            node.end_with(failed, ran=(code,))
 
     def step_down(self, task: int) -> None:
         """Ends the term of this node's primary of a task, since the view shows another primary."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import DecodeError, Refused, StateError, TaskGraphError
-from taskgraph.graph.values import parted
+from taskgraph.graph.values import split_values
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.primary.leader import within_reach
 from taskgraph.node.usercode.errors import StuckError, UserCodeError
@@ -208,7 +208,7 @@ class Serving:
             case Offer() | Offers():
                 return await self._offer(peer, message)
             case Release():
-                await self._node.keeper.caught_up(message.revision)
+                await self._node.keeper.wait_for_revision(message.revision)
                 self._roles.release(message)
                 return Accepted()
             case Report() | Reports():
@@ -355,7 +355,7 @@ def _boundaries(offer: Offer | Offers) -> list[Boundary]:
         return [Boundary(offer.stamp, offer.term, offer.value)]
     assert type(offer) is Offers
     try:
-        values = parted(offer.value, [(size, digest) for _, size, digest in offer.parts])
+        values = split_values(offer.value, [(size, digest) for _, size, digest in offer.parts])
     except DecodeError as error:
         raise Refused(Reason.BAD_MESSAGE, f"offers of task {offer.task}: {error}") from None
     attempt, term = offer.stamp.attempt, offer.term

@@ -110,9 +110,9 @@ class ClockReading:
 class TraceCall:
     """A call that receives a node's spans. The first chunk has no spans: the node traces from then on."""
 
-    def __init__(self, call: Any, readable: Callable[[Any], Any]) -> None:
+    def __init__(self, call: Any, decode_key: Callable[[Any], Any]) -> None:
         self._call = call
-        self._require_message = readable
+        self._require_message = decode_key
 
     async def finish(self) -> None:
         """Asks the node to send the remaining spans, and to stop tracing."""

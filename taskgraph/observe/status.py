@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from taskgraph.errors import PeerLost, first_lines
 from taskgraph.observe.usage import Usage
-from taskgraph.protocol.cycles import who
+from taskgraph.protocol.cycles import describe_waiter
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["NoAnswer", "NodeStatus", "ReplicaStatus", "ReportRow", "TaskResult", "waits_text"]
@@ -115,7 +115,8 @@ def waits_text(statuses: Iterable[NodeStatus]) -> str:
     lines = [
         f"task {r.task} runs {r.processor!r} for {r.running_s:.1f} s"
         for r in replicas
-        if r.processor and not any(line.startswith(f"task {r.task} {who(r.processor)} is running") for line in found)
+        if r.processor
+        and not any(line.startswith(f"task {r.task} {describe_waiter(r.processor)} is running") for line in found)
     ]
     lines += found or [f"task {r.task}: {w}" for r in replicas if r.role == "primary" for w in r.waits]
     if lines:

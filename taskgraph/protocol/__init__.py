@@ -1,4 +1,4 @@
-"""The decisions of the protocol: events in, actions out. No I/O, no clock, no asyncio, no randomness.
+"""The decisions of the protocol as pure functions and state machines, without I/O, clock, asyncio or randomness.
 
 The safety of a job rests on this package, one concept a module. Read docs/protocol.md first, then:
 

@@ -1,7 +1,6 @@
 """The assignment of tasks to nodes, as numbers: the state that `placement` changes.
 
-It knows which nodes may have a replica and which host a node is on, and keeps its indexes consistent. It decides
-nothing.
+It has the eligible nodes and the host of each node, and keeps its indexes consistent. `placement` decides.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Wish:
     """The wanted replicas of a task.
 
     Attributes:
-        primary: None if no node is eligible.
+        primary: the wanted primary; None if no node is eligible.
         backups: current replicas first, in the order of admission.
     """
 
@@ -48,7 +47,7 @@ class Wish:
 
 
 class Assignment:
-    """Nodes are numbers: seats first, then kept nodes, each by node id. -1 means no primary."""
+    """Which nodes have the replicas of each task. Nodes are numbers: seats first, then kept nodes; -1: no primary."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Assignment:
     ) -> None:
         by_id = {seat.node: seat for seat in seats}
         self.names = sorted(by_id)
-        self.seats = len(self.names)  # numbers below are seats, from there on kept nodes
+        self.seats = len(self.names)  # smaller numbers are seats, others are kept nodes
         self.names += sorted(keep - by_id.keys())
         numbers = {name: i for i, name in enumerate(self.names)}
         host_names = sorted({seat.host for seat in seats})
@@ -86,11 +85,11 @@ class Assignment:
             held = [numbers[name] for name in dict.fromkeys(order) if name in numbers]
             self.current[task] = held = [i for i in held if self.eligible(task, i)]
             if holding.primary in numbers and numbers[holding.primary] in held:
-                self.lead(task, numbers[holding.primary])
+                self.set_primary(task, numbers[holding.primary])
             for node in held:
                 self.replicas_at[node].add(task)
                 if node != self.primary[task]:
-                    self.back(task, node)
+                    self.add_backup(task, node)
 
     # -- the state --------------------------------------------------------------------------------
 
@@ -100,33 +99,33 @@ class Assignment:
     def eligible_seats(self, task: int) -> Sequence[int]:
         return self.device_seats if self.needs[task] else range(self.seats)
 
-    def lead(self, task: int, node: int) -> None:
+    def set_primary(self, task: int, node: int) -> None:
         self.primary[task] = node
         self.primaries_at[node].add(task)
 
-    def back(self, task: int, node: int) -> None:
+    def add_backup(self, task: int, node: int) -> None:
         self.backups[task].append(node)
         self.backups_at[node].add(task)
 
-    def drop(self, task: int, node: int) -> None:
+    def drop_backup(self, task: int, node: int) -> None:
         self.backups[task].remove(node)
         self.backups_at[node].remove(task)
 
-    def swap(self, task: int, backup: int) -> None:
+    def hand_over_primary(self, task: int, backup: int) -> None:
         """Makes `backup` primary, and the primary a backup."""
         old = self.primary[task]
-        self.drop(task, backup)
+        self.drop_backup(task, backup)
         self.primaries_at[old].remove(task)
-        self.lead(task, backup)
-        self.back(task, old)
+        self.set_primary(task, backup)
+        self.add_backup(task, old)
 
     def holders(self, task: int) -> list[int]:
         return [self.primary[task], *self.backups[task]]
 
-    def leads(self, node: int) -> int:
+    def primary_count(self, node: int) -> int:
         return len(self.primaries_at[node])
 
-    def replicas(self, node: int) -> int:
+    def replica_count(self, node: int) -> int:
         return len(self.primaries_at[node]) + len(self.backups_at[node])
 
     def hosts_without(self, task: int, node: int) -> set[int]:
@@ -137,7 +136,7 @@ class Assignment:
         return self.many_hosts and self.hosts[node] in self.hosts_without(task, node)
 
     def tie_break(self, task: int, seat: int) -> int:
-        """Breaks ties: each task prefers seats in a circle from its own number, so the backups of a node are spread."""
+        """Returns a sort key: each task prefers seats in a circle from its number, so a node's backups are spread."""
         return (seat - task) % self.seats
 
     # -- the outcome ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The boundaries that a replica stores.
+"""Stores the boundaries of a replica.
 
 Boundary e is the snapshot of a task after epoch e - 1, with its reports. A member stores the committed boundary and
 every boundary that it acknowledged and that may still commit (invariant I3). The key is (epoch, attempt, term).
@@ -28,7 +28,7 @@ __all__ = ["Boundaries", "Boundary"]
 
 @frozen
 class Boundary:
-    """A snapshot of a task. `stamp` has its number (as epoch) and the attempt that made it.
+    """A snapshot of a task between two epochs. `stamp` has its number (as epoch) and the attempt that computed it.
 
     Attributes:
         log: the reports in `value`, if they are decoded.
@@ -105,7 +105,7 @@ class Boundaries:
         return tuple(best.values())
 
     def read_epoch(self, epoch: int) -> Boundary | None:
-        """`epoch` was read from etcd as committed. Returns the boundary that becomes the committed one, or None."""
+        """Handles an epoch read from etcd as committed. Returns the boundary that becomes committed, if any."""
         if self.committed is not None and self.committed.stamp.epoch >= epoch:
             return None
         best, later = None, {}
@@ -115,12 +115,12 @@ class Boundaries:
             elif key[0] == epoch and (best is None or key > best):
                 best = key
         if best is None:
-            return None  # not a member at that time: its older boundaries are of no use
+            return None  # the replica was not a member then: its older boundaries are useless
         self.committed, self._stored = self._stored[best], later
         return self.committed
 
     def holds(self, epoch: int) -> bool:
-        """True if boundary `epoch` is the committed one."""
+        """True if boundary `epoch` is stored as the committed one."""
         return self.committed is not None and self.committed.stamp.epoch == epoch
 
     def drop_pending(self) -> None:
@@ -128,9 +128,9 @@ class Boundaries:
         self._stored.clear()
 
     def roll_back(self, lineage: int) -> None:
-        """The job went back to a checkpoint: frees all boundaries of attempts before `lineage`.
+        """Frees all boundaries of attempts before `lineage`, since the job rolled back to a checkpoint.
 
-        The boundary of the checkpoint, too: it is restored as one of attempt `lineage`.
+        The boundary of the checkpoint is freed, too: it is restored as a boundary of attempt `lineage`.
         """
         self._floor = max(self._floor, lineage)
         self._stored = {key: b for key, b in self._stored.items() if b.stamp.attempt >= self._floor}
@@ -138,6 +138,6 @@ class Boundaries:
             self.committed = None
 
     def clear(self) -> None:
-        """Frees all boundaries: the replica is not a member, or boundary 0 is made again."""
+        """Frees all boundaries: the replica is not a member, or boundary 0 is created again."""
         self._stored.clear()
         self.committed = None

@@ -1,4 +1,4 @@
-"""Checkpoints: which boundaries become one, and when it is complete.
+"""Decides which boundaries become checkpoints, and when a checkpoint is complete.
 
     boundary     next        by
     committed    collecting  its number is a multiple of `every`, and a primary reports its file
@@ -25,14 +25,14 @@ from collections.abc import Iterable
 from taskgraph.protocol.messages import Stamp, WrittenFile
 from taskgraph.protocol.view import JobView
 
-__all__ = ["Collected", "due", "files_needed", "is_open", "sparse"]
+__all__ = ["CheckpointCollector", "due", "files_needed", "is_open", "sparse"]
 
-_MOST = 16
-"""Boundaries that are collected at a time. Some tasks may report later than others, by as many boundaries."""
-_LEFT_OUT = 1024
-"""Boundaries that were left out and are remembered, for late reports."""
-_GIVEN_UP = 16
-"""Boundaries that were given up and are remembered, for late reports."""
+_MAX_COLLECTED = 16
+"""Boundaries that are collected at a time, so a task may report this many boundaries later than others."""
+_MAX_LEFT_OUT = 1024
+"""How many left-out boundaries are remembered, for late reports."""
+_MAX_GIVEN_UP = 16
+"""How many given-up boundaries are remembered, for late reports."""
 
 
 def sparse(boundaries: Iterable[Stamp], most: int) -> list[Stamp]:
@@ -58,59 +58,59 @@ def is_open(view: JobView, boundary: Stamp) -> bool:
 
 
 def files_needed(view: JobView, tasks: int) -> frozenset[int] | None:
-    """The tasks whose files a checkpoint needs: those with state, and task 0, whose file has the reports.
+    """Returns the tasks whose files a checkpoint needs: tasks with state, and task 0, whose file has the reports.
 
-    None while a task has no primary, since it is not known whether it has state.
+    Returns None while a task has no primary, since it is not known whether the task has state.
     """
     if any(task not in view.primaries for task in range(tasks)):
         return None
     return frozenset(task for task in range(tasks) if task == 0 or view.primaries[task].record.stateful)
 
 
-class Collected:
-    """The files of checkpoints that primaries have reported to the leader, and which checkpoints they complete."""
+class CheckpointCollector:
+    """Collects, on the leader, the checkpoint files that primaries report, and finds complete checkpoints."""
 
     def __init__(self, tasks: int) -> None:
         self._tasks = tasks
         self._files: dict[Stamp, dict[int, WrittenFile]] = {}
-        self._last: dict[int, Stamp] = {}  # the last report of each task
+        self._last_report: dict[int, Stamp] = {}  # the last report of each task
         self._given_up: dict[Stamp, int | None] = {}  # -> a task that failed to write its file, if any
         self._left_out: set[Stamp] = set()  # left out
         self._completed: Stamp | None = None  # returned by `complete`; its manifest may be written
-        self._began: dict[int, Stamp] = {}  # the stamp at which the current primary of a task began
+        self._primary_began_at: dict[int, Stamp] = {}  # the stamp at which the current primary of a task began
 
     def take(self, written: WrittenFile) -> None:
-        """Takes a primary's report of a file that it wrote, or could not write."""
+        """Handles a primary's report of a file that it wrote, or could not write."""
         stamp, task = written.stamp, written.task
         if self._is_before(stamp, task):
             return  # a late report of an earlier primary
-        self._last[task] = max(stamp, self._last.get(task, stamp))
+        self._last_report[task] = max(stamp, self._last_report.get(task, stamp))
         if stamp in self._left_out and written.size:
             return
         files = self._files.setdefault(stamp, {})
-        if written.size or task not in files:  # else an earlier primary wrote it
+        if written.size or task not in files:  # otherwise an earlier primary has written it
             files[task] = written
-        if len(self._files) > 2 * _MOST:  # `complete` waits for the place of checkpoints
-            self._keep(sparse(self._files, _MOST))
+        if len(self._files) > 2 * _MAX_COLLECTED:  # the next `complete` may be late
+            self._keep(sparse(self._files, _MAX_COLLECTED))
 
     def term_began(self, task: int, at: Stamp) -> None:
-        """Notes a task's new primary, which began at `at` or later. It writes no earlier boundaries."""
-        self._began[task] = at
+        """Notes a task's new primary, whose term began at `at` or later. It writes files of later boundaries only."""
+        self._primary_began_at[task] = at
 
     def _is_before(self, stamp: Stamp, task: int) -> bool:
-        """True if the current primary of the task began after that boundary, so it writes no file of it."""
-        at = self._began.get(task)
+        """True if the task's current primary began after the boundary, so it writes no file of it."""
+        at = self._primary_began_at.get(task)
         return at is not None and stamp.epoch < at.epoch and stamp.attempt <= at.attempt
 
     def blocking_task(self, view: JobView, stamp: Stamp) -> int | None:
-        """Returns a task whose file is missing, so that the boundary becomes a checkpoint under no leader.
+        """Returns a task whose file is missing for good, so that no leader can complete the checkpoint.
 
-        None: it may still become one. A later checkpoint does not matter here.
+        Returns None if the boundary may still become a checkpoint. Later checkpoints do not matter here.
         """
         if view.epoch is not None and stamp.attempt < view.epoch.record.lineage:
             return 0  # undone
         if stamp == self._completed:
-            return None  # it was complete
+            return None  # it is complete
         files, needed = self._files.get(stamp, {}), files_needed(view, self._tasks) or ()
         lacking = (t for t in sorted(needed) if self._is_before(stamp, t) and not (t in files and files[t].size))
         return next(lacking, None)
@@ -133,18 +133,18 @@ class Collected:
             failed = [task for task, written in files.items() if not written.size and task in needed]
             if failed:
                 self._given_up[stamp] = min(failed)
-            elif (whole is None or stamp > whole) and self._is_lacking(stamp, needed - files.keys()):
+            elif (whole is None or stamp > whole) and self._has_missing_file(stamp, needed - files.keys()):
                 self._given_up.setdefault(stamp, None)
         found = {stamp: self._given_up[stamp] for stamp in sorted(self._files) if stamp in self._given_up}
         for stamp in found:
             del self._files[stamp]
         self._left_out -= found.keys()
-        self._given_up = {stamp: self._given_up[stamp] for stamp in sorted(self._given_up)[-_GIVEN_UP:]}
+        self._given_up = {stamp: self._given_up[stamp] for stamp in sorted(self._given_up)[-_MAX_GIVEN_UP:]}
         return found
 
-    def _is_lacking(self, stamp: Stamp, tasks: Iterable[int]) -> bool:
+    def _has_missing_file(self, stamp: Stamp, tasks: Iterable[int]) -> bool:
         """True if one of these tasks will never report a file of this boundary."""
-        return any(self._last.get(task, stamp) > stamp or self._is_before(stamp, task) for task in tasks)
+        return any(self._last_report.get(task, stamp) > stamp or self._is_before(stamp, task) for task in tasks)
 
     def complete(self, view: JobView) -> tuple[Stamp, tuple[WrittenFile, ...]] | None:
         """Returns the newest complete boundary with its files, or None."""
@@ -154,17 +154,17 @@ class Collected:
         if needed is None:
             return None
         whole = self._completed = self._newest_complete(view, needed)
-        kept = sparse((stamp for stamp in self._files if whole is None or stamp > whole), _MOST)
+        kept = sparse((stamp for stamp in self._files if whole is None or stamp > whole), _MAX_COLLECTED)
         if whole is not None:
             kept.append(whole)
         self._keep(kept)
         return None if whole is None else (whole, tuple(self._files[whole][task] for task in sorted(needed)))
 
     def _keep(self, kept: Iterable[Stamp]) -> None:
-        """Leaves out all other boundaries."""
+        """Keeps these boundaries, and leaves all others out."""
         files = {stamp: self._files[stamp] for stamp in kept}
         self._left_out |= self._files.keys() - files.keys()
-        self._left_out.difference_update(sorted(self._left_out)[:-_LEFT_OUT])
+        self._left_out.difference_update(sorted(self._left_out)[:-_MAX_LEFT_OUT])
         self._files = files
 
     def _newest_complete(self, view: JobView, needed: frozenset[int]) -> Stamp | None:

@@ -1,4 +1,4 @@
-"""The leader's decisions in one epoch: seal, commit, restart or fail.
+"""Decides for the leader whether to seal tasks, commit, restart the epoch or fail the job.
 
     every task reports idle or done ──► sums equal? ──no──► something is under way (idle tasks) or diverged (all done)
                                             │yes
@@ -6,10 +6,10 @@
                               ▼                           ▼
                          seal those                    commit
 
-    state of a task    it takes              it becomes
-    working            everything            idle, or done if it has neither handlers nor `on_flag`
+    state of a task    accepts               next state
+    working            all messages          idle, or done if it has neither handlers nor `on_flag`
     idle               flags and requests    working; done after the seal
-    done               nothing               -
+    done               no messages           -
 
 1. A report counts only if it is of the current attempt, of the epoch at work or one that tasks may be ahead with, and
    of the current term of its task.
@@ -29,20 +29,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from taskgraph.protocol.messages import Report, Stamp
-from taskgraph.protocol.sums import total, unpacked
+from taskgraph.protocol.sums import decode_sum, total
 from taskgraph.protocol.takeover import stranded
 from taskgraph.protocol.view import JobView
 
-__all__ = ["DIFFERENTLY", "Action", "Commit", "Diverged", "Leader", "Restart", "SealTasks", "WaitFor"]
+__all__ = ["DIFFERENT_RESULTS_TEXT", "Action", "Commit", "Diverged", "KeepWaiting", "Leader", "Restart", "SealTasks"]
 
 _CAUSE = "there is state that no snapshot holds, or a task is not deterministic: tg.testing.run tells which"
-"""Likely causes of different results on another primary."""
-DIFFERENTLY = f"a new primary recomputed something differently ({_CAUSE})"
+"""Likely causes of different results on a new primary."""
+DIFFERENT_RESULTS_TEXT = f"a new primary recomputed something differently ({_CAUSE})"
 
 
 @dataclass(frozen=True, slots=True)
-class WaitFor:
-    """Nothing to do: `tasks` have not reported, or are not idle."""
+class KeepWaiting:
+    """There is nothing to do until `tasks` report, or become idle."""
 
     tasks: tuple[int, ...]
     why: str
@@ -72,23 +72,23 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The attempt cannot be completed."""
+    """The attempt cannot complete: begin another one."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """An edge seems to disagree: ask all tasks for their ledgers.
+    """The sums differ, so an edge seems to disagree: ask all tasks for their ledgers.
 
     Attributes:
-        replaced: a term changed, which explains it: the epoch restarts. Otherwise the job fails.
+        replaced: a term changed, which explains the difference: the epoch restarts. Otherwise the job fails.
     """
 
     replaced: bool = False
 
 
-Action = WaitFor | SealTasks | Commit | Restart | Diverged
+Action = KeepWaiting | SealTasks | Commit | Restart | Diverged
 
 
 def _is_newer(report: Report, known: Report) -> bool:
@@ -140,7 +140,7 @@ class Leader:
         self.ready = False
         self.urgent = False
         self._reports: dict[int, _EpochReports] = {}  # by epoch: the one at work, and later ones
-        self._awaited: set[int] = set()  # epochs whose commit a task waits for
+        self._awaited_epochs: set[int] = set()  # epochs whose commit a task waits for
         self._sealed: dict[int, tuple[int, int]] = {}  # task -> (term, version) of an accepted seal
         self._restart: tuple[int, str] | None = None  # the latest epoch that cannot complete, and why
 
@@ -153,12 +153,12 @@ class Leader:
         if self.stamp == stamp:
             return
         if self.stamp is None or stamp.attempt != self.stamp.attempt:
-            self._reports, self._awaited, self._restart = {}, set(), None
+            self._reports, self._awaited_epochs, self._restart = {}, set(), None
         self.stamp = stamp
         self._sealed = {}
         for epoch in [epoch for epoch in self._reports if epoch < stamp.epoch]:
             del self._reports[epoch]
-            self._awaited.discard(epoch)
+            self._awaited_epochs.discard(epoch)
         self._update()
         if self._restart is not None and self._restart[0] < stamp.epoch:
             self._restart = None
@@ -169,7 +169,7 @@ class Leader:
         return at is not None and stamp.attempt == at.attempt and at.epoch <= stamp.epoch <= at.epoch + self._ahead
 
     def report(self, *reports: Report) -> bool:
-        """Takes the reports of one message. Returns True if one of them is new and counts."""
+        """Handles the reports of one message. Returns True if one of them is new and valid."""
         if self.stamp is None:
             return False
         attempt, first = self.stamp
@@ -190,8 +190,9 @@ class Leader:
                 found.done -= known.done
                 found.finishing -= known.finish
                 found.rows.pop(task, None)
-                if found.kept is not None and report.done and not _same(report.numbers or {}, found.kept.get(task, {})):
-                    self._must_restart(epoch, f"the new primary of task {task} reports other numbers ({_CAUSE})")
+                kept = None if found.kept is None else found.kept.get(task, {})
+                if kept is not None and report.done and not _numbers_equal(report.numbers or {}, kept):
+                    self._note_restart(epoch, f"the new primary of task {task} reports other numbers ({_CAUSE})")
             counts = True
             found.reports[task] = report
             found.done += report.done
@@ -200,7 +201,7 @@ class Leader:
             if report.finish:
                 found.finishing += 1
             if not report.ahead:
-                self._awaited.add(epoch)
+                self._awaited_epochs.add(epoch)
             if len(found.reports) == tasks:
                 look = True
         if look:
@@ -212,24 +213,24 @@ class Leader:
         assert self.stamp is not None
         at = self.stamp.epoch
         self.ready = self.complete(at)
-        # A task that is done with the next epoch no longer waits, as in `_commit`.
-        waits = any(self.complete(epoch) and not self.complete(epoch + 1) for epoch in self._awaited)
+        # As in `_commit`: a task that is done with the next epoch no longer waits.
+        waits = any(self.complete(epoch) and not self.complete(epoch + 1) for epoch in self._awaited_epochs)
         self.urgent = waits or self.complete(at + self.enough - 1)
 
     def lacks_task_0(self) -> bool:
-        """A task waits for the commit of an epoch in which all tasks but task 0 are done."""
-        return any(self._lacks_task_0(self._reports.get(epoch, _NOTHING)) for epoch in self._awaited)
+        """True if a task waits for the commit of an epoch in which all tasks but task 0 are done."""
+        return any(self._lacks_task_0(self._reports.get(epoch, _NOTHING)) for epoch in self._awaited_epochs)
 
     def request_restart(self, stamp: Stamp, why: str) -> bool:
         """Notes that a node cannot complete the epoch in this attempt. Returns True if `stamp` counts."""
         if not self.takes(stamp):
             return False
-        self._must_restart(stamp.epoch, why)
+        self._note_restart(stamp.epoch, why)
         return True
 
-    def _must_restart(self, epoch: int, why: str) -> None:
-        """Notes that an epoch cannot complete. The latest is kept, since earlier ones may be about to commit, and a
-        restart undoes all that are not."""
+    def _note_restart(self, epoch: int, why: str) -> None:
+        """Notes that an epoch cannot complete. Keeps the latest such epoch: earlier epochs may be about to commit, and
+        a restart undoes all others."""
         if self._restart is None or epoch > self._restart[0]:
             self._restart = (epoch, why)
 
@@ -260,7 +261,7 @@ class Leader:
         return rows
 
     def keep_numbers(self, epoch: int, own: Mapping[str, float]) -> dict[int, Mapping[str, float]] | None:
-        """Returns `numbers` for a boundary of task 0. Other numbers can no longer commit in this attempt."""
+        """Returns `numbers` for a boundary of task 0. From now on no other numbers can commit in this attempt."""
         rows = self.numbers(epoch, own)
         if rows is not None and epoch in self._reports:  # with one task, there may be no report
             self._reports[epoch].kept = rows
@@ -282,8 +283,8 @@ class Leader:
         return tuple([t for t in range(self._tasks) if (r := reports.get(t)) is None or r.term != view.term(t)])
 
     def lacking(self, view: JobView) -> tuple[int, ...]:
-        """Returns the tasks that the epoch at work waits for: without a report, else not done, else without a successor
-        for their dead primary."""
+        """Returns the tasks that the epoch at work waits for: those without a report; else those that are not done;
+        else a task with a dead primary and no successor yet."""
         if missing := self.missing(view):
             return missing
         if idle := tuple([task for task, report in self.reports().items() if not report.done]):
@@ -299,28 +300,28 @@ class Leader:
                 its messages were acknowledged.
         """
         if self.stamp is None or view.stamp != self.stamp or view.epoch is None:
-            return WaitFor((), "the epoch at work has not been read yet")
+            return KeepWaiting((), "the epoch at work has not been read yet")
         if self._restart is not None:
             return Restart(self._restart[1])
         terms = self._terms(view)
         if self._can_commit(self.stamp.epoch, terms):
             if (task := stranded(view)) is not None:
-                return WaitFor((task,), "its primary is gone, and no backup could take over after the commit")
+                return KeepWaiting((task,), "its primary is gone, and no backup could take over after the commit")
             return self._commit(terms)
         if missing := self.missing(view):
-            return WaitFor(missing, "not finished with the epoch")
+            return KeepWaiting(missing, "not finished with the epoch")
         reports = list(self.reports().values())
         idle = [r for r in reports if not r.done]
         if idle:
-            if not _agree(reports) and not settled:
-                return WaitFor(tuple(r.task for r in idle), "a message is still on its way")
-            if not _agree(reports):
-                return Diverged(self._replaced(view))
+            if not _sums_agree(reports) and not settled:
+                return KeepWaiting(tuple(r.task for r in idle), "a message is still on its way")
+            if not _sums_agree(reports):
+                return Diverged(self._was_primary_replaced(view))
             open_seals = tuple((r.task, r.version) for r in idle if self._sealed.get(r.task) != (r.term, r.version))
             if open_seals:
                 return SealTasks(open_seals)
-            return WaitFor(tuple(r.task for r in idle), "sealed, not done yet")
-        return Restart(DIFFERENTLY) if self._replaced(view) else Diverged()
+            return KeepWaiting(tuple(r.task for r in idle), "sealed, not done yet")
+        return Restart(DIFFERENT_RESULTS_TEXT) if self._was_primary_replaced(view) else Diverged()
 
     def _terms(self, view: JobView) -> dict[int, int]:
         """The current term of every task, 0 before its first primary."""
@@ -338,7 +339,7 @@ class Leader:
         for task, report in found.reports.items():
             if report.term != terms[task]:
                 return False
-            difference += unpacked(report.sent) - unpacked(report.received)
+            difference += decode_sum(report.sent) - decode_sum(report.received)
         return total([difference]) == 0
 
     def _commit(self, terms: dict[int, int]) -> Commit:
@@ -353,17 +354,17 @@ class Leader:
     def _is_last(self, epoch: int) -> bool:
         return self._reports[epoch].finishing > 0 or (self._epochs is not None and epoch + 1 >= self._epochs)
 
-    def _replaced(self, view: JobView) -> bool:
+    def _was_primary_replaced(self, view: JobView) -> bool:
         return view.term_changed(in_attempt=self._ahead > 0)
 
 
-def _same(numbers: Mapping[str, float], others: Mapping[str, float]) -> bool:
+def _numbers_equal(numbers: Mapping[str, float], others: Mapping[str, float]) -> bool:
     """Compares numbers; NaN equals NaN here."""
     return numbers.keys() == others.keys() and all(
         number == (other := others[name]) or (number != number and other != other) for name, number in numbers.items()
     )
 
 
-def _agree(reports: list[Report]) -> bool:
+def _sums_agree(reports: list[Report]) -> bool:
     """True if all edges agree: everything sent was received."""
-    return total(unpacked(r.sent) for r in reports) == total(unpacked(r.received) for r in reports)
+    return total(decode_sum(r.sent) for r in reports) == total(decode_sum(r.received) for r in reports)

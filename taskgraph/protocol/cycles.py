@@ -1,4 +1,4 @@
-"""Deadlocks: a cycle of waits in an epoch that makes no progress.
+"""Finds deadlocks: cycles of waits in an epoch that makes no progress.
 
 The leader asks all primaries what their unfinished processors wait for. A processor needs all of its waits, so a cycle
 is a deadlock, made by the graph of the job.
@@ -30,11 +30,11 @@ from math import inf
 from taskgraph.errors import first_lines
 from taskgraph.protocol.messages import Wait
 
-__all__ = ["HANDLER", "Edge", "describe_cycle", "describe_waits", "find_cycle", "who"]
+__all__ = ["HANDLER", "Edge", "describe_cycle", "describe_waiter", "describe_waits", "find_cycle"]
 
 HANDLER = "handler "  # prefix of the processor in the wait of a handler
 
-_SHOWN = 12  # the most edges of a cycle that are described
+_MAX_EDGES = 12  # the most edges of a cycle that are described
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,16 @@ def find_cycle(waits: Mapping[int, Sequence[Wait]]) -> list[Edge] | None:
     Returns:
         The consecutive edges of one cycle, or None.
     """
-    edges = _edges(waits)
+    edges = _collect_edges(waits)
     for component in _components(edges):
         processors = {node for node in component if not node[1].startswith(HANDLER)}
         if processors:
             # Starts at the first by task and declaration, so that the text is the same each time.
-            return _shortest(edges, component, next(node for node in edges if node in processors))
+            return _shortest_cycle(edges, component, next(node for node in edges if node in processors))
     return None
 
 
-def _edges(waits: Mapping[int, Sequence[Wait]]) -> _Edges:
+def _collect_edges(waits: Mapping[int, Sequence[Wait]]) -> _Edges:
     edges: _Edges = {}
     provider: dict[tuple[int, str, int], str] = {}  # (producer, tag, consumer) -> processor
     for task, page in sorted(waits.items()):
@@ -97,7 +97,7 @@ def _edges(waits: Mapping[int, Sequence[Wait]]) -> _Edges:
 
 
 def _components(edges: _Edges) -> list[set[_Node]]:
-    """The strongly connected components that hold a cycle (Tarjan 1972, with a stack of its own)."""
+    """Returns the strongly connected components with a cycle (Tarjan 1972, without recursion)."""
     index: dict[_Node, int] = {}
     low: dict[_Node, int] = {}
     stack: list[_Node] = []
@@ -134,7 +134,7 @@ def _components(edges: _Edges) -> list[set[_Node]]:
     return found
 
 
-def _shortest(edges: _Edges, component: set[_Node], start: _Node) -> list[Edge]:
+def _shortest_cycle(edges: _Edges, component: set[_Node], start: _Node) -> list[Edge]:
     came_by: dict[_Node, Edge] = {}
     queue = deque([start])
     while start not in came_by:
@@ -151,10 +151,10 @@ def _shortest(edges: _Edges, component: set[_Node], start: _Node) -> list[Edge]:
 
 
 def describe_cycle(cycle: Sequence[Edge]) -> str:
-    """Describes a cycle, and the way out."""
-    parts = [_clause(edge, cycle[i - 1]) for i, edge in enumerate(cycle)]
-    if len(parts) > _SHOWN:
-        parts[_SHOWN - 2 : -2] = [f"({len(parts) - _SHOWN} more)"]
+    """Describes a cycle, and how to change the job."""
+    parts = [_describe_edge(edge, cycle[i - 1]) for i, edge in enumerate(cycle)]
+    if len(parts) > _MAX_EDGES:
+        parts[_MAX_EDGES - 2 : -2] = [f"({len(parts) - _MAX_EDGES} more)"]
     if any(edge.kind == "order" for edge in cycle):
         out = (
             "Two ways out: declare the processors in another order, or parallel=True for one that shares no state "
@@ -168,19 +168,20 @@ def describe_cycle(cycle: Sequence[Edge]) -> str:
     return f"{'; '.join(parts)}. {out}"
 
 
-def _clause(edge: Edge, before: Edge) -> str:
+def _describe_edge(edge: Edge, before: Edge) -> str:
     will = f" (which will put {before.name!r})" if before.kind == "item" else ""
-    return f"task {edge.task} {who(edge.processor)}{will} {_what(edge.kind, edge.processor, edge.name, edge.next_task)}"
+    wait = _describe_wait(edge.kind, edge.processor, edge.name, edge.next_task)
+    return f"task {edge.task} {describe_waiter(edge.processor)}{will} {wait}"
 
 
-def who(processor: str) -> str:
-    """Describes a processor or a handler; "" for neither."""
+def describe_waiter(processor: str) -> str:
+    """Describes the waiting processor or handler; "" if user code does not wait."""
     if not processor:
         return ""
     return f"handler {processor[len(HANDLER) :]!r}" if processor.startswith(HANDLER) else repr(processor)
 
 
-def _what(kind: str, processor: str, name: str, task: int) -> str:
+def _describe_wait(kind: str, processor: str, name: str, task: int) -> str:
     match kind:
         case "item":
             return f"waits for {name!r} from task {task}"
@@ -189,11 +190,11 @@ def _what(kind: str, processor: str, name: str, task: int) -> str:
         case "reply":
             return f"awaits the reply of task {task} to {name!r}"
         case "turn":
-            return f"waits for its turn: {who(name)} runs"
+            return f"waits for its turn: {describe_waiter(name)} runs"
         case "turn of asking":
             return (
-                f"waits for its turn: {who(name)} runs, which has asked for replies; where threads of its own wait "
-                f"for them, have it send all requests first, and then call wait() itself"
+                f"waits for its turn: {describe_waiter(name)} runs, which has asked for replies; where threads of its "
+                f"own wait for them, have it send all requests first, and then call wait() itself"
             )
         case "outside":
             return f"waits for {name}"
@@ -211,14 +212,13 @@ def describe_waits(waits: Mapping[int, Sequence[Wait]], limit: int = 200) -> lis
     Args:
         limit: the most lines; a last line counts the rest.
     """
-    steps = _steps(waits)
+    steps = _distances(waits)
     found: dict[tuple[float, int, str], list[float]] = {}  # equal waits, as of many requests
     for task, page in sorted(waits.items()):
         for w in page:
-            text = (
-                f"task {task}{' ' * bool(w.processor)}{who(w.processor)} {_what(w.kind, w.processor, w.name, w.task)}"
-            )
-            found.setdefault((_far(w, task, steps), task, text), []).append(w.since_s)
+            wait = _describe_wait(w.kind, w.processor, w.name, w.task)
+            text = f"task {task}{' ' * bool(w.processor)}{describe_waiter(w.processor)} {wait}"
+            found.setdefault((_distance(w, task, steps), task, text), []).append(w.since_s)
     lines = [
         f"{text}{f' ({len(since)} times)' * (len(since) > 1)}, {max(since):.1f} s"
         for (_, _, text), since in sorted(found.items(), key=lambda each: each[0][:2])
@@ -226,17 +226,17 @@ def describe_waits(waits: Mapping[int, Sequence[Wait]], limit: int = 200) -> lis
     return first_lines(lines, limit)
 
 
-_ELSEWHERE = ("item", "reply")  # kinds of waits for another task
+_OTHER_TASK_KINDS = ("item", "reply")  # kinds of waits for another task
 
 
-def _steps(waits: Mapping[int, Sequence[Wait]]) -> dict[int, int]:
-    """Task -> the fewest steps of waiting to a task that waits for no task, or that is not known."""
+def _distances(waits: Mapping[int, Sequence[Wait]]) -> dict[int, int]:
+    """Returns task -> the fewest waits from it to a task that waits for no other task, or whose waits are unknown."""
     waiting: dict[int, list[int]] = {}  # task -> the tasks that wait for it
     for task, page in waits.items():
         for w in page:
-            if w.kind in _ELSEWHERE:
+            if w.kind in _OTHER_TASK_KINDS:
                 waiting.setdefault(w.task, []).append(task)
-    moving = [task for task, page in waits.items() if any(w.kind not in (*_ELSEWHERE, "order") for w in page)]
+    moving = [task for task, page in waits.items() if any(w.kind not in (*_OTHER_TASK_KINDS, "order") for w in page)]
     steps = dict.fromkeys([*moving, *(waiting.keys() - waits.keys())], 0)
     queue = deque(steps)
     while queue:
@@ -248,8 +248,8 @@ def _steps(waits: Mapping[int, Sequence[Wait]]) -> dict[int, int]:
     return steps
 
 
-def _far(wait: Wait, task: int, steps: Mapping[int, int]) -> float:
-    """The steps from a wait to its likely cause."""
+def _distance(wait: Wait, task: int, steps: Mapping[int, int]) -> float:
+    """Returns the number of waits between a wait and its likely cause."""
     if wait.kind == "order":
         return 1 + steps.get(task, inf)
-    return 1 + steps.get(wait.task, inf) if wait.kind in _ELSEWHERE else 0
+    return 1 + steps.get(wait.task, inf) if wait.kind in _OTHER_TASK_KINDS else 0

@@ -1,4 +1,4 @@
-"""Errors of a CUDA device in user code: does the process end, or the job?
+"""Decides after an error of a CUDA device in user code whether the process ends, or the job.
 
 After such an error the CUDA context of the process may be *poisoned*: unusable, with wrong results. So the process
 ends, and backups take over its tasks. That helps against a faulty device, and against memory that other processes used,
@@ -18,10 +18,10 @@ from taskgraph.protocol.view import JobView
 __all__ = ["Outcome", "device_error", "hint", "outcome"]
 
 _MODULES = ("cupy_backends.",)
-"""Modules of CuPy's errors from CUDA's runtime, driver and libraries."""
-_COMPILING = "cupy_backends.cuda.libs.nvrtc"
-"""Except this one: a kernel that does not compile harms no context."""
-_NAMES = frozenset(
+"""The start of the modules with CuPy's errors of CUDA's runtime, driver and libraries."""
+_COMPILER_MODULE = "cupy_backends.cuda.libs.nvrtc"
+"""An exception from `_MODULES`: a kernel that does not compile harms no context."""
+_CLASSES = frozenset(
     (
         ("cupy.cuda.memory", "OutOfMemoryError"),
         ("cupy.cuda.cufft", "CuFFTError"),
@@ -31,7 +31,7 @@ _NAMES = frozenset(
         ("taskgraph.device.virtual", "DriverError"),
     )
 )
-_CHAIN = 20
+_MAX_CHAIN = 20
 """The most exceptions of a chain that are checked."""
 
 
@@ -41,22 +41,22 @@ def device_error(error: BaseException | None) -> BaseException | None:
     Classes are recognized by name, so their libraries need not be loaded.
     """
     found = error
-    for _ in range(_CHAIN):
+    for _ in range(_MAX_CHAIN):
         if found is None:
             return None
-        if any(_of_device(kind) for kind in type(found).__mro__):
+        if any(_is_device_error(kind) for kind in type(found).__mro__):
             return found
         found = found.__cause__ or found.__context__
     return None
 
 
-def _of_device(kind: type) -> bool:
+def _is_device_error(kind: type) -> bool:
     module = kind.__module__
-    return (module, class_name(kind)) in _NAMES or (module.startswith(_MODULES) and module != _COMPILING)
+    return (module, class_name(kind)) in _CLASSES or (module.startswith(_MODULES) and module != _COMPILER_MODULE)
 
 
 def hint(error: BaseException) -> str:
-    """Returns a hint to add to the text of the error, or ""."""
+    """Returns a hint on the cause of a device error, to add to its text; "" if there is none."""
     said = str(error).replace("_", "").lower()
     if "illegaladdress" not in said and not said.endswith("cuda error 700"):
         return ""
@@ -65,11 +65,12 @@ def hint(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The decision. With neither text, the process ends now.
+    """What to do after a device error. With neither text, the process ends now.
 
     Attributes:
-        fail: the reason why the job has to fail.
-        wait: the process first waits for this. It can still give its snapshots, which are on the host.
+        fail: why the job has to fail; "": it continues.
+        wait: what the process waits for before it ends; "": nothing. Its snapshots are on the host, so backups can get
+            them.
     """
 
     fail: str = ""

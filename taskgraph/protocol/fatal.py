@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from taskgraph.protocol.records import GoneRecord, RanCode
+from taskgraph.protocol.records import GoneRecord, RunningCode
 from taskgraph.protocol.view import JobView, Versioned
 
 __all__ = ["Fatal", "fatal"]
@@ -18,19 +18,19 @@ __all__ = ["Fatal", "fatal"]
 
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """The nodes that died while the code of a task ran in an epoch, with their records, oldest first."""
+    """The nodes that died while code of one task ran in one epoch, with their records, oldest first."""
 
     task: int
     epoch: int
     deaths: dict[str, GoneRecord]
 
-    def counts(self, ran: RanCode) -> bool:
-        """True if `ran` is the code that is blamed."""
+    def counts(self, ran: RunningCode) -> bool:
+        """True if `ran` is code of this task and epoch."""
         return ran.task == self.task and ran.epoch in (self.epoch, -1)
 
 
 def fatal(view: JobView, limit: int) -> Fatal | None:
-    """Finds the task and epoch that killed the most nodes; None: fewer than `limit`.
+    """Finds the task and epoch whose code killed the most nodes; None if fewer than `limit`.
 
     Deaths in committed epochs do not count, nor deaths in a `setup` that succeeded later.
     """
@@ -48,7 +48,7 @@ def fatal(view: JobView, limit: int) -> Fatal | None:
 
 def _blamed(view: JobView, gone: Versioned[GoneRecord], at: int) -> Iterator[tuple[int, int]]:
     """Yields the (task, epoch) pairs for which a death counts while epoch `at` is at work."""
-    for ran in () if gone.record.intended else gone.record.ran:
+    for ran in () if gone.record.intended else gone.record.running_code:
         waits = ran.epoch < 0 and (at == 0 or gone.mod_revision > _last_admission(view, ran.task))
         if waits or ran.epoch >= at:
             yield ran.task, max(ran.epoch, at)

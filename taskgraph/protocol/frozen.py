@@ -1,4 +1,4 @@
-"""Frozen dataclasses that are fast to make."""
+"""Defines `frozen`, a decorator for immutable dataclasses that are fast to create."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The in-sync set of a task, as its primary keeps it: the nodes that have to acknowledge a boundary.
+"""Tracks, on the primary of a task, which nodes are in sync and must acknowledge each boundary.
 
     absent ──wish──► candidate ──acknowledged all──► admitting ──known written──► member
                         ▲                               │                            │
@@ -28,7 +28,7 @@ Key = tuple[int, int, int]
 
 
 class Place(StrEnum):
-    """The state of a node."""
+    """The state of a node in the in-sync set of a task."""
 
     CANDIDATE = "candidate"
     ADMITTING = "admitting"
@@ -41,7 +41,7 @@ _MUST_ACKNOWLEDGE = frozenset({Place.ADMITTING, Place.MEMBER, Place.MARKED, Plac
 
 
 class InSync:
-    """The states of all nodes except the primary's own, which always has every boundary."""
+    """The in-sync set of a task: the state of each node except the primary's own, which has every boundary."""
 
     def __init__(self, members: Iterable[str], *, marked: Iterable[str] = ()) -> None:
         """Args:
@@ -89,13 +89,13 @@ class InSync:
             acked.intersection_update(self._current)
 
     def drop_pending(self, committed_epoch: int) -> None:
-        """The attempt ended: drops the pending boundaries."""
+        """Drops the pending boundaries, since the attempt ended."""
         self._current = [key for key in self._current if key[0] <= committed_epoch]
         for acked in self._acked.values():
             acked.intersection_update(self._current)
 
     def forget_boundaries(self) -> None:
-        """The job went back to a checkpoint: drops all boundaries."""
+        """Drops all boundaries, since the job rolled back to a checkpoint."""
         self._current = []
         for acked in self._acked.values():
             acked.clear()
@@ -109,8 +109,8 @@ class InSync:
         """True if all wished nodes are members and live. Only then other members may be evicted.
 
         Args:
-            wished: the other nodes that placement wants, including nodes that died since: the member that was to leave
-                for one of them is wished for next.
+            wished: the nodes that placement wants, also nodes that died since: placement may next want the member that
+                was to be replaced by one of them.
         """
         return all(node in living and self._place.get(node) is Place.MEMBER for node in wished)
 
@@ -144,7 +144,7 @@ class InSync:
     # -- acknowledgements -------------------------------------------------------------------------
 
     def missing(self, node: str) -> tuple[Key, ...]:
-        """The boundaries that `node` has not acknowledged, in order."""
+        """Returns the boundaries that `node` has not acknowledged, in order."""
         if node not in self._place:
             return ()
         return tuple(key for key in self._current if key not in self._acked[node])
@@ -154,7 +154,7 @@ class InSync:
             self._acked[node].update(set(keys).intersection(self._current))
 
     def waits_for(self, key: Key) -> tuple[str, ...]:
-        """The nodes whose acknowledgement of `key` is missing."""
+        """Returns the nodes whose acknowledgement of boundary `key` is missing."""
         lacking = []
         for node, place in self._place.items():
             if place in _MUST_ACKNOWLEDGE and key not in self._acked[node]:
@@ -163,7 +163,7 @@ class InSync:
         return tuple(lacking)
 
     def holders(self, key: Key) -> int:
-        """The number of members that have `key`, including the primary."""
+        """Returns the number of members that have boundary `key`, including the primary."""
         found = 1
         for node, place in self._place.items():
             if place is Place.MEMBER and key in self._acked[node]:
@@ -186,20 +186,20 @@ class InSync:
     def admitted(self, node: str, written: bool) -> None:
         """Notes the outcome of the admitting write."""
         if self._place.get(node) is Place.ADMITTING:
-            self._settle(node, written, Place.MEMBER if written else Place.CANDIDATE)
+            self._set_after_write(node, written, Place.MEMBER if written else Place.CANDIDATE)
 
     def evicting(self, node: str) -> None:
-        """Notes that the evicting write is about to be sent. Its acknowledgements are needed until the write exists."""
+        """Notes that the evicting write is about to be sent. The node's acknowledgements are needed until it exists."""
         if self._place.get(node) not in (Place.MEMBER, Place.MARKED):
             raise ValueError(f"{node} is {self._place.get(node)}, not a member")
         self._set_place(node, Place.EVICTING)
 
     def evicted(self, node: str, written: bool) -> None:
         if self._place.get(node) is Place.EVICTING:
-            self._settle(node, written, None if written else Place.MEMBER)
+            self._set_after_write(node, written, None if written else Place.MEMBER)
 
-    def _settle(self, node: str, written: bool, place: Place | None) -> None:
-        """Sets the state after a write with a known outcome. A marked node stays marked if there was no write."""
+    def _set_after_write(self, node: str, written: bool, place: Place | None) -> None:
+        """Sets a node's state by the known outcome of a write. A marked node stays marked if nothing was written."""
         if written:
             self._marked -= {node}
         self._set_place(node, Place.MARKED if node in self._marked else place)

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 __all__ = ["LeaseEnd"]
 
-_OFTEN_S = 0.05
+_INTERVAL_S = 0.05
 """Interval of questions for a lease that may end."""
-_SOON_S = 0.002
+_MIN_INTERVAL_S = 0.002
 
 
 class LeaseEnd:
-    """The state of a lease of another node. All times are from the monotonic clock of the asking node.
+    """Tracks the lease of another node until it has ended. All times are from the asking node's monotonic clock.
 
     Args:
         ttl_s: the TTL of the lease, or less.
@@ -37,19 +37,19 @@ class LeaseEnd:
         self.ended = False
 
     def on_answer(self, left_s: int | None, *, sent_at: float, received_at: float) -> float:
-        """Takes an answer to a question that was sent at `sent_at`. Returns the seconds until the next question.
+        """Handles an answer to a question that was sent at `sent_at`. Returns the seconds until the next question.
 
         Args:
             left_s: whole seconds, rounded down; None: etcd deleted the lease and its keys, which a watch reports.
         """
         if left_s is None:
-            return _OFTEN_S
+            return _INTERVAL_S
         before, self._asked_at = self._asked_at, sent_at
         if left_s > 0:  # also after the end: a new leader of etcd gives each lease its TTL again
             self.ended, self._zero_since = False, None
-            return max(left_s - 1.0, _OFTEN_S)
+            return max(left_s - 1.0, _INTERVAL_S)
         if self._zero_since is None or received_at - before > self._renewal_shows_s:
             self._zero_since = received_at
         certain_at = self._zero_since + 1.0
         self.ended = self.ended or sent_at >= certain_at
-        return _OFTEN_S if self.ended else min(_OFTEN_S, max(certain_at - received_at, _SOON_S))
+        return _INTERVAL_S if self.ended else min(_INTERVAL_S, max(certain_at - received_at, _MIN_INTERVAL_S))

@@ -1,4 +1,4 @@
-"""The messages between nodes.
+"""Defines the messages between nodes.
 
     call                          sender -> receiver             reply
     Pull                          consumer -> producer           Item
@@ -71,7 +71,7 @@ __all__ = [
 
 
 class Stamp(NamedTuple):
-    """A place in the history of the job. Tuples compare in the order of the protocol: attempt, then epoch."""
+    """An attempt and an epoch: a place in the history of the job. Stamps are ordered by attempt, then by epoch."""
 
     attempt: int
     epoch: int
@@ -96,8 +96,8 @@ class Encoded:
     Attributes:
         meta: the structure (types, shapes, small values); decoded by `taskgraph.graph.values`.
         buffers: the bulk: C-contiguous read-only buffers of bytes, in the order of meta.
-        digest: of meta and buffers, 16 bytes; see `taskgraph.graph.digests`.
-        size_bytes: of meta and buffers.
+        digest: the digest of meta and buffers, 16 bytes; see `taskgraph.graph.digests`.
+        size_bytes: bytes of meta and buffers.
     """
 
     __slots__ = ("buffers", "digest", "meta", "size_bytes")
@@ -112,7 +112,7 @@ class Encoded:
         self.size_bytes = size
 
     def complete(self, meta: bytes, buffers: tuple[memoryview, ...]) -> None:
-        """Sets meta and buffers of a value that was made with its digest only, before anything else uses it."""
+        """Sets meta and buffers of a value that was created with its digest only. Call it before the value is used."""
         self.meta, self.buffers = meta, buffers
         self.size_bytes = len(meta) + sum([buffer.nbytes for buffer in buffers])
 
@@ -132,23 +132,23 @@ class EncodedOnDevice(Encoded):
     """A value with buffers in the memory of a device (`taskgraph.device.buffers.DeviceBuffer`).
 
     Only items are such values, and only within a process. To leave it they are copied to the host
-    (`taskgraph.graph.values.hosted`) or lent (`taskgraph.transport.devicelending`). Meta and digest are those of the
-    value on the host.
+    (`taskgraph.graph.values.copy_to_host`) or lent (`taskgraph.transport.devicelending`). Meta and digest are those of
+    the value on the host.
     """
 
     __slots__ = ()
 
 
 class Reason:
-    """The reason of a refusal."""
+    """The values of `Refusal.reason`."""
 
     NOT_PRIMARY = "not primary"  # the task has, or will have, another primary: look at the view again
-    NOT_HERE = "not here"  # this node holds no replica of that task
+    NOT_HERE = "not here"  # this node has no replica of that task
     STALE = "stale"  # the sender's stamp or term is behind: it must read etcd
     ATTEMPT_GONE = "attempt gone"  # the receiver's attempt ended while the call was parked
     NOT_OFFERED = "not offered"  # the producer does not declare the channel in this epoch: a bug of the job
     MOVED_ON = "moved on"  # the version of the seal is not the current one of the task
-    DONE = "done"  # the task is done with that epoch and takes nothing more of it
+    DONE = "done"  # the task is done with that epoch, and takes no more messages in it
     CONFLICT = "conflict"  # same identity, other content: the epoch must restart
     PAUSED = "paused"  # the node cannot prove its lease: try again later
     USER_ERROR = "user error"  # the receiver's user code raised: the job is failing
@@ -173,9 +173,9 @@ class Accepted(_Message, frozen=True, tag=True):
 
 
 class Pull(_Message, frozen=True, tag=True):
-    """Consumer to producer: send me the item `tag`. The reply waits until the item exists.
+    """Consumer to producer: asks for the item `tag`. The reply waits until the item exists.
 
-    With `count` it makes as many calls (`Transport.calls_now`): for this epoch and the next ones of the same attempt.
+    With `count` it stands for as many calls (`Transport.calls_now`): for this epoch and the next ones of the attempt.
     """
 
     stamp: Stamp
@@ -232,14 +232,14 @@ class Answer(_Message, frozen=True, tag=True):
 
 
 class Offer(_Message, frozen=True, tag=True):
-    """Primary to backup or candidate: store this boundary. Accepted once it is stored.
+    """Primary to backup or candidate: asks to store a boundary. Accepted once it is stored.
 
     Attributes:
         stamp: `epoch` is the number of the boundary, `attempt` the attempt that made it.
         committed: the primary read it as committed.
         candidate: the receiver is being admitted, and sets its replica up before it accepts.
-        invitation: counts the invitations of the node by this primary. The receiver keeps the boundary until a
-            `Release` of that number, or until another term begins.
+        invitation: how often this primary has invited the node. The receiver keeps the boundary until a `Release` with
+            this number, or until another term begins.
     """
 
     stamp: Stamp
@@ -252,13 +252,13 @@ class Offer(_Message, frozen=True, tag=True):
 
 
 class Offers(_Message, frozen=True, tag=True):
-    """Primary to backup: store these small pending boundaries of one attempt. Accepted once all are stored.
+    """Primary to backup: asks to store small pending boundaries of one attempt. Accepted once all are stored.
 
     Attributes:
-        stamp: of the first one.
+        stamp: the stamp of the first boundary.
         invitation: as in `Offer`.
-        parts: (number, size in `value`, digest) of each boundary. A size of 0: it equals the one before.
-        value: all values (`taskgraph.graph.values.joined`).
+        parts: (number, size in `value`, digest) of each boundary. A size of 0: the boundary equals the one before.
+        value: all values (`taskgraph.graph.values.join_values`).
     """
 
     stamp: Stamp
@@ -274,10 +274,10 @@ class Offers(_Message, frozen=True, tag=True):
 
 
 class Release(_Message, frozen=True, tag=True):
-    """Primary to a former candidate or backup: drop the boundaries of this invitation.
+    """Primary to a former candidate or backup: asks to drop the boundaries of an invitation.
 
-    `revision` is of the primary's view. The receiver waits until its own view has that revision: else it might drop
-    boundaries although an unseen member key says that it has them.
+    `revision` is the revision of the primary's view. The receiver first waits until its view has that revision, since a
+    member key that it has not seen may say that it has the boundaries.
     """
 
     task: int
@@ -287,13 +287,13 @@ class Release(_Message, frozen=True, tag=True):
 
 
 class Report(_Message, frozen=True, tag=True):
-    """Primary to leader: the state of my task in the epoch.
+    """Primary to leader: the state of a task in an epoch.
 
     Attributes:
-        done: the task is done; else it is idle, and waits for the seal.
-        version: grows with each message that an idle task takes.
-        sent, received: the two sums of its ledger (`sums.packed`).
-        finish: a processor asked for the end of the job.
+        done: the task is done; otherwise it is idle, and waits for the seal.
+        version: grows with each message that the idle task takes.
+        sent, received: the two sums of its ledger (`sums.encode_sum`).
+        finish: a processor called `epoch.finish`.
         numbers: the numbers of `epoch.report` in this epoch; None while the task is not done.
         previous: the numbers of the epoch before, for a new leader.
         ahead: the task continues without the commit of this epoch.
@@ -339,7 +339,7 @@ class Reports(_Message, frozen=True, tag=True):
 
 
 class Seal(_Message, frozen=True, tag=True):
-    """Leader to primary: all tasks are idle or done. If your version is still this one, run your sync points."""
+    """Leader to primary: all tasks are idle or done. Asks to run the sync points if the version is still current."""
 
     stamp: Stamp
     task: int
@@ -347,7 +347,7 @@ class Seal(_Message, frozen=True, tag=True):
 
 
 class RequestRestart(_Message, frozen=True, tag=True):
-    """Any node to leader: the attempt at this stamp cannot complete. Accepted also if it is over."""
+    """Any node to leader: the attempt at this stamp cannot complete. Also accepted if the attempt is over."""
 
     stamp: Stamp
     task: int
@@ -355,7 +355,7 @@ class RequestRestart(_Message, frozen=True, tag=True):
 
 
 class HandOver(_Message, frozen=True, tag=True):
-    """Primary to backup, right after a commit: take over now. Accepted after the try."""
+    """Primary to backup, right after a commit: asks to take the task over. Accepted after the try."""
 
     stamp: Stamp
     task: int
@@ -365,7 +365,7 @@ class HandOver(_Message, frozen=True, tag=True):
 class WrittenFile(_Message, frozen=True):
     """The file of a task in the checkpoint of a boundary, with `stamp` as in `Offer`.
 
-    A size of 0 means that it cannot be written.
+    A size of 0 means that the file cannot be written.
     """
 
     stamp: Stamp
@@ -375,7 +375,7 @@ class WrittenFile(_Message, frozen=True):
 
 
 class WrittenFiles(_Message, frozen=True, tag=True):
-    """Primary to leader: these files of my task are written, in this order."""
+    """Primary to leader: these checkpoint files of a task were written, in this order."""
 
     files: Annotated[tuple[WrittenFile, ...], _AT_LEAST_ONE]
 
@@ -385,14 +385,14 @@ class WrittenFiles(_Message, frozen=True, tag=True):
 
 
 class Audit(_Message, frozen=True, tag=True):
-    """Leader to primary, after unequal sums: send all entries of your ledger."""
+    """Leader to primary, after unequal sums: asks for all entries of a task's ledger."""
 
     stamp: Stamp
     task: int
 
 
 class LedgerEntry(_Message, frozen=True):
-    """An entry of a ledger, e.g. kind "item", sender 3, receiver 1, name "grad"."""
+    """An entry of a ledger in a message, e.g. kind "item", sender 3, receiver 1, name "grad"."""
 
     sent: bool
     kind: str
@@ -403,14 +403,14 @@ class LedgerEntry(_Message, frozen=True):
 
 
 class LedgerPage(_Message, frozen=True, tag=True):
-    """Reply to `Audit`."""
+    """Reply to `Audit`: the entries of the task's ledger."""
 
     term: int
     entries: tuple[LedgerEntry, ...]
 
 
 class Waits(_Message, frozen=True, tag=True):
-    """Leader to primary, if an epoch makes no progress: what do your processors wait for?"""
+    """Leader to primary, if an epoch makes no progress: asks what the processors of a task wait for."""
 
     stamp: Stamp
     task: int
@@ -437,7 +437,7 @@ class Wait(_Message, frozen=True):
 
 
 class WaitsPage(_Message, frozen=True, tag=True):
-    """Reply to `Waits`."""
+    """Reply to `Waits`: what the task's processors wait for."""
 
     term: int
     waits: tuple[Wait, ...]

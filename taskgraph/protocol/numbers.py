@@ -1,4 +1,4 @@
-"""The numbers that a task reports in an epoch, packed until the epoch commits.
+"""Packs the numbers that a task reports in an epoch, until the epoch commits.
 
 The leader keeps them for every task and every epoch that is not committed. So many numbers are packed, with 8 bytes
 each, and reports with the same names share one object for the names. A dict of 100 numbers takes thirteen times as
@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 __all__ = ["FEW", "Names", "Numbers", "compact"]
 
 FEW: Final = 4
-"""A dict of this many numbers takes half a KiB."""
+"""The most numbers that stay a dict. A dict of this size takes half a KiB."""
 
 
 class Names:
@@ -34,7 +34,7 @@ class Names:
 
     @staticmethod
     def of(names: tuple[str, ...]) -> Names:
-        """Returns the shared object for these names."""
+        """Returns the shared `Names` object for these names."""
         known = _known.get(names)
         if known is None:
             known = _known[names] = Names(names)
@@ -42,7 +42,7 @@ class Names:
 
 
 _known: Final[WeakValueDictionary[tuple[str, ...], Names]] = WeakValueDictionary()
-"""Objects that are in use."""
+"""The `Names` objects in use, by their names."""
 _DOUBLE: Final = Struct("!d")
 
 
@@ -71,7 +71,7 @@ class Numbers(Mapping[str, float]):
         return type(other) is Numbers and self.names is other.names and self.packed == other.packed
 
     def plain(self) -> dict[str, float]:
-        """Returns a dict."""
+        """Returns the numbers as a dict."""
         return dict(zip(self.names.places, self.names.doubles.unpack(self.packed), strict=True))
 
     def __getitem__(self, name: str) -> float:

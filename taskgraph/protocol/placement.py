@@ -1,4 +1,4 @@
-"""Placement: nodes, tasks and current replicas in, wanted replicas out.
+"""Computes the wanted replicas of all tasks from the nodes and the current replicas.
 
 All nodes compute the same function of the same arguments. Transactions keep its consequences safe, so a wish may be bad
 but not wrong. The goals, most important first:
@@ -63,8 +63,8 @@ def place(
         task -> wish, for all tasks. There are fewer backups if there are not enough eligible nodes.
     """
     plan = _Plan(seats, tasks, backups, holdings, needs_device, keep)
-    plan.lead_orphans()
-    plan.lead_fresh()
+    plan.replace_lost_primaries()
+    plan.place_new_tasks()
     plan.trim()
     plan.fill()
     while True:
@@ -82,32 +82,32 @@ class _Plan(Assignment):
 
     # -- completing -------------------------------------------------------------------------------
 
-    def lead_orphans(self) -> None:
-        """Makes a member primary of each task that lost its primary. An absent one only if there is no other."""
+    def replace_lost_primaries(self) -> None:
+        """Makes a member primary of each task without a primary; an absent member only if there is no other."""
         for task, held in enumerate(self.current):
             if self.primary[task] < 0 and held:
-                heir = min(held, key=lambda i: (i >= self.seats, self.leads(i)))  # then by admission
-                self.drop(task, heir)
-                self.lead(task, heir)
+                successor = min(held, key=lambda i: (i >= self.seats, self.primary_count(i)))  # then by admission
+                self.drop_backup(task, successor)
+                self.set_primary(task, successor)
 
-    def lead_fresh(self) -> None:
-        """Deals tasks without a replica evenly, in contiguous blocks. Tasks that need a device come first."""
+    def place_new_tasks(self) -> None:
+        """Gives tasks without a replica a primary: contiguous blocks for each seat, tasks that need a device first."""
         for needs, eligible in ((True, self.device_seats), (False, range(self.seats))):
             fresh = [t for t, p in enumerate(self.primary) if p < 0 and self.needs[t] is needs]
             if eligible:
-                blocks = _even_shares([(self.leads(i), i) for i in eligible], len(fresh))
+                blocks = _even_shares([(self.primary_count(i), i) for i in eligible], len(fresh))
                 for task, seat in zip(fresh, (i for i in eligible for _ in range(blocks[i])), strict=True):
-                    self.lead(task, seat)
+                    self.set_primary(task, seat)
 
     def trim(self) -> None:
         """Drops surplus members: absent ones first, then on a host with another replica, then on the fullest seat."""
         for task, backups in enumerate(self.backups):
             while len(backups) >= self.size:
-                self.drop(
+                self.drop_backup(
                     task,
                     max(
                         reversed(backups),
-                        key=lambda i: (i >= self.seats, self.duplicates_host(task, i), self.replicas(i)),
+                        key=lambda i: (i >= self.seats, self.duplicates_host(task, i), self.replica_count(i)),
                     ),
                 )
 
@@ -118,7 +118,7 @@ class _Plan(Assignment):
         removes one share and changes no other wish, so wishes stay the same while nodes fulfil them.
         """
         lacking = [t for t, p in enumerate(self.primary) if p >= 0 for _ in range(self.size - len(self.holders(t)))]
-        shares = _even_shares([(self.replicas(i), i) for i in range(self.seats)], len(lacking))
+        shares = _even_shares([(self.replica_count(i), i) for i in range(self.seats)], len(lacking))
         for task in lacking:
             taken = self.holders(task)
             free = [i for i in self.eligible_seats(task) if i not in taken]
@@ -127,7 +127,7 @@ class _Plan(Assignment):
                 free = [i for i in free if self.hosts[i] not in hosts] or free
             if free:
                 seat = min(free, key=lambda i: (shares[i] <= 0, self.tie_break(task, i)))
-                self.back(task, seat)
+                self.add_backup(task, seat)
                 shares[seat] -= 1
 
     # -- improving --------------------------------------------------------------------------------
@@ -143,44 +143,44 @@ class _Plan(Assignment):
                 free = [i for i in self.eligible_seats(task) if self.hosts[i] not in taken]
                 if not doubles or not free:
                     break
-                self.drop(task, max(doubles, key=lambda i: (i not in self.current[task], self.replicas(i))))
-                self.back(task, min(free, key=lambda i: (self.replicas(i), self.tie_break(task, i))))
+                self.drop_backup(task, max(doubles, key=lambda i: (i not in self.current[task], self.replica_count(i))))
+                self.add_backup(task, min(free, key=lambda i: (self.replica_count(i), self.tie_break(task, i))))
 
     def even_replicas(self) -> None:
         """Moves backups from fuller to emptier seats, if the task keeps as many hosts."""
-        while self._step(self.replicas, self._move_backup):
+        while self._make_move(self.replica_count, self._move_backup):
             pass
 
     def even_primaries(self) -> int:
         """Moves primaries to seats without a replica of their task. Returns the steps."""
         steps = 0
-        while self._step(self.leads, self._move_primary):
+        while self._make_move(self.primary_count, self._move_primary):
             steps += 1
         return steps
 
-    def _step(self, load: Callable[[int], int], move: Callable[[int, int], bool]) -> bool:
+    def _make_move(self, load: Callable[[int], int], move: Callable[[int, int], bool]) -> bool:
         """Makes one move, from the fullest possible to the emptiest possible seat."""
         loads = sorted((load(i), i) for i in range(self.seats))
-        for most, full in sorted(loads, key=lambda x: (-x[0], x[1])):
-            for least, empty in loads:
+        for most, fuller in sorted(loads, key=lambda x: (-x[0], x[1])):
+            for least, emptier in loads:
                 if most - least < 2:
                     break
-                if move(full, empty):
+                if move(fuller, emptier):
                     return True
         return False
 
-    def _move_backup(self, full: int, empty: int) -> bool:
-        backed = self.backups_at[full]
+    def _move_backup(self, fuller: int, emptier: int) -> bool:
+        backed = self.backups_at[fuller]
         # First tasks that need no new copy: the emptier seat has them now, or the fuller one does not.
-        for tasks in (backed & self.replicas_at[empty], backed - self.replicas_at[full], backed):
+        for tasks in (backed & self.replicas_at[emptier], backed - self.replicas_at[fuller], backed):
             for task in sorted(tasks):
-                if self._may_move(task, full, empty):
-                    self.drop(task, full)
-                    self.back(task, empty)
+                if self._can_move_backup(task, fuller, emptier):
+                    self.drop_backup(task, fuller)
+                    self.add_backup(task, emptier)
                     return True
         return False
 
-    def _may_move(self, task: int, backup: int, to: int) -> bool:
+    def _can_move_backup(self, task: int, backup: int, to: int) -> bool:
         if to == self.primary[task] or to in self.backups[task] or not self.eligible(task, to):
             return False
         if not self.many_hosts:
@@ -188,24 +188,25 @@ class _Plan(Assignment):
         others = self.hosts_without(task, backup)
         return self.hosts[to] not in others or self.hosts[backup] in others
 
-    def _move_primary(self, full: int, empty: int) -> bool:
-        able = [t for t in self.primaries_at[full] if self.eligible(t, empty) and empty not in self.backups[t]]
+    def _move_primary(self, fuller: int, emptier: int) -> bool:
+        able = [t for t in self.primaries_at[fuller] if self.eligible(t, emptier) and emptier not in self.backups[t]]
         if not able:
             return False
-        self._relocate(min(able, key=lambda t: (empty not in self.current[t], t)), empty)
+        self._relocate(min(able, key=lambda t: (emptier not in self.current[t], t)), emptier)
         return True
 
     def _relocate(self, task: int, to: int) -> None:
         """Makes `to` primary: a backup by a hand-over, another node in place of a backup."""
         old = self.primary[task]
         if to in self.backups[task]:
-            self.swap(task, to)
+            self.hand_over_primary(task, to)
             return
-        self.back(task, to)
-        self.swap(task, to)
+        self.add_backup(task, to)
+        self.hand_over_primary(task, to)
         if len(self.backups[task]) >= self.size:
             seats = [i for i in self.backups[task] if i < self.seats]
-            self.drop(task, max(seats, key=lambda i: (self.duplicates_host(task, i), self.replicas(i), i == old)))
+            most = max(seats, key=lambda i: (self.duplicates_host(task, i), self.replica_count(i), i == old))
+            self.drop_backup(task, most)
 
     def even_devices(self) -> int:
         """Evens out the primaries that need a device. Returns the steps.
@@ -216,21 +217,21 @@ class _Plan(Assignment):
         load = {i: sum(self.needs[t] for t in self.primaries_at[i]) for i in self.device_seats}
         steps = 0
         while load:
-            full = max(load, key=lambda i: (load[i], -i))
-            empty = min(load, key=lambda i: (load[i], i))
-            if load[full] - load[empty] < 2:
+            fuller = max(load, key=lambda i: (load[i], -i))
+            emptier = min(load, key=lambda i: (load[i], i))
+            if load[fuller] - load[emptier] < 2:
                 break
-            in_return = self.leads(empty) >= self.leads(full)
-            self._relocate(self._cheapest(full, empty, needs=True), empty)
+            in_return = self.primary_count(emptier) >= self.primary_count(fuller)
+            self._relocate(self._cheapest_task(fuller, emptier, needs=True), emptier)
             if in_return:
-                self._relocate(self._cheapest(empty, full, needs=False), full)
-            load[full] -= 1
-            load[empty] += 1
+                self._relocate(self._cheapest_task(emptier, fuller, needs=False), fuller)
+            load[fuller] -= 1
+            load[emptier] += 1
             steps += 1
         return steps
 
-    def _cheapest(self, giver: int, to: int, needs: bool) -> int:
-        """The task of `giver` that is cheapest to be led by `to`."""
+    def _cheapest_task(self, giver: int, to: int, needs: bool) -> int:
+        """Returns the task whose primary can move from `giver` to `to` at the least cost."""
         able = (t for t in self.primaries_at[giver] if self.needs[t] is needs)
         return min(able, key=lambda t: (to not in self.current[t], to not in self.backups[t], t))
 
@@ -239,61 +240,62 @@ class _Plan(Assignment):
 
         With `held_only` only to current members.
         """
-        ways = _Ways(self, held_only)
+        hand_overs = _HandOvers(self, held_only)
         chains = 0
         while True:
-            seats = sorted(range(self.seats), key=lambda i: (self.leads(i), i))
-            most = self.leads(seats[-1]) if seats else 0
-            chain = next((c for i in seats if most - self.leads(i) >= 2 and (c := self._chain(i, ways))), None)
+            seats = sorted(range(self.seats), key=lambda i: (self.primary_count(i), i))
+            most = self.primary_count(seats[-1]) if seats else 0
+            targets = (i for i in seats if most - self.primary_count(i) >= 2)
+            chain = next((c for i in targets if (c := self._chain(i, hand_overs))), None)
             if chain is None:
                 return chains
             for giver, to in pairwise(chain):
-                task = min(ways.tasks[to][giver])
-                ways.forget(task)
-                self.swap(task, to)
-                ways.learn(task)
+                task = min(hand_overs.tasks[to][giver])
+                hand_overs.remove_task(task)
+                self.hand_over_primary(task, to)
+                hand_overs.add_task(task)
             chains += 1
 
-    def _chain(self, empty: int, ways: _Ways) -> list[int] | None:
-        """Finds the shortest chain to `empty` from a seat with at least two primaries more."""
-        after = {empty: -1}
-        ring = [empty]
+    def _chain(self, emptier: int, hand_overs: _HandOvers) -> list[int] | None:
+        """Finds the shortest chain to `emptier` from a seat with at least two primaries more."""
+        after = {emptier: -1}
+        ring = [emptier]
         while ring:
             reached: list[int] = []
             for to in ring:
-                for giver, tasks in ways.tasks[to].items():
+                for giver, tasks in hand_overs.tasks[to].items():
                     if tasks and giver not in after:
                         after[giver] = to
                         reached.append(giver)
-            full = max(reached, key=lambda i: (self.leads(i), -i), default=empty)
-            if self.leads(full) - self.leads(empty) >= 2:
-                chain = [full]
-                while chain[-1] != empty:
+            fuller = max(reached, key=lambda i: (self.primary_count(i), -i), default=emptier)
+            if self.primary_count(fuller) - self.primary_count(emptier) >= 2:
+                chain = [fuller]
+                while chain[-1] != emptier:
                     chain.append(after[chain[-1]])
                 return chain
             ring = sorted(reached)  # the outcome must not depend on the history of a dict
         return None
 
 
-class _Ways:
-    """The possible hand-overs: `tasks[to][giver]` are the tasks that seat `giver` can hand over to seat `to`."""
+class _HandOvers:
+    """Indexes the possible hand-overs: `tasks[to][giver]` are the tasks that `giver` can hand over to `to`."""
 
     def __init__(self, plan: _Plan, held_only: bool) -> None:
         self._plan = plan
         self._held_only = held_only
         self.tasks: list[dict[int, set[int]]] = [{} for _ in range(plan.seats)]
         for task in range(len(plan.primary)):
-            self.learn(task)
+            self.add_task(task)
 
-    def learn(self, task: int) -> None:
-        for to, giver in self._of(task):
+    def add_task(self, task: int) -> None:
+        for to, giver in self._possible(task):
             self.tasks[to].setdefault(giver, set()).add(task)
 
-    def forget(self, task: int) -> None:
-        for to, giver in self._of(task):
+    def remove_task(self, task: int) -> None:
+        for to, giver in self._possible(task):
             self.tasks[to][giver].remove(task)
 
-    def _of(self, task: int) -> list[tuple[int, int]]:
+    def _possible(self, task: int) -> list[tuple[int, int]]:
         giver = self._plan.primary[task]
         if not 0 <= giver < self._plan.seats:
             return []  # the primary is absent
@@ -306,7 +308,7 @@ class _Ways:
 
 
 def _even_shares(loads: list[tuple[int, int]], number: int) -> dict[int, int]:
-    """Deals `number` things to seats with (load, seat), so that the sums become even."""
+    """Distributes `number` replicas to seats with (load, seat), so that loads become even. Returns seat -> share."""
     shares = {seat: 0 for _, seat in loads}
     heap = sorted(loads)
     for _ in range(number if heap else 0):

@@ -1,4 +1,4 @@
-"""Endpoints of nodes, and which nodes can connect.
+"""Parses endpoints of nodes, and decides which nodes can connect.
 
     unix:HOSTKEY:/path   for processes of the same user with the same file system on the same host
     tcp:host:port        for all processes; an IPv6 address is in brackets
@@ -13,7 +13,7 @@ import ipaddress
 
 from taskgraph.protocol.records import NodeRecord
 
-__all__ = ["host_of", "share_host", "tcp_address", "unix_socket", "why_refused", "why_unreached"]
+__all__ = ["describe_unreached", "host_of", "refusal_reason", "share_host", "tcp_address", "unix_socket"]
 
 
 def unix_socket(endpoint: str) -> tuple[str, str]:
@@ -40,7 +40,7 @@ def share_host(one: NodeRecord, other: NodeRecord) -> bool:
     return not set(_unix_keys(one)).isdisjoint(_unix_keys(other))
 
 
-def why_unreached(ours: NodeRecord, other: NodeRecord, error: str, *, connected: bool) -> str:
+def describe_unreached(ours: NodeRecord, other: NodeRecord, error: str, *, connected: bool) -> str:
     """Describes a registered node on another host that did not answer, and what to do.
 
     Args:
@@ -59,8 +59,8 @@ def why_unreached(ours: NodeRecord, other: NodeRecord, error: str, *, connected:
     )
 
 
-def why_refused(ours: NodeRecord, other: NodeRecord) -> str:
-    """Returns why a node may not join a registered one, and what to do; "" if it may."""
+def refusal_reason(ours: NodeRecord, other: NodeRecord) -> str:
+    """Returns why node `ours` cannot work with the registered node `other`, and what to do; "" if it can."""
     us, them = f"{ours.name} on {ours.host}", f"{other.name} on {other.host}"
     if ours.token_mark and other.token_mark and ours.token_mark != other.token_mark:
         return (
@@ -68,23 +68,23 @@ def why_refused(ours: NodeRecord, other: NodeRecord) -> str:
             f"`taskgraph submit` wrote (--token-file)"
         )
     if _out_of_reach(ours, other):
-        if _neighbours(ours, other):
+        if _on_same_host(ours, other):
             return (
                 f"{us} cannot be reached by {them}, which is another user's: it listens at a unix socket alone, which "
                 f"is for its own user. Start it with --listen HOST, or all nodes of this host as one user"
             )
         return (
-            f"{us} cannot be reached by {them}: it listens at {_where(ours)}, which is for its own host. Start it "
+            f"{us} cannot be reached by {them}: it listens at {_addresses(ours)}, which is for its own host. Start it "
             f"with --listen HOST, a name or address of this host that the others know"
         )
     if _out_of_reach(other, ours):
-        if _neighbours(ours, other):
+        if _on_same_host(ours, other):
             return (
                 f"{them} cannot be reached by {us}, which is another user's: it listens at a unix socket alone, which "
                 f"is for its own user. Start that one again with --listen HOST, or all nodes of this host as one user"
             )
         return (
-            f"{them} cannot be reached by {us}: it listens at {_where(other)}, which is for its own host. Start "
+            f"{them} cannot be reached by {us}: it listens at {_addresses(other)}, which is for its own host. Start "
             f"that one again with --listen HOST, or all nodes on its host"
         )
     return ""
@@ -95,26 +95,26 @@ def _out_of_reach(node: NodeRecord, other: NodeRecord) -> bool:
     keys, theirs = _unix_keys(node), _unix_keys(other)
     if not keys or not theirs or share_host(node, other):
         return False
-    loopbacks = [] if _neighbours(node, other) else _loopbacks(node)
+    loopbacks = [] if _on_same_host(node, other) else _loopback_addresses(node)
     return len(keys) + len(loopbacks) == len(node.endpoints)
 
 
-def _neighbours(one: NodeRecord, other: NodeRecord) -> bool:
+def _on_same_host(one: NodeRecord, other: NodeRecord) -> bool:
     """True if both nodes are on one host, maybe as two users."""
     return not set(map(host_of, _unix_keys(one))).isdisjoint(map(host_of, _unix_keys(other)))
 
 
-def _where(node: NodeRecord) -> str:
-    """The addresses of a node that cannot be reached."""
-    return " and ".join(_loopbacks(node)) or "a unix socket alone"
+def _addresses(node: NodeRecord) -> str:
+    """Describes the addresses of a node that cannot be reached."""
+    return " and ".join(_loopback_addresses(node)) or "a unix socket alone"
 
 
 def _unix_keys(record: NodeRecord) -> list[str]:
     return [key for endpoint in record.endpoints if (key := unix_socket(endpoint)[0])]
 
 
-def _loopbacks(record: NodeRecord) -> list[str]:
-    """The loopback addresses of a node, including 127.0.1.1, which many hosts have for their own name."""
+def _loopback_addresses(record: NodeRecord) -> list[str]:
+    """Returns the loopback addresses of a node, also 127.0.1.1, which many hosts have for their own name."""
     return [host for endpoint in record.endpoints if _is_loopback(host := tcp_address(endpoint)[0])]
 
 

@@ -1,4 +1,4 @@
-"""The values of the keys of a job: small JSON objects that a person can read with `etcdctl get`.
+"""Defines the values of a job's keys in etcd: small JSON objects that a person can read with `etcdctl get`.
 
 A record names its writer, `node:n`. So a node recognizes its own write if the outcome was unknown.
 """
@@ -21,8 +21,8 @@ __all__ = [
     "MemberRecord",
     "NodeRecord",
     "PrimaryRecord",
-    "RanCode",
     "Record",
+    "RunningCode",
     "State",
     "StatusRecord",
     "name_of",
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Record(Struct, frozen=True, kw_only=True):
-    """The value of a key."""
+    """The value of a key. `writer` is the node and a number, `node:n`, or "launcher"."""
 
     writer: str = ""
 
@@ -38,7 +38,7 @@ class Record(Struct, frozen=True, kw_only=True):
         try:
             return msgspec.json.encode(self)
         except UnicodeEncodeError:
-            # Texts of exceptions may hold half a surrogate pair, as some file names do.
+            # Texts of exceptions may have lone surrogates, as some file names do.
             return msgspec.json.encode(_escaped(msgspec.to_builtins(self)))
 
     @classmethod
@@ -67,7 +67,7 @@ def _escaped(value: object) -> object:
 
 
 class EpochRecord(Record, frozen=True, kw_only=True):
-    """`epoch`: the number of the epoch at work, which is also the committed boundary, and the attempt.
+    """The value of `epoch`: the epoch at work, which is also the number of the committed boundary, and its attempt.
 
     Attributes:
         lineage: the attempt that began with the last roll-back, or with a resumed run; else 0. Boundaries of earlier
@@ -82,13 +82,13 @@ class EpochRecord(Record, frozen=True, kw_only=True):
 
 
 class CheckpointRecord(Record, frozen=True, kw_only=True):
-    """`checkpoint`: the newest complete checkpoint of the current lineage.
+    """The value of `checkpoint`: the newest complete checkpoint of the current lineage.
 
     Attributes:
-        epoch, attempt: its boundary, and the attempt that made it.
-        name: of its folder in the job's place.
+        epoch, attempt: its boundary, and the attempt that computed it.
+        name: the name of its folder in the job's place for checkpoints.
         before: names of earlier complete checkpoints that are kept, newest first.
-        term: of the leader that completed it, or that led when the job went back to it; 0: none of this run.
+        term: the term of the leader that completed it, or that led at the roll-back to it; 0: no leader of this run.
     """
 
     epoch: int
@@ -99,7 +99,7 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
 
 
 class State:
-    """`status.state`."""
+    """The values of `StatusRecord.state`."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -108,7 +108,7 @@ class State:
 
 
 class StatusRecord(Record, frozen=True, kw_only=True):
-    """`status`: the state of the job. The fields after `reason` say where a failure happened."""
+    """The value of `status`: the state of the job. The fields after `reason` say where a failure happened."""
 
     state: str
     reason: str = ""
@@ -119,19 +119,19 @@ class StatusRecord(Record, frozen=True, kw_only=True):
 
 
 class NodeRecord(Record, frozen=True, kw_only=True):
-    """`nodes/{node}`, the only leased key.
+    """The value of `nodes/{node}`, a member's registration. No other keys have a lease.
 
     Attributes:
-        name: its name for people. The id of the node is the name and a uuid.
+        name: the node's name for people. The id of the node is the name and a uuid.
         run: the run id of the spec. Nodes of other runs do not count.
-        host: the name of its host or container.
+        host: the name of the node's host or container.
         machine: equal for all containers of a host; "" if host names are enough. Placement puts replicas of a task on
             different machines if it can.
         endpoints: see `transport.api.Peer`.
         control: where the control service listens.
         devices: number of CUDA devices.
-        device_ids: of these devices, as in `CUDA_VISIBLE_DEVICES`.
-        draining: it leaves: it gets no more tasks, and hands its tasks over.
+        device_ids: the ids of these devices, as in `CUDA_VISIBLE_DEVICES`.
+        draining: the node gets no more tasks, hands its tasks over, and then leaves.
         token_mark: a public fingerprint of the token; "" if all nodes are in one process.
         arithmetic: versions that decide the last bits of results: Python, numpy, the processor.
     """
@@ -153,14 +153,14 @@ class NodeRecord(Record, frozen=True, kw_only=True):
 
 
 def name_of(node: str) -> str:
-    """The name of a node: its id without the uuid."""
+    """Returns the name of a node: its id without the uuid."""
     return node.rpartition("-")[0] or node
 
 
-class RanCode(NamedTuple):
-    """User code that ran when its process died: the hook, processor or handler, its task, and the epoch at work.
+class RunningCode(NamedTuple):
+    """User code that was running when its process died: the hook, processor or handler, its task and epoch.
 
-    The epoch is -1 in a replica that never was primary, as in `setup` of a backup.
+    The epoch is -1 in a replica that was never primary, as in `setup` of a backup.
     """
 
     where: str
@@ -172,23 +172,23 @@ class RanCode(NamedTuple):
 
 
 ENDED_ITSELF: Final = "ended itself"
-"""The reason of a node that had to end begins with this."""
+"""The start of the reason in the record of a node that could not continue."""
 OUT_OF_MEMORY: Final = "as memory was used up"
-"""A launcher adds this to SIGKILL if the kernel ran out of memory."""
+"""The end of the reason that a launcher writes if the kernel killed a node for lack of memory."""
 
 
 class GoneRecord(Record, frozen=True, kw_only=True):
-    """`gone/{node}`: the launcher saw the process end, or the node was absent for too long.
+    """The value of `gone/{node}`: the launcher saw the process end, or the node was absent for too long.
 
     Attributes:
-        ran: the user code that ran when the process ended, if its launcher knows.
-        at: the line of Python at which it crashed (`FILE, line N`); "": unknown.
-        intended: the process was told to end, so its code is not to blame.
+        running_code: the user code that was running when the process ended, if its launcher knows.
+        at: the line of Python at which the process crashed (`FILE, line N`); "": unknown.
+        intended: a command ended the process, so its code is not to blame.
         task, epoch: the process ended after an error of a CUDA device in this code; None: another reason.
     """
 
     reason: str
-    ran: tuple[RanCode, ...] = ()
+    running_code: tuple[RunningCode, ...] = ()
     at: str = ""
     intended: bool = False
     task: int | None = None
@@ -196,8 +196,8 @@ class GoneRecord(Record, frozen=True, kw_only=True):
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Describes `ran`, each code once."""
-        return tuple(dict.fromkeys(map(str, self.ran)))
+        """Describes `running_code`, each code once."""
+        return tuple(dict.fromkeys(map(str, self.running_code)))
 
     @property
     def died(self) -> bool:
@@ -206,12 +206,12 @@ class GoneRecord(Record, frozen=True, kw_only=True):
 
     @property
     def ended_itself(self) -> bool:
-        """The node could not continue, and said why."""
+        """True if the node could not continue, and ended itself."""
         return self.reason.startswith(ENDED_ITSELF)
 
     @property
     def out_of_memory(self) -> bool:
-        """The kernel killed it for lack of memory, if its launcher knows."""
+        """True if the kernel killed the node for lack of memory, as far as its launcher knows."""
         return OUT_OF_MEMORY in self.reason
 
     @property
@@ -224,7 +224,10 @@ class GoneRecord(Record, frozen=True, kw_only=True):
 
 
 class PrimaryRecord(Record, frozen=True, kw_only=True):
-    """`tasks/{t}/primary`. Never leased: terms only grow. `failovers` counts the terms of backups that took over."""
+    """The value of `tasks/{t}/primary`, without a lease, so that terms only grow.
+
+    `failovers` counts takeovers by backups whose primary failed.
+    """
 
     node: str
     term: int
@@ -233,11 +236,11 @@ class PrimaryRecord(Record, frozen=True, kw_only=True):
 
 
 class MemberRecord(Record, frozen=True, kw_only=True):
-    """`tasks/{t}/members/{node}`: the node is in sync.
+    """The value of `tasks/{t}/members/{node}`: the node is in sync.
 
     Attributes:
-        until: None: a member. Otherwise it was evicted: it has boundary `until`, and no later one.
-        attempt: the attempt at which it was evicted. After a roll-back, boundary `until` is another one.
+        until: None: a member. Otherwise the node was evicted: boundary `until` is the last one that it has.
+        attempt: the attempt at the eviction. After a roll-back, the number `until` means another boundary.
     """
 
     until: int | None = None

@@ -1,4 +1,4 @@
-"""A backup cannot be set up on a node: does the node end, or the job?
+"""Decides whether a node ends, or the job, if the node cannot set up a backup.
 
 A joining node may lack a file, a mount or a library that `setup()` reads. A job that does not need the node continues.
 Otherwise, and before the first commit, the job fails at once.
@@ -11,13 +11,13 @@ from typing import Final
 
 from taskgraph.protocol.view import JobView
 
-__all__ = ["RESTS_ON_NODE", "job_goes_on"]
+__all__ = ["NODE_DEPENDENT_CODE", "can_job_continue"]
 
-RESTS_ON_NODE: Final = frozenset({"task builder", "setup", "restore"})
-"""User code that may depend on files, mounts and libraries of the node."""
+NODE_DEPENDENT_CODE: Final = frozenset({"task builder", "setup", "restore"})
+"""User code whose errors may depend on files, mounts and libraries of the node."""
 
 
-def job_goes_on(view: JobView, me: str, task: int, *, suspects: Set[str], min_in_sync: int) -> bool:
+def can_job_continue(view: JobView, me: str, task: int, *, suspects: Set[str], min_in_sync: int) -> bool:
     """True if the job continues without node `me`, which cannot set up its replica of `task`.
 
     An epoch is committed, `me` is no primary, and every task with `me` as a member or candidate has a living primary

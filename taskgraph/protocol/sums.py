@@ -1,7 +1,7 @@
-"""Two sums per task that show whether all edges of an epoch agree.
+"""Detects edges of an epoch whose ends disagree, by two sums per task.
 
-A task has a ledger of all it sent and received in one attempt and term: items, flags, requests with effects, and their
-answers. An entry has an identity (kind, sender, receiver, name) and a digest. Both ends of an edge hash these five
+A task has a ledger of everything it sent and received in one attempt and term: items, flags, requests with effects,
+and answers. An entry has an identity (kind, sender, receiver, name) and a digest. Both ends of an edge hash these
 fields to the same 128-bit number. The task reports the sum of all that it sent, and of all that it received, mod
 2**128. Over all tasks
 
@@ -23,7 +23,7 @@ from xxhash import xxh3_128_intdigest
 from taskgraph.errors import TaskGraphError, first_lines
 from taskgraph.protocol.messages import LedgerEntry
 
-__all__ = ["ITEM", "REQUEST", "Conflict", "Kind", "Ledger", "explain", "identity", "packed", "total", "unpacked"]
+__all__ = ["ITEM", "REQUEST", "Conflict", "Kind", "Ledger", "decode_sum", "encode_sum", "explain", "identity", "total"]
 
 Kind = Literal["item", "flag", "request", "answer"]
 """The kind of an entry. Both ends must use the same word, or the sums differ.
@@ -41,10 +41,10 @@ _MASK = (1 << 128) - 1  # the width of the hash
 _Key = tuple[str, int, int, str]
 """Identity of an entry: kind, sender, receiver, name."""
 Counts = Callable[[_Key, bool, bool], bool]
-"""(identity, was sent, was received) -> the disagreement counts."""
-_headers: Final[dict[_Key, bytes]] = {}
-"""Identity of an item -> the bytes that are hashed before its digest."""
-_HEADERS_KEPT: Final = 4096
+"""(identity, was sent, was received) -> whether `explain` reports the disagreement."""
+_encoded_identities: Final[dict[_Key, bytes]] = {}
+"""Caches, by identity of an item, the bytes that are hashed before its digest."""
+_CACHED_HEADERS: Final = 4096
 
 
 class Conflict(TaskGraphError):
@@ -53,7 +53,8 @@ class Conflict(TaskGraphError):
     Attributes:
         sent: this task sent the entry; else it received it.
         kind, sender, receiver, name: the identity.
-        known, other: the digest that was counted before, and the new one.
+        known: the digest that was counted before.
+        other: the new digest.
     """
 
     def __init__(
@@ -78,40 +79,40 @@ def identity(kind: str, sender: int, receiver: int, name: str, digest: bytes) ->
     The fields are encoded with their lengths, so different entries have different encodings.
     """
     key = (kind, sender, receiver, name)
-    return xxh3_128_intdigest((_headers.get(key) or _header(key)) + digest)
+    return xxh3_128_intdigest((_encoded_identities.get(key) or _encode_identity(key)) + digest)
 
 
-def _header(key: _Key) -> bytes:
+def _encode_identity(key: _Key) -> bytes:
     kind, sender, receiver, name = key
     kind_bytes = kind.encode()
     name_bytes = name.encode("utf-8", "surrogatepass")  # tags may be any str
     header = b"%d %d %d %d\n" % (sender, receiver, len(kind_bytes), len(name_bytes)) + kind_bytes + name_bytes
     # Items have the same headers in every epoch; other kinds do not.
     if kind == ITEM:
-        if len(_headers) >= _HEADERS_KEPT:
-            _headers.clear()
-        _headers[key] = header
+        if len(_encoded_identities) >= _CACHED_HEADERS:
+            _encoded_identities.clear()
+        _encoded_identities[key] = header
     return header
 
 
 def total(sums: Iterable[int]) -> int:
-    """The sum over all tasks, mod 2**128."""
+    """Returns the sum of sums, mod 2**128."""
     return sum(sums) & _MASK
 
 
-def packed(total: int) -> bytes:
-    """The bytes of a sum in a message."""
+def encode_sum(total: int) -> bytes:
+    """Encodes a sum for a message."""
     return total.to_bytes(16, "big")
 
 
-unpacked: Final = int.from_bytes
-"""The sum of these bytes."""
+decode_sum: Final = int.from_bytes
+"""Decodes a sum from a message."""
 
 
 class Ledger:
     """All that a task sent and received in one attempt and one term. A restart or a takeover begins a new ledger."""
 
-    # Defaults on the class make it cheap: there is one ledger for every epoch of every task.
+    # Defaults on the class make a ledger cheap: every task has one in every epoch.
     sent_sum = 0
     received_sum = 0
     _sent: dict[_Key, bytes] | None = None
@@ -127,9 +128,9 @@ class Ledger:
         if self._sent is None:
             self._sent = {}
         elif (known := self._sent.get(key)) is not None:
-            return _counted(True, key, known, digest)
+            return _check_same_digest(True, key, known, digest)
         self._sent[key] = digest
-        header = _headers.get(key) or _header(key)  # as `identity`
+        header = _encoded_identities.get(key) or _encode_identity(key)  # as `identity`
         self.sent_sum = (self.sent_sum + xxh3_128_intdigest(header + digest)) & _MASK
         return True
 
@@ -143,9 +144,9 @@ class Ledger:
         if self._received is None:
             self._received = {}
         elif (known := self._received.get(key)) is not None:
-            return _counted(False, key, known, digest)
+            return _check_same_digest(False, key, known, digest)
         self._received[key] = digest
-        header = _headers.get(key) or _header(key)  # as `identity`
+        header = _encoded_identities.get(key) or _encode_identity(key)  # as `identity`
         self.received_sum = (self.received_sum + xxh3_128_intdigest(header + digest)) & _MASK
         return True
 
@@ -160,7 +161,7 @@ class Ledger:
         return (*sent, *received)
 
 
-def _counted(sent: bool, key: _Key, known: bytes, digest: bytes) -> bool:
+def _check_same_digest(sent: bool, key: _Key, known: bytes, digest: bytes) -> bool:
     if known != digest:
         raise Conflict(sent, *key, known, digest)
     return False
@@ -174,7 +175,7 @@ def explain(
     Args:
         pages: task -> the entries of its ledger. Edges of missing tasks are skipped.
         limit: the most lines; a last line counts the rest.
-        counts: selects edges that disagree.
+        counts: returns False for disagreements to leave out.
 
     Returns:
         One line per edge, in the order of sender, receiver and name.
@@ -191,7 +192,7 @@ def explain(
                 )
                 continue
             (sent if e.sent else received)[(e.kind, e.sender, e.receiver, e.name)] = e.digest
-    # There may be hundreds of thousands, so only those that differ are sorted.
+    # There may be hundreds of thousands of edges, so only differing ones are sorted.
     differing = [key for key, digest in sent.items() if received.get(key) != digest]
     differing += [key for key in received if key not in sent]
     for key in sorted(differing, key=lambda k: (k[1], k[2], k[0], k[3])):
@@ -199,19 +200,19 @@ def explain(
         if sender not in pages or receiver not in pages or not counts(key, key in sent, key in received):
             continue
         if key not in received:
-            lines.append(_not_received(kind, sender, receiver, name))
+            lines.append(_describe_not_received(kind, sender, receiver, name))
         elif key not in sent:
-            lines.append(_not_sent(kind, sender, receiver, name))
+            lines.append(_describe_not_sent(kind, sender, receiver, name))
         else:
-            lines.append(f"task {sender} sent another {_thing(kind, name)} than task {receiver} has")
+            lines.append(f"task {sender} sent another {_describe(kind, name)} than task {receiver} has")
     return first_lines(lines, limit)
 
 
-def _thing(kind: str, name: str) -> str:
+def _describe(kind: str, name: str) -> str:
     return repr(name) if kind == ITEM else f"{kind} {name!r}"
 
 
-def _not_received(kind: str, sender: int, receiver: int, name: str) -> str:
+def _describe_not_received(kind: str, sender: int, receiver: int, name: str) -> str:
     if kind == ITEM:
         return (
             f"task {sender} put {name!r} for task {receiver}, which does not take it "
@@ -220,7 +221,7 @@ def _not_received(kind: str, sender: int, receiver: int, name: str) -> str:
     return f"task {sender} sent {kind} {name!r} to task {receiver}, which did not count it"
 
 
-def _not_sent(kind: str, sender: int, receiver: int, name: str) -> str:
+def _describe_not_sent(kind: str, sender: int, receiver: int, name: str) -> str:
     if kind == ITEM:
         return (
             f"task {receiver} took {name!r} from task {sender}, which does not put it "

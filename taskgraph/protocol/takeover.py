@@ -1,4 +1,4 @@
-"""Takeovers: which node becomes primary of a task, and when it may try.
+"""Decides which node takes over a task, and when it may try.
 
 A takeover is safe at any time, since its transaction decides. This module makes it fast and orderly:
 
@@ -34,7 +34,7 @@ class Move(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Succession:
-    """The decision."""
+    """A node's move for a task. `rank` is its place among the members that may take over, 0 for the first."""
 
     move: Move
     rank: int = 0
@@ -55,13 +55,13 @@ def succession(
     """Decides the move of node `me` for one task.
 
     Args:
-        suspects: nodes whose port refuses connections, whose lease ended, whose key is absent, or that are gone.
+        suspects: nodes that are gone, or whose port refuses connections, lease ended or key is absent.
         gone: nodes that ended for good. The state of a task is lost only if all its members are gone.
         wished: placement wants this node to be the primary.
         stateful: a lost boundary cannot be computed again, except in epoch 0.
-        unseated: no node may be the primary, and this node acts for all: it reports a lost task.
-        dropped: this node does not work for the task. If it is the primary, no other node suspects it, so it takes over
-            from itself, with a new term: it may have forgotten actions of the old term.
+        unseated: no node may be the primary, and this node reports the lost task for all.
+        dropped: this node has stopped working as the primary. No other node suspects it, so it takes over from itself,
+            with a new term, since it may have lost state of the old term.
     """
     primary = view.primary_node(task)
     if view.epoch is None:
@@ -70,10 +70,10 @@ def succession(
         return Succession(Move.TAKE_OVER if dropped else Move.NOTHING)
     if primary is not None and primary not in suspects:
         return Succession(Move.NOTHING)
-    heirs = [node for node in view.in_sync(task) if node not in suspects]
-    if me in heirs:
-        return Succession(Move.TAKE_OVER, heirs.index(me))
-    if heirs or not (wished or unseated):
+    successors = [node for node in view.in_sync(task) if node not in suspects]
+    if me in successors:
+        return Succession(Move.TAKE_OVER, successors.index(me))
+    if successors or not (wished or unseated):
         return Succession(Move.NOTHING)
     # All members and their node keys must be gone, as the transaction compares.
     if any(node not in gone or node in view.nodes for node in view.in_sync(task)):
@@ -88,13 +88,13 @@ def succession(
 def stranded(view: JobView) -> int | None:
     """Finds a stateful task with a dead primary that a node can take over now, but none after the next commit.
 
-    Its only heirs were evicted "until" the committed boundary, by a write on its way when the primary died. The caller
+    Its only possible successors were evicted "until" the committed boundary, by a write that arrived late. The caller
     must not commit before the takeover, or the state is lost.
     """
     for task, primary in view.primaries.items() if view.gone else ():
         if primary.record.node in view.gone and primary.record.stateful:
-            heirs = [node for node in view.in_sync(task) if node not in view.gone]
-            if heirs and all(view.members_of(task)[node].record.until is not None for node in heirs):
+            successors = [node for node in view.in_sync(task) if node not in view.gone]
+            if successors and all(view.members_of(task)[node].record.until is not None for node in successors):
                 return task
     return None
 

@@ -1,4 +1,4 @@
-"""All transactions of nodes, as data.
+"""Builds all transactions of nodes, as data.
 
 Rules:
 
@@ -54,16 +54,16 @@ __all__ = [
 ]
 
 
-def _generation(view: JobView, writer: str) -> Put:
+def _put_generation(view: JobView, writer: str) -> Put:
     # Only the revision counts.
     return Put(view.keys.generation, writer.encode())
 
 
-def _mod(record: object) -> int:
+def _revision_of(record: object) -> int:
     return record.mod_revision if record is not None else 0  # type: ignore[attr-defined]
 
 
-def _epoch(view: JobView) -> Versioned[EpochRecord]:
+def _current_epoch(view: JobView) -> Versioned[EpochRecord]:
     if view.epoch is None:
         raise LookupError("the job was not submitted")
     return view.epoch
@@ -92,7 +92,7 @@ def resume(view: JobView, node: str, record: NodeRecord) -> Txn:
             Compare(view.keys.spec, view.spec_revision),
             Compare(view.keys.gone(node), 0),
             Compare(view.keys.generation, view.generation_revision),
-            Compare(view.keys.node(node), _mod(view.nodes.get(node))),
+            Compare(view.keys.node(node), _revision_of(view.nodes.get(node))),
         ),
         success=(Put(view.keys.node(node), record.to_bytes(), record.lease),),
     )
@@ -129,10 +129,10 @@ def take_over(
     """Makes a member (or the primary itself) primary with the next term.
 
     Args:
-        failure: the old primary failed; False for a hand-over. Counted in the record, for people.
+        failure: the old primary failed; False for a hand-over. The record counts failures, for users.
 
     Raises:
-        LookupError: the node is no member in the view.
+        LookupError: the node is not a member in the view.
     """
     keys = view.keys
     own = view.members_of(task).get(node)
@@ -163,9 +163,9 @@ def take_over(
         compares=tuple(compares),
         success=(
             Put(keys.primary(task), record.to_bytes()),
-            _generation(view, writer),
+            _put_generation(view, writer),
             *membership,
-            *_reads_of_take_over(view, task),
+            *_takeover_reads(view, task),
         ),
     )
 
@@ -181,10 +181,10 @@ def take_over_from_nothing(
         LookupError: the state of the task is lost (epoch > 0) and not in the checkpoint: use `roll_back` or
         `fail_lost`.
     """
-    epoch = _epoch(view).record.epoch
+    epoch = _current_epoch(view).record.epoch
     if stateful and epoch > 0 and not view.is_checkpointed:
         raise LookupError(f"task {task} has no members left, and its state of epoch {epoch} with them")
-    return _from_nothing(view, task, node, node_revision, stateful=stateful, writer=writer, also=())
+    return _take_over_without_members(view, task, node, node_revision, stateful=stateful, writer=writer, also=())
 
 
 def roll_back(
@@ -208,11 +208,11 @@ def roll_back(
     also: tuple[Op, ...] = (Put(view.keys.epoch, epoch.to_bytes()), Put(view.keys.checkpoint, to.to_bytes()))
     if not view.running:
         also = (*also, Put(view.keys.status, StatusRecord(state=State.RUNNING, writer=writer).to_bytes()))
-    txn = _from_nothing(view, task, node, node_revision, stateful=stateful, writer=writer, also=also)
+    txn = _take_over_without_members(view, task, node, node_revision, stateful=stateful, writer=writer, also=also)
     return replace(txn, compares=(*txn.compares, Compare(view.keys.collected, 0)))
 
 
-def _from_nothing(
+def _take_over_without_members(
     view: JobView, task: int, node: str, node_revision: int, *, stateful: bool, writer: str, also: tuple[Op, ...]
 ) -> Txn:
     keys = view.keys
@@ -229,11 +229,11 @@ def _from_nothing(
     )
     return Txn(
         compares=(
-            Compare(keys.primary(task), _mod(old)),
+            Compare(keys.primary(task), _revision_of(old)),
             Compare(keys.node(node), node_revision),
-            *_members_gone(view, task, node),
+            *_compare_members_gone(view, task, node),
             Compare(keys.epoch, view.epoch.mod_revision),
-            Compare(keys.checkpoint, _mod(view.checkpoint)),
+            Compare(keys.checkpoint, _revision_of(view.checkpoint)),
             Compare(keys.status, view.status.mod_revision),
         ),
         success=(
@@ -241,8 +241,8 @@ def _from_nothing(
             *(Delete(keys.member(task, member)) for member in sorted(members) if member != node),
             Put(keys.primary(task), record.to_bytes()),
             Put(keys.member(task, node), MemberRecord(writer=writer).to_bytes()),
-            _generation(view, writer),
-            *_reads_of_take_over(view, task),
+            _put_generation(view, writer),
+            *_takeover_reads(view, task),
         ),
     )
 
@@ -258,19 +258,19 @@ def fail_lost(view: JobView, task: int, status: StatusRecord) -> Txn:
     keys = view.keys
     return Txn(
         compares=(
-            Compare(keys.primary(task), _mod(view.primaries.get(task))),
-            *_members_gone(view, task, None),
-            Compare(keys.epoch, _mod(view.epoch)),
-            Compare(keys.checkpoint, _mod(view.checkpoint)),
-            Compare(keys.status, _mod(view.status)),
+            Compare(keys.primary(task), _revision_of(view.primaries.get(task))),
+            *_compare_members_gone(view, task, None),
+            Compare(keys.epoch, _revision_of(view.epoch)),
+            Compare(keys.checkpoint, _revision_of(view.checkpoint)),
+            Compare(keys.status, _revision_of(view.status)),
             Compare(keys.collected, 0),
         ),
         success=(Put(keys.status, status.to_bytes()),),
     )
 
 
-def _members_gone(view: JobView, task: int, node: str | None) -> Iterable[Compare]:
-    """Compares all member keys, and the absence of the node keys of those that have the boundary."""
+def _compare_members_gone(view: JobView, task: int, node: str | None) -> Iterable[Compare]:
+    """Yields comparisons of all member keys, and of the absence of nodes with the committed boundary."""
     holders = view.in_sync(task)
     for member, versioned in sorted(view.members_of(task).items()):
         yield Compare(view.keys.member(task, member), versioned.mod_revision)
@@ -278,12 +278,12 @@ def _members_gone(view: JobView, task: int, node: str | None) -> Iterable[Compar
             yield Compare(view.keys.node(member), 0)
 
 
-def _reads_of_take_over(view: JobView, task: int) -> tuple[Op, ...]:
+def _takeover_reads(view: JobView, task: int) -> tuple[Op, ...]:
     return (Get(view.keys.epoch), Get(view.keys.members(task), prefix=True), Get(view.keys.primary(task)))
 
 
 def takeover_result(result: TxnResult, view: JobView, task: int) -> TakeoverResult:
-    """Reads the success branch of a takeover."""
+    """Decodes the reads of a successful takeover."""
     epoch_reads, member_reads, primary_reads = result.reads
     epoch = EpochRecord.from_bytes(epoch_reads[0].value)
     primary = PrimaryRecord.from_bytes(primary_reads[0].value)
@@ -299,11 +299,13 @@ def takeover_result(result: TxnResult, view: JobView, task: int) -> TakeoverResu
 
 
 def reread_take_over(view: JobView, task: int) -> Txn:
-    """Reads the keys of a takeover again, since its outcome is unknown."""
-    return Txn(success=_reads_of_take_over(view, task))
+    """Builds a read of the keys of a takeover whose outcome is unknown."""
+    return Txn(success=_takeover_reads(view, task))
 
 
-def _fences(view: JobView, task: int, primary_revision: int, node: str, node_revision: int) -> tuple[Compare, ...]:
+def _primary_fences(
+    view: JobView, task: int, primary_revision: int, node: str, node_revision: int
+) -> tuple[Compare, ...]:
     return (Compare(view.keys.primary(task), primary_revision), Compare(view.keys.node(node), node_revision))
 
 
@@ -328,8 +330,8 @@ def admit(
     current = view.members_of(task).get(candidate)
     return Txn(
         compares=(
-            *_fences(view, task, primary_revision, node, node_revision),
-            Compare(keys.member(task, candidate), _mod(current)),
+            *_primary_fences(view, task, primary_revision, node, node_revision),
+            Compare(keys.member(task, candidate), _revision_of(current)),
             Compare(keys.node(candidate), view.nodes[candidate].mod_revision),
             Compare(keys.gone(candidate), 0),
         ),
@@ -348,12 +350,12 @@ def evict(
     writer: str,
 ) -> Txn:
     """Writes "until e" into the key of a member: it has the committed boundary e, and no later one."""
-    keys, epoch = view.keys, _epoch(view)
+    keys, epoch = view.keys, _current_epoch(view)
     record = MemberRecord(until=epoch.record.epoch, attempt=epoch.record.attempt, writer=writer)
     return Txn(
         compares=(
-            *_fences(view, task, primary_revision, node, node_revision),
-            Compare(keys.member(task, member), _mod(view.members_of(task).get(member))),
+            *_primary_fences(view, task, primary_revision, node, node_revision),
+            Compare(keys.member(task, member), _revision_of(view.members_of(task).get(member))),
             Compare(keys.epoch, epoch.mod_revision),
         ),
         success=(Put(keys.member(task, member), record.to_bytes()),),
@@ -376,8 +378,8 @@ def remove_member(
     keys = view.keys
     return Txn(
         compares=(
-            *_fences(view, task, primary_revision, node, node_revision),
-            Compare(keys.member(task, member), _mod(view.members_of(task).get(member))),
+            *_primary_fences(view, task, primary_revision, node, node_revision),
+            Compare(keys.member(task, member), _revision_of(view.members_of(task).get(member))),
         ),
         success=(Delete(keys.member(task, member)),),
     )
@@ -403,7 +405,7 @@ def commit(view: JobView, *, primary_revision: int, finished: bool, writer: str,
 
 def restart(view: JobView, *, primary_revision: int, writer: str) -> Txn:
     """Starts the epoch at work again, with the next attempt. The counter never goes back."""
-    keys, epoch = view.keys, _epoch(view)
+    keys, epoch = view.keys, _current_epoch(view)
     record = structs.replace(epoch.record, attempt=epoch.record.attempt + 1, writer=writer)
     return Txn(
         compares=(Compare(keys.primary(0), primary_revision), Compare(keys.epoch, epoch.mod_revision)),
@@ -419,13 +421,13 @@ def advance_checkpoint(view: JobView, record: CheckpointRecord, *, primary_revis
     Raises:
         LookupError: the boundary is not committed, was undone, or is not later than the current checkpoint.
     """
-    at, before = _epoch(view).record, view.checkpoint
+    at, before = _current_epoch(view).record, view.checkpoint
     if record.epoch > at.epoch or record.attempt < at.lineage or (before and record.epoch <= before.record.epoch):
         raise LookupError(f"boundary {record.epoch} of attempt {record.attempt} cannot be the checkpoint")
     return Txn(
         compares=(
             Compare(view.keys.primary(0), primary_revision),
-            Compare(view.keys.checkpoint, _mod(before)),
+            Compare(view.keys.checkpoint, _revision_of(before)),
         ),
         success=(Put(view.keys.checkpoint, record.to_bytes()),),
     )
@@ -434,7 +436,7 @@ def advance_checkpoint(view: JobView, record: CheckpointRecord, *, primary_revis
 def fail(view: JobView, status: StatusRecord, fences: Iterable[Compare] = ()) -> Txn:
     """Fails the job, unless it has ended or a fence fails."""
     return Txn(
-        compares=(Compare(view.keys.status, _mod(view.status)), *fences),
+        compares=(Compare(view.keys.status, _revision_of(view.status)), *fences),
         success=(Put(view.keys.status, status.to_bytes()),),
     )
 
@@ -449,7 +451,7 @@ def give_results_up(view: JobView, why: str, *, by: str, writer: str) -> Txn:
     return Txn(
         compares=(
             Compare(keys.spec, view.spec_revision),
-            Compare(keys.status, _mod(view.status)),
+            Compare(keys.status, _revision_of(view.status)),
             Compare(keys.collected, 0),
         ),
         success=(Put(keys.collected, value.encode()),),
@@ -465,7 +467,7 @@ def declare_gone(view: JobView, node: str, record: GoneRecord) -> Txn:
 
 
 def declare_absent_gone(view: JobView, node: str, record: GoneRecord, *, by: str, by_revision: int) -> Txn:
-    """Declares a node gone whose key was absent for long, as node `by` saw.
+    """Declares a node gone whose key was absent for too long, as node `by` observed.
 
     It compares that the key is still absent, and that `by` is registered: an observer that was stopped, or without
     etcd, may have missed that the node came back.

@@ -1,4 +1,4 @@
-"""The view of a job: a fold of a listing of etcd, and then of watch events, in revision order.
+"""Builds the view of a job: a fold of a listing of etcd, and then of watch events, in revision order.
 
 A node decides from one `JobView`, and all fences of its transactions are mod revisions of this view. A view may be
 behind, but is never a mixture of revisions.
@@ -31,7 +31,7 @@ from taskgraph.protocol.records import (
     StatusRecord,
 )
 
-__all__ = ["JobView", "StaleListing", "Versioned", "holds", "readable"]
+__all__ = ["JobView", "StaleListing", "Versioned", "decode_key", "holds"]
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
@@ -51,7 +51,7 @@ class Versioned(Generic[R]):
 
 
 class JobView:
-    """The keys of one job at `revision`.
+    """A node's picture of one job: its keys in etcd at `revision`.
 
     Args:
         one_run: the view shows the first run only. When the job is submitted again, it changes `revision` and
@@ -63,13 +63,13 @@ class JobView:
         self.revision = 0
         self.superseded = False
         self._one_run = one_run
-        self._run_at = 0  # the first `spec_revision`
+        self._first_spec_revision = 0  # the first `spec_revision`
         self.structure_revision = 0  # revision of the last change, except changes of `epoch` and events
         self.spec: bytes | None = None
         self.spec_revision = 0
         self.epoch: Versioned[EpochRecord] | None = None
         self.stamp: Stamp | None = None
-        """(attempt, epoch) at work, or None before the job was submitted."""
+        """The attempt and epoch at work; None before the job was submitted."""
         self.attempt_revision = 0  # revision of the write that began the attempt, or an earlier one
         self.status: Versioned[StatusRecord] | None = None
         self.generation_revision = 0
@@ -95,33 +95,33 @@ class JobView:
         listed = JobView(self.keys.job)
         for kv in items:
             listed._put(kv)
-        if why := self._lost_in(listed):
+        if why := self._describe_loss(listed):
             raise StaleListing(why)
         if self._is_another_run(listed.spec_revision):
-            self._end(revision)
+            self._supersede(revision)
             return
         known, run, at = self.epoch, self.spec_revision, listed.epoch
         needed = [self.keys.epoch]
         if run and listed.spec_revision in (run, 0):  # else a new run, or the first listing
             needed += [self.keys.spec, *map(self.keys.primary, self.primaries)]
-        listed._check_kept(needed)
+        listed._check_present(needed)
         if at is not None and at.mod_revision != at.create_revision:  # the attempt may have begun before
             same = known is not None and known.record.attempt == at.record.attempt
             listed.attempt_revision = self.attempt_revision if same else self.revision
         listed.revision = listed.structure_revision = listed.gone_revision = revision
-        listed._one_run, listed._run_at = self._one_run, self._run_at or listed.spec_revision
+        listed._one_run, listed._first_spec_revision = self._one_run, self._first_spec_revision or listed.spec_revision
         vars(self).update(vars(listed))
 
     def _is_another_run(self, spec_revision: int) -> bool:
-        return self._one_run and 0 < self._run_at < spec_revision
+        return self._one_run and 0 < self._first_spec_revision < spec_revision
 
-    def _end(self, revision: int) -> None:
-        """Ends the view of this run: another run began at `revision`."""
+    def _supersede(self, revision: int) -> None:
+        """Freezes the view, since another run began at `revision`."""
         self.superseded, self.revision = True, max(revision, self.revision)
         self.structure_revision = self.revision
 
-    def _lost_in(self, listed: JobView) -> str:
-        """Returns what a listing lost against this view, or "".
+    def _describe_loss(self, listed: JobView) -> str:
+        """Describes what a listing has lost compared with this view; "" if nothing.
 
         It compares numbers that only grow, but not revisions: those of an inconsistent etcd member may be behind, and
         the job survives that.
@@ -156,7 +156,7 @@ class JobView:
             if kv.mod_revision <= self.revision:
                 continue  # a restarted watch may repeat events of the listing
             if ends and kv.mod_revision >= ends:
-                self._end(max(revision, ends))
+                self._supersede(max(revision, ends))
                 return
             if event.kind == "put":
                 self._put(kv)
@@ -170,9 +170,9 @@ class JobView:
         if revision > self.revision:
             self.revision = revision
         if deleted:  # a new run deletes keys, too, before its `spec`
-            self._check_kept(kv.key for kv in deleted if kv.mod_revision > self.spec_revision)
+            self._check_present(kv.key for kv in deleted if kv.mod_revision > self.spec_revision)
 
-    def _check_kept(self, needed: Iterable[str]) -> None:
+    def _check_present(self, needed: Iterable[str]) -> None:
         """Raises DecodeError if one of these keys is missing and the job needs it."""
         if not self.has_work:  # the whole job may have been deleted
             return
@@ -191,7 +191,7 @@ class JobView:
         try:
             self._fold(kv)
         except (DecodeError, ValueError) as error:
-            raise unreadable(kv, self.keys, error) from error
+            raise undecodable_key(kv, self.keys, error) from error
 
     def _fold(self, kv: KeyValue) -> None:
         if kv.key == self.keys.epoch:  # first, since every node reads it in every epoch
@@ -204,26 +204,26 @@ class JobView:
         match self._split(kv.key):
             case ["spec"]:
                 self.spec, self.spec_revision = kv.value, kv.mod_revision
-                self._run_at = self._run_at or kv.mod_revision
+                self._first_spec_revision = self._first_spec_revision or kv.mod_revision
             case ["status"]:
-                self.status = _versioned(StatusRecord, kv)
+                self.status = _decode_versioned(StatusRecord, kv)
             case ["generation"]:
                 self.generation_revision = kv.mod_revision
             case ["checkpoint"]:
-                self.checkpoint = _versioned(CheckpointRecord, kv)
+                self.checkpoint = _decode_versioned(CheckpointRecord, kv)
             case ["collected"]:
                 self.collected = True
             case ["nodes", node]:
-                self.nodes[node] = _versioned(NodeRecord, kv)
+                self.nodes[node] = _decode_versioned(NodeRecord, kv)
             case ["gone", node]:
-                self._forget_death(node)
-                known = self.gone[node] = _versioned(GoneRecord, kv)
-                if known.record.ran:
-                    bisect.insort(self._deaths, (_last_epoch(known.record), node))
+                self._remove_death(node)
+                known = self.gone[node] = _decode_versioned(GoneRecord, kv)
+                if known.record.running_code:
+                    bisect.insort(self._deaths, (_last_running_epoch(known.record), node))
             case ["tasks", task, "primary"]:
-                self.primaries[int(task)] = _versioned(PrimaryRecord, kv)
+                self.primaries[int(task)] = _decode_versioned(PrimaryRecord, kv)
             case ["tasks", task, "members", node]:
-                self.members.setdefault(int(task), {})[node] = _versioned(MemberRecord, kv)
+                self.members.setdefault(int(task), {})[node] = _decode_versioned(MemberRecord, kv)
             case _:
                 pass  # events are not needed here
 
@@ -244,7 +244,7 @@ class JobView:
             case ["nodes", node]:
                 self.nodes.pop(node, None)
             case ["gone", node]:
-                self._forget_death(node)
+                self._remove_death(node)
                 self.gone.pop(node, None)
             case ["tasks", task, "primary"]:
                 self.primaries.pop(int(task), None)
@@ -253,10 +253,10 @@ class JobView:
             case _:
                 pass
 
-    def _forget_death(self, node: str) -> None:
+    def _remove_death(self, node: str) -> None:
         known = self.gone.get(node)
-        if known is not None and known.record.ran:
-            del self._deaths[bisect.bisect_left(self._deaths, (_last_epoch(known.record), node))]
+        if known is not None and known.record.running_code:
+            del self._deaths[bisect.bisect_left(self._deaths, (_last_running_epoch(known.record), node))]
 
     def _split(self, key: str) -> list[str]:
         return key[len(self.keys.root) :].split("/")
@@ -278,11 +278,11 @@ class JobView:
         return self.running or (self.finished and not self.collected)
 
     def deaths_from(self, epoch: int) -> list[str]:
-        """Returns gone nodes whose code ran in this epoch or later, or before the first one (`RanCode.epoch` -1)."""
+        """Returns gone nodes whose code ran in this epoch or later, or before the first one (epoch -1)."""
         return [node for _, node in self._deaths[bisect.bisect_left(self._deaths, (epoch, "")) :]]
 
     def term(self, task: int) -> int:
-        """The task's current term, 0 before its first primary."""
+        """Returns the task's current term; 0 before its first primary."""
         primary = self.primaries.get(task)
         return primary.record.term if primary else 0
 
@@ -307,12 +307,12 @@ class JobView:
         return self.members.get(task, {})
 
     def in_sync(self, task: int) -> list[str]:
-        """Members that have the committed boundary, in the order of admission."""
+        """Returns the members that have the committed boundary, in the order of admission."""
         held = [(m.create_revision, node) for node, m in self.members_of(task).items() if self.holds(m.record)]
         return [node for _, node in sorted(held)]
 
     def active_members(self, task: int) -> list[str]:
-        """Members that are not evicted, in the order of admission."""
+        """Returns the members that are not evicted, in the order of admission."""
         found = [(m.create_revision, node) for node, m in self.members_of(task).items() if m.record.until is None]
         return [node for _, node in sorted(found)]
 
@@ -330,7 +330,7 @@ class JobView:
         )
 
     def live_nodes(self, run: str) -> dict[str, NodeRecord]:
-        """The registered nodes of this run that are not gone."""
+        """Returns the registered nodes of a run that are not gone."""
         return {node: v.record for node, v in self.nodes.items() if v.record.run == run and node not in self.gone}
 
 
@@ -343,30 +343,30 @@ def holds(member: MemberRecord, at: EpochRecord) -> bool:
     return member.until is None or (member.until >= at.epoch and member.attempt >= at.lineage)
 
 
-def _last_epoch(record: GoneRecord) -> float:
-    epochs = [ran.epoch for ran in record.ran]
+def _last_running_epoch(record: GoneRecord) -> float:
+    epochs = [ran.epoch for ran in record.running_code]
     return math.inf if min(epochs) < 0 else max(epochs)
 
 
-def unreadable(kv: KeyValue, keys: Keys, error: Exception) -> DecodeError:
-    """Makes the error for a key that cannot be read, with a way out."""
+def undecodable_key(kv: KeyValue, keys: Keys, error: Exception) -> DecodeError:
+    """Returns the error for a key whose value cannot be decoded, with advice."""
     return DecodeError(
         f"the key {kv.key} in etcd cannot be read: {error}. Another version, or another program, wrote it; "
         f"`etcdctl del --prefix {keys.root}` removes it, with all else that is there of job {keys.job!r}"
     )
 
 
-def readable(read: Callable[[bytes], T], kv: KeyValue, keys: Keys) -> T:
-    """Reads the value of one key.
+def decode_key(read: Callable[[bytes], T], kv: KeyValue, keys: Keys) -> T:
+    """Decodes the value of one key by `read`.
 
     Raises:
-        DecodeError: it cannot be read.
+        DecodeError: the value cannot be decoded.
     """
     try:
         return read(kv.value)
     except DecodeError as error:
-        raise unreadable(kv, keys, error) from error
+        raise undecodable_key(kv, keys, error) from error
 
 
-def _versioned(cls: type[R], kv: KeyValue) -> Versioned[R]:
+def _decode_versioned(cls: type[R], kv: KeyValue) -> Versioned[R]:
     return Versioned(cls.from_bytes(kv.value), kv.create_revision, kv.mod_revision)

@@ -1,4 +1,4 @@
-"""`tg.testing.compute`: one processor alone, without a job."""
+"""`tg.testing.compute` runs one processor alone, without a job."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from taskgraph.task import Task, shape_of
 __all__ = ["compute"]
 
 
-class _Anyone(tuple[int, ...]):
-    """The consumers of a channel that may lead to any task. A value for all of them is for -1, which is no task."""
+class _AnyTask(tuple[int, ...]):
+    """The consumers of a channel to any task: it contains every task id. A value for all of them is stored under -1."""
 
     __slots__ = ()
 
@@ -34,7 +34,7 @@ class _Anyone(tuple[int, ...]):
         return True
 
 
-_ANYONE = _Anyone((-1,))
+_ANY_TASK = _AnyTask((-1,))
 
 
 def compute(
@@ -54,23 +54,23 @@ def compute(
         ins: tag -> {task id: value}, or tag -> value for a channel with one producer (task 0). A dict whose
             keys are ints is of the first kind. So is `{}`: a link without producers. If the value itself is such a
             dict, write `{0: value}`.
-        outs: the tags it may put, each of which it has to; default: whatever it puts.
-        epoch, seed: the epoch's number, and the job's seed: `epoch.rng` draws what it does in a job, but where the
-            processor was given another name there.
-        scratch: what `epoch.scratch` holds.
-        replies: method -> what a request to it answers.
+        outs: the tags that the processor must put; by default it may put any tags.
+        epoch, seed: the epoch's number, and the job's seed: `epoch.rng` draws the same numbers as in a job, unless the
+            job gives the processor another name.
+        scratch: the attributes of `epoch.scratch`.
+        replies: method -> the reply to requests for it.
 
     Returns:
-        {tag: value}, or {tag: {task id: value}} where it named consumers (`outs.put(tag, value, to=1)`): values as
-        a consumer would receive them.
+        {tag: value}, or {tag: {task id: value}} if the processor named consumers (`outs.put(tag, value, to=1)`). Values
+        are as a consumer would receive them.
 
     Raises:
-        What the function raises; GraphError and ValueNotEncodable as in a job. JobError: the arguments do not fit, or
+        Exceptions of the function; GraphError and ValueNotEncodable as in a job. JobError: the arguments do not fit, or
         the function is a handler or a hook.
     """
     if not callable(function):
         raise JobError(f"compute runs a task's method, as in tg.testing.compute(task.update), not {function!r:.100}")
-    if called := _called_otherwise(function):
+    if called := _hook_signature(function):
         raise JobError(
             f"compute runs a processor, a method that is called with (epoch, ins, outs), not {called}: test a handler "
             f"or a hook in a job, with tg.testing.run"
@@ -80,22 +80,22 @@ def compute(
             raise JobError(f"compute({name}={given!r:.100}): must be a dict, {{name: value}}")
     if isinstance(outs, str):
         raise JobError(f"compute(outs={outs!r}): must be a tuple of tags: outs=({outs!r},)")
-    work = _Alone(function, epoch, seed, scratch or {}, replies or {})
+    work = _StandaloneWork(function, epoch, seed, scratch or {}, replies or {})
     items, inbound = {}, {}
     for tag, given in (ins or {}).items():
-        values = given if _by_producer(given) else {0: given}
+        values = given if _is_by_producer(given) else {0: given}
         inbound[str(tag)] = tuple(values)
         for producer, value in values.items():
             items[(str(tag), producer)] = encode(value, what=f"inbound {str(tag)!r}")
     outbound: Mapping[str, tuple[int, ...]]
-    outbound = _Anything() if outs is None else {str(tag): _ANYONE for tag in outs}
+    outbound = _AnyChannels() if outs is None else {str(tag): _ANY_TASK for tag in outs}
     name = name_of(function)  # which `epoch.rng` depends on
     processor = Processor(name, function, inbound, outbound, sync=False, parallel=False, takes=(), puts=())
     inputs = Inputs(work, processor, items)
     outputs = Outputs(work, processor, inputs)
     try:
         if is_async(function):
-            _run(function(Epoch(work, name), inputs, outputs))
+            _run_coroutine(function(Epoch(work, name), inputs, outputs))
         else:
             function(Epoch(work, name), inputs, outputs)
     except Exception as error:
@@ -114,11 +114,11 @@ def compute(
             f"task {work.task}, epoch {epoch}, processor: returned without putting {', '.join(missing)}; every "
             f"declared channel is put exactly once per epoch: outs.put(tag, value), with None for nothing"
         )
-    return {tag: _decoded(by_task) for tag, by_task in work.put_values.items()}
+    return {tag: _decode_channel(by_task) for tag, by_task in work.put_values.items()}
 
 
-def _run(coroutine: Coroutine[Any, Any, Any]) -> None:
-    """Runs it here, or in a thread if a loop runs here already (a notebook, an `async def` test)."""
+def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Runs a coroutine, in a new thread if this thread runs an event loop already (a notebook, an async test)."""
     if not _loop_runs():
         asyncio.run(coroutine)
         return
@@ -135,32 +135,32 @@ def _loop_runs() -> bool:
     return True
 
 
-def _called_otherwise(function: Callable[..., Any]) -> str:
-    """Returns how a task's handler or hook is called; "" of everything else."""
+def _hook_signature(function: Callable[..., Any]) -> str:
+    """Returns the signature of a task's handler or hook, for an error message; "" for other functions."""
     owner, name = getattr(function, "__self__", None), name_of(function)
     given = arguments_of(shape_of(type(owner)), name) if isinstance(owner, Task) else None
     return "" if given is None else f"{name}({', '.join(given)})"
 
 
-def _by_producer(given: Any) -> bool:
+def _is_by_producer(given: Any) -> bool:
     return isinstance(given, Mapping) and all(type(key) is int for key in given)
 
 
-def _decoded(by_task: dict[int, Encoded]) -> Any:
-    """The value put into one channel, or one for each named consumer."""
+def _decode_channel(by_task: dict[int, Encoded]) -> Any:
+    """Decodes the value put into one channel, or {consumer: value} if the processor named consumers."""
     values = {task: decode(value) for task, value in by_task.items()}
-    return values.get(_ANYONE[0], values)
+    return values.get(_ANY_TASK[0], values)
 
 
-class _Anything(dict[str, tuple[int, ...]]):
-    """Outbound channels of a processor that may put what it likes."""
+class _AnyChannels(dict[str, tuple[int, ...]]):
+    """The outbound channels of a processor that may put any tag."""
 
     def get(self, tag: str, default: Any = None) -> Any:
-        return _ANYONE
+        return _ANY_TASK
 
 
-class _Alone:
-    """`taskgraph.epoch.Work` without a job."""
+class _StandaloneWork:
+    """Implements `taskgraph.epoch.Work` for one processor without a job."""
 
     task = 0
     attempt = 1
@@ -203,7 +203,7 @@ class _Alone:
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         before = self.put_values.setdefault(tag, {})
-        if before and (consumers is _ANYONE or _ANYONE[0] in before):
+        if before and (consumers is _ANY_TASK or _ANY_TASK[0] in before):
             raise GraphError(
                 f"task {self.task}, epoch {self.number}, processor: channel {tag!r} was put twice, to all of its "
                 f"consumers and to some: a channel carries one item per epoch"

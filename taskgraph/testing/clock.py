@@ -1,8 +1,8 @@
-"""An event loop whose clock runs ahead while there is nothing to do.
+"""An event loop whose clock jumps to the next timer while no code runs.
 
-A job in one process mostly waits for its own timers: a message that a shuffled schedule delays, a retry. Here such a
-wait ends at once, so a test takes as long as its computing. A run depends on the order of timers, not on how busy the
-machine is: the same seed gives the same run.
+A job in one process mostly waits for its own timers: a message that a shuffled schedule delays, a retry. On this loop
+such a wait ends at once, so a test takes as long as its computing. A run depends on the order of timers, not on the
+load of the machine: the same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from taskgraph.node.usercode.uncaught import is_expected_end
 __all__ = ["SPEED", "FastForwardLoop", "Turn", "frame_of"]
 
 SPEED = 1000
-"""Seconds of the loop's clock per real second of waiting, at most: user code that waits for a real socket or process
-does not find every timeout of the framework passed."""
+"""Limits the loop's clock to this many seconds per real second of waiting, so that the framework's timeouts do not all
+pass while user code waits for a real socket or process."""
 
-_LEAST_S = 0.001
-"""The shortest real wait; epoll rounds up to it. Shorter ones are saved up."""
+_MIN_WAIT_S = 0.001
+"""The shortest real wait, since epoll rounds up to it. Shorter waits are summed until they reach it."""
 
 
 class Turn:
-    """Notes which thread runs now, and for how long. The loop and its threads take turns: one of them runs."""
+    """Tracks which thread has the turn, and for how long: either the loop's thread or one of its workers runs."""
 
     def __init__(self) -> None:
         self._now: list[int] | None = None  # a new list for each turn: its identity tells one from the next
@@ -36,14 +36,14 @@ class Turn:
         self._seen_s = 0.0
 
     def take(self, thread: int | None) -> None:
-        """Notes that a thread begins to run; None: all wait."""
+        """Gives the turn to a thread; None if all threads wait."""
         self._now = None if thread is None else [thread]
 
-    def stuck(self, limit_s: float, since_last_s: float) -> int | None:
-        """The thread that was seen to run in one go for longer than `limit_s`.
+    def stuck_thread(self, limit_s: float, since_last_s: float) -> int | None:
+        """Returns the thread that has had the turn for longer than `limit_s`; None if there is none.
 
-        Call this regularly, with the time since the last call. Do not count time in which the whole process stood
-        still (garbage collection, a machine that sleeps): the thread is not to blame for that.
+        Call this regularly, with the time since the last call. Leave out time in which the whole process stood still
+        (garbage collection, a machine that sleeps), which is not the thread's fault.
         """
         now = self._now  # one read: it changes meanwhile
         self._seen_s = self._seen_s + since_last_s if now is not None and now is self._seen else 0.0
@@ -52,21 +52,21 @@ class Turn:
 
     @property
     def frame(self) -> FrameType | None:
-        """The innermost frame of the running thread; None if all threads wait."""
+        """The innermost frame of the thread with the turn; None if all threads wait."""
         now = self._now
         return frame_of(now[0]) if now is not None else None
 
 
-_looking = threading.Lock()
+_frame_lock = threading.Lock()
 
 
 def frame_of(thread: int) -> FrameType | None:
-    """The innermost frame of a thread.
+    """Returns the innermost frame of a thread.
 
     Up to Python 3.11.8 this call hangs if garbage is collected during it while another thread starts or ends
     (gh-106883), so garbage collection is off meanwhile.
     """
-    with _looking:
+    with _frame_lock:
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -76,7 +76,7 @@ def frame_of(thread: int) -> FrameType | None:
                 gc.enable()
 
 
-class _Selector(selectors.DefaultSelector):
+class _JumpingSelector(selectors.DefaultSelector):
     def __init__(self, turn: Turn) -> None:
         super().__init__()
         self._turn = turn
@@ -97,7 +97,7 @@ class _Selector(selectors.DefaultSelector):
         if timeout is None:
             return super().select(None)
         self._owed_s += timeout / SPEED
-        if self._owed_s >= _LEAST_S:
+        if self._owed_s >= _MIN_WAIT_S:
             found = super().select(self._owed_s)
             self._owed_s = 0.0
         if not found:
@@ -106,10 +106,10 @@ class _Selector(selectors.DefaultSelector):
 
 
 class FastForwardLoop(asyncio.SelectorEventLoop):
-    """`loop.time()` stands still while something runs, and leaps to the next timer when nothing does."""
+    """An event loop whose `time()` stands still while code runs, and jumps to the next timer when none does."""
 
     def __init__(self, turn: Turn | None = None) -> None:
-        self._clock = _Selector(turn or Turn())
+        self._clock = _JumpingSelector(turn or Turn())
         super().__init__(self._clock)
 
     def time(self) -> float:
@@ -121,5 +121,5 @@ class FastForwardLoop(asyncio.SelectorEventLoop):
             super().default_exception_handler(context)
 
     def stand_still(self, for_s: float) -> None:
-        """Acts as if the process was frozen for `for_s`: timers that were due meanwhile fire now, late."""
+        """Advances the clock as if the process had been frozen for `for_s`: timers due by then fire late."""
         self._clock.now_s += for_s

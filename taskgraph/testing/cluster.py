@@ -1,4 +1,4 @@
-"""`tg.testing.run`: a job in this process, with kills at named moments and a shuffled schedule."""
+"""`tg.testing.run` runs a job in this process, with kills at named stages and a shuffled schedule."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from taskgraph.node.usercode.uncaught import expected_ends_silenced
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.testing.clock import SPEED, FastForwardLoop, Turn
-from taskgraph.testing.guard import WHOLE, Idle, Stuck, run_guarded
+from taskgraph.testing.guard import RUN_FACTOR, IdleTimer, Stuck, run_guarded
 from taskgraph.testing.threads import LockStepThreads
 
 __all__ = ["STAGES", "run"]
 
 _EPOCHS_PER_S = 200
-"""A small job commits about as many epochs in a second. So a job without an end fails after about `timeout_s`."""
+"""Epochs that a small job commits in a second, about: a job without an end fails after about `timeout_s`."""
 
-_TAKE_TIME = 20
-_TIME_S = 0.1
-"""In strict mode without kills, the clock jumps by `_TIME_S` at the start of each of the first `_TAKE_TIME` epochs, as
-if the epoch before had taken that long. So timers of coroutines beside the job fire as they would on real nodes. No
+_JUMPING_EPOCHS = 20
+_JUMP_S = 0.1
+"""In strict mode without kills, the clock jumps by `_JUMP_S` when each of the first `_JUMPING_EPOCHS` epochs starts,
+as if the epoch before had taken that long. So timers of coroutines beside the job fire as they would on real nodes. No
 epoch is under way at that moment, and no lease ends because of the jump."""
 
 STAGES = ("compose", "processor", "sync", "snapshot", "done", "commit", "committed")
 """Stages at which a node can be killed: before the task composes, before its first processor, before its sync points,
-before its snapshot, when its backups hold the snapshot but it has not reported done, and, for task 0, just before and
+before its snapshot, after its backups acknowledged the snapshot but before its report, and, for task 0, just before and
 just after the commit."""
 
 
@@ -55,32 +55,31 @@ def run(
 ) -> JobResult:
     """Runs a job in this process, in strict mode, and returns its result.
 
-    The job runs in a thread of its own. Its clock stands still while your code computes, and runs ahead while
-    nothing does, up to 1,000 times as fast as a real one: `await asyncio.sleep(1000)` takes a second. Durations in
-    messages are of that clock, but for those of `timeout_s` and `stuck_s`.
+    The job runs in a thread of its own. Its clock stands still while your code computes, and runs up to 1,000 times as
+    fast as real time while all code waits: `await asyncio.sleep(1000)` takes a second. Durations in messages are by
+    that clock, except those of `timeout_s` and `stuck_s`.
 
-    Checkpoints that the job keeps go to a temporary directory, which is removed afterwards: not where the job says.
+    The job's checkpoints go to a temporary directory, which is removed afterwards, and not to the job's own place.
 
     Args:
-        kills: (task, epoch) -> stage: the node of that task's primary is killed there, once. A node that was killed
-            is replaced, and a kill waits until every task has a replica in sync on a node that stays alive. The stages
-            are in `STAGES`.
+        kills: (task, epoch) -> stage: the node of that task's primary is killed at that stage, once. Each killed node
+            is replaced, and a kill waits until every task has a replica in sync on another living node. The stages are
+            in `STAGES`.
         order: seed of the schedule: messages and watch events arrive in another order for every seed.
-        nodes: how many nodes; default one more than a task has replicas; with kills there is a backup, and a second
-            node, at least.
+        nodes: how many nodes; default one more than a task has replicas. With kills there are at least one backup and
+            two nodes.
         strict: replay every epoch from its snapshot (see `Settings.strict`).
-        timeout_s: real seconds that the job may wait, for messages and in `await asyncio.sleep`, say: of its clock
-            that is 1,000 times as much. Computing does not count. It fails then, naming what it waits for. So it does
-            after as many real seconds in which no epoch commits and none of your code runs; and, with `epochs=None`,
-            after 200 epochs for each second of it: 12,000.
-        stuck_s: real seconds that one call of your code (a hook, compute or handler) may run without waiting for
-            anything. It is taken for an endless loop then, named with its stack, and left behind in a daemon thread.
-            The whole run may take ten times that, with every `setup()`. None: as long as they like, e.g. in a
-            debugger.
+        timeout_s: real seconds that the job may wait, for messages or in `await asyncio.sleep`: 1,000 times as long by
+            the job's clock. Computing does not count. Then the job fails, and names what it waits for. It also
+            fails after as many real seconds without a commit while none of your code runs; and, with `epochs=None`,
+            after 200 epochs for each second of `timeout_s`: 12,000.
+        stuck_s: real seconds that one call of your code (a hook, compute or handler) may run without a wait. After that
+            it counts as an endless loop: the error has its stack, and a daemon thread keeps running it. The whole run
+            may take ten times as long, with every `setup()`. None: no limit, e.g. in a debugger.
 
     Raises:
         JobFailed: user code raised, or strict mode found a mistake: the message names it.
-        JobTimeout: it did not end: it waited for `timeout_s`, or code of yours ran for `stuck_s`.
+        JobTimeout: the job did not end: it waited for `timeout_s`, or your code ran for `stuck_s`.
         JobError: the arguments do not fit the job.
     """
     check_job(job)
@@ -107,17 +106,17 @@ def run(
     with contextlib.ExitStack() as until_over:
         until_over.enter_context(expected_ends_silenced())
         until_over.enter_context(searching_garbage_less_often())
-        if job.checkpoint is not None:  # what a real run goes on from is none of a test's
+        if job.checkpoint is not None:  # a test must not write to the place of real checkpoints
             place = until_over.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             job = dataclasses.replace(job, checkpoint=f"file://{place}")
         run = _Run(job, kills, order, timeout_s, stuck_s)
         try:
             return run_guarded(
-                functools.partial(run.whole, nodes or max(job.min_nodes, backups + 2)),
+                functools.partial(run.run_job, nodes or max(job.min_nodes, backups + 2)),
                 run.turn,
                 stuck_s,
-                run.takes_too_long,
-                Idle(timeout_s, run.progress, run.waits_too_long),
+                run.end_slow_run,
+                IdleTimer(timeout_s, run.progress, run.end_wait),
             )
         except Stuck as stuck:
             raise run.timeout_of(stuck) from None
@@ -143,7 +142,7 @@ def _check_seconds(name: str, given: Any) -> None:
 
 
 def _as_kills(kills: Any) -> dict[tuple[int, int], str]:
-    """Copies `kills`. Raises JobError if they are not what `run` takes."""
+    """Checks and copies `kills`. Raises JobError if they are invalid."""
     fits = isinstance(kills or {}, Mapping) and all(
         isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, Integral) for part in key)
         for key in kills or {}
@@ -154,37 +153,36 @@ def _as_kills(kills: Any) -> dict[tuple[int, int], str]:
 
 
 def _etcd_view(cluster: InProcessCluster) -> JobView:
-    """The job's state in etcd; a node's own view may be behind."""
+    """Returns the job's state in etcd. A node's view may be older."""
     truth = JobView(cluster.keys.job)
     truth.reset(cluster.store.revision, cluster.store.select(cluster.keys.root, prefix=True))
     return truth
 
 
-def _survivable(cluster: InProcessCluster, node_id: str) -> bool:
-    """True if every task has a replica in sync on another node that lives.
+def _can_be_killed(cluster: InProcessCluster, node_id: str) -> bool:
+    """True if every task has a replica in sync on a living node other than `node_id`.
 
-    This includes tasks with another primary: the node may hold the last replica of a task whose primary was just
-    killed.
+    This includes tasks with other primaries: the node may have the last replica of a task whose primary just died.
     """
     truth = _etcd_view(cluster)
     living = {node.id for node in cluster.nodes} - {node_id}
     return all(not living.isdisjoint(truth.in_sync(task)) for task in truth.primaries)
 
 
-async def _until_survivable(cluster: InProcessCluster, node_id: str) -> bool:
-    """Waits until the node can be killed, or the job is over: then no more nodes are admitted."""
+async def _wait_until_killable(cluster: InProcessCluster, node_id: str) -> bool:
+    """Waits until the node can be killed without losing a task, or the job is over. Returns True if it can."""
 
     def settled(view: object) -> bool:
-        return _survivable(cluster, node_id) or not _etcd_view(cluster).running
+        return _can_be_killed(cluster, node_id) or not _etcd_view(cluster).running
 
-    # Checked again after every wait: of two kills that waited for one state, the first changes it.
+    # Check again after every wait: another kill that waited for the same state may have changed it.
     while not settled(None):
         await cluster.node(node_id).keeper.wait_until(settled)
-    return _survivable(cluster, node_id)
+    return _can_be_killed(cluster, node_id)
 
 
 class _Run:
-    """One call of `run`. All methods but `progress` and `timeout_of` run in the loop's thread."""
+    """The state of one call of `run`. All methods but `progress` and `timeout_of` run in the loop's thread."""
 
     def __init__(
         self, job: Job, kills: dict[tuple[int, int], str], order: int, timeout_s: float, stuck_s: float | None
@@ -196,23 +194,24 @@ class _Run:
         self._timeout_s = timeout_s
         self._stuck_s = stuck_s
         self._limit = f"did not end within {timeout_s:g} s"
-        self._most = max(1, int(timeout_s * _EPOCHS_PER_S)) if job.epochs is None else None
-        self._endless = False
-        self._took_time = 0
+        self._max_epochs = max(1, int(timeout_s * _EPOCHS_PER_S)) if job.epochs is None else None
+        self._exceeded_max_epochs = False
+        self._last_jump = 0
         self._deadline: asyncio.Timeout | None = None
         self._cluster: InProcessCluster | None = None
 
-    async def whole(self, nodes: int) -> JobResult:
+    async def run_job(self, nodes: int) -> JobResult:
         threads = functools.partial(LockStepThreads, self.turn)
-        self._cluster = cluster = InProcessCluster(self._job, rng=self._rng, threads=threads, point=self._point)
+        self._cluster = cluster = InProcessCluster(self._job, rng=self._rng, threads=threads, point=self._stage_hook)
         await cluster.start(nodes)
         name = cluster.spec.name
         try:
             async with asyncio.timeout(self._timeout_s * SPEED) as self._deadline:
                 result = await cluster.result()
         except TimeoutError:
-            if self._endless:
-                text = f"job {name!r} committed {self._most} epochs without an end: no processor called epoch.finish()"
+            if self._exceeded_max_epochs:
+                most = self._max_epochs
+                text = f"job {name!r} committed {most} epochs without an end: no processor called epoch.finish()"
                 limit = f"the limit is {_EPOCHS_PER_S} for each second of timeout_s"
                 raise JobTimeout(f"{text} ({limit})", job=name) from None
             text = f"job {name!r} {self._limit}; {cluster.waits()}"
@@ -225,37 +224,39 @@ class _Run:
             raise JobError(f"kills that never came to pass: {left}; the job ended before")
         return result
 
-    def _point(self, cluster: InProcessCluster, node_id: str) -> Point:
+    def _stage_hook(self, cluster: InProcessCluster, node_id: str) -> Point:
         loop, takes_time = asyncio.get_running_loop(), self._job.settings.strict and not self._kills
         assert isinstance(loop, FastForwardLoop)
 
         async def at(stage: str, task: int, epoch: int) -> None:
-            if takes_time and stage == "compose" and self._took_time < epoch <= _TAKE_TIME:
-                self._took_time = epoch
-                loop.stand_still(_TIME_S)
+            if takes_time and stage == "compose" and self._last_jump < epoch <= _JUMPING_EPOCHS:
+                self._last_jump = epoch
+                loop.stand_still(_JUMP_S)
                 await asyncio.sleep(0)
-            if stage == "commit" and self._most is not None and epoch >= self._most and not self._endless:
-                self._endless = True  # all epochs before have been committed
-                self.waits_too_long()
+            if (
+                stage == "commit"
+                and self._max_epochs is not None
+                and epoch >= self._max_epochs
+                and not self._exceeded_max_epochs
+            ):
+                self._exceeded_max_epochs = True  # all epochs before have been committed
+                self.end_wait()
             due = self._kills.get((task, epoch))
             if due == "committed" and stage == "commit":
-                await _until_survivable(cluster, node_id)  # this may be the last commit, after which it is too late
+                await _wait_until_killable(cluster, node_id)  # this may be the last commit, after which it is too late
             if due != stage:
                 return
             # A kill that loses a task's state would say nothing about the job, so it waits for a replica elsewhere.
-            if await _until_survivable(cluster, node_id) and self._kills.pop((task, epoch), None) is not None:
+            if await _wait_until_killable(cluster, node_id) and self._kills.pop((task, epoch), None) is not None:
                 cluster.crash(node_id)
-                self._forget_missed(cluster, node_id)
+                self._drop_missed_kills(cluster, node_id)
                 cluster.add()
                 await asyncio.Event().wait()  # the crash cancels whatever runs here
 
         return at
 
-    def _forget_missed(self, cluster: InProcessCluster, crashed: str) -> None:
-        """Drops kills after commits that one write made together: the killed primary was killed after each of them.
-
-        No other primary of task 0 reaches that stage of these epochs.
-        """
+    def _drop_missed_kills(self, cluster: InProcessCluster, crashed: str) -> None:
+        """Drops "committed" kills of epochs that the same write committed: no primary reaches that stage again."""
         truth = _etcd_view(cluster)
         if truth.epoch is None or truth.primary_node(0) != crashed:
             return
@@ -264,24 +265,24 @@ class _Run:
                 del self._kills[task, epoch]
 
     def progress(self) -> int:
-        """Grows with every commit, and with every other write to etcd."""
+        """Returns a number that grows with every write to etcd, so also with every commit."""
         return self._cluster.store.revision if self._cluster is not None else 0
 
-    def waits_too_long(self) -> None:
+    def end_wait(self) -> None:
         if self._deadline is not None:
             self._deadline.reschedule(0.0)
 
-    def takes_too_long(self, took_s: float) -> None:
-        """Ends a run that takes too long by the real clock: its code passes messages for ever, for instance."""
+    def end_slow_run(self, took_s: float) -> None:
+        """Ends a run that takes too long by the real clock, for example because its code sends messages for ever."""
         if self._deadline is not None:
             self._limit = (
-                f"still ran after {took_s:.0f} real seconds (the limit is {WHOLE} times stuck_s: if all of it is "
+                f"still ran after {took_s:.0f} real seconds (the limit is {RUN_FACTOR} times stuck_s: if all of it is "
                 "slow, its setup() for one, give a larger one)"
             )
             self._deadline.reschedule(0.0)
 
     def timeout_of(self, stuck: Stuck) -> JobTimeout:
-        """An error that names the code that does not return, its task and its stack."""
+        """Returns an error that names the code that does not return, its task and its stack."""
         assert self._stuck_s is not None
         limit = f"runs for more than {self._stuck_s:g} s without a wait: it seems not to end (the limit is stuck_s)"
         name = self._cluster.spec.name if self._cluster is not None else self._job.name

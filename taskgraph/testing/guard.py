@@ -1,7 +1,7 @@
-"""Runs a test's job in a thread of its own, so that code that never returns can be named and left behind.
+"""Runs a test's job in a thread of its own, so that a test can report user code that never returns, and abandon it.
 
 While user code runs, the loop's clock stands still, so no simulated timeout passes, and a Ctrl-C would wait for that
-code. So the test's own thread waits beside the job and looks at a real clock.
+code. So the test's thread watches the job by a real clock.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ from typing import Any, TypeVar
 from taskgraph.node.usercode.actor import in_user_code
 from taskgraph.testing.clock import FastForwardLoop, Turn, frame_of
 
-__all__ = ["WHOLE", "Idle", "Stuck", "run_guarded"]
+__all__ = ["RUN_FACTOR", "IdleTimer", "Stuck", "run_guarded"]
 
 R = TypeVar("R")
 
-WHOLE = 10
-"""A whole run may take this many times as long as one call of user code."""
+RUN_FACTOR = 10
+"""The time limit of a whole run, in multiples of the limit on one call of user code."""
 
-_LOOK_S = 0.25
-"""How often the real clock is looked at."""
+_POLL_S = 0.25
+"""How often the job is checked by the real clock."""
 
 _UNWIND_S = 1.0
-"""How long the nodes may take to end after a Ctrl-C, before they are left behind."""
+"""How long nodes may take to end after a Ctrl-C, before they are abandoned."""
 
 
 class Stuck(Exception):
-    """A thread ran for too long without giving back its turn. `frame` is its innermost frame."""
+    """A thread ran for too long without a wait. `frame` is its innermost frame."""
 
     def __init__(self, frame: FrameType | None) -> None:
         super().__init__("a thread does not give back its turn")
         self.frame = frame
 
 
-class Idle:
-    """Measures how long a job waits without a break, by the real clock. A job that hangs still runs its timers, so its
-    own clock does not say.
+class IdleTimer:
+    """Measures by the real clock how long a job waits without progress. A job that hangs still runs timers, so its own
+    clock cannot show that.
 
     Args:
-        limit_s: how long it may wait.
+        limit_s: how long the job may wait.
         progress: returns a number that changes when the job makes progress.
-        over: called on the loop when it waited too long.
+        on_limit: called on the loop when the job has waited for too long.
     """
 
-    def __init__(self, limit_s: float, progress: Callable[[], int], over: Callable[[], None]) -> None:
-        self.over = over
+    def __init__(self, limit_s: float, progress: Callable[[], int], on_limit: Callable[[], None]) -> None:
+        self.on_limit = on_limit
         self._limit_s = limit_s
         self._progress = progress
         self._seen: tuple[int, float] = (-1, 0.0)
         self._waited_s = 0.0
 
-    def too_long(self, loop: asyncio.AbstractEventLoop, runs: FrameType | None, since_last_s: float) -> bool:
-        """True if the job waited too long. To be called regularly, with the running frame and the time since then."""
+    def has_exceeded(self, loop: asyncio.AbstractEventLoop, runs: FrameType | None, since_last_s: float) -> bool:
+        """True if the job has waited for too long. Call it regularly, with the running frame and the time since."""
         (before, then), (at, now) = self._seen, (self._progress(), loop.time())
         self._seen = at, now
-        # If its clock advances less than the real one, the job works, on messages for instance, and does not wait.
+        # A loop clock slower than the real clock shows that the job works, on messages for instance.
         waits = at == before and now - then > since_last_s and (runs is None or not in_user_code(runs))
         self._waited_s = self._waited_s + since_last_s if waits else 0.0
         return self._waited_s > self._limit_s
@@ -75,26 +75,26 @@ def run_guarded(
     turn: Turn,
     limit_s: float | None,
     takes_too_long: Callable[[float], None],
-    idle: Idle,
+    idle: IdleTimer,
 ) -> R:
-    """Runs a coroutine on a loop whose clock runs ahead, and returns what it returns.
+    """Runs a coroutine on a `FastForwardLoop` in a new thread, and returns its result.
 
     Args:
-        main: makes the coroutine.
-        turn: the loop and its threads note in it which of them runs.
-        limit_s: how long one of them may run without a break. After `WHOLE` times as long, `takes_too_long` is called
-            on the loop, with the time that passed.
+        main: creates the coroutine.
+        turn: tracks which of the loop and its threads runs.
+        limit_s: how long one thread may run without a wait. After `RUN_FACTOR` times as long, `takes_too_long` is
+            called on the loop, with the time that passed.
         takes_too_long: ends the coroutine, if it can.
         idle: ends a coroutine that only waits.
 
     Raises:
-        Stuck: a thread ran for longer than `limit_s`. It is left behind, as a daemon.
-        KeyboardInterrupt: after a moment in which the nodes may end; the others are left behind.
+        Stuck: a thread ran for longer than `limit_s`. It is abandoned, as a daemon.
+        KeyboardInterrupt: Ctrl-C; raised after nodes had `_UNWIND_S` to end.
     """
     over: concurrent.futures.Future[R] = concurrent.futures.Future()
     tasks: list[asyncio.Task[Any]] = []
 
-    async def known() -> R:
+    async def run_main() -> R:
         task = asyncio.current_task()
         assert task is not None
         tasks.append(task)
@@ -103,7 +103,7 @@ def run_guarded(
     def in_thread() -> None:
         try:
             with asyncio.Runner(loop_factory=functools.partial(FastForwardLoop, turn)) as runner:
-                result = runner.run(known())
+                result = runner.run(run_main())
         except BaseException as error:
             over.set_exception(error)
         else:
@@ -113,27 +113,27 @@ def run_guarded(
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(in_thread,), name="taskgraph-test", daemon=True)
     thread.start()
-    began, whole_s = time.monotonic(), math.inf if limit_s is None else WHOLE * limit_s
+    began, whole_s = time.monotonic(), math.inf if limit_s is None else RUN_FACTOR * limit_s
     try:
-        while not concurrent.futures.wait([over], timeout=_LOOK_S).done:
-            if limit_s is not None and (stuck := turn.stuck(limit_s, _LOOK_S)) is not None:
+        while not concurrent.futures.wait([over], timeout=_POLL_S).done:
+            if limit_s is not None and (stuck := turn.stuck_thread(limit_s, _POLL_S)) is not None:
                 raise Stuck(frame_of(stuck))
             for task in tasks:
-                if idle.too_long(task.get_loop(), turn.frame, _LOOK_S):
-                    _soon(task, idle.over)
+                if idle.has_exceeded(task.get_loop(), turn.frame, _POLL_S):
+                    _call_on_loop(task, idle.on_limit)
             if time.monotonic() - began > whole_s:
                 for task in tasks:
-                    _soon(task, takes_too_long, time.monotonic() - began)
+                    _call_on_loop(task, takes_too_long, time.monotonic() - began)
                 whole_s = math.inf
     except KeyboardInterrupt:
         for task in tasks:
-            _soon(task, task.cancel)
+            _call_on_loop(task, task.cancel)
         concurrent.futures.wait([over], timeout=_UNWIND_S)
         raise
     thread.join()
     return over.result()
 
 
-def _soon(task: asyncio.Task[Any], call: Callable[..., object], *args: object) -> None:
+def _call_on_loop(task: asyncio.Task[Any], call: Callable[..., object], *args: object) -> None:
     with contextlib.suppress(RuntimeError):  # the loop was closed just now, so the job is over
         task.get_loop().call_soon_threadsafe(call, *args)

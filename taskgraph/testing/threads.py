@@ -1,8 +1,8 @@
-"""Worker threads in lock-step with the event loop: one of them runs at a time, and the loop waits for it.
+"""Worker threads in lock-step with the event loop: one worker runs at a time, and the loop waits for it.
 
 So the order in which user code runs depends on the order of events on the loop, and not on the operating system's
-scheduler: the same seed gives the same run. Threads that users start themselves are not ordered: while one of them
-waits for a reply, the loop goes on beside the others.
+scheduler: the same seed gives the same run. Threads that users start themselves are not ordered: the loop runs while
+one of them waits for a reply.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ __all__ = ["LockStepThreads"]
 
 R = TypeVar("R")
 
-_MOST = 1000
-"""Threads of a node at a time. More are needed only if handlers wait for each other without an end, and a real node
-could not start more threads either. Thousands take long to start and to end."""
+_THREADS = 1000
+"""Worker threads of a node. Only handlers that wait for each other without an end need more, and a real node could not
+start more threads either. Thousands take long to start and to end."""
 
-_LOOKS_AGAIN_S = 0.01
-"""How often a waiting thread of the user's own checks whether the loop waits for a worker, perhaps for this thread."""
+_POLL_S = 0.01
+"""How often a waiting user thread checks whether the loop waits for a worker, which may wait for the user thread."""
 
 
 class _Worker:
-    """A thread that runs one function after another, and hands the turn to the loop and back.
+    """A thread that runs one function after another, and passes the turn to the loop and back.
 
-    Two locks that are held from the beginning pass the turn: a few microseconds, where starting a thread and waiting
+    Two locks, locked from the beginning, pass the turn. That takes a few microseconds; starting a thread and waiting
     for an event took most of a small job's time.
     """
 
     def __init__(self, local: threading.local, closed: Callable[[], bool]) -> None:
         self._local = local
         self._closed = closed
-        self._mine = threading.Lock()
-        self._loops = threading.Lock()
-        self._mine.acquire()
-        self._loops.acquire()
-        self._passing = threading.Lock()
-        self._awaited = False  # the loop waits for it
-        self._finished = False  # what the loop waited for was the end of its function
+        self._thread_turn = threading.Lock()
+        self._loop_turn = threading.Lock()
+        self._thread_turn.acquire()
+        self._loop_turn.acquire()
+        self._turn_lock = threading.Lock()
+        self._awaited = False  # the loop waits for this thread
+        self._finished = False  # the loop got the turn because the function ended
         self._function: Callable[[], Any] | None = None
         self._thread = threading.Thread(target=self._run, name="taskgraph-lock-step", daemon=True)
         self._thread.start()
@@ -61,7 +61,7 @@ class _Worker:
     def _run(self) -> None:
         self._local.worker = self
         while True:
-            self._mine.acquire()
+            self._thread_turn.acquire()
             if self._function is None:
                 return
             try:
@@ -69,52 +69,52 @@ class _Worker:
             except BaseException as error:
                 self.error = error
             self._function = None
-            if not self.let_loop_go_on(finished=True):
+            if not self.pass_turn_to_loop(finished=True):
                 with contextlib.suppress(RuntimeError):  # the loop was closed, so no code waits for the result
                     self.finish()
                 if self._closed():
-                    return  # the loop may neither run `finish` nor call `end`
+                    return  # a closed loop calls neither `finish` nor `end`
 
-    def give(self, function: Callable[[], Any]) -> None:
+    def assign(self, function: Callable[[], Any]) -> None:
         """Sets the function that `step` will run. Called on the loop."""
         self._function, self.result, self.error = function, None, None
 
     def step(self, turn: Turn) -> bool:
-        """Lets the thread run until it waits or its function ends. Called on the loop. Returns whether it ended.
+        """Runs the thread until it waits or its function ends. Called on the loop. Returns True if the function ended.
 
-        It returns earlier if `let_loop_go_on` is called for the thread. Then `finish` reports the end.
+        It returns earlier if `pass_turn_to_loop` is called for the thread. Then `finish` reports the end.
         """
         turn.take(self._thread.ident)
         self._awaited = True
-        self._mine.release()
-        self._loops.acquire()
+        self._thread_turn.release()
+        self._loop_turn.acquire()
         turn.take(threading.get_ident())
         return self._finished
 
-    def let_loop_go_on(self, *, finished: bool = False) -> bool:
-        """Lets the loop go on if it waits for this thread. Called in any thread. Returns whether the loop waited."""
-        with self._passing:
+    def pass_turn_to_loop(self, *, finished: bool = False) -> bool:
+        """Passes the turn to the loop if it waits for this thread. Called in any thread. True if the loop waited."""
+        with self._turn_lock:
             awaited, self._awaited = self._awaited, False
         if awaited:
             self._finished = finished
-            self._loops.release()
+            self._loop_turn.release()
         return awaited
 
     def park(self) -> None:
-        """Lets the loop run until its next `step`. Called in the thread."""
-        self.let_loop_go_on()
-        self._mine.acquire()
+        """Passes the turn to the loop, and waits for the next `step`. Called in the worker thread."""
+        self.pass_turn_to_loop()
+        self._thread_turn.acquire()
 
     def end(self) -> None:
-        """Ends the thread. Called on the loop, between two functions."""
-        self._mine.release()
+        """Ends the idle thread. Called on the loop."""
+        self._thread_turn.release()
 
     def join(self) -> None:
         self._thread.join()
 
 
 def _once(function: Callable[[], object]) -> Callable[[], None]:
-    """Calls `function` at the first of several occasions. The loop and its threads take turns: no lock is needed."""
+    """Wraps `function` so that only the first call runs it. The loop and its threads take turns: no lock is needed."""
     called = False
 
     def call() -> None:
@@ -127,7 +127,7 @@ def _once(function: Callable[[], object]) -> Callable[[], None]:
 
 
 class LockStepThreads:
-    """`taskgraph.node.usercode.threads.Threads`, deterministic."""
+    """Implements `taskgraph.node.usercode.threads.Threads` with a deterministic order of functions."""
 
     in_step = True
 
@@ -137,7 +137,7 @@ class LockStepThreads:
         self._loop = asyncio.get_running_loop()
         self._local = threading.local()
         self._idle: list[_Worker] = []
-        self._stepping: _Worker | None = None  # the loop waits for it
+        self._stepping: _Worker | None = None  # the worker that the loop waits for
         self._closed = False
         self._futures: dict[asyncio.Future[Any], None] = {}
 
@@ -150,17 +150,17 @@ class LockStepThreads:
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         loop = self._loop
         future: asyncio.Future[R] = loop.create_future()
-        if not self._idle and len(self._futures) >= _MOST:
+        if not self._idle and len(self._futures) >= _THREADS:
             future.set_exception(
                 JobError(
-                    f"it cannot run: {_MOST} functions (`def`) wait for replies at one node, in a thread each, and a "
-                    f"test makes no more; does a handler ask for ever, itself or in a circle? If not, make handlers "
+                    f"it cannot run: {_THREADS} functions (`def`) wait for replies at one node, in a thread each, and "
+                    f"a test makes no more; does a handler ask for ever, itself or in a circle? If not, make handlers "
                     f"that wait `async def`, and `await` the reply there in place of reply.wait()"
                 )
             )
             return future
         worker = self._idle.pop() if self._idle else _Worker(self._local, lambda: self._closed)
-        worker.give(function)
+        worker.assign(function)
 
         def step() -> None:
             self._stepping = worker
@@ -196,7 +196,7 @@ class LockStepThreads:
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         worker: _Worker | None = getattr(self._local, "worker", None)
         if worker is None:
-            return self._block_beside(future, timeout_s)
+            return self._block_user_thread(future, timeout_s)
         if not future.done():
             resume = _once(worker.resume)
             future.add_done_callback(lambda _: resume())
@@ -205,12 +205,12 @@ class LockStepThreads:
             worker.park()
         return future.result(0)
 
-    def _block_beside(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
-        """Blocks a thread of the user's own: the worker that the loop waits for may wait for this thread."""
+    def _block_user_thread(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
+        """Blocks a thread that user code started. The worker that the loop waits for may wait for this thread."""
         over, too_late = threading.Event(), False
 
         def time_is_up() -> None:
-            """Decides on the loop if the time is up: its clock may leap past the result before this thread looks."""
+            """Checks for a timeout on the loop, whose clock may jump past the result before this thread checks."""
             nonlocal too_late
             too_late = not future.done()
             over.set()
@@ -221,8 +221,8 @@ class LockStepThreads:
         while not over.is_set():
             stepping = self._stepping
             if stepping is not None:
-                stepping.let_loop_go_on()
-            over.wait(_LOOKS_AGAIN_S)
+                stepping.pass_turn_to_loop()
+            over.wait(_POLL_S)
         if too_late and not future.cancelled():
             raise TimeoutError
         return future.result(0)
@@ -232,7 +232,7 @@ class LockStepThreads:
             future.cancel()
 
     def close(self) -> None:
-        """Ends idle threads now, and one that still unwinds when its function returns."""
+        """Ends idle threads now, and busy threads when their functions return."""
         self._closed = True
         ending, self._idle = self._idle, []
         for worker in ending:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from taskgraph.device import shared
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import PeerGone, PeerLost, TransportError
-from taskgraph.graph.values import hosted
+from taskgraph.graph.values import copy_to_host
 from taskgraph.network.listening import ANY_PORT
 from taskgraph.network.tls import Tls, advice, check_listener
 from taskgraph.protocol.messages import Call, Encoded, Pull, Reply
@@ -593,7 +593,7 @@ class StreamTransport:
             self._refusals.add(where, why)
 
     async def copy_to_host(self, value: Encoded, *, but: Callable[[DeviceBuffer], bool]) -> Encoded:
-        return await self.in_thread(partial(hosted, value, allocate=self.allocate, but=but))
+        return await self.in_thread(partial(copy_to_host, value, allocate=self.allocate, but=but))
 
     def _staging_threads(self) -> ThreadPoolExecutor:
         if self._staging is None:

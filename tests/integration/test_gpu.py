@@ -17,7 +17,7 @@ from cli_kit import Cli, Done
 import taskgraph as tg
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.driver.loading import load_driver
-from taskgraph.graph.values import decode, encode, hosted, staying, untouched, verify
+from taskgraph.graph.values import copy_to_host, decode, device_buffers, device_buffers_intact, encode, verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 
@@ -109,12 +109,12 @@ def test_items_are_views_within_a_process_and_bytes_beyond_it() -> None:
     assert one.data.ptr == other.data.ptr != array.data.ptr
     assert np.array_equal(one.get(), np.arange(100_000.0))
     assert encoded.digest == encode({"a": np.arange(100_000.0)}).digest
-    away = hosted(encoded)
+    away = copy_to_host(encoded)
     assert verify(away)
     assert np.array_equal(decode(away)["a"], np.arange(100_000.0))
-    assert untouched(encoded)
+    assert device_buffers_intact(encoded)
     one += 1
-    assert not untouched(encoded)
+    assert not device_buffers_intact(encoded)
 
 
 def test_memory_that_another_stream_still_reads_is_not_given_away() -> None:
@@ -266,7 +266,7 @@ def test_tensors_stay_and_arrive_in_memory_of_pytorch(torch: Any, name: str, sha
     with device.on(device.stream()):
         encoded = encode([tensor, tensor.t() if len(shape) == 2 else tensor], stays=True)
         assert encoded.digest == encode([host, host.t() if len(shape) == 2 else host]).digest
-        assert len(staying(encoded)) == (2 if tensor.nbytes >= 64 << 10 else 0)
+        assert len(device_buffers(encoded)) == (2 if tensor.nbytes >= 64 << 10 else 0)
         tensor.zero_()
         back, turned = decode(encoded, device=device)
         free = torch.cuda.memory_allocated()

@@ -9,7 +9,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
 from taskgraph.protocol.messages import Encoded, Report, Stamp
 from taskgraph.protocol.records import EpochRecord, GoneRecord, NodeRecord, State, StatusRecord
-from taskgraph.protocol.sums import packed
+from taskgraph.protocol.sums import encode_sum
 from taskgraph.protocol.view import JobView
 
 JOB = "demo"
@@ -37,7 +37,7 @@ def boundary(epoch: int, attempt: int = 1, term: int = 1, content: bytes = b"") 
 
 def report(task: int, stamp: Stamp, **fields: object) -> Report:
     given: dict[str, object] = {"term": 1, "done": True, "version": 0, "sent": 0, "received": 0, **fields}
-    given.update({side: packed(given[side]) for side in ("sent", "received")})  # type: ignore[arg-type]
+    given.update({side: encode_sum(given[side]) for side in ("sent", "received")})  # type: ignore[arg-type]
     return Report(stamp, task, **given)  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ from protocol_kit import World, boundary, node_record
 
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundaries
-from taskgraph.protocol.checkpointing import Collected, due, files_needed, is_open, sparse
+from taskgraph.protocol.checkpointing import CheckpointCollector, due, files_needed, is_open, sparse
 from taskgraph.protocol.kv import Txn
 from taskgraph.protocol.messages import Stamp, WrittenFile
 from taskgraph.protocol.records import CheckpointRecord, MemberRecord, State, StatusRecord
@@ -83,7 +83,7 @@ def test_tasks_with_state_and_task_0_have_files(world: World) -> None:
 
 
 def test_complete_with_all_files_of_a_boundary(world: World) -> None:
-    collected, view = Collected(2), world.view()
+    collected, view = CheckpointCollector(2), world.view()
     collected.take(written(6, 0))
     collected.take(written(3, 1))
     assert collected.complete(view) is None
@@ -97,7 +97,7 @@ def test_complete_with_all_files_of_a_boundary(world: World) -> None:
 
 def test_newest_complete_boundary_is_taken(world: World) -> None:
     """Boundaries come faster than checkpoints: once 768 of 2,500 epochs became one."""
-    collected = Collected(2)
+    collected = CheckpointCollector(2)
     for epoch in (3, 4, 5):
         for task in (0, 1):
             collected.take(written(epoch, task))
@@ -107,14 +107,14 @@ def test_newest_complete_boundary_is_taken(world: World) -> None:
 
 
 def test_files_of_two_attempts_make_no_checkpoint(world: World) -> None:
-    collected = Collected(2)
+    collected = CheckpointCollector(2)
     collected.take(written(6, 0, attempt=1))
     collected.take(written(6, 1, attempt=2))
     assert collected.complete(world.view()) is None
 
 
 def test_boundary_waits_until_read_as_committed(world: World) -> None:
-    collected = Collected(2)
+    collected = CheckpointCollector(2)
     for task in (0, 1):
         collected.take(written(7, task))
     assert collected.complete(world.view()) is None
@@ -123,7 +123,7 @@ def test_boundary_waits_until_read_as_committed(world: World) -> None:
 
 
 def test_late_reports_are_bounded(world: World) -> None:
-    collected = Collected(2)
+    collected = CheckpointCollector(2)
     for epoch in range(1000):
         collected.take(written(epoch, 0))
         collected.complete(world.view())
@@ -132,7 +132,7 @@ def test_late_reports_are_bounded(world: World) -> None:
 
 def test_reports_without_complete_are_bounded(world: World) -> None:
     """The leader waits for the place, and does not call `complete`."""
-    collected = Collected(2)
+    collected = CheckpointCollector(2)
     for _ in range(1000):
         world.commit()
     for epoch in range(1, 1000):
@@ -154,7 +154,7 @@ def test_nodes_leave_out_the_same_boundaries() -> None:
 
 
 def test_late_and_early_reports_make_a_checkpoint(world: World) -> None:
-    collected = Collected(2)
+    collected = CheckpointCollector(2)
     for _ in range(100):
         world.commit()
     view = world.view()
@@ -178,7 +178,7 @@ def unwritten(epoch: int, task: int) -> WrittenFile:
 
 
 def test_failed_write_gives_the_boundary_up(world: World) -> None:
-    collected, view = Collected(2), world.view()
+    collected, view = CheckpointCollector(2), world.view()
     collected.take(written(3, 0))
     assert collected.give_up(view) == {}, "the other may still be being written"
     collected.take(unwritten(3, 1))
@@ -195,7 +195,7 @@ def test_failed_write_gives_the_boundary_up(world: World) -> None:
 
 
 def test_file_of_a_successor_counts(world: World) -> None:
-    collected = Collected(2)
+    collected = CheckpointCollector(2)
     collected.take(written(3, 0))
     collected.take(unwritten(3, 1))
     collected.take(written(3, 1))
@@ -205,7 +205,7 @@ def test_file_of_a_successor_counts(world: World) -> None:
 
 def test_skipped_boundary_is_given_up(world: World) -> None:
     """The task had another primary then."""
-    collected, view = Collected(2), world.view()
+    collected, view = CheckpointCollector(2), world.view()
     collected.take(written(3, 0))
     collected.take(written(6, 0))
     assert collected.give_up(view) == {}
@@ -215,7 +215,7 @@ def test_skipped_boundary_is_given_up(world: World) -> None:
 
 
 def test_incomplete_boundary_is_given_up(world: World) -> None:
-    collected, view = Collected(2), world.view()
+    collected, view = CheckpointCollector(2), world.view()
     collected.take(written(3, 0))
     collected.take(written(6, 1))
     assert collected.give_up(view) == {Stamp(1, 3): None}, "nothing failed"
@@ -225,7 +225,7 @@ def test_incomplete_boundary_is_given_up(world: World) -> None:
 
 def test_boundary_of_a_later_leader_is_not_given_up(world: World) -> None:
     """An old leader removed the files of a checkpoint that its successor completed."""
-    collected, after, view = Collected(2), Collected(2), world.view()
+    collected, after, view = CheckpointCollector(2), CheckpointCollector(2), world.view()
     collected.take(written(6, 0))
     collected.take(unwritten(6, 1))
     for task in (0, 1):
@@ -235,7 +235,7 @@ def test_boundary_of_a_later_leader_is_not_given_up(world: World) -> None:
     assert collected.give_up(view) == {}
     world.commit()
     assert collected.give_up(world.view()) == {Stamp(1, 6): 1}
-    late = Collected(2)
+    late = CheckpointCollector(2)
     late.term_began(0, Stamp(1, 7))
     for task in (0, 1):
         late.take(written(6, task))
@@ -244,7 +244,7 @@ def test_boundary_of_a_later_leader_is_not_given_up(world: World) -> None:
 
 def test_complete_boundary_is_not_given_up(world: World) -> None:
     """The manifest may not be written yet."""
-    collected, view = Collected(2), world.view()
+    collected, view = CheckpointCollector(2), world.view()
     for task in (0, 1):
         collected.take(written(3, task))
         collected.take(unwritten(5, task))
@@ -255,7 +255,7 @@ def test_complete_boundary_is_not_given_up(world: World) -> None:
 
 def test_new_primary_writes_no_earlier_boundary(world: World) -> None:
     """Its files may be removed."""
-    collected, view = Collected(2), world.view()
+    collected, view = CheckpointCollector(2), world.view()
     collected.take(written(3, 1))
     assert collected.blocking_task(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
     collected.term_began(0, Stamp(1, 4))
@@ -270,7 +270,7 @@ def test_new_primary_writes_no_earlier_boundary(world: World) -> None:
 
 
 def test_report_before_a_new_primary_counts(world: World) -> None:
-    collected, view = Collected(2), world.view()
+    collected, view = CheckpointCollector(2), world.view()
     collected.take(written(3, 1))
     collected.term_began(1, Stamp(1, 6))
     assert collected.blocking_task(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
@@ -282,7 +282,7 @@ def test_report_before_a_new_primary_counts(world: World) -> None:
 
 def test_complete_boundary_survives_many_reports(world: World) -> None:
     """Its files were once removed while its manifest was written."""
-    collected, view = Collected(2), world.view()
+    collected, view = CheckpointCollector(2), world.view()
     for task in (0, 1):
         collected.take(written(3, task))
     collected.term_began(1, Stamp(1, 6))
@@ -297,7 +297,7 @@ def test_complete_boundary_survives_many_reports(world: World) -> None:
 
 def test_undone_boundary_never_becomes_a_checkpoint(world: World) -> None:
     advance(world, record(3))
-    collected = Collected(2)
+    collected = CheckpointCollector(2)
     lose_everybody(world)
     assert world.run(back(world, record(3))).succeeded
     assert collected.blocking_task(world.view(), Stamp(1, 6)) is not None
@@ -305,7 +305,7 @@ def test_undone_boundary_never_becomes_a_checkpoint(world: World) -> None:
 
 
 def test_given_up_boundaries_are_bounded(world: World) -> None:
-    collected = Collected(2)
+    collected = CheckpointCollector(2)
     for epoch in range(1, 1000):
         world.commit()
         collected.take(unwritten(epoch, 0))
@@ -315,7 +315,7 @@ def test_given_up_boundaries_are_bounded(world: World) -> None:
 
 def test_files_of_undone_epochs_do_not_count(world: World) -> None:
     advance(world, record(3))
-    collected = Collected(2)
+    collected = CheckpointCollector(2)
     for task in (0, 1):
         collected.take(written(6, task))
     lose_everybody(world)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from protocol_kit import World, report, two_tasks
 
-from taskgraph.protocol.commit import Action, Commit, Diverged, Leader, Restart, SealTasks, WaitFor
+from taskgraph.protocol.commit import Action, Commit, Diverged, KeepWaiting, Leader, Restart, SealTasks
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.sums import unpacked
+from taskgraph.protocol.sums import decode_sum
 from taskgraph.protocol.view import JobView
 
 S = Stamp(1, 0)
@@ -32,9 +32,9 @@ def decide(leader: Leader, view: JobView | World, **options: bool) -> Action:
 
 def test_names_tasks_without_a_report(world: World) -> None:
     leader = led(world)
-    assert decide(leader, world) == WaitFor((0, 1), "not finished with the epoch")
+    assert decide(leader, world) == KeepWaiting((0, 1), "not finished with the epoch")
     assert leader.report(report(1, S))
-    assert decide(leader, world) == WaitFor((0,), "not finished with the epoch")
+    assert decide(leader, world) == KeepWaiting((0,), "not finished with the epoch")
 
 
 def test_commits_when_all_are_done_and_every_edge_agrees(world: World) -> None:
@@ -80,7 +80,7 @@ def test_report_of_an_old_term_is_void(world: World) -> None:
     leader.report(report(1, S))
     world.die("b")
     assert world.take_over(1, "a").succeeded
-    assert decide(leader, world) == WaitFor((1,), "not finished with the epoch")
+    assert decide(leader, world) == KeepWaiting((1,), "not finished with the epoch")
     leader.report(report(1, S, term=2))
     assert decide(leader, world) == Commit(finished=False)
 
@@ -93,7 +93,9 @@ def test_commit_waits_for_an_evicted_heir(world: World) -> None:
     assert world.evict(1, "b", "a").succeeded
     assert decide(leader, world) == Commit(finished=False), "its primary holds all of it"
     world.die("b")
-    assert decide(leader, world) == WaitFor((1,), "its primary is gone, and no backup could take over after the commit")
+    assert decide(leader, world) == KeepWaiting(
+        (1,), "its primary is gone, and no backup could take over after the commit"
+    )
     assert not leader.missing(world.view()) and leader.lacking(world.view()) == (1,), "who waits can say for what"
     assert world.take_over(1, "a").succeeded
     leader.report(report(1, S, term=2))
@@ -139,7 +141,7 @@ def test_report_of_a_later_term_waits_for_the_view(world: World) -> None:
     leader.report(report(0, S))
     world.take_over(1, "a")
     leader.report(report(1, S, term=2))
-    assert decide(leader, behind) == WaitFor((1,), "not finished with the epoch")
+    assert decide(leader, behind) == KeepWaiting((1,), "not finished with the epoch")
     assert decide(leader, world) == Commit(finished=False)
 
 
@@ -148,7 +150,7 @@ def test_done_is_final(world: World) -> None:
     leader.report(report(0, S, sent=1))
     leader.report(report(0, S, done=False, version=9, sent=2))
     leader.report(report(0, S, sent=3))
-    assert unpacked(leader.reports()[0].sent) == 1
+    assert decode_sum(leader.reports()[0].sent) == 1
 
 
 def test_late_idle_report_is_ignored(world: World) -> None:
@@ -179,7 +181,7 @@ def test_new_attempt_drops_all_reports(world: World) -> None:
     world.restart()
     leader.begin(Stamp(2, 0))
     assert leader.reports() == {}
-    assert decide(leader, world) == WaitFor((0, 1), "not finished with the epoch")
+    assert decide(leader, world) == KeepWaiting((0, 1), "not finished with the epoch")
 
 
 def test_same_stamp_keeps_reports(world: World) -> None:
@@ -194,8 +196,8 @@ def test_decides_nothing_from_a_view_of_another_stamp(world: World) -> None:
     leader.report(report(0, S))
     leader.report(report(1, S))
     world.restart()
-    assert isinstance(decide(leader, world), WaitFor)
-    assert isinstance(decide(Leader(2, 10), world), WaitFor)
+    assert isinstance(decide(leader, world), KeepWaiting)
+    assert isinstance(decide(Leader(2, 10), world), KeepWaiting)
 
 
 # -- restarts -------------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ def test_ignores_requests_for_a_restart_of_another_attempt(world: World) -> None
     leader = led(world)
     for stamp in (Stamp(0, 0), Stamp(2, 0), Stamp(1, 1)):
         assert not leader.request_restart(stamp, "why")
-    assert isinstance(decide(leader, world), WaitFor)
+    assert isinstance(decide(leader, world), KeepWaiting)
 
 
 def test_unequal_sums_without_a_replaced_primary_are_a_bug_of_the_job(world: World) -> None:
@@ -249,7 +251,7 @@ def test_seals_idle_tasks_once_everything_sent_was_received(world: World) -> Non
     leader = led(world)
     leader.report(report(0, S, done=False, version=3, sent=8))
     leader.report(report(1, S, done=False, version=1, received=5))
-    assert decide(leader, world) == WaitFor((0, 1), "a message is still on its way")
+    assert decide(leader, world) == KeepWaiting((0, 1), "a message is still on its way")
     leader.report(report(1, S, done=False, version=2, received=8))
     assert decide(leader, world) == SealTasks(((0, 3), (1, 2)))
 
@@ -264,7 +266,7 @@ def test_seals_only_those_that_are_not_done(world: World) -> None:
 def test_does_not_seal_before_all_have_reported(world: World) -> None:
     leader = led(world)
     leader.report(report(1, S, done=False))
-    assert decide(leader, world) == WaitFor((0,), "not finished with the epoch")
+    assert decide(leader, world) == KeepWaiting((0,), "not finished with the epoch")
 
 
 def test_accepted_seal_is_sent_to_a_successor_only(world: World) -> None:
@@ -272,7 +274,7 @@ def test_accepted_seal_is_sent_to_a_successor_only(world: World) -> None:
     leader.report(report(0, S))
     leader.report(report(1, S, done=False, version=4))
     leader.sealed(1, 1, 4)
-    assert decide(leader, world) == WaitFor((1,), "sealed, not done yet")
+    assert decide(leader, world) == KeepWaiting((1,), "sealed, not done yet")
     leader.report(report(1, S, done=False, version=5))
     assert decide(leader, world) == SealTasks(((1, 5),))
     leader.sealed(1, 1, 5)
@@ -288,7 +290,7 @@ def test_sealed_tasks_that_are_done_commit(world: World) -> None:
     leader.sealed(0, 1, 1)
     leader.sealed(1, 1, 1)
     leader.report(report(0, S, sent=2))
-    assert decide(leader, world) == WaitFor((1,), "sealed, not done yet")
+    assert decide(leader, world) == KeepWaiting((1,), "sealed, not done yet")
     leader.report(report(1, S, received=2))
     assert decide(leader, world) == Commit(finished=False)
 
@@ -299,7 +301,7 @@ def test_unequal_sums_of_idle_tasks_diverge(world: World) -> None:
     leader = led(world)
     leader.report(report(0, at, done=False, sent=1))
     leader.report(report(1, at, done=False))
-    assert isinstance(decide(leader, world), WaitFor)
+    assert isinstance(decide(leader, world), KeepWaiting)
     assert decide(leader, world, settled=True) == Diverged()
     world.take_over(1, "a")
     leader.report(report(1, at, term=2, done=False))

@@ -7,7 +7,7 @@ from protocol_kit import World, report, two_tasks
 
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
-from taskgraph.protocol.commit import Action, Commit, Diverged, Leader, Restart, SealTasks, WaitFor
+from taskgraph.protocol.commit import Action, Commit, Diverged, KeepWaiting, Leader, Restart, SealTasks
 from taskgraph.protocol.messages import Encoded, Report, Stamp
 
 FIRST = Stamp(1, 0)
@@ -54,7 +54,7 @@ def test_waiting_task_is_noticed(world: World) -> None:
 
 def test_epochs_commit_in_order(world: World) -> None:
     leader = told(led(), done(0, 0), done(0, 1), done(1, 1))
-    assert decide(leader, world) == WaitFor((1,), "not finished with the epoch")
+    assert decide(leader, world) == KeepWaiting((1,), "not finished with the epoch")
 
 
 def test_reports_too_far_ahead_do_not_count(world: World) -> None:
@@ -77,7 +77,7 @@ def test_report_ahead_counts_when_its_epoch_is_at_work(world: World) -> None:
     leader = told(led(), done(0, 0), done(1, 0), done(0, 1))
     world.commit()
     leader.begin(at(1))
-    assert decide(leader, world) == WaitFor((1,), "not finished with the epoch")
+    assert decide(leader, world) == KeepWaiting((1,), "not finished with the epoch")
     told(leader, done(1, 1))
     assert decide(leader, world) == Commit(finished=False, epochs=1, awaited=False)
 
@@ -86,7 +86,7 @@ def test_restart_drops_reports_ahead(world: World) -> None:
     leader = told(led(), *(done(task, epoch) for task in (0, 1) for epoch in (0, 1)))
     world.restart()
     leader.begin(at(0, attempt=2))
-    assert decide(leader, world) == WaitFor((0, 1), "not finished with the epoch")
+    assert decide(leader, world) == KeepWaiting((0, 1), "not finished with the epoch")
     assert not leader.report(done(0, 1))
     told(leader, done(0, 1, attempt=2))
 
@@ -102,7 +102,7 @@ def test_report_of_an_old_term_stops_later_epochs(world: World) -> None:
     leader = told(led(), *(done(task, epoch) for task in (0, 1) for epoch in (0, 1, 2)))
     world.die("b")
     world.take_over(1, "a")
-    assert decide(leader, world) == WaitFor((1,), "not finished with the epoch")
+    assert decide(leader, world) == KeepWaiting((1,), "not finished with the epoch")
     told(leader, done(1, 0, term=2))
     assert decide(leader, world) == Commit(finished=False, epochs=1, awaited=False)
     told(leader, done(1, 2, term=2))
@@ -145,7 +145,7 @@ def test_restart_request_ends_with_its_commit(world: World) -> None:
     assert decide(leader, world) == Restart("why"), "it is the one at work"
     world.commit()
     leader.begin(at(3))
-    assert isinstance(decide(leader, world), WaitFor)
+    assert isinstance(decide(leader, world), KeepWaiting)
     assert not leader.request_restart(at(2), "late")
     assert not leader.request_restart(at(7), "too far")
     assert not leader.request_restart(at(4, attempt=2), "another attempt")

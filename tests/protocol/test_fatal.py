@@ -7,7 +7,7 @@ from protocol_kit import World
 
 from taskgraph.protocol import transactions
 from taskgraph.protocol.fatal import fatal
-from taskgraph.protocol.records import EpochRecord, GoneRecord, RanCode
+from taskgraph.protocol.records import EpochRecord, GoneRecord, RunningCode
 
 SEND, ADD = "send", "add"
 
@@ -24,7 +24,9 @@ def world() -> World:
 
 def die(world: World, node: str, *ran: tuple[str, int, int], intended: bool = False) -> None:
     """A process dies while this code runs, and its launcher reports it."""
-    record = GoneRecord(reason="exited with code 11", ran=tuple(RanCode(*each) for each in ran), intended=intended)
+    record = GoneRecord(
+        reason="exited with code 11", running_code=tuple(RunningCode(*each) for each in ran), intended=intended
+    )
     world.delete(world.keys.node(node))
     assert world.run(transactions.declare_gone(world.view(), node, record)).succeeded
 
@@ -69,7 +71,7 @@ def test_setup_deaths_count_until_an_admission(world: World) -> None:
     die(world, "c", ("setup", 1, -1))
     die(world, "d", ("setup", 1, -1))
     assert (found := fatal(world.view(), 2)) is not None and (found.task, found.epoch) == (1, 3)
-    assert found.counts(RanCode("setup", 1, -1)) and not found.counts(RanCode("setup", 0, -1))
+    assert found.counts(RunningCode("setup", 1, -1)) and not found.counts(RunningCode("setup", 0, -1))
     assert world.admit(1, "a", "e").succeeded
     assert fatal(world.view(), 1) is None
     world.put(world.keys.epoch, EpochRecord(epoch=0, attempt=1).to_bytes())
@@ -87,11 +89,13 @@ def test_most_frequent_code_is_blamed(world: World) -> None:
 
 
 def test_record_keeps_what_ran() -> None:
-    record = GoneRecord(reason="killed by SIGKILL", ran=(RanCode(SEND, 1, 3), RanCode(ADD, 0, -1)), intended=True)
+    record = GoneRecord(
+        reason="killed by SIGKILL", running_code=(RunningCode(SEND, 1, 3), RunningCode(ADD, 0, -1)), intended=True
+    )
     assert GoneRecord.from_bytes(record.to_bytes()) == record
     assert record.running == ("'send' of task 1", "'add' of task 0")
 
 
 def test_code_of_several_epochs_is_named_once() -> None:
-    ran = (RanCode(SEND, 1, 3), RanCode(ADD, 0, 3), RanCode(SEND, 1, 4))
-    assert GoneRecord(reason="killed by SIGKILL", ran=ran).running == ("'send' of task 1", "'add' of task 0")
+    ran = (RunningCode(SEND, 1, 3), RunningCode(ADD, 0, 3), RunningCode(SEND, 1, 4))
+    assert GoneRecord(reason="killed by SIGKILL", running_code=ran).running == ("'send' of task 1", "'add' of task 0")

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from protocol_kit import node_record
 
-from taskgraph.protocol.reach import share_host, why_refused, why_unreached
+from taskgraph.protocol.reach import describe_unreached, refusal_reason, share_host
 from taskgraph.protocol.records import NodeRecord
 
 
@@ -30,18 +30,18 @@ THERE, LISTENS_THERE = at("b", "unix:B:/x"), at("b", "unix:B:/x", "tcp:b:1")
     ],
 )
 def test_reachable_nodes_may_join(ours: NodeRecord, other: NodeRecord) -> None:
-    assert why_refused(ours, other) == why_refused(other, ours) == ""
+    assert refusal_reason(ours, other) == refusal_reason(other, ours) == ""
 
 
 @pytest.mark.parametrize("first", [THERE, LISTENS_THERE])
 def test_unreachable_node_is_refused(first: NodeRecord) -> None:
-    why = why_refused(HERE, first)
+    why = refusal_reason(HERE, first)
     assert why.startswith("on-a on a cannot be reached by on-b on b: ")
     assert "Start it with --listen HOST, a name or address of this host" in why
 
 
 def test_refusal_names_the_unreachable_node() -> None:
-    why = why_refused(LISTENS_HERE, THERE)
+    why = refusal_reason(LISTENS_HERE, THERE)
     assert why.startswith("on-b on b cannot be reached by on-a on a: ")
     assert "Start that one again with --listen HOST, or all nodes on its host" in why
 
@@ -50,28 +50,28 @@ def test_two_users_need_tcp() -> None:
     """Both registered, and never met."""
     one, other = at("a", "unix:A.1:/x"), at("a", "unix:A.2:/y")
     loopback = at("a", "unix:A.2:/y", "tcp:127.0.0.1:1")
-    why = why_refused(one, other)
+    why = refusal_reason(one, other)
     assert why.startswith("on-a on a cannot be reached by on-a on a, which is another user's: it listens at a unix ")
     assert "Start it with --listen HOST, or all nodes of this host as one user" in why
-    assert "another user's" in why_refused(loopback, one) and "Start that one again" in why_refused(loopback, one)
-    assert why_refused(loopback, at("a", "unix:A.1:/x", "tcp:127.0.0.1:2")) == "", "they dial each other"
-    assert why_refused(one, at("a", "unix:A.1:/z")) == ""
+    assert "another user's" in refusal_reason(loopback, one) and "Start that one again" in refusal_reason(loopback, one)
+    assert refusal_reason(loopback, at("a", "unix:A.1:/x", "tcp:127.0.0.1:2")) == "", "they dial each other"
+    assert refusal_reason(one, at("a", "unix:A.1:/z")) == ""
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "[::1]"])
 def test_loopback_only_node_is_refused(address: str) -> None:
     """Debian's installer writes `127.0.1.1 HOST` into a host's own /etc/hosts: `--listen HOST` is loopback there."""
     ours = at("a", "unix:A:/x", f"tcp:{address}:1")
-    assert why_refused(ours, HERE_TOO) == ""
-    why = why_refused(ours, LISTENS_THERE)
+    assert refusal_reason(ours, HERE_TOO) == ""
+    why = refusal_reason(ours, LISTENS_THERE)
     assert why.startswith(f"on-a on a cannot be reached by on-b on b: it listens at {address.strip('[]')}, ")
     assert "Start it with --listen HOST, a name or address of this host" in why
-    assert "Start that one again with --listen HOST" in why_refused(LISTENS_THERE, ours)
-    assert why_refused(ours, LISTENS_HERE) == ""  # of the same host
+    assert "Start that one again with --listen HOST" in refusal_reason(LISTENS_THERE, ours)
+    assert refusal_reason(ours, LISTENS_HERE) == ""  # of the same host
 
 
 def test_different_tokens_are_refused() -> None:
-    why = why_refused(HERE, at("a", "unix:A:/y", token="other"))
+    why = refusal_reason(HERE, at("a", "unix:A:/y", token="other"))
     assert why.startswith("on-a on a has another token than on-a on a") and "--token-file" in why
 
 
@@ -83,7 +83,7 @@ def test_nodes_of_a_host_share_unix_sockets() -> None:
 
 
 def test_unreached_node_is_explained() -> None:
-    why = why_unreached(HERE, LISTENS_THERE, "no connection within 5 s", connected=False)
+    why = describe_unreached(HERE, LISTENS_THERE, "no connection within 5 s", connected=False)
     assert why.startswith("on-a on a cannot reach on-b on b at tcp:b:1 (no connection within 5 s). ")
     assert "to that port pass the firewall of b" in why and "--listen HOST" in why
 
@@ -91,6 +91,6 @@ def test_unreached_node_is_explained() -> None:
 def test_connected_node_needs_no_advice() -> None:
     """Of another authority's certificate it was said, besides, to look at the firewall."""
     error = "certificate verify failed: give all hosts certificates of one authority"
-    why = why_unreached(HERE, LISTENS_THERE, error, connected=True)
+    why = describe_unreached(HERE, LISTENS_THERE, error, connected=True)
     assert why.startswith(f"on-a on a cannot reach on-b on b at tcp:b:1 ({error}). That port takes connections")
     assert "its lease ends" in why and "firewall" not in why and "--" not in why

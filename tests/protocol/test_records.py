@@ -14,8 +14,8 @@ from taskgraph.protocol.records import (
     GoneRecord,
     MemberRecord,
     PrimaryRecord,
-    RanCode,
     Record,
+    RunningCode,
     State,
     StatusRecord,
     name_of,
@@ -55,8 +55,12 @@ def test_invalid_record_is_refused(data: bytes) -> None:
 
 
 def test_half_surrogates_are_escaped_at_any_depth() -> None:
-    record = GoneRecord(reason="no file \udcff", ran=(RanCode("step \ud800", 1, 2), RanCode("ü", 3, 4)))
-    escaped = GoneRecord(reason="no file \\udcff", ran=(RanCode("step \\ud800", 1, 2), RanCode("ü", 3, 4)))
+    record = GoneRecord(
+        reason="no file \udcff", running_code=(RunningCode("step \ud800", 1, 2), RunningCode("ü", 3, 4))
+    )
+    escaped = GoneRecord(
+        reason="no file \\udcff", running_code=(RunningCode("step \\ud800", 1, 2), RunningCode("ü", 3, 4))
+    )
     assert GoneRecord.from_bytes(record.to_bytes()) == escaped
 
 

@@ -6,7 +6,7 @@ import pytest
 from protocol_kit import World, node_record
 
 from taskgraph.protocol.records import EpochRecord, State, StatusRecord
-from taskgraph.protocol.setups import job_goes_on
+from taskgraph.protocol.setups import can_job_continue
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def world() -> World:
 
 
 def goes_on(world: World, me: str = "c", *, suspects: str = "", min_in_sync: int = 1) -> bool:
-    return job_goes_on(world.view(), me, 1, suspects=frozenset(suspects), min_in_sync=min_in_sync)
+    return can_job_continue(world.view(), me, 1, suspects=frozenset(suspects), min_in_sync=min_in_sync)
 
 
 def test_job_continues_without_an_unneeded_node(world: World) -> None:

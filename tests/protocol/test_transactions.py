@@ -431,7 +431,7 @@ def test_failing_keeps_the_first_word(world: World) -> None:
 
 def test_failing_takes_fences_of_its_own(world: World) -> None:
     view = world.view()
-    fence = transactions._fences(view, 1, view.primaries[1].mod_revision, "a", world.revisions["a"])
+    fence = transactions._primary_fences(view, 1, view.primaries[1].mod_revision, "a", world.revisions["a"])
     world.take_over(1, "b")
     assert not world.run(transactions.fail(view, StatusRecord(state=State.FAILED), fence)).succeeded
 

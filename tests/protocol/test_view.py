@@ -16,7 +16,7 @@ from taskgraph.protocol.records import (
     EpochRecord,
     GoneRecord,
     PrimaryRecord,
-    RanCode,
+    RunningCode,
     State,
     StatusRecord,
 )
@@ -339,13 +339,13 @@ def test_staying_members_do_not_depend_on_the_epoch() -> None:
 def test_deaths_are_sorted_by_last_epoch() -> None:
     world = World("a", "b", "c", "d", "e")
     for node, epochs in {"a": (3, 7), "b": (5,), "c": (-1,), "d": (), "e": (9, -1)}.items():
-        ran = tuple(RanCode("send", 0, epoch) for epoch in epochs)
-        world.put(world.keys.gone(node), GoneRecord(reason="killed", ran=ran).to_bytes())
+        ran = tuple(RunningCode("send", 0, epoch) for epoch in epochs)
+        world.put(world.keys.gone(node), GoneRecord(reason="killed", running_code=ran).to_bytes())
     view = world.view()
     assert set(view.deaths_from(0)) == {"a", "b", "c", "e"}
     assert set(view.deaths_from(6)) == set(view.deaths_from(7)) == {"a", "c", "e"}
     assert set(view.deaths_from(8)) == {"c", "e"}
-    world.put(world.keys.gone("b"), GoneRecord(reason="killed", ran=(RanCode("send", 0, 8),)).to_bytes())
+    world.put(world.keys.gone("b"), GoneRecord(reason="killed", running_code=(RunningCode("send", 0, 8),)).to_bytes())
     world.delete(world.keys.gone("c"))
     assert set(world.view().deaths_from(8)) == {"b", "e"}
 

@@ -38,7 +38,7 @@ from taskgraph.node.replica import Replica
 from taskgraph.node.serving import Serving
 from taskgraph.protocol import checkpointing, transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
-from taskgraph.protocol.checkpointing import Collected
+from taskgraph.protocol.checkpointing import CheckpointCollector
 from taskgraph.protocol.commit import Leader
 from taskgraph.protocol.insync import InSync, Place
 from taskgraph.protocol.keys import Keys
@@ -330,14 +330,14 @@ def the_final_manifest_is_written_before_the_pointer(patch: pytest.MonkeyPatch) 
 
 @plant
 def a_checkpoint_is_given_up_before_a_later_epoch_commits(patch: pytest.MonkeyPatch) -> None:
-    def give_up(original: Any, self: Collected, view: JobView) -> Any:
+    def give_up(original: Any, self: CheckpointCollector, view: JobView) -> Any:
         later = copy.copy(view)
         if view.epoch is not None:
             record = msgspec.structs.replace(view.epoch.record, epoch=view.epoch.record.epoch + 1)
             later.epoch = type(view.epoch)(record, view.epoch.create_revision, view.epoch.mod_revision)
         return original(self, later)
 
-    _changed(patch, Collected, "give_up", give_up)
+    _changed(patch, CheckpointCollector, "give_up", give_up)
 
 
 def _puts(op: object, key: str) -> bool:

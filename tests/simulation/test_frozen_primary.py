@@ -23,7 +23,12 @@ def calm(seed: int, *, ttl_s: float, backups: int) -> World:
     drawn = Workload.draw(rng)
     plan = drawn.plan * 300
     workload = dataclasses.replace(
-        drawn, backups=backups, plan=plan, epochs=len(plan), erratic=frozenset(), finishes=False
+        drawn,
+        backups=backups,
+        plan=plan,
+        epochs=len(plan),
+        erratic=frozenset(),
+        finishes=False,
     )
     world = World(workload, tg.Settings(lease_ttl_s=ttl_s), 1, rng, random.Random(seed))
     world.etcd.delay_s = world.network.delay_s = 0.0005

@@ -11,8 +11,8 @@ import pytest
 
 from taskgraph.testing.simulate import pace
 from taskgraph.testing.simulate.loop import Clock, Process, SimLoop, outside
-from taskgraph.testing.simulate.pace import Clocks, SlowLink, Starving, Steps
-from taskgraph.testing.simulate.threads import Ends, InlineThreads
+from taskgraph.testing.simulate.pace import HostClocks, SlowActors, SlowLink, StepTimes
+from taskgraph.testing.simulate.threads import FunctionTiming, InlineThreads
 
 
 def play(scenario: Callable[[], Any]) -> Any:
@@ -102,11 +102,11 @@ def test_each_process_reads_a_clock_of_its_own() -> None:
 
 
 def test_hosts_have_one_clock_each_and_no_clock_goes_by_a_timer_too_early() -> None:
-    assert Clocks(random.Random(1), share=0.0).of("h1") == Clock()
-    clocks = Clocks(random.Random(1), share=1.0)
+    assert HostClocks(random.Random(1), share=0.0).of("h1") == Clock()
+    clocks = HostClocks(random.Random(1), share=1.0)
     first, second = clocks.of("h1"), clocks.of("h2")
     assert first is clocks.of("h1") and first != second
-    assert all(abs(clock.rate - 1.0) <= clocks.drift <= pace.DRIFT for clock in (first, second))
+    assert all(abs(clock.rate - 1.0) <= clocks.drift <= pace.MAX_CLOCK_DRIFT for clock in (first, second))
     assert all(
         first.reads(first.when(first.reads(1.0) + more / 7)) >= first.reads(1.0) + more / 7 for more in range(999)
     )
@@ -120,12 +120,12 @@ def test_one_link_is_slow_and_never_too_slow_to_connect() -> None:
     one, other = slow.pop()
     assert links.delay_s(f"{one}-1", f"{other}-1", 0.1, 1.0) == 0.2
     assert links.delay_s(f"{one}-1", f"{other}-1", 0.3, 1.0) == 0.3
-    assert not SlowLink(random.Random(1), share=0.0).drawn
+    assert not SlowLink(random.Random(1), share=0.0).active
 
 
 def test_steps_take_no_time_where_they_are_not_drawn_or_have_ended() -> None:
-    assert Steps(random.Random(1), share=0.0).step_s() == 0.0
-    steps = Steps(random.Random(1), share=1.0)
+    assert StepTimes(random.Random(1), share=0.0).step_s() == 0.0
+    steps = StepTimes(random.Random(1), share=1.0)
     assert max(steps.step_s() for _ in range(1000)) > 0.0
     steps.end()
     assert steps.step_s() == 0.0
@@ -133,9 +133,9 @@ def test_steps_take_no_time_where_they_are_not_drawn_or_have_ended() -> None:
 
 def test_one_actor_comes_last_for_a_while() -> None:
     now, told = 0.0, list[tuple[str, float, float]]()
-    last = Starving(random.Random(3), share=1.0, now=lambda: now)
-    last.on_last = lambda *what: told.append(what)
-    last._changes = [3]
+    last = SlowActors(random.Random(3), share=1.0, now=lambda: now)
+    last.on_slow = lambda *what: told.append(what)
+    last._next_changes = [3]
     assert last.late_s("a") == last.late_s("b") == 0.0 and not told
     first = last.late_s("a", "b")
     ((name, late_s, for_s),) = told
@@ -147,10 +147,10 @@ def test_one_actor_comes_last_for_a_while() -> None:
 
 
 def test_no_actor_comes_last_unless_drawn() -> None:
-    assert not Starving(random.Random(3), share=0.0, now=lambda: 0.0).drawn
-    last = Starving(random.Random(3), share=1.0, now=lambda: 0.0)
-    last._changes = [1]
-    assert last.drawn and last.late_s("a") > 0.0
+    assert not SlowActors(random.Random(3), share=0.0, now=lambda: 0.0).active
+    last = SlowActors(random.Random(3), share=1.0, now=lambda: 0.0)
+    last._next_changes = [1]
+    assert last.active and last.late_s("a") > 0.0
     last.end()
     assert last.late_s("a") == 0.0
 
@@ -159,7 +159,7 @@ def test_abandoned_function_may_have_run() -> None:
     """A thread is through with it before the loop hears of that."""
 
     async def scenario() -> tuple[list[str], bool]:
-        threads, ran = InlineThreads(random.Random(1), 1.0, Ends(random.Random(2), share=1.0)), list[str]()
+        threads, ran = InlineThreads(random.Random(1), 1.0, FunctionTiming(random.Random(2), share=1.0)), list[str]()
         future = threads.run(lambda: ran.append("ran"))
         while not ran:  # noqa: ASYNC110 (no event tells)
             await asyncio.sleep(0.001)
@@ -175,8 +175,8 @@ def test_a_brief_function_may_be_over_at_once() -> None:
         raise ZeroDivisionError
 
     async def scenario() -> None:
-        ends = Ends(random.Random(1), share=1.0)
-        ends._at_once = 1.0
+        ends = FunctionTiming(random.Random(1), share=1.0)
+        ends._at_once_share = 1.0
         threads = InlineThreads(random.Random(1), 1.0, ends)
         assert threads.start(lambda: 7, brief=True).over and threads.start(lambda: 7, brief=True).result() == 7
         with pytest.raises(ZeroDivisionError):

@@ -18,7 +18,7 @@ def _refuses(one: str, other: str) -> bool:
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut, knock = SimNetwork.cut, SimTransport._knock
+    cut, knock = SimNetwork.cut, SimTransport._wait_for_link
 
     def cut_and_reset(network: SimNetwork, one: str, other: str) -> int:
         number = cut(network, one, other)
@@ -34,7 +34,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
         await knock(transport, node)
 
     monkeypatch.setattr(SimNetwork, "cut", cut_and_reset)
-    monkeypatch.setattr(SimTransport, "_knock", knock_or_be_refused)
+    monkeypatch.setattr(SimTransport, "_wait_for_link", knock_or_be_refused)
 
 
 @pytest.mark.usefixtures("refusing")

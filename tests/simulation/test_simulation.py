@@ -245,22 +245,40 @@ class _Standing:
 SURE: dict[str, tuple[int, dict[Any, tuple[str, ...]], dict[str, int], tuple[str, ...]]] = {
     "names are submitted again": (
         30,
-        {seeds: ("AGAIN", "AGAIN_KEEPING", "LEAVING", "CALLED_GONE", "POWER_LOSSES", "CHECKPOINTS")},
+        {
+            seeds: (
+                "AGAIN_SHARE",
+                "AGAIN_WITH_CHECKPOINTS_SHARE",
+                "LEAVING_SHARE",
+                "CALLED_GONE_SHARE",
+                "POWER_LOSS_SHARE",
+                "CHECKPOINTS_SHARE",
+            )
+        },
         {"submitted again": 8, "went on from a checkpoint": 3, "torn down": 10}
         | {"called gone": 5, "power loss": 5, "shut down": 5},
         (),
     ),
     # Whoever led anew after a rest between looks began without what tasks had reported.
-    "nodes look rarely": (60, {seeds: ("RESTING",)}, {"takeover": 15}, ()),
+    "nodes look rarely": (60, {seeds: ("PAUSES_SHARE",)}, {"takeover": 15}, ()),
     "clocks drift": (
         20,
-        {pace: ("DRIFTING", "LINKING")},
+        {pace: ("CLOCK_DRIFT_SHARE", "SLOW_LINK_SHARE")},
         {"takeover": 5},
         ("clocks that drift, a slow link",),
     ),
     "everything takes long": (
         30,
-        {pace: ("LOSING", "STEPPING", "ENDING", "SHORT", "STARVING"), seeds: ("LARGE",)},
+        {
+            pace: (
+                "LOST_WRITES_SHARE",
+                "STEP_TIMES_SHARE",
+                "FUNCTION_TIMING_SHARE",
+                "MEMORY_SHORTAGE_SHARE",
+                "SLOW_ACTORS_SHARE",
+            ),
+            seeds: ("LARGE_VALUES_SHARE",),
+        },
         {"comes last": 15, "takeover": 10},
         ("lost transactions", "steps that", "functions that", "nodes without", "somebody who", "count as large"),
     ),
@@ -276,7 +294,7 @@ def test_seeds_find_nothing_and_replay(where: str, monkeypatch: pytest.MonkeyPat
     for owner, names in shares.items():
         for name in names:
             monkeypatch.setattr(owner, name, 1.0)
-    monkeypatch.setattr(seeds, "RESTS_S", (reconciler.rest_s(3600.0),))  # as with hundreds of tasks
+    monkeypatch.setattr(seeds, "PAUSES_S", (reconciler.rest_s(3600.0),))  # as with hundreds of tasks
     outcomes = [run_seed(seed) for seed in range(count)]
     assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
     reached = Counter[str]()
@@ -312,7 +330,7 @@ def test_job_fails_when_holders_are_absent_too_long(monkeypatch: pytest.MonkeyPa
         return first
 
     monkeypatch.setattr(seeds, "draw", draw)
-    monkeypatch.setattr(seeds, "CHECKPOINTS", 0.0)
+    monkeypatch.setattr(seeds, "CHECKPOINTS_SHARE", 0.0)
     outcomes = [run_seed(seed) for seed in range(2, 24)]
     assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
     assert any(outcome.ended == "lost" for outcome in outcomes)

@@ -1,16 +1,16 @@
-"""A narrow, typed client of etcd's public v3 API on gRPC.
+"""A small, typed client of etcd's public v3 API on gRPC.
 
-It speaks the RPCs in `methods` and nothing else. (Compact is there for tests: etcd's operator decides how much history
-etcd keeps.) Its messages live in a protobuf package of our own name and the RPCs are called by path, so that another
-etcd client in the same process cannot clash with it.
+It uses only the RPCs in `methods`. (Compact is for tests: etcd's operator decides how much history etcd keeps.) Its
+messages have their own protobuf package, and RPCs are called by path, so that another etcd client in the process cannot
+conflict with it.
 
 Rules:
-    - A read is tried again, on the next endpoint, until its time is over. A write is tried again only if it certainly
-      was not executed: no connection could be made, or etcd refused it before proposing it. Otherwise the caller gets
+    - A read is retried on the next endpoint until its timeout. A write is retried only if it was certainly not
+      executed: no connection could be made, or etcd refused it before proposing it. Otherwise the caller gets
       `OutcomeUnknown` at once.
     - A watch survives broken streams, dead endpoints and restarts of etcd without losing or repeating a revision.
-    - A lease is renewed by a thread of its own, so that a busy main loop does not lose it, and only while the main
-      loop ticks, so that a stuck one does.
+    - A lease is renewed by its own thread, so that a busy main loop does not lose it, and only while the main loop
+      ticks, so that a stuck main loop does.
     - If etcd has users, calls and leases share one token, and one login at a time renews it.
 
 Must not know: jobs, tasks, epochs, or which keys exist.

@@ -1,11 +1,10 @@
-"""Calls to a cluster: to which endpoint, how often, for how long, as which user.
+"""Makes calls to an etcd cluster: chooses the endpoint, retries, bounds the time, and logs in.
 
-One channel per endpoint, one endpoint in use at a time. An endpoint that fails is left for the next one. A write is
-only sent over a connection that is known to stand, so that "nothing listens there" is never confused with "it was sent
-and no answer came".
+There is a channel for each endpoint, and one endpoint in use. If it fails, calls go to the next endpoint. A write is
+sent only over an established connection, so that "nothing listens there" differs from "sent, and no answer came".
 
-The first member that answers decides the cluster. Answers of another cluster, whose endpoint was given by mistake, are
-ignored, and no write is sent to it.
+The first member that answers determines the cluster. Answers of another cluster, whose endpoint was given by mistake,
+are ignored, and no write is sent to it.
 """
 
 from __future__ import annotations
@@ -38,48 +37,47 @@ log = logging.getLogger(__name__)
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
 
-#: Between two tries: doubled from the first to the last, with jitter, so that nodes that lost the same etcd do not
-#: come back in step.
+#: The backoff doubles from the first to the last, with jitter, so that nodes do not retry in step.
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
-#: An endpoint that is not connected after this (packets dropped) is left, if there is another one. gRPC goes on with
-#: the attempt: behind a slow link, the connection stands when the endpoint's turn comes again.
+#: The limit of a connection attempt (packets may be dropped), if there is another endpoint. gRPC continues the attempt:
+#: behind a slow link, the connection is ready when the endpoint's turn comes again.
 _CONNECT_S = 1.0
 
 
-_random = random.SystemRandom()  # the program that runs a job may have seeded `random` itself
+_random = random.SystemRandom()  # user code may have seeded `random`
 
 
 def pause_s(tries: int) -> float:
-    """Returns how long to wait after the `tries`-th failure in a row, counted from 1."""
+    """Returns the backoff after `tries` failures in a row."""
     return float(min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10))) * _random.uniform(0.5, 1.0)
 
 
 def is_cancelled() -> bool:
     """True if the current asyncio task is cancelled. If not, gRPC itself raised CancelledError.
 
-    A function of its own, so that no frame that a cancellation passes holds the task: a cancelled task keeps these
-    frames, and in a cycle all that they hold stays until a garbage collection, also channels.
+    It is a function so that no frame that a cancellation passes refers to the task: a cancelled task keeps these
+    frames, and the cycle would keep channels alive until a garbage collection.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 class OtherCluster(Exception):
-    """An etcd of another cluster answered."""
+    """Raised for an answer of an etcd of another cluster."""
 
 
 class _LoginTakesLonger(Exception):
-    """A call reached its time limit while it waited for a login."""
+    """Raised for a call that reached its timeout while it waited for a login."""
 
 
 class Stream(Generic[Response]):
     """One open bidirectional RPC.
 
     Attributes:
-        endpoint: where.
-        token: the token it was opened with, if etcd has users.
-        left: it was cancelled since calls to its endpoint failed; its reader opens another stream.
+        endpoint: the member at the other end.
+        token: the token with which the stream was opened, if etcd has users.
+        left: the stream was cancelled because calls to its endpoint fail; its reader opens another stream.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class Stream(Generic[Response]):
         connect_s: float | None,
     ) -> None:
         self._call = call
-        self._connect_s = connect_s
+        self._connect_limit_s = connect_s
         self._writing: asyncio.Future[None] | None = None
         self.endpoint = endpoint
         self.token = token
@@ -100,12 +98,12 @@ class Stream(Generic[Response]):
         """Sends a message as soon as the endpoint is connected.
 
         Raises:
-            asyncio.InvalidStateError: the stream ended before, or the endpoint is not connected in time.
+            asyncio.InvalidStateError: the stream has ended, or the endpoint is not connected in time.
         """
         writing = self._writing = asyncio.ensure_future(self._call.write(message))
         try:
-            if not await rpc.within(writing, self._connect_s):
-                raise asyncio.InvalidStateError(f"no connection within {self._connect_s:g} s")
+            if not await rpc.within(writing, self._connect_limit_s):
+                raise asyncio.InvalidStateError(f"no connection within {self._connect_limit_s:g} s")
             if writing.cancelled():
                 raise asyncio.InvalidStateError("the stream was cancelled before it was connected")
             writing.result()
@@ -115,12 +113,12 @@ class Stream(Generic[Response]):
             del writing  # no cycle with its exception
 
     def messages(self) -> AsyncGenerator[Response, None]:
-        """The messages, until the server ends the stream."""
+        """Yields the messages until the server ends the stream."""
         return cast("AsyncGenerator[Response, None]", self._call.__aiter__())
 
     def cancel(self) -> None:
         self._call.cancel()
-        # Until it is connected, gRPC itself would wait for ever. A done callback on the call is no way out: some
+        # Without a connection gRPC's write would wait for ever. A done callback on the call would not help: some
         # versions of gRPC keep the callback, and with it the call and its channel.
         if self._writing is not None:
             self._writing.cancel()
@@ -128,7 +126,7 @@ class Stream(Generic[Response]):
 
 @dataclass(slots=True)
 class _Tries:
-    """The tries of one call, for its error message."""
+    """Counts the failed tries of one call, and has the last failure of each endpoint, for its error message."""
 
     count: int = 0
     last: dict[str, str] = field(default_factory=dict)
@@ -142,27 +140,27 @@ class _Tries:
 
 
 class Connection:
-    """A cluster as seen from one event loop.
+    """Calls and streams to an etcd cluster, from one event loop.
 
     Args:
-        options: where the cluster is and how to get in.
+        options: the cluster's endpoints, and how to log in.
 
     Attributes:
-        cluster: the cluster's id, from its first answer on; 0 before.
-        login: the token that its calls are made with; leases use it, too.
+        cluster: the cluster's id; 0 before the first answer.
+        login: the token of calls and leases.
     """
 
     def __init__(self, options: EtcdOptions) -> None:
         self.options = options
-        self._made_of = dict.fromkeys(options.endpoints, options.tls_files())  # looked at before they are read
+        self._tls_files_of = dict.fromkeys(options.endpoints, options.tls_files())  # before the channels read them
         self._channels = {endpoint: options.aio_channel(endpoint) for endpoint in options.endpoints}
-        self._former: dict[grpc.aio.Channel, float] = {}
-        """Channels made with TLS files of before a renewal -> when no call uses them any more, by the loop's time."""
+        self._former_channels: dict[grpc.aio.Channel, float] = {}
+        """Channels with older TLS files -> the loop's time after which no call uses them."""
         self._calls: dict[tuple[Endpoint, str], Any] = {}  # the callable of a method on a channel
         self._current = 0
         self.cluster = 0
-        self._answered_first = ""
-        self._others: set[Endpoint] = set()  # whose last answer was of another cluster
+        self._first_endpoint = ""
+        self._other_clusters: set[Endpoint] = set()  # endpoints whose last answer was of another cluster
         self.login = Login(options)
         self._closed = False
         self._streams: WeakSet[Stream[Any]] = WeakSet()
@@ -173,14 +171,13 @@ class Connection:
         return self.options.endpoints[self._current]
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Leaves a failed endpoint: the next call and its open streams go to the endpoint after it.
+        """Moves from a failed endpoint to the next one, and cancels its streams, whose readers reopen them.
 
-        The kernel of a frozen member keeps the connection: a watch would wait 15 s for gRPC's pings, while calls have
-        already found out.
+        The kernel of a frozen member keeps the connection open, so a watch alone would notice only after 15 s.
         """
         if endpoint.tls:
-            self._renew(endpoint)
-        if endpoint != self.endpoint or not self._several:
+            self._renew_channel(endpoint)
+        if endpoint != self.endpoint or not self._has_several:
             return
         self._current = (self._current + 1) % len(self.options.endpoints)
         self._leave_streams(endpoint)
@@ -191,10 +188,10 @@ class Connection:
                 stream.left = True
                 stream.cancel()
 
-    def _renew(self, endpoint: Endpoint) -> None:
-        """Makes a new channel if the TLS files were renewed: gRPC would go on connecting with the expired ones."""
+    def _renew_channel(self, endpoint: Endpoint) -> None:
+        """Creates a new channel if the TLS files were renewed: the old channel would still use the expired files."""
         files = self.options.tls_files()
-        if files == self._made_of[endpoint] or self._closed:
+        if files == self._tls_files_of[endpoint] or self._closed:
             return
         try:
             channel = self.options.aio_channel(endpoint)
@@ -202,17 +199,17 @@ class Connection:
             log.warning("etcd's TLS files were renewed, but: %s", error)
             return
         log.info("etcd's TLS files were renewed: %s is connected to with the new ones", endpoint.target)
-        # A try may go on after its time limit for a moment, if the event loop stood still.
-        self._former[self._channels[endpoint]] = asyncio.get_running_loop().time() + 2 * self.options.timeout_s
+        # A try may outlast its timeout for a moment, if the event loop was busy.
+        self._former_channels[self._channels[endpoint]] = asyncio.get_running_loop().time() + 2 * self.options.timeout_s
         self._leave_streams(endpoint)
-        self._channels[endpoint], self._made_of[endpoint] = channel, files
+        self._channels[endpoint], self._tls_files_of[endpoint] = channel, files
         self._calls = {key: call for key, call in self._calls.items() if key[0] != endpoint}
 
     async def _close_former(self) -> None:
         """Closes the channels of before a renewal that no call uses any more."""
         now = asyncio.get_running_loop().time()
-        for channel in [channel for channel, until in self._former.items() if until <= now]:
-            del self._former[channel]
+        for channel in [channel for channel, until in self._former_channels.items() if until <= now]:
+            del self._former_channels[channel]
             await rpc.close(channel)
 
     async def call(
@@ -225,22 +222,22 @@ class Connection:
         timeout_s: float | None = None,
         anonymous: bool = False,
     ) -> Response:
-        """Makes one RPC, tried until it succeeds or the time is over.
+        """Makes one RPC, with retries until it succeeds or the timeout passes.
 
         Args:
             method: which RPC.
             request: its request.
             what: the call in words, for errors: a text, or an object with a `__str__`.
-            again: whether it may be sent twice: a read, or an idempotent write.
-            timeout_s: the limit with all tries; None: that of the options.
-            anonymous: without logging in.
+            again: the call may be sent twice, since it is a read or an idempotent write.
+            timeout_s: the limit for all tries; None: the limit of the options.
+            anonymous: do not log in.
 
         Raises:
-            Unavailable: the time is over and nothing was done.
-            OutcomeUnknown: it may have been executed (`again=False` only).
-            CoordinationError: etcd refused it.
+            Unavailable: the timeout passed, and nothing was done.
+            OutcomeUnknown: the call may have been executed (`again=False` only).
+            CoordinationError: etcd refused the call.
         """
-        if self._former:
+        if self._former_channels:
             await self._close_former()
         loop = asyncio.get_running_loop()
         limit_s = self.options.timeout_s if timeout_s is None else timeout_s
@@ -249,18 +246,18 @@ class Connection:
         while (left := deadline - loop.time()) > 0 and not self._closed:
             endpoint, sent, token = self.endpoint, False, None
             try:
-                if not again or self._several:
+                if not again or self._has_several:
                     await self._connect(endpoint, left)
                 if not anonymous:
-                    token = await self._enter(endpoint, deadline)
-                if (left := deadline - loop.time()) <= 0:  # connecting and logging in took all of it
+                    token = await self._get_token(endpoint, deadline)
+                if (left := deadline - loop.time()) <= 0:  # connecting and logging in took all the time
                     break
                 sent = True
-                return await self._once(endpoint, method, request, self._try_s(left), token)
+                return await self._try_once(endpoint, method, request, self._try_limit_s(left), token)
             except _LoginTakesLonger as longer:
                 tries.add(endpoint, str(longer))
             except (grpc.aio.UsageError, asyncio.CancelledError) as error:
-                if self._cut_off(error):
+                if self._was_closed(error):
                     break
                 raise
             except OtherCluster as other:  # our cluster did not execute the call
@@ -274,10 +271,10 @@ class Connection:
                     raise refusal(str(what), error.code(), details) from error
                 if verdict is Verdict.LOGIN and logins < 3:
                     logins += 1
-                    self.login.refused(token)
+                    self.login.drop_token(token)
                     continue
                 if not space_used_up(details):
-                    self.leave(endpoint)  # else the caller, who reads to find out, asks the same silent member
+                    self.leave(endpoint)  # so that a later read does not ask the silent member
                 if verdict is Verdict.UNKNOWN and sent and not again:
                     raise OutcomeUnknown(
                         f"{what}: it was sent to etcd at {endpoint.target}, without a usable answer ({details}). "
@@ -291,44 +288,44 @@ class Connection:
         raise Unavailable(f"{what}: no usable answer from etcd within {limit_s:g} s ({tries})")
 
     async def stream(self, method: Method[Request, Response]) -> Stream[Response]:
-        """Opens a stream on the endpoint in use. Messages and errors come when it is read.
+        """Opens a stream on the endpoint in use. Errors are raised when the stream is read.
 
         Raises:
-            grpc.aio.AioRpcError, OtherCluster: logging in failed, however long it took.
+            grpc.aio.AioRpcError, OtherCluster: the login failed.
             Unavailable: the connection is closed.
         """
         endpoint = self.endpoint
         if self._closed:
             raise Unavailable(f"{method.name}: the connection to etcd was closed")
-        token = await self._enter(endpoint)
+        token = await self._get_token(endpoint)
         open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = self._channel(endpoint).stream_stream(
             method.path, method.request.SerializeToString, method.response.FromString
         )
         # `hasleader`: a member cut off from the majority ends the stream instead of staying silent.
         metadata = [("hasleader", "true"), *credentials(token)]
-        connect_s = _CONNECT_S if self._several else None
+        connect_s = _CONNECT_S if self._has_several else None
         stream = Stream(open_stream(None, metadata=metadata), endpoint, token, connect_s)
         self._streams.add(stream)
         return stream
 
     def check_cluster(self, endpoint: Endpoint, header: v3.ResponseHeader) -> None:
-        """Checks the cluster of an answer from `endpoint`.
+        """Checks that an answer from `endpoint` is of the connection's cluster.
 
-        If all endpoints belong to another cluster, etcd was set up anew, perhaps with its data: that cluster counts
-        from then on.
+        If all endpoints belong to another cluster, etcd was set up anew, perhaps with its data. That cluster
+        is then the connection's cluster.
 
         Raises:
             OtherCluster: the answer is of another cluster.
         """
         cluster = header.cluster_id
         if cluster == self.cluster or not cluster:
-            self._others.discard(endpoint)
+            self._other_clusters.discard(endpoint)
             return
-        first, why = endpoint not in self._others, f"it belongs to another cluster than {self._answered_first}"
-        self._others.add(endpoint)
-        if not self.cluster or self._others.issuperset(self.options.endpoints):
-            self.cluster, self._answered_first = cluster, endpoint.target
-            self._others.clear()
+        first, why = endpoint not in self._other_clusters, f"it belongs to another cluster than {self._first_endpoint}"
+        self._other_clusters.add(endpoint)
+        if not self.cluster or self._other_clusters.issuperset(self.options.endpoints):
+            self.cluster, self._first_endpoint = cluster, endpoint.target
+            self._other_clusters.clear()
             return
         if first:
             log.warning("etcd at %s is passed over: %s; take one of them out of --etcd", endpoint.target, why)
@@ -340,15 +337,15 @@ class Connection:
         for stream in tuple(self._streams):
             stream.cancel()
         await self.login.close()
-        channels = [*self._channels.values(), *self._former]
-        self._channels.clear()  # a caller may keep an exception, whose frames hold us
+        channels = [*self._channels.values(), *self._former_channels]
+        self._channels.clear()  # frames of an exception that a caller keeps may refer to this connection
         self._calls.clear()
-        self._former.clear()
+        self._former_channels.clear()
         for channel in channels:
             await rpc.close(channel)
 
     @property
-    def _several(self) -> bool:
+    def _has_several(self) -> bool:
         return len(self.options.endpoints) > 1
 
     def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
@@ -356,28 +353,29 @@ class Connection:
             raise grpc.aio.UsageError("the connection was closed")
         return self._channels[endpoint]
 
-    def _try_s(self, left: float) -> float:
-        """The limit of one try: with several endpoints, a silent one must leave time for the others."""
+    def _try_limit_s(self, left: float) -> float:
+        """Returns the limit of one try. With several endpoints, it leaves time for the others."""
         count = len(self.options.endpoints)
         return left if count == 1 else min(left, max(1.0, self.options.timeout_s / (count + 1)))
 
     async def _connect(self, endpoint: Endpoint, left: float) -> None:
-        """Returns once `endpoint` is connected."""
+        """Waits until `endpoint` is connected."""
         ready = self._channel(endpoint).get_state() is grpc.ChannelConnectivity.READY
-        if ready and endpoint not in self._others:
+        if ready and endpoint not in self._other_clusters:
             return
         # Any answer, also a refusal, proves the connection, and names the cluster.
         try:
-            await self._once(endpoint, STATUS, v3.StatusRequest(), min(left, self._connect_s()), self.login.token)
+            limit_s = min(left, self._connect_limit_s())
+            await self._try_once(endpoint, STATUS, v3.StatusRequest(), limit_s, self.login.token)
         except grpc.aio.AioRpcError as error:
             if judge(error.code(), _details(error)) in (Verdict.NOT_EXECUTED, Verdict.UNKNOWN):
                 raise
 
-    async def _enter(self, endpoint: Endpoint, deadline: float | None = None) -> str | None:
-        """The token for a call; None if no user was given.
+    async def _get_token(self, endpoint: Endpoint, deadline: float | None = None) -> str | None:
+        """Returns the token for a call, after a login if necessary; None if the options name no user.
 
         Raises:
-            _LoginTakesLonger: there is no token at `deadline`. The login goes on.
+            _LoginTakesLonger: there is no token at `deadline`. The login continues.
             grpc.aio.AioRpcError, OtherCluster: the login failed.
         """
         if not self.login.needed:
@@ -385,26 +383,26 @@ class Connection:
         while (token := self.login.token) is None:
             try:
                 async with asyncio.timeout_at(deadline):
-                    entered = await asyncio.wrap_future(self.login.begin(endpoint))
+                    entered = await asyncio.wrap_future(self.login.join_or_begin(endpoint))
             except TimeoutError:
                 raise _LoginTakesLonger(self.login.waits()) from None
             except LoginFailed as failed:
-                if failed.endpoint != endpoint:  # a lease began it there
+                if failed.endpoint != endpoint:  # a lease began the login at another endpoint
                     continue
                 nothing = grpc.aio.Metadata()
                 raise grpc.aio.AioRpcError(failed.code, nothing, nothing, failed.details) from None
             try:
                 self.check_cluster(entered.endpoint, entered.answer.header)
             except OtherCluster:
-                self.login.refused(entered.answer.token)
+                self.login.drop_token(entered.answer.token)
                 if entered.endpoint == endpoint:
                     raise
         return token
 
-    def _connect_s(self) -> float:
-        return _CONNECT_S if self._several else self.options.timeout_s
+    def _connect_limit_s(self) -> float:
+        return _CONNECT_S if self._has_several else self.options.timeout_s
 
-    async def _once(
+    async def _try_once(
         self,
         endpoint: Endpoint,
         method: Method[Request, Response],
@@ -422,12 +420,12 @@ class Connection:
             nothing = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "its answer cannot be read")
         assert isinstance(answer, method.response)
-        self.check_cluster(endpoint, cast("v3.RangeResponse", answer).header)  # each has one
+        self.check_cluster(endpoint, cast("v3.RangeResponse", answer).header)  # each response has a header
         return answer
 
     @contextlib.contextmanager
     def closed_as_error(self, what: str) -> Iterator[None]:
-        """Tells the caller's cancellation from the errors that gRPC raises if the channel of a call is closed.
+        """Converts errors that gRPC raises because this connection was closed. A cancellation of the caller passes.
 
         Raises:
             Unavailable: this connection was closed.
@@ -435,11 +433,11 @@ class Connection:
         try:
             yield
         except (grpc.aio.UsageError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
-            if self._cut_off(error):
+            if self._was_closed(error):
                 raise Unavailable(f"{what}: the connection to etcd was closed") from error
             raise
 
-    def _cut_off(self, error: BaseException) -> bool:
+    def _was_closed(self, error: BaseException) -> bool:
         """True if gRPC raised the error because this connection was closed, not because the caller was cancelled."""
         return self._closed and not (isinstance(error, asyncio.CancelledError) and is_cancelled())
 

@@ -1,6 +1,6 @@
-"""Converts our transactions to etcd's messages and back. Our keys are UTF-8 text, etcd's are bytes.
+"""Converts transactions, keys and events to etcd's messages and back. Keys are UTF-8 text here, and bytes in etcd.
 
-Another program may put a key that is no UTF-8 under our prefix: such bytes survive the way there and back.
+Another program may put a key that is not UTF-8 under a job's prefix: such bytes survive both conversions.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from taskgraph.protocol.kv import Delete, Get, KeyEvent, KeyValue, Put, Txn, Txn
 __all__ = ["event", "key_value", "range_of", "range_request", "txn_request", "txn_result", "writes"]
 
 
-_BACK = "surrogateescape"
+_KEY_ERRORS = "surrogateescape"
 _DELETE = v3.Event.DELETE
 _EQUAL, _MOD, _CREATE = v3.Compare.EQUAL, v3.Compare.MOD, v3.Compare.CREATE
 
 
 def range_of(key: str, *, prefix: bool) -> tuple[bytes, bytes]:
-    """etcd's `key` and `range_end`: a single key has an empty end, a prefix ends before its successor."""
-    raw = key.encode(errors=_BACK)
+    """Returns etcd's `key` and `range_end` for a key or prefix. The end of a single key is empty."""
+    raw = key.encode(errors=_KEY_ERRORS)
     if not prefix:
         if not raw:
             raise CoordinationError("a key cannot be empty")
         return raw, b""
-    # The successor of a prefix: its last byte that is not 0xff, plus one. Prefixes are ours, and UTF-8 has no 0xff.
+    # The end of a prefix is the prefix with its last byte plus one; UTF-8 has no byte 0xff.
     # b"\0" means "no end".
     return (raw, raw[:-1] + bytes([raw[-1] + 1])) if raw else (b"\0", b"\0")
 
@@ -35,17 +35,17 @@ def range_request(key: str, *, prefix: bool) -> v3.RangeRequest:
 
 
 def key_value(kv: v3.KeyValue) -> KeyValue:
-    return KeyValue(kv.key.decode(errors=_BACK), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
+    return KeyValue(kv.key.decode(errors=_KEY_ERRORS), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
 def event(message: v3.Event) -> KeyEvent:
     kv = message.kv
-    found = KeyValue(kv.key.decode(errors=_BACK), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
+    found = KeyValue(kv.key.decode(errors=_KEY_ERRORS), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
     return KeyEvent("delete" if message.type == _DELETE else "put", found)
 
 
 def writes(txn: Txn) -> bool:
-    """True if either branch changes anything."""
+    """True if a branch of the transaction puts or deletes keys."""
     for branch in (txn.success, txn.failure):
         for op in branch:
             if not isinstance(op, Get):
@@ -62,9 +62,9 @@ def txn_request(txn: Txn) -> v3.TxnRequest:
         else:
             request.compare.add(result=_EQUAL, target=_CREATE, key=key, create_revision=compare.revision)
     for op in txn.success:
-        _add(request.success.add(), op)
+        _add_operation(request.success.add(), op)
     for op in txn.failure:
-        _add(request.failure.add(), op)
+        _add_operation(request.failure.add(), op)
     return request
 
 
@@ -77,7 +77,7 @@ def txn_result(answer: v3.TxnResponse) -> TxnResult:
     return TxnResult(answer.succeeded, answer.header.revision, reads)
 
 
-def _add(to: v3.RequestOp, op: Put | Delete | Get) -> None:
+def _add_operation(to: v3.RequestOp, op: Put | Delete | Get) -> None:
     match op:
         case Put():
             key, _ = range_of(op.key, prefix=False)

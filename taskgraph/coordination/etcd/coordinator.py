@@ -1,4 +1,4 @@
-"""`coordination.api.Coordinator` on a real etcd."""
+"""Implements `coordination.api.Coordinator` on a real etcd."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from taskgraph.coordination.etcd.methods import (
     TXN,
 )
 from taskgraph.coordination.etcd.options import EtcdOptions
-from taskgraph.coordination.etcd.watch import check_lost, watch
+from taskgraph.coordination.etcd.watch import check_not_lost, watch
 from taskgraph.errors import CoordinationError, LeaseGone, Unavailable, no_thread
 from taskgraph.protocol.kv import KeyValue, Txn, TxnResult
 
@@ -36,23 +36,23 @@ __all__ = ["EtcdCoordinator"]
 
 log = logging.getLogger(__name__)
 
-#: A user waits this long to learn that nothing listens.
+#: The limit of the first contact: a user waits this long for an error if nothing listens.
 _FIRST_CONTACT_S = 5.0
-#: An etcd that answers may be busy with the logins of all nodes: longer than the limit of one login.
+#: The limit of the first login if etcd answers, since etcd may be busy with the logins of all nodes.
 _FIRST_LOGIN_S = 150.0
-#: Keys that are listed at a time: all of most jobs, some 100 kB, which a link of 20 kB/s takes within a call's limit.
+#: Keys in a page of a listing: all keys of most jobs, some 100 kB, which a link of 20 kB/s carries within the timeout.
 _PAGE_KEYS = 300
 #: etcd's words for a revision that was compacted away, or lost.
-_PAGES_GONE = "required revision"
-#: A revoke at the end is a courtesy: the lease expires by itself.
+_REVISION_GONE_TEXT = "required revision"
+#: The limit of a revocation at the end. If it fails, the lease expires.
 _REVOKE_S = 2.0
-_Found = list[v3.KeyValue]  # `list` is a method there
+_KeyValues = list[v3.KeyValue]  # `list` is a method there
 
-_HOW_TO_GET_ONE = "start one (`etcd`), or leave --etcd out: a run on this host brings its own"
+_START_ADVICE = "start one (`etcd`), or leave --etcd out: a run on this host brings its own"
 
 
 class EtcdCoordinator:
-    """An etcd cluster, seen from one event loop. Made by `connect`, ended by `close` or as an async context.
+    """A coordinator on an etcd cluster, for one event loop. Create it by `connect`, end it by `close` or `async with`.
 
     Attributes:
         version: the version of the etcd member that answered first, e.g. "3.5.1".
@@ -61,7 +61,7 @@ class EtcdCoordinator:
     def __init__(self, connection: Connection, version: str) -> None:
         self._connection = connection
         self._leases: set[EtcdLease] = set()
-        self._known = 0  # the last revision of a listing or a transaction
+        self._known_revision = 0  # the last revision of a listing or a transaction
         self.version = version
 
     @classmethod
@@ -87,17 +87,17 @@ class EtcdCoordinator:
                 with contextlib.suppress(AccessRefused):  # a refusal is an answer
                     await first(timeout_s=limit_s, anonymous=True)
                 login_s = _FIRST_LOGIN_S
-            with _saying(connection, limit_s):
+            with _warn_of_slow_login(connection, limit_s):
                 status = await first(timeout_s=login_s)
             probe = convert.range_request("/taskgraph/", prefix=False)
-            with contextlib.suppress(PermissionRefused):  # the user may read other keys; the cluster answered
+            with contextlib.suppress(PermissionRefused):  # the cluster answered; the user may read other keys
                 await connection.call(RANGE, probe, what="first read", again=True, timeout_s=limit_s)
         except Unavailable as error:
             await connection.close()
             names = ", ".join(endpoint.target for endpoint in options.endpoints)
             why = str(error).removeprefix("first contact: ")
-            why = "connection refused" if "Connection refused" in why else why  # gRPC says it at length
-            raise Unavailable(f"No etcd answers at {names} ({why}): {_HOW_TO_GET_ONE}") from error
+            why = "connection refused" if "Connection refused" in why else why  # instead of gRPC's long text
+            raise Unavailable(f"No etcd answers at {names} ({why}): {_START_ADVICE}") from error
         except BaseException:
             await connection.close()
             raise
@@ -110,7 +110,7 @@ class EtcdCoordinator:
         await self.close()
 
     def now(self) -> float:
-        """The clock of `Lease.valid_until`: `time.monotonic()`."""
+        """Returns `time.monotonic()`, the clock of `Lease.valid_until`."""
         return time.monotonic()
 
     async def get(self, key: str) -> KeyValue | None:
@@ -120,31 +120,31 @@ class EtcdCoordinator:
         return convert.key_value(answer.kvs[0]) if answer.kvs else None
 
     async def list(self, prefix: str) -> Listing:
-        """A linearizable read of all keys under `prefix`, at one revision.
+        """Reads all keys under `prefix` at one revision, linearizably.
 
-        It is read in pages: behind a slow link, all keys of a large job would take longer than a call may.
+        It reads pages: on a slow link, all keys of a large job in one call could exceed the timeout.
 
         Raises:
             Unavailable: etcd does not answer.
             DataLost: etcd lost writes that it had acknowledged.
-            CoordinationError: etcd refuses it.
+            CoordinationError: etcd refuses the read.
         """
-        known = self._known
-        revision, found = await self._list(prefix)
+        known = self._known_revision
+        revision, found = await self._list_pages(prefix)
         if revision < known:
-            await check_lost(self._connection, prefix, known)
-        self._known = max(self._known, revision)
+            await check_not_lost(self._connection, prefix, known)
+        self._known_revision = max(self._known_revision, revision)
         return Listing(revision, tuple(convert.key_value(kv) for kv in found))
 
-    async def _list(self, prefix: str) -> tuple[int, _Found]:
+    async def _list_pages(self, prefix: str) -> tuple[int, _KeyValues]:
         """Lists all keys under `prefix` at the revision of the first page."""
-        request, found = convert.range_request(prefix, prefix=True), _Found()
+        request, found = convert.range_request(prefix, prefix=True), _KeyValues()
         request.limit = _PAGE_KEYS
         while True:
             try:
                 answer = await self._connection.call(RANGE, request, what=f"list {prefix!r}", again=True)
             except CoordinationError as error:
-                if _PAGES_GONE not in str(error):
+                if _REVISION_GONE_TEXT not in str(error):
                     raise
                 raise Unavailable(f"{error}: its history was dropped during the listing") from error
             request.revision = request.revision or answer.header.revision
@@ -158,15 +158,15 @@ class EtcdCoordinator:
 
         Raises:
             Unavailable: nothing was done.
-            OutcomeUnknown: it may have been executed.
+            OutcomeUnknown: the transaction may have been executed.
             LeaseGone: a put names a lease that does not exist; nothing was done.
-            AccessRefused: no permission, another password; nothing was done.
-            CoordinationError: etcd refuses it otherwise (too large, a key written twice).
+            AccessRefused: the permission is missing, or the password changed; nothing was done.
+            CoordinationError: etcd refuses the transaction (too large, a key written twice).
         """
         answer = await self._connection.call(
-            TXN, convert.txn_request(txn), what=_Described(txn), again=not convert.writes(txn)
+            TXN, convert.txn_request(txn), what=_TxnText(txn), again=not convert.writes(txn)
         )
-        self._known = max(self._known, answer.header.revision)
+        self._known_revision = max(self._known_revision, answer.header.revision)
         return convert.txn_result(answer)
 
     def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
@@ -176,14 +176,14 @@ class EtcdCoordinator:
         return watch(self._connection, prefix, start_revision)
 
     async def lease(self, ttl_s: float, *, stall_limit_s: float) -> EtcdLease:
-        """Grants a lease and starts renewing it. etcd's floor is 2 s.
+        """Grants a lease and starts renewing it. etcd's shortest TTL is 2 s.
 
         Raises:
             Unavailable: etcd does not answer.
-            CoordinationError: etcd refuses it, or no thread can be started to renew it.
+            CoordinationError: etcd refuses the lease, or no thread for its renewal can be started.
         """
         sent_at = time.monotonic()
-        # Asked for again if the outcome is unknown: a lease without an owner holds no key, and expires by itself.
+        # `again`: a lease that was granted twice has no keys, and expires.
         answer = await self._connection.call(
             LEASE_GRANT, v3.LeaseGrantRequest(ttl=math.ceil(ttl_s)), what="grant of a lease", again=True
         )
@@ -204,7 +204,7 @@ class EtcdCoordinator:
         try:
             lease.start()
         except RuntimeError as error:
-            with contextlib.suppress(CoordinationError):  # it expires by itself
+            with contextlib.suppress(CoordinationError):  # the lease expires anyway
                 await self._revoke_at_end(answer.id)
             raise CoordinationError(f"a lease cannot be renewed: {no_thread(error) or error}") from error
         self._leases.add(lease)
@@ -221,10 +221,10 @@ class EtcdCoordinator:
         """See `coordination.api.Coordinator.lease_left`."""
         request = v3.LeaseTimeToLiveRequest(id=lease_id)
         answer = await self._connection.call(LEASE_TIME_TO_LIVE, request, what=f"TTL of lease {lease_id:x}", again=True)
-        return answer.ttl if answer.ttl >= 0 else None  # negative: it does not exist, or ended over a second ago
+        return answer.ttl if answer.ttl >= 0 else None  # negative: the lease does not exist, or ended over a second ago
 
     async def members(self) -> tuple[str, ...]:
-        """The names of the cluster's members, as etcd's `--name` sets them."""
+        """Returns the names of the cluster's members, as set by etcd's `--name`."""
         request = v3.MemberListRequest()
         answer = await self._connection.call(MEMBER_LIST, request, what="list of members", again=True)
         return tuple(member.name for member in answer.members)
@@ -245,8 +245,8 @@ class EtcdCoordinator:
 
 
 @contextlib.contextmanager
-def _saying(connection: Connection, after_s: float) -> Iterator[None]:
-    """Logs that the block waits for a login, after `after_s`."""
+def _warn_of_slow_login(connection: Connection, after_s: float) -> Iterator[None]:
+    """Logs a warning if the block still waits for a login after `after_s`."""
 
     def say() -> None:
         if waits := connection.login.waits():
@@ -259,8 +259,8 @@ def _saying(connection: Connection, after_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-class _Described:
-    """A transaction in words, by its keys; made only if an error needs it."""
+class _TxnText:
+    """Formats a transaction by its keys, only when an error needs the text."""
 
     __slots__ = ("_txn",)
 

@@ -1,8 +1,8 @@
-"""Judges a failed RPC: was it executed, and is a retry of use?
+"""Judges a failed RPC: whether it was executed, and whether a retry may help.
 
-For a write, this is the question. gRPC's code alone does not answer it: UNAVAILABLE is both "nothing listens there" and
-"the connection broke after your request was sent". So the answer comes from the code and from the few messages, of
-gRPC's core and of etcd, that are known to come before anything was proposed. All others count as unknown.
+gRPC's code alone is not enough: UNAVAILABLE is both "nothing listens there" and "the connection broke after your
+request was sent". So the verdict depends on the code, and on a few messages of gRPC and etcd that certainly precede
+any proposal. All other failures count as unknown.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["PermissionRefused", "Verdict", "judge", "refusal", "space_used_up", 
 
 
 class PermissionRefused(AccessRefused):
-    """etcd's user may not do this."""
+    """The user lacks a permission in etcd."""
 
 
 class Verdict(enum.Enum):
-    """The possible outcomes of a failed call."""
+    """What a failed call may have done, and whether a retry may help."""
 
     NOT_EXECUTED = "not executed: safe to try again, on another endpoint"
     LOGIN = "not executed: the token is stale, log in again"
@@ -30,8 +30,8 @@ class Verdict(enum.Enum):
     UNKNOWN = "it may have been executed"
 
 
-#: Said by gRPC's core when no connection could be made, or by etcd before a proposal reaches its log.
-_NOT_EXECUTED = (
+#: Messages of gRPC without a connection, and of etcd before a proposal reaches its log.
+_NOT_EXECUTED_TEXTS = (
     "failed to connect to all addresses",
     "DNS resolution failed",
     "Name resolution failed",
@@ -41,16 +41,16 @@ _NOT_EXECUTED = (
     "etcdserver: rpc not supported for learner",
     "raft proposal dropped",
 )
-_LOGIN = ("etcdserver: invalid auth token", "etcdserver: revision of auth store is old")
-_NOT_LET_IN = (
+_STALE_TOKEN_TEXTS = ("etcdserver: invalid auth token", "etcdserver: revision of auth store is old")
+_LOGIN_REFUSED_TEXTS = (
     "etcdserver: authentication failed",
     "etcdserver: authentication is not enabled",
     "etcdserver: user name is empty",
 )
 """etcd checks these before it applies a request."""
-_LARGER = "grpc: received message larger than max"
+_GRPC_TOO_LARGE_TEXT = "grpc: received message larger than max"
 """gRPC's limit at the server, before anything is decoded; it is a little above etcd's own."""
-_TOO_LARGE = "etcdserver: request is too large"
+_ETCD_TOO_LARGE_TEXT = "etcdserver: request is too large"
 #: etcd checks these before it applies anything of the request.
 _REFUSED_CODES = frozenset(
     {
@@ -67,7 +67,7 @@ _REFUSED_CODES = frozenset(
 
 
 def why(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
-    """The code and the details of a failed call."""
+    """Returns the code and the details of a failed call."""
     if not isinstance(error, grpc.Call):
         return grpc.StatusCode.UNKNOWN, str(error)
     return error.code(), error.details() or error.code().name
@@ -75,25 +75,25 @@ def why(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
 
 def judge(code: grpc.StatusCode, details: str) -> Verdict:
     """Returns what a call that ended with `code` and `details` may have done."""
-    if any(text in details for text in _LOGIN):
+    if any(text in details for text in _STALE_TOKEN_TEXTS):
         return Verdict.LOGIN
-    if any(text in details for text in _NOT_EXECUTED):
+    if any(text in details for text in _NOT_EXECUTED_TEXTS):
         return Verdict.NOT_EXECUTED
     if code in _REFUSED_CODES:
         return Verdict.REFUSED
-    if details.startswith(_LARGER):
+    if details.startswith(_GRPC_TOO_LARGE_TEXT):
         return Verdict.REFUSED
     # RESOURCE_EXHAUSTED "database space exceeded" belongs here: the transaction that crosses the quota is executed.
     return Verdict.UNKNOWN
 
 
 def space_used_up(details: str) -> bool:
-    """True if etcd's space is used up. All members then say so, so that asking another is of no use."""
+    """True if etcd's space is used up. All members report that, so another endpoint does not help."""
     return "database space exceeded" in details
 
 
 def way_out(details: str) -> str:
-    """Returns what to do about a failure that etcd does not explain itself, after a semicolon; else ""."""
+    """Returns advice on a failure that etcd does not explain, after a semicolon; "" if there is none."""
     if not space_used_up(details):
         return ""
     return (
@@ -104,14 +104,14 @@ def way_out(details: str) -> str:
 
 
 def refusal(what: str, code: grpc.StatusCode, details: str) -> CoordinationError:
-    """The error for a call that etcd refused."""
+    """Returns the error for a call that etcd refused."""
     if "requested lease not found" in details:
         return LeaseGone(f"{what}: the lease does not exist; take a new one")
-    if details.startswith((_LARGER, _TOO_LARGE)):
+    if details.startswith((_GRPC_TOO_LARGE_TEXT, _ETCD_TOO_LARGE_TEXT)):
         return TooLarge(f"etcd refused {what}: {details}")
     kind: type[CoordinationError] = CoordinationError
     if code is grpc.StatusCode.PERMISSION_DENIED:
         kind = PermissionRefused
-    elif details.startswith(_NOT_LET_IN):
+    elif details.startswith(_LOGIN_REFUSED_TEXTS):
         kind = AccessRefused
     return kind(f"etcd refused {what}: {details or code.name}")

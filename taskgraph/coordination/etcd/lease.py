@@ -1,16 +1,16 @@
-"""A lease, renewed by a thread of its own over one stream.
+"""A lease that its own thread renews over one stream.
 
-Why a thread: decoding a large value or a garbage collection may keep the main loop busy for seconds, and a healthy
-node must not lose its lease for that. Why only while the main loop ticks: a node whose loop is stuck for good must lose
-it. Why gRPC's synchronous side: its asynchronous side shares one poller between the loops of a process.
+A thread, since a large value or a garbage collection may keep the main loop busy for seconds, and a healthy node must
+not lose its lease for that. Only while the main loop ticks, since a node with a stuck loop must lose its lease. gRPC's
+synchronous API, since its asynchronous API shares one poller between all event loops of a process.
 
-    renewer thread   every ttl/5: notes the time, hands a request to the stream; opens the stream, and opens it again
-                     on the next endpoint if it broke or an answer is overdue
-    reader thread    one per open stream: matches answers, which come in order, with the times noted
-    login thread     if etcd has users and refused our token: see `login`, which calls share
+    renewer thread   every ttl/5: notes the time, and sends a request; opens the stream, and reopens it on the next
+                     endpoint if it broke or an answer is overdue
+    reader thread    one per open stream: matches answers, which come in order, with the noted times
+    login thread     if etcd has users and refused the token: see `login`, which calls share
 
 The rule: the lease is valid for its TTL from the *sending* of the last renewal that etcd answered. etcd counts from
-the renewal's arrival, which is later; a slow answer must not make us count longer than etcd.
+the renewal's arrival, which is later; a slow answer must not extend the lease beyond etcd's time.
 
 The main loop reads single attributes (`valid_until`, `lost`), which are replaced whole.
 """
@@ -44,18 +44,18 @@ log = logging.getLogger(__name__)
 
 #: Renewals per TTL: with TTL 5 s one a second; four in a row may fail before the lease is in danger.
 _RENEWALS_PER_TTL = 5
-#: Parts of a TTL that a stream waits for its first answer, connecting included, and for each later one. A silent member
-#: may come before one that answers: a round (1/5), 1/3, a pause (1/20) and 1/5 are below 1.
-_FIRST_ANSWER, _LATER_ANSWER = 1 / 5, 1 / 3
-#: The first wait doubles with each stream that broke, up to this: behind a slow link, connecting takes seconds. The
-#: next lease goes on from there: connecting may take longer than three tries of one lease.
-_MOST_FIRST_S = 8.0
-#: How often the log names an endpoint that fails: an etcd may be away for days, and is asked four times a second.
-_SAY_AGAIN_S = 60.0
+#: Parts of a TTL that a stream waits for its first answer, with connecting, and for each later answer. After a silent
+#: member another one can answer in time: an interval (1/5), 1/3, a pause (1/20) and 1/5 are below 1.
+_FIRST_ANSWER_PART, _LATER_ANSWER_PART = 1 / 5, 1 / 3
+#: The wait for the first answer doubles with each stream that broke, up to this limit: on a slow link, connecting takes
+#: seconds. The next lease starts with the last wait.
+_MAX_FIRST_ANSWER_S = 8.0
+#: How often the log names a failing endpoint: etcd may be unreachable for days, with four tries a second.
+_LOG_INTERVAL_S = 60.0
 #: How long `close` waits for the threads, which wait only for each other and for gRPC to cancel a call.
 _JOIN_S = 2.0
 
-#: Channels for whose call gRPC could not start a thread: to close one, or to forget it, waits for that thread for ever.
+#: Channels for whose call gRPC could not start a thread: to close or delete one would wait for that thread for ever.
 _UNCLOSABLE: list[grpc.Channel] = []
 
 
@@ -63,9 +63,9 @@ class RenewalSchedule:
     """Decides when a lease is renewed next, and at which endpoint; has no clock of its own.
 
     Args:
-        ttl_s: of the lease.
-        endpoints: how many there are.
-        endpoint: the first to ask.
+        ttl_s: the lease's TTL.
+        endpoints: the number of endpoints.
+        endpoint: the index of the first endpoint to use.
         now: when the lease was granted.
     """
 
@@ -76,42 +76,42 @@ class RenewalSchedule:
         self._endpoints = endpoints
 
     def due(self, now: float) -> bool:
-        """True if a renewal is due now; the next one is then due an interval later."""
+        """Returns True if a renewal is due now. If so, the next renewal is due an interval later."""
         if now < self.next_at:
             return False
         self.next_at = now + self._interval_s
         return True
 
-    def broke(self, now: float) -> None:
-        """The stream broke: ask the next endpoint, soon."""
-        self._move_on()
+    def on_break(self, now: float) -> None:
+        """Schedules a renewal soon at the next endpoint, after a stream broke."""
+        self._use_next_endpoint()
         self.next_at = min(self.next_at, now + self._interval_s / 4)
 
-    def logged_in(self, now: float, *, failed: bool) -> None:
-        """The login that the renewal waited for ended: renew at once; if it `failed`, soon and at another endpoint."""
+    def on_login_end(self, now: float, *, failed: bool) -> None:
+        """Schedules a renewal now, after a login ended; if the login `failed`, soon at the next endpoint."""
         self.next_at = now
         if failed:
-            self._move_on()
+            self._use_next_endpoint()
             self.next_at += self._interval_s / 4
 
-    def _move_on(self) -> None:
+    def _use_next_endpoint(self) -> None:
         self.endpoint = (self.endpoint + 1) % self._endpoints
 
 
 class EtcdLease:
-    """See `coordination.api.Lease`. Made by `EtcdCoordinator.lease`.
+    """A lease on etcd: implements `coordination.api.Lease`. Created by `EtcdCoordinator.lease`.
 
     Args:
-        options: where etcd is; the lease has connections of its own.
+        options: etcd's endpoints; the lease has its own connections.
         lease_id: the id that etcd granted.
         ttl_s: the TTL granted.
         stall_limit_s: renewal stops this long after the last `tick`.
         sent_at: monotonic time at which the grant was sent.
-        revoke: revokes a lease, bounded.
+        revoke: revokes a lease within a bounded time.
         forget: called when the lease is closed.
-        endpoint: the one that granted the lease, where renewal begins.
-        login: the token to renew it with.
-        cluster: the id of the lease's cluster; 0: not known.
+        endpoint: the endpoint that granted the lease, and the first for renewals.
+        login: the token for renewals.
+        cluster: returns the id of the lease's cluster; 0: not known.
     """
 
     def __init__(
@@ -138,25 +138,25 @@ class EtcdLease:
         self._cluster = cluster
         self._login = login
         self._login_under_way: Future[LoggedIn] | None = None  # the login that the next stream waits for
-        self._refused: str | None = None  # the token that etcd refused to a stream of ours
+        self._refused: str | None = None  # the token that etcd refused for a stream
         self._valid_until = sent_at + ttl_s
         self._lost = False
         self._trouble = ""
-        self._why_none = ""  # why the last stream could not be opened
-        self._said_at: dict[Endpoint, float] = {}  # when the log named it last, unless a renewal succeeded since
+        self._open_failure = ""  # why the last stream could not be opened
+        self._logged_at: dict[Endpoint, float] = {}  # when the log last named it, since the last successful renewal
         self._ticked_at = time.monotonic()
         self._closing = False
-        self._wake = threading.Event()  # the renewer has a reason to look before its time
+        self._wake = threading.Event()  # wakes the renewer before the next interval
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._renew, name=f"taskgraph-lease-{lease_id:x}", daemon=True)
 
     def valid_until(self) -> float:
-        """Monotonic time until which the lease is certainly alive."""
+        """Returns the monotonic time until which the lease is certainly alive."""
         return self._valid_until
 
     def lost(self) -> bool:
-        """True if etcd said that the lease does not exist."""
+        """True if etcd answered that the lease does not exist."""
         return self._lost
 
     def trouble(self) -> str:
@@ -164,7 +164,7 @@ class EtcdLease:
         return (self._login.waits() if self._login_under_way is not None else "") or self._trouble
 
     def tick(self) -> None:
-        """Says that the main loop is alive."""
+        """Notes that the main loop is alive."""
         self._ticked_at = time.monotonic()
 
     def start(self) -> None:
@@ -199,28 +199,28 @@ class EtcdLease:
         rounds = RenewalSchedule(self.ttl_s, len(self._options.endpoints), self._endpoint, time.monotonic())
         try:
             while not self._closing and not self._lost:
-                look_at = rounds.next_at if stream is None else min(rounds.next_at, stream.silent_at())
+                look_at = rounds.next_at if stream is None else min(rounds.next_at, stream.times_out_at())
                 self._wake.wait(max(0.0, look_at - time.monotonic()))
                 self._wake.clear()
                 now = time.monotonic()
-                if stream is not None and (why := stream.ended or stream.silence(now)):
+                if stream is not None and (why := stream.ended or stream.timeout_reason(now)):
                     self._login.broken_streams += 1
-                    self._say_failed(stream.endpoint, why)
+                    self._log_failure(stream.endpoint, why)
                     stream.close()
                     stream = None
-                    rounds.broke(now)
+                    rounds.on_break(now)
                 if self._login_under_way is not None and self._login_under_way.done():
                     failed, self._login_under_way = self._login_under_way.exception(), None
                     if stream is None:
                         if isinstance(failed, LoginFailed):
-                            self._say_failed(failed.endpoint, str(failed))
-                        rounds.logged_in(now, failed=isinstance(failed, LoginFailed))
+                            self._log_failure(failed.endpoint, str(failed))
+                        rounds.on_login_end(now, failed=isinstance(failed, LoginFailed))
                 if self._closing or self._lost or not rounds.due(now):
                     continue
                 if now - self._ticked_at > self._stall_limit_s:
                     continue  # the main loop is stuck
                 if stream is None:
-                    stream = self._opened(self._options.endpoints[rounds.endpoint])
+                    stream = self._open_stream(self._options.endpoints[rounds.endpoint])
                 if stream is not None:
                     stream.send(self.id, now)
         except Exception:
@@ -231,45 +231,46 @@ class EtcdLease:
             with contextlib.suppress(RuntimeError):  # the loop was closed before the lease
                 self._loop.call_soon_threadsafe(self._ended.set)
 
-    def _say_failed(self, endpoint: Endpoint, why: str) -> None:
+    def _log_failure(self, endpoint: Endpoint, why: str) -> None:
         self._trouble = f"etcd {endpoint.target}: {why}"
         now = time.monotonic()
-        if now >= self._said_at.get(endpoint, -math.inf) + _SAY_AGAIN_S:
-            self._said_at[endpoint] = now
+        if now >= self._logged_at.get(endpoint, -math.inf) + _LOG_INTERVAL_S:
+            self._logged_at[endpoint] = now
             log.warning("renewal of lease %x at %s; trying the next endpoint", self.id, self._trouble)
 
-    def _opened(self, endpoint: Endpoint) -> _Stream | None:
-        """A stream to `endpoint`; None if a login comes first, or for a reason that passes."""
+    def _open_stream(self, endpoint: Endpoint) -> _Stream | None:
+        """Opens a stream to `endpoint`. Returns None if a login is needed first, or opening failed for now."""
         token = self._login.token
         if token is None and self._login.last != self._refused:
-            token = self._login.last  # many versions of etcd check no token of a renewal
+            token = self._login.last  # many versions of etcd do not check the token of a renewal
         if token is None and self._login.needed:
             if self._login_under_way is None:
-                self._login_under_way = self._login.begin(endpoint)
+                self._login_under_way = self._login.join_or_begin(endpoint)
                 self._login_under_way.add_done_callback(lambda _: self._wake.set())
             return None
         try:
-            first_s = min(_MOST_FIRST_S, self.ttl_s * _FIRST_ANSWER * 2 ** min(self._login.broken_streams, 10))
-            stream = _Stream(self._options, endpoint, self, token, (first_s, self.ttl_s * _LATER_ANSWER))
+            longer = 2 ** min(self._login.broken_streams, 10)
+            first_s = min(_MAX_FIRST_ANSWER_S, self.ttl_s * _FIRST_ANSWER_PART * longer)
+            stream = _Stream(self._options, endpoint, self, token, (first_s, self.ttl_s * _LATER_ANSWER_PART))
         except (CoordinationError, OSError, RuntimeError) as error:
-            # A TLS file is being replaced, no thread can be started, or no file opened: the next round tries again.
+            # A TLS file is being replaced, or the process lacks threads or files: the next interval tries again.
             self._trouble = no_thread(error) or str(error)
-            if self._trouble != self._why_none:
+            if self._trouble != self._open_failure:
                 log.warning("renewal of lease %x: %s; trying again", self.id, self._trouble)
-            self._why_none = self._trouble
-            self._said_at.clear()
+            self._open_failure = self._trouble
+            self._logged_at.clear()
             return None
-        self._why_none = ""
+        self._open_failure = ""
         return stream
 
     # Called by the reader thread.
 
     def is_own_cluster(self, header: v3.ResponseHeader) -> bool:
-        """True if an answer is of the lease's cluster: another cluster knows no such lease."""
+        """True if an answer is of the lease's cluster."""
         return self._cluster() in (0, header.cluster_id)
 
-    def answered(self, sent_at: float, ttl_s: int) -> None:
-        """Takes etcd's answer to the renewal that was sent at `sent_at`."""
+    def on_answer(self, sent_at: float, ttl_s: int) -> None:
+        """Handles etcd's answer to the renewal that was sent at `sent_at`."""
         if ttl_s <= 0:
             self._lost = True
             self._wake.set()
@@ -277,15 +278,15 @@ class EtcdLease:
             self._valid_until = max(self._valid_until, sent_at + ttl_s)
             self._trouble = ""
             self._login.broken_streams = 0
-            self._said_at.clear()
+            self._logged_at.clear()
 
-    def refused(self, token: str) -> None:
+    def on_refusal(self, token: str) -> None:
         """Handles the refusal of a stream's token."""
         self._refused = token
-        self._login.refused(token)
+        self._login.drop_token(token)
 
-    def broke(self) -> None:
-        """A stream ended."""
+    def on_stream_end(self) -> None:
+        """Wakes the renewer after a stream ended."""
         self._wake.set()
 
 
@@ -293,7 +294,7 @@ class _Stream:
     """One LeaseKeepAlive stream to one endpoint, with the thread that reads it.
 
     Args:
-        limits_s: how long the first answer may take, connecting included, and each later one.
+        limits_s: the timeouts of the first answer, with connecting, and of each later answer.
     """
 
     def __init__(
@@ -305,7 +306,7 @@ class _Stream:
         limits_s: tuple[float, float],
     ) -> None:
         self.endpoint = endpoint
-        self.ended = ""  # why, once it did
+        self.ended = ""  # why the stream ended; "" while it is open
         self._answered = False
         self._limits_s = limits_s
         self._lease = lease
@@ -324,19 +325,19 @@ class _Stream:
             raise
 
     def send(self, lease_id: int, now: float) -> None:
-        """Sends a renewal. `now` is noted first: validity must never count from later than the sending."""
+        """Sends a renewal. Notes `now` first: the lease must not be valid from later than the sending."""
         self._unanswered.append(now)
         self._requests.put(v3.LeaseKeepAliveRequest(id=lease_id))
 
-    def silent_at(self) -> float:
-        """Returns when the stream is given up, if no answer comes before."""
-        return self._waits_since() + self._limits_s[self._answered]
+    def times_out_at(self) -> float:
+        """Returns when the stream times out if no answer comes."""
+        return self._oldest_sent_at() + self._limits_s[self._answered]
 
-    def silence(self, now: float) -> str:
-        """Returns why to give the stream up now; "": there is no reason."""
-        return f"no answer for {now - self._waits_since():.1f} s" if now >= self.silent_at() else ""
+    def timeout_reason(self, now: float) -> str:
+        """Returns the reason if the stream has timed out by `now`; "" otherwise."""
+        return f"no answer for {now - self._oldest_sent_at():.1f} s" if now >= self.times_out_at() else ""
 
-    def _waits_since(self) -> float:
+    def _oldest_sent_at(self) -> float:
         """Returns when the oldest unanswered renewal was sent; infinity if there is none."""
         try:
             return self._unanswered[0]
@@ -363,12 +364,12 @@ class _Stream:
                     self.ended = "it belongs to another cluster"
                     return
                 self._answered = True
-                self._lease.answered(self._unanswered.popleft(), answer.ttl)
+                self._lease.on_answer(self._unanswered.popleft(), answer.ttl)
             self.ended = "etcd ended the stream"
         except grpc.RpcError as error:
             _, self.ended = why(error)
-            if self._token is not None and isinstance(error, grpc.Call) and _not_let_in(error.code(), self.ended):
-                self._lease.refused(self._token)
+            if self._token is not None and isinstance(error, grpc.Call) and _may_need_login(error.code(), self.ended):
+                self._lease.on_refusal(self._token)
         except ValueError as error:  # gRPC raises it for a call on a closed channel
             self.ended = str(error)
         except RuntimeError as error:  # gRPC has threads of its own for a call, and could not start one
@@ -378,13 +379,13 @@ class _Stream:
             self.ended = self.ended or "the reader failed"
             self._requests.put(None)
             if not self._closed:
-                self._lease.broke()
+                self._lease.on_stream_end()
 
     def _outgoing(self) -> Iterator[v3.LeaseKeepAliveRequest]:
         while (request := self._requests.get()) is not None:
             yield request
 
 
-def _not_let_in(code: grpc.StatusCode, details: str) -> bool:
-    """True if another token may help: for a token that it forgot, etcd may say only that this is not permitted."""
+def _may_need_login(code: grpc.StatusCode, details: str) -> bool:
+    """True if a new token may help. If etcd lost the token, it may say only that the call is not permitted."""
     return judge(code, details) is Verdict.LOGIN or code is grpc.StatusCode.PERMISSION_DENIED

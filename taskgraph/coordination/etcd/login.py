@@ -1,12 +1,12 @@
-"""Logging in to an etcd that has users: one token for a connection and its leases, and one login at a time.
+"""Logs in to an etcd that has users: one token serves a connection and its leases, and one login runs at a time.
 
 etcd computes a bcrypt hash for every login, and finishes it even if the client gave up. When many nodes log in at once
-(a job begins, or a restarted etcd forgot its tokens), the hashes share etcd's processors. Hence
+(a job begins, or a restarted etcd has lost its tokens), the hashes share etcd's processors. Hence
 
-- callers share one login, which goes on while they come and go: a call that gives up is followed by one that joins it;
-- a login has minutes, so a silent member is found by another call before it, and by gRPC's pings during it.
+- callers share one login, which continues if a caller gives up: the caller's next call joins it;
+- a login may take minutes, so a cheap call before it, and gRPC's pings during it, detect a silent member.
 
-Each login has a thread of its own: a lease is renewed while the main loop is busy, and may need a token for that.
+Each login has its own thread: a lease is renewed while the main loop is busy, and may need a token for that.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ __all__ = ["LoggedIn", "Login", "LoginFailed", "credentials"]
 
 log = logging.getLogger(__name__)
 
-#: How long a login may take: a hundred nodes at 1 s a hash, on one processor. To give up earlier costs another hash.
-_LIMIT_S = 120.0
-#: A member that is silent for this long (frozen, packets dropped) is left, if there is another endpoint.
+#: The limit of a login: a hundred nodes at 1 s a hash, on one processor. To give up earlier would cost another hash.
+_LOGIN_LIMIT_S = 120.0
+#: After this silence of a member (frozen, packets dropped), the login tries the next endpoint, if there is one.
 _SILENT_S = 2.0
-#: How long `close` waits for the thread, whose call it has cancelled.
+#: How long `close` waits for the thread after it cancelled the thread's call.
 _CLOSE_S = 2.0
 
 
 def credentials(token: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata of a call that is made with `token`."""
+    """Returns the metadata of a call with `token`."""
     return () if token is None else (("token", token),)
 
 
 class LoginFailed(Exception):
-    """A login that got no token.
+    """Raised for a login without a token.
 
     Attributes:
-        endpoint: where.
-        code: gRPC's word for it.
-        details: in words.
+        endpoint: the member that was asked.
+        code: gRPC's status code.
+        details: the reason, in words.
     """
 
     def __init__(self, endpoint: Endpoint, code: grpc.StatusCode, details: str) -> None:
@@ -62,21 +62,21 @@ class LoginFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoggedIn:
-    """A login that got a token."""
+    """The result of a successful login."""
 
     endpoint: Endpoint
     answer: v3.AuthenticateResponse
 
 
 class Login:
-    """The token of a connection, and how to get another. May be used from any thread.
+    """The token of a connection, and the logins that renew it. May be used from any thread.
 
     Args:
-        options: where the cluster is, and as whom to log in.
+        options: the cluster's endpoints, and the user.
 
     Attributes:
-        last: the newest token, even if etcd refused it.
-        broken_streams: streams of the connection's leases that broke since etcd answered one.
+        last: the newest token, also if etcd has refused it.
+        broken_streams: how many streams of leases broke since the last answer to a renewal.
     """
 
     def __init__(self, options: EtcdOptions) -> None:
@@ -86,33 +86,33 @@ class Login:
         self.broken_streams = 0
         self._logged_in: LoggedIn | None = None
         self._under_way: Future[LoggedIn] | None = None
-        self._since: float | None = None  # when the first of several logins that timed out began
+        self._first_began_at: float | None = None  # when the first of several logins that timed out began
         self._channel: grpc.Channel | None = None
         self._closed = False
 
     @property
     def needed(self) -> bool:
-        """True if calls need a token: the user gave a name."""
+        """True if calls need a token, since the options name a user."""
         return self._options.username is not None
 
     @property
     def token(self) -> str | None:
-        """The token, unless there is none or etcd refused it."""
+        """The token; None if there is none, or etcd refused it."""
         logged_in = self._logged_in
         return None if logged_in is None else logged_in.answer.token
 
-    def refused(self, token: str | None) -> None:
+    def drop_token(self, token: str | None) -> None:
         """Drops a token that etcd refused: the next call that needs one logs in."""
         with self._lock:
-            if token == self.token:  # else another login replaced it
+            if token == self.token:  # otherwise another login has replaced it
                 self._logged_in = None
 
     def waits(self) -> str:
-        """Returns why calls wait for a token, for people; "" if they do not."""
-        since = self._since
+        """Returns why calls wait for a token, in words; "" if they do not."""
+        since = self._first_began_at
         return "" if since is None else f"logging in to etcd takes {time.monotonic() - since:.0f} s"
 
-    def begin(self, endpoint: Endpoint) -> Future[LoggedIn]:
+    def join_or_begin(self, endpoint: Endpoint) -> Future[LoggedIn]:
         """Joins the login that is under way, or begins one at `endpoint`. Its exception is a `LoginFailed`."""
         with self._lock:
             if self._under_way is not None:
@@ -129,11 +129,11 @@ class Login:
                 future.set_exception(LoginFailed(endpoint, grpc.StatusCode.UNAVAILABLE, no_thread(error) or str(error)))
                 return future
             self._under_way = future
-            self._since = self._since or time.monotonic()
+            self._first_began_at = self._first_began_at or time.monotonic()
             return future
 
     async def close(self) -> None:
-        """Ends the login that is under way. Later ones fail at once."""
+        """Ends the login that is under way. Later logins fail at once."""
         with self._lock:
             self._closed = True
             channel, under_way = self._channel, self._under_way
@@ -149,7 +149,7 @@ class Login:
     def _run(self, endpoint: Endpoint, future: Future[LoggedIn]) -> None:
         logged_in = failed = None
         try:
-            logged_in = LoggedIn(endpoint, self._ask(endpoint))
+            logged_in = LoggedIn(endpoint, self._authenticate(endpoint))
         except LoginFailed as error:
             failed = error
         except grpc.RpcError as error:
@@ -166,12 +166,12 @@ class Login:
                 "etcd %s did not answer a login within %g s. It computes a hash for each login: more processors or a "
                 "lower --bcrypt-cost let nodes in sooner",
                 endpoint.target,
-                _LIMIT_S,
+                _LOGIN_LIMIT_S,
             )
         with self._lock:
             self._under_way = None
             if not timed_out:
-                self._since = None
+                self._first_began_at = None
             self._logged_in = logged_in
             if logged_in is not None:
                 self.last = logged_in.answer.token
@@ -180,7 +180,7 @@ class Login:
         elif logged_in is not None:
             future.set_result(logged_in)
 
-    def _ask(self, endpoint: Endpoint) -> v3.AuthenticateResponse:
+    def _authenticate(self, endpoint: Endpoint) -> v3.AuthenticateResponse:
         channel = self._options.sync_channel(endpoint)
         try:
             with self._lock:
@@ -192,7 +192,7 @@ class Login:
             authenticate = channel.unary_unary(
                 AUTHENTICATE.path, AUTHENTICATE.request.SerializeToString, AUTHENTICATE.response.FromString
             )
-            answer: v3.AuthenticateResponse = authenticate(self._options.login(), timeout=_LIMIT_S)
+            answer: v3.AuthenticateResponse = authenticate(self._options.login(), timeout=_LOGIN_LIMIT_S)
             return answer
         finally:
             with self._lock:
@@ -201,10 +201,10 @@ class Login:
 
 
 def _probe(channel: grpc.Channel, endpoint: Endpoint) -> None:
-    """Returns if the member answers a call that costs no hash; a refusal is an answer.
+    """Checks that a member answers a call that costs no hash. A refusal is an answer.
 
     Raises:
-        LoginFailed: it does not.
+        LoginFailed: the member does not answer.
     """
     status = channel.unary_unary(STATUS.path, STATUS.request.SerializeToString, STATUS.response.FromString)
     try:

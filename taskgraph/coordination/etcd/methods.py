@@ -1,4 +1,4 @@
-"""The RPCs of etcd that we call, by path."""
+"""Lists the RPCs of etcd that this client calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Response = TypeVar("Response", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Request, Response]):
-    """One RPC: where it is, what it takes and what it answers."""
+    """One RPC: its path, and the types of its request and response."""
 
     path: str
     request: type[Request]

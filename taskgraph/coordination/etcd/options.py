@@ -1,4 +1,4 @@
-"""The options to reach etcd: endpoints, TLS, user; and the gRPC channels made from them."""
+"""Options of a connection to etcd: endpoints, TLS, user. Creates gRPC channels from them."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ _MAX_PORT = 65535
 
 
 class Endpoint(NamedTuple):
-    """One etcd member as gRPC addresses it."""
+    """The address of an etcd member for gRPC, and whether to use TLS."""
 
     target: str
     tls: bool
 
     @staticmethod
     def parse(text: str, *, tls_default: bool) -> Endpoint:
-        """Reads `host:port`, `http://host:port`, `https://host:port` or `unix:/path`."""
+        """Parses `host:port`, `http://host:port`, `https://host:port` or `unix:/path`."""
         stripped = text.strip()
         scheme, separator, rest = stripped.partition("://")
         if not separator:
@@ -69,24 +69,24 @@ class Endpoint(NamedTuple):
         if ":" not in rest.rpartition("]")[2]:
             rest = f"{rest}:2379"
         port = rest.rpartition(":")[2]
-        if port.isdecimal() and int(port) > _MAX_PORT:  # gRPC would take what is left of it in 16 bits
+        if port.isdecimal() and int(port) > _MAX_PORT:  # gRPC would take it modulo 65536
             raise CoordinationError(f"{text!r} is not an etcd endpoint: there is no port {port}")
         return Endpoint(rest, tls_default if scheme == "" else scheme == "https")
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdOptions:
-    """The options to reach an etcd cluster.
+    """Options of a connection to an etcd cluster.
 
     Attributes:
-        endpoints: members, tried in order; a member that works is kept until it fails.
-        timeout_s: the limit of one call, with its retries.
+        endpoints: members, tried in order. A member stays in use until it fails.
+        timeout_s: the limit of one call with its retries.
         ca: PEM file of the authority that signed the members' certificates; None: the system's authorities.
         cert: PEM file of our client certificate, or None.
         key: PEM file of its private key, or None.
         username: the user, if etcd has authentication enabled.
         password: the user's password.
-        password_file: its first line is the password now; None: the password does not change.
+        password_file: a file whose first line is the current password; None: the password does not change.
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -116,7 +116,7 @@ class EtcdOptions:
             endpoints: `host:port`, `https://host:port`; several as a sequence or separated by commas.
 
         Raises:
-            CoordinationError: no endpoint, a text that is no endpoint, or a certificate without its key.
+            CoordinationError: an endpoint is missing or invalid, or a certificate has no key, or a user no password.
         """
         texts = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
         tls = ca is not None or cert is not None
@@ -131,10 +131,10 @@ class EtcdOptions:
         return EtcdOptions(parsed, timeout_s, paths[0], paths[1], paths[2], username, password, paths[3])
 
     def login(self) -> v3.AuthenticateRequest:
-        """The user and the password, which is read from its file anew."""
-        return v3.AuthenticateRequest(name=self.username or "", password=self._password_now() or "")
+        """Returns a login request with the user and the current password."""
+        return v3.AuthenticateRequest(name=self.username or "", password=self._current_password() or "")
 
-    def _password_now(self) -> str | None:
+    def _current_password(self) -> str | None:
         if self.password_file is None:
             return self.password
         with contextlib.suppress(OSError, UnicodeDecodeError):  # it is being replaced at this moment
@@ -144,10 +144,10 @@ class EtcdOptions:
         return self.password
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Returns TLS credentials. Files are read anew each time, so that renewed certificates are used.
+        """Returns TLS credentials. Reads the files each time, so that renewed certificates are used.
 
         Raises:
-            CoordinationError: a file cannot be used. gRPC would only say that the address does not answer.
+            CoordinationError: a file is unusable. gRPC's own error would not name it.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.set_ciphers("DEFAULT:@SECLEVEL=0")  # etcd and gRPC decide how strong a key must be
@@ -161,7 +161,7 @@ class EtcdOptions:
         )
 
     def tls_files(self) -> tuple[object, ...]:
-        """A value that differs once a file was renewed."""
+        """Returns a value that changes when a TLS file is renewed."""
         found: list[object] = []
         for path in (self.ca, self.cert, self.key):
             with contextlib.suppress(OSError):  # it is being replaced at this moment
@@ -175,7 +175,7 @@ class EtcdOptions:
         return rpc.aio_channel(endpoint.target, credentials, _CHANNEL_OPTIONS)
 
     def sync_channel(self, endpoint: Endpoint) -> grpc.Channel:
-        """A channel for a thread."""
+        """Returns a synchronous gRPC channel, for use in a thread."""
         if endpoint.tls:
             return grpc.secure_channel(endpoint.target, self.channel_credentials(), _CHANNEL_OPTIONS)
         return grpc.insecure_channel(endpoint.target, _CHANNEL_OPTIONS)

@@ -1,17 +1,16 @@
-"""One watch: every event under a prefix, once, in revision order, for as long as it is iterated.
+"""Watches a prefix: yields every event once, in revision order.
 
-A broken stream is opened again, on the next endpoint, from the revision after the last one delivered. etcd sends all
+A broken stream is opened again on the next endpoint, from the revision after the last delivered one. etcd sends all
 events of a revision in one message (we ask for no fragments), so a message is delivered as it comes.
 
-The revision in a message's header is *not* the last one it contains: a watch that catches up gets old events under
-the store's current revision. Only the events themselves, and progress notices, say how far the watch is.
+The revision in a message's header is *not* the last revision in the message: a watch that catches up gets old events
+with the store's current revision. Only the events and progress notices show the position of the watch.
 
-A watch that was created, and is refused later, waits: a permission that was withdrawn, or a changed password, may be
-put right.
+A watch that is refused after it was created retries: a permission or password may be restored.
 
-A member may be behind another one for a moment. An etcd that is behind for good has lost acknowledged writes, and would
-stay silent until it has as many revisions again: the watch raises `DataLost` instead. An etcd that was set up anew, or
-from a backup, and has more revisions by now looks the same: a cluster's id is made of its members' addresses. So a
+A member may be behind the others for a moment. A cluster that is behind for good has lost acknowledged writes, and
+would send no events until it has as many revisions again, so the watch raises `DataLost`. An etcd that was set up
+anew, or from a backup, may have more revisions and the same cluster id, which depends on members' addresses. So a
 watch reports that it was reopened, and its reader lists again.
 """
 
@@ -33,7 +32,7 @@ from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.methods import RANGE, WATCH
 from taskgraph.errors import Unavailable
 
-__all__ = ["check_lost", "watch"]
+__all__ = ["check_not_lost", "watch"]
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +47,9 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
         stream: Stream[v3.WatchResponse] | None = None
         endpoint = connection.endpoint
         try:
-            with connection.closed_as_error(f"watch of {prefix!r}"):  # once, not for every event: that would cost
+            with connection.closed_as_error(f"watch of {prefix!r}"):  # not for each event, for speed
                 stream = await connection.stream(WATCH)
-                await stream.write(_create(prefix, position))
+                await stream.write(_create_request(prefix, position))
                 reason = "etcd ended the stream"
                 async with contextlib.aclosing(stream.messages()) as messages:
                     async for answer in messages:
@@ -60,19 +59,19 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
                         if answer.created or answer.canceled:
                             connection.check_cluster(endpoint, answer.header)
                         if answer.canceled:
-                            reason = _canceled(answer, connection, stream, prefix, position)
+                            reason = _cancel_reason(answer, connection, stream, prefix, position)
                             break
                         if answer.created:
                             if failures:
                                 log.info("watch of %r goes on at etcd %s", prefix, endpoint.target)
                             if answer.header.revision < known:
-                                await check_lost(connection, prefix, known)
+                                await check_not_lost(connection, prefix, known)
                             known = max(known, answer.header.revision)
                             if failures:
                                 yield WatchBatch(position - 1, (), reopened=True)
                             continue
                         failures = 0
-                        batch = _batch(answer, position)
+                        batch = _to_batch(answer, position)
                         if batch is not None:
                             position = batch.revision + 1
                             known = max(known, batch.revision)
@@ -87,13 +86,13 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
                 if not known or not isinstance(final, AccessRefused):
                     raise final from error
         except AccessRefused as error:
-            _forget_token(connection, stream)  # for a token that it forgot, etcd says only that we may not watch
+            _forget_token(connection, stream)  # if etcd lost the token, it may say only that the watch is not permitted
             if not known and (refused or connection.options.username is None):
                 raise
             refused, reason = True, str(error)
         except OtherCluster as other:
             reason = str(other)
-        except asyncio.InvalidStateError as error:  # gRPC raises it, too, for a write to a stream that has ended
+        except asyncio.InvalidStateError as error:  # gRPC also raises it for a write to an ended stream
             reason = f"the stream broke before the watch was created: {error}"
         except asyncio.CancelledError:
             if stream is None or not stream.left or is_cancelled():
@@ -109,11 +108,11 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
         await asyncio.sleep(pause_s(failures))
 
 
-async def check_lost(connection: Connection, prefix: str, known: int) -> None:
-    """Checks that the cluster is not behind a revision that one member sent.
+async def check_not_lost(connection: Connection, prefix: str, known: int) -> None:
+    """Checks that the cluster still has a revision that one member sent.
 
     Raises:
-        DataLost: all members are behind it.
+        DataLost: all members are behind that revision.
     """
     revision = 0
     for _ in connection.options.endpoints:
@@ -131,7 +130,7 @@ async def check_lost(connection: Connection, prefix: str, known: int) -> None:
     raise DataLost(f"it was at revision {known}, and is at {revision} now")
 
 
-def _create(prefix: str, start_revision: int) -> v3.WatchRequest:
+def _create_request(prefix: str, start_revision: int) -> v3.WatchRequest:
     key, end = convert.range_of(prefix, prefix=True)
     return v3.WatchRequest(
         create_request=v3.WatchCreateRequest(
@@ -141,12 +140,12 @@ def _create(prefix: str, start_revision: int) -> v3.WatchRequest:
 
 
 def _forget_token(connection: Connection, stream: Stream[v3.WatchResponse] | None) -> None:
-    """Drops the token that `stream` was opened with, unless another one replaced it."""
+    """Drops the token with which `stream` was opened, unless another token has replaced it."""
     if stream is not None:
-        connection.login.refused(stream.token)
+        connection.login.drop_token(stream.token)
 
 
-def _canceled(
+def _cancel_reason(
     answer: v3.WatchResponse, connection: Connection, stream: Stream[v3.WatchResponse], prefix: str, position: int
 ) -> str:
     """Returns why etcd ended a watch that may be opened again.
@@ -167,8 +166,8 @@ def _canceled(
     return reason
 
 
-def _batch(answer: v3.WatchResponse, position: int) -> WatchBatch | None:
-    """The batch to deliver of a message: events from `position` on, a progress notice, or None."""
+def _to_batch(answer: v3.WatchResponse, position: int) -> WatchBatch | None:
+    """Converts a message to a batch: its events from `position` on, or a progress notice. None if it has neither."""
     if not answer.events:
         revision = answer.header.revision
         return WatchBatch(revision, ()) if revision >= position else None

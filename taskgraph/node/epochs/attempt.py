@@ -226,7 +226,7 @@ class Attempt:
         graph = composition.graph()
         replica.graph = graph if graph.declarations else None
         if isinstance(epoch, ComposeEpoch) and replica.graph_may_be_constant:
-            replica.graph_may_be_constant = not epoch.asked and graph.lasts(replica.user_task)
+            replica.graph_may_be_constant = not epoch.asked and graph.is_reusable(replica.user_task)
             if replica.graph_may_be_constant:
                 replica.constant_graph = graph
         if self.recording is not None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import GraphError, Refused, TaskGraphError, error_text
-from taskgraph.graph.values import hosted
+from taskgraph.graph.values import copy_to_host
 from taskgraph.node.epochs.pulls import LARGE_BYTES
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.deviceloss import device_error
@@ -202,7 +202,7 @@ class Inbound:
     async def _take_to_host(self, tag: str, producer: int, item: Item) -> None:
         """Copies an item to the host: it is on the device of another node in this process."""
         try:
-            value = await self._primary.replica.threads.run(partial(hosted, item.value))
+            value = await self._primary.replica.threads.run(partial(copy_to_host, item.value))
         except Exception as error:
             if device_error(error) is not None:
                 raise

@@ -29,7 +29,7 @@ from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Report, Stamp, stamp_of
 from taskgraph.protocol.numbers import compact
-from taskgraph.protocol.sums import packed
+from taskgraph.protocol.sums import encode_sum
 from taskgraph.shape import is_stateless
 
 if TYPE_CHECKING:
@@ -474,8 +474,8 @@ class Lanes:
             self._term,
             True,
             0,
-            packed(ledger.sent_sum),
-            packed(ledger.received_sum),
+            encode_sum(ledger.sent_sum),
+            encode_sum(ledger.received_sum),
             finished.finishing,
             finished.numbers,
             finished.previous,

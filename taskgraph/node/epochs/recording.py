@@ -15,7 +15,7 @@ from taskgraph.channels import Outputs
 from taskgraph.epoch import Scratch
 from taskgraph.errors import StateError
 from taskgraph.graph.compose import Processor
-from taskgraph.graph.values import separate, staying, untouched, verify
+from taskgraph.graph.values import copy_device_buffers, device_buffers, device_buffers_intact, verify
 from taskgraph.node.epochs.differing import Digests, changed_names, digests, read_values, state_of
 from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.coroutines import is_async
@@ -69,7 +69,7 @@ class SharedItem:
 
     @property
     def was_viewed(self) -> bool:
-        return any(buffer.viewed for buffer in staying(self.value))
+        return any(buffer.viewed for buffer in device_buffers(self.value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class Recording:
                 if type(value) is EncodedOnDevice:
                     item = value
                     if is_async(processor.compute):
-                        item = await read_values(self.replica, partial(separate, value))
+                        item = await read_values(self.replica, partial(copy_device_buffers, value))
                         items = {**items, (tag, producer): item}
                     shared = SharedItem(item, tag, producer, processor.name, self.stamp.epoch)
                     self._shared_items.append(shared)
@@ -248,7 +248,7 @@ class Recording:
 
     def _find_written_item(self) -> None:
         for item in self._shared_items:
-            if self._written_item is None and not untouched(item.value):
+            if self._written_item is None and not device_buffers_intact(item.value):
                 self._written_item = item
 
     async def _check_shared(self, where: str, looked: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.errors import TaskGraphError, error_text
 from taskgraph.node.usercode.errors import UserCodeError
-from taskgraph.protocol.setups import job_goes_on
+from taskgraph.protocol.setups import can_job_continue
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
@@ -40,7 +40,8 @@ class FailedSetUps:
         if not self.alone or self._busy() or not isinstance(error, UserCodeError):
             return False
         settings = node.settings
-        if not job_goes_on(node.keeper.view, node.id, task, suspects=node.suspects, min_in_sync=settings.min_in_sync):
+        view, least = node.keeper.view, settings.min_in_sync
+        if not can_job_continue(view, node.id, task, suspects=node.suspects, min_in_sync=least):
             return False
         self._error = SetUpFailed(
             f"{node.name}{node.place_text} cannot hold a backup of task {task}: {error.where!r} raised "

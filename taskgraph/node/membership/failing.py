@@ -10,7 +10,7 @@ from taskgraph.hints import hint
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
-from taskgraph.protocol.setups import RESTS_ON_NODE
+from taskgraph.protocol.setups import NODE_DEPENDENT_CODE
 
 __all__ = ["culprit_text", "deaths_text", "failure_record", "fatal_record", "memory_text"]
 
@@ -43,7 +43,7 @@ def failure_record(
     else:
         place = [f"task {task}"] if task is not None else []
         place += [f"epoch {epoch}"] if epoch is not None else []
-        place += [f"{where!r}{f' on {node}' if node and where in RESTS_ON_NODE else ''}"] if where else []
+        place += [f"{where!r}{f' on {node}' if node and where in NODE_DEPENDENT_CODE else ''}"] if where else []
         more = also or hint(inner)
         reason = f"{', '.join(place)}: {error_text(inner)}{'; ' if more else ''}{more}"
     return StatusRecord(
@@ -63,7 +63,7 @@ def _readable(text: str) -> bytes:
 
 def fatal_record(found: Fatal, names: Mapping[str, GoneRecord], limit: int, writer: str) -> StatusRecord:
     """Describes a failure for code that ended the processes of these nodes."""
-    wheres = {ran.where for death in names.values() for ran in death.ran if found.counts(ran)}
+    wheres = {ran.where for death in names.values() for ran in death.running_code if found.counts(ran)}
     reason = (
         f"task {found.task}, epoch {found.epoch}, {' or '.join(map(repr, sorted(wheres)))}: {len(names)} nodes died "
         f"while it ran (fatal_deaths={limit}), and the next would, too: {deaths_text(names)}. Look at that code; where "

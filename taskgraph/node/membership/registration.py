@@ -21,7 +21,7 @@ from taskgraph.errors import CoordinationError, JobError, LeaseGone, PeerLost, T
 from taskgraph.node.membership.arithmetic import why_unlike
 from taskgraph.node.router import peer_of
 from taskgraph.protocol import transactions
-from taskgraph.protocol.reach import share_host, why_refused, why_unreached
+from taskgraph.protocol.reach import describe_unreached, refusal_reason, share_host
 from taskgraph.protocol.records import NodeRecord
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Registration:
             self._node.node_revision = revision
             self._node.pause(False)
             with self._ticking():
-                await keeper.caught_up(revision)
+                await keeper.wait_for_revision(revision)
             if not await self._unreached_members():
                 if why := why_unlike(self._record, self._earlier_members()):
                     self._node.events.emit("unlike", why)
@@ -174,7 +174,7 @@ class Registration:
         await node.keeper.refresh()  # some may have left, or be gone, by now
         there = self._earlier_members()
         return {
-            n: why_unreached(
+            n: describe_unreached(
                 self._record, asked[n], str(error), connected=isinstance(error, PeerLost) and error.connected
             )
             for n, error in why.items()
@@ -202,7 +202,7 @@ class Registration:
 
     def _why_refused(self) -> dict[str, str]:
         before = self._earlier_members().items()
-        return {other: why for other, record in before if (why := why_refused(self._record, record))}
+        return {other: why for other, record in before if (why := refusal_reason(self._record, record))}
 
     def _earlier_members(self) -> dict[str, NodeRecord]:
         """Returns the other members registered before this node; all members while it is not registered."""
@@ -327,7 +327,7 @@ class Registration:
         if result.succeeded:
             self._node.node_revision = result.revision
             with self._ticking():
-                await node.keeper.caught_up(result.revision)
+                await node.keeper.wait_for_revision(result.revision)
             if self._unproved(lease):
                 return
             self._node.pause(False)
@@ -375,7 +375,7 @@ class Registration:
             if revision is not None:
                 self._node.node_revision = max(self._node.node_revision, revision)  # a later resume may have set it
                 self._writing = ""
-                await self._node.keeper.caught_up(revision)
+                await self._node.keeper.wait_for_revision(revision)
                 return
             await self._node.short_pause()
 

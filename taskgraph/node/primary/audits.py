@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from taskgraph.errors import TransportError
 from taskgraph.protocol.messages import Audit, LedgerEntry, LedgerPage, Report, Stamp
 from taskgraph.protocol.records import name_of
-from taskgraph.protocol.sums import ITEM, REQUEST, explain, identity, packed, total
+from taskgraph.protocol.sums import ITEM, REQUEST, encode_sum, explain, identity, total
 
 if TYPE_CHECKING:
     from taskgraph.node.core import NodeCore
@@ -88,7 +88,7 @@ def _sums(page: Iterable[LedgerEntry]) -> tuple[bytes, bytes]:
     sides: dict[bool, list[int]] = {True: [], False: []}
     for e in page:
         sides[e.sent].append(identity(e.kind, e.sender, e.receiver, e.name, e.digest))
-    return packed(total(sides[True])), packed(total(sides[False]))
+    return encode_sum(total(sides[True])), encode_sum(total(sides[False]))
 
 
 def _reported_sums(report: Report) -> tuple[bytes, bytes]:

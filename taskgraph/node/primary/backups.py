@@ -512,7 +512,7 @@ class Backups:
         key = view.keys.member(self._task, node)
         if node not in view.members_of(self._task):
             # The view may be behind the takeover that named this member: at its revision the key is there.
-            await self._node.keeper.caught_up(self._primary_revision)
+            await self._node.keeper.wait_for_revision(self._primary_revision)
             if node not in self._node.keeper.view.members_of(self._task):
                 self._insync.evicting(node)
                 self._note_evicted(peer, True)
@@ -561,7 +561,7 @@ class Backups:
             transient=transient,
             fields={"of": node},
         )
-        await keeper.caught_up(revision)
+        await keeper.wait_for_revision(revision)
 
     async def _delete_evicted_key(self, node: str) -> None:
         """Deletes the key of a gone member that was evicted before the committed boundary."""

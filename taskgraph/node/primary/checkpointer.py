@@ -21,7 +21,7 @@ from taskgraph.checkpoint.manifest import Manifest, Name
 from taskgraph.errors import CheckpointError
 from taskgraph.node.primary.checkpoint_reader import SAME_PLACE
 from taskgraph.protocol import transactions
-from taskgraph.protocol.checkpointing import Collected, is_open
+from taskgraph.protocol.checkpointing import CheckpointCollector, is_open
 from taskgraph.protocol.messages import Accepted, Stamp, WrittenFile, WrittenFiles
 from taskgraph.protocol.records import CheckpointRecord, name_of
 
@@ -44,7 +44,7 @@ class Checkpointer:
     def __init__(self, node: NodeServices, primary: Primary) -> None:
         self._node = node
         self._primary = primary
-        self._collected = Collected(node.job.tasks)
+        self._collected = CheckpointCollector(node.job.tasks)
         self._wake = asyncio.Event()
         self._failed: dict[str, int] = {}  # last failures -> the checkpoint's epoch at which each was emitted
         self._cleaned = False  # True once files of earlier runs are removed
@@ -69,7 +69,7 @@ class Checkpointer:
         """Completes checkpoints until cancelled."""
         stop = self._node.keeper.on_change(self._wake.set)
         try:
-            await self._node.keeper.caught_up(self._primary.revision)
+            await self._node.keeper.wait_for_revision(self._primary.revision)
             self._emit_short_terms()
             while True:
                 self._wake.clear()
@@ -240,7 +240,7 @@ class Checkpointer:
         if revision is None:
             await node.keeper.refresh()
             return False
-        await node.keeper.caught_up(revision)
+        await node.keeper.wait_for_revision(revision)
         self._given_up = 0
         if not await self._finish(record):
             return True  # it is tried again with the next commit

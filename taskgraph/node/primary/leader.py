@@ -17,7 +17,7 @@ from taskgraph.node.primary import audits
 from taskgraph.node.primary.checkpointer import Checkpointer
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
-from taskgraph.protocol.commit import DIFFERENTLY, Commit, Diverged, Leader, Restart, SealTasks, WaitFor
+from taskgraph.protocol.commit import DIFFERENT_RESULTS_TEXT, Commit, Diverged, KeepWaiting, Leader, Restart, SealTasks
 from taskgraph.protocol.cycles import describe_cycle, describe_waits, find_cycle
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import (
@@ -259,7 +259,7 @@ class LeaderRole:
             case Diverged() as diverged:
                 if self._may_ask_ledgers(diverged):
                     await self._explain(diverged)
-            case WaitFor():
+            case KeepWaiting():
                 pass
 
     def _wake_if_due(self) -> None:
@@ -342,7 +342,7 @@ class LeaderRole:
         if node.injects:
             for number in numbers:
                 await node.point("committed", 0, number)
-        await node.keeper.caught_up(revision)
+        await node.keeper.wait_for_revision(revision)
         self._begin()
         if self._leader.ready:  # tasks that work ahead have reported already
             self._wake_if_due()
@@ -427,7 +427,7 @@ class LeaderRole:
             epoch=stamp.epoch,
             attempt=stamp.attempt + 1,
         )
-        await node.keeper.caught_up(revision)
+        await node.keeper.wait_for_revision(revision)
 
     # -- when something is wrong ------------------------------------------------------------------
 
@@ -456,7 +456,7 @@ class LeaderRole:
             # differ when they are asked for again.
             seen, self._last_differences = self._last_differences, (stamp, found.differing)
             if not waits or (found.differing and seen == self._last_differences):
-                await self._restart(DIFFERENTLY)
+                await self._restart(DIFFERENT_RESULTS_TEXT)
             else:
                 self._audit_waits = waits  # and looks again
             return

@@ -33,7 +33,7 @@ from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import Call, Encoded, HandOver, Reason, Reply, Report, RequestRestart, Stamp, Wait
 from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State, name_of
-from taskgraph.protocol.sums import packed
+from taskgraph.protocol.sums import encode_sum
 from taskgraph.protocol.transactions import TakeoverResult
 from taskgraph.protocol.view import JobView, Versioned, holds
 from taskgraph.task import BecamePrimary
@@ -122,7 +122,7 @@ class Primary:
 
     async def _work(self) -> None:
         keeper = self.node.keeper
-        await keeper.caught_up(self.revision)
+        await keeper.wait_for_revision(self.revision)
         await self._begin_with_retries()
         while True:
             if not keeper.view.running:
@@ -569,8 +569,8 @@ class Primary:
                 self.term,
                 done=False,
                 version=version,
-                sent=packed(attempt.ledger.sent_sum),
-                received=packed(attempt.ledger.received_sum),
+                sent=encode_sum(attempt.ledger.sent_sum),
+                received=encode_sum(attempt.ledger.received_sum),
                 previous=self.replica.previous,
             )
         )

@@ -356,7 +356,7 @@ class TakeOvers:
     def _lost_with(self, task: int, epoch: int) -> list[str]:
         """Returns the gone nodes that were members of the task, or that its code killed in this epoch."""
         view = self._node.keeper.view
-        its = [n for n in view.deaths_from(epoch) if any(ran.task == task for ran in view.gone[n].record.ran)]
+        its = [n for n in view.deaths_from(epoch) if any(ran.task == task for ran in view.gone[n].record.running_code)]
         return list(dict.fromkeys([*its, *(node for node in view.members_of(task) if node in view.gone)]))
 
     async def _fail_lost(self, task: int, why: str = "") -> None:

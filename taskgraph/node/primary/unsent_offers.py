@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from taskgraph.graph.values import joined
+from taskgraph.graph.values import join_values
 from taskgraph.node.primary.send_deadline import SendDeadline
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, Offer, Offers
@@ -132,4 +132,4 @@ def message_of(boundaries: list[Boundary], task: int, term: int, invitation: int
             values.append(value)
         parts.append((boundary.stamp.epoch, len(value.meta) if own else 0, value.digest))
         before = value
-    return Offers(first.stamp, term, task, invitation, tuple(parts), joined(values))
+    return Offers(first.stamp, term, task, invitation, tuple(parts), join_values(values))

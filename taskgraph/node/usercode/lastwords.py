@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import RanCode
+from taskgraph.protocol.records import RunningCode
 
 __all__ = [
     "IN_THREAD",
@@ -141,7 +141,7 @@ class Call(NamedTuple):
     """
 
     order: int
-    ran: RanCode
+    ran: RunningCode
     in_thread: bool
 
 
@@ -151,13 +151,13 @@ def _call_at(data: bytes, at: int) -> Call | None:
     if not order:
         return None
     where = data[at + _HEAD.size : at + _SLOT_BYTES].partition(b"\0")[0]
-    return Call(order, RanCode(where.decode(errors="replace"), task & ~IN_THREAD, epoch), bool(task & IN_THREAD))
+    return Call(order, RunningCode(where.decode(errors="replace"), task & ~IN_THREAD, epoch), bool(task & IN_THREAD))
 
 
 class LastCalls(NamedTuple):
     """The last words of a process: its calls, in the order in which they began, and whether its end was intended."""
 
-    ran: tuple[RanCode, ...]
+    ran: tuple[RunningCode, ...]
     intended: bool
 
 

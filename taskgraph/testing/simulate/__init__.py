@@ -1,4 +1,4 @@
-"""Jobs of the real node logic in one process, under virtual time, with every failure a seed can think of.
+"""Simulates jobs with the real node logic in one process, under virtual time, with failures drawn from a seed.
 
     python -m taskgraph.testing.simulate --seeds 0:1000
     python -m taskgraph.testing.simulate --seed 17 --verbose

@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 where a seed found something."""
+    """Runs the seeds that the arguments name. Returns 1 if a seed found a problem, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m taskgraph.testing.simulate", description=__doc__, allow_abbrev=False
     )
@@ -31,10 +31,10 @@ def main(argv: list[str] | None = None) -> int:
         print(describe(outcome))
         return 1 if outcome.problem else 0
     first, _, last = given.seeds.partition(":")
-    return _many(range(int(first), int(last or first)), given.for_s, given.keep_going, given.mistakes)
+    return _run_seeds(range(int(first), int(last or first)), given.for_s, given.keep_going, given.mistakes)
 
 
-def _many(seeds: range, limit_s: float | None, keep_going: bool, mistakes: bool) -> int:
+def _run_seeds(seeds: range, limit_s: float | None, keep_going: bool, mistakes: bool) -> int:
     began = time.monotonic()
     faults: Counter[str] = Counter()
     states: Counter[str] = Counter()

@@ -9,10 +9,10 @@ from typing import TypeVar
 from taskgraph.coordination.api import Listing, WatchBatch, WatchCompacted
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn, TxnResult
-from taskgraph.testing.simulate.drawing import Slips
+from taskgraph.testing.simulate.drawing import CallFaults
 from taskgraph.testing.simulate.etcd import SimEtcd, Stream
 from taskgraph.testing.simulate.loop import Process
-from taskgraph.testing.simulate.pace import Starving
+from taskgraph.testing.simulate.pace import SlowActors
 
 __all__ = ["SimCoordinator", "SimLease"]
 
@@ -24,16 +24,16 @@ _REVOKE_S = 2.0
 
 
 class SimCoordinator:
-    """See `coordination.api.Coordinator`.
+    """One process's connection to the simulated etcd: implements `coordination.api.Coordinator`.
 
     Args:
-        process, threads: the process of the main loop, and that of its lease threads: these run on if the loop is
-            stuck, but not if the process is frozen.
-        on_txn: called for every transaction: "sending", and "before" the server executes it.
-        timeout_s: how long a call may take, with its retries.
-        lag: a factor for the delay of its watches.
-        slips: the fate of its reads and transactions.
-        starving: actors that come last for a while.
+        process, threads: the simulated main loop, and the simulated lease threads, which run while the main loop is
+            stuck, but not while the process is frozen.
+        on_txn: called twice for every transaction: with "sending", and with "before", when the server executes it.
+        timeout_s: the time limit of a call with its retries.
+        lag: a factor for the delay of watches.
+        slips: draws which reads and transactions are lost or late.
+        slow_actors: adds delays to calls and watches.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class SimCoordinator:
         on_txn: Callable[[Process, Txn, str], None],
         timeout_s: float,
         lag: float = 1.0,
-        slips: Slips | None = None,
-        starving: Starving | None = None,
+        call_faults: CallFaults | None = None,
+        slow_actors: SlowActors | None = None,
     ) -> None:
         self.etcd = etcd
         self.process = process
@@ -54,34 +54,35 @@ class SimCoordinator:
         self._on_txn = on_txn
         self._timeout_s = timeout_s
         self.lag = lag
-        self._slips = slips
-        self._starving = starving
-        self._gone = ""
+        self._call_faults = call_faults
+        self._slow_actors = slow_actors
+        self._end_reason = ""
         self._streams: dict[Stream, None] = {}
         self._leases: dict[SimLease, None] = {}
-        self.speaks = True  # messages of this process arrive
-        self._heard = True  # messages of the server arrive
+        self.can_send = True  # messages of this process arrive at the server
+        self._can_receive = True  # messages of the server arrive at this process
         self._stalled = False  # watches get no events
-        self.answer_s = 0.0  # how much longer than others its answers may take
-        self.lose_next = 0  # transactions whose answer gets lost
-        self.hold_next: Callable[[Callable[[], None]], None] | None = None  # decides when the next transaction arrives
+        self.answer_s = 0.0  # the most that answers are delayed by a fault
+        self.lose_next = 0  # the number of next transactions that fail with an unknown outcome
+        self.hold_next: Callable[[Callable[[], None]], None] | None = None  # delivers the next transaction
 
     @property
-    def hears(self) -> bool:
+    def can_receive(self) -> bool:
         """True if watches get events."""
-        return self._heard and not self._stalled
+        return self._can_receive and not self._stalled
 
     @property
     def answers(self) -> bool:
         """True if answers to its calls arrive."""
-        return self._heard
+        return self._can_receive
 
     def late_s(self, what: str) -> float:
-        """The delay of an event between the server and this process by actors that come last."""
-        return self._starving.late_s(what, f"{what} of {self.process.name}") if self._starving is not None else 0.0
+        """Returns the delay that slow actors add to a kind of message between the server and this process."""
+        actors = self._slow_actors
+        return actors.late_s(what, f"{what} of {self.process.name}") if actors is not None else 0.0
 
     def answer_delay(self) -> float:
-        """The delay from the server to this process."""
+        """Returns the delay of an answer from the server to this process."""
         return (
             self.etcd.delay()
             + self.late_s("answers of etcd")
@@ -110,7 +111,7 @@ class SimCoordinator:
         self._on_txn(self.process, txn, "sending")
         if not any(isinstance(op, Put | Delete) for op in (*txn.success, *txn.failure)):
             return await self._read("a reading transaction", execute)
-        return await self._rpc("a transaction", execute, writes=True)
+        return await self._call("a transaction", execute, writes=True)
 
     async def lease(self, ttl_s: float, *, stall_limit_s: float) -> SimLease:
         sent_at = self.now()
@@ -132,23 +133,23 @@ class SimCoordinator:
         return await self._read("TTL of a lease", lambda: self.etcd.store.left(lease_id))
 
     async def compact(self, revision: int) -> None:
-        """Drops the history before `revision`, for everybody."""
+        """Drops the history before `revision` on the server."""
         await self._read(f"compaction at {revision}", lambda: self.etcd.store.compact(revision))
 
     async def _read(self, what: str, execute: Callable[[], T]) -> T:
-        """Retries until the time is over: the server may execute a read twice."""
+        """Calls the server with retries until the timeout: the server may execute a read twice."""
         deadline = self.now() + self._timeout_s
         while True:
             try:
-                return await self._rpc(what, execute, writes=False, timeout_s=deadline - self.now())
+                return await self._call(what, execute, writes=False, timeout_s=deadline - self.now())
             except (Unavailable, OutcomeUnknown) as error:
-                if self._gone or self.now() + _RETRY_S >= deadline:
+                if self._end_reason or self.now() + _RETRY_S >= deadline:
                     raise Unavailable(f"{what}: {error}") from error
             await asyncio.sleep(_RETRY_S)
 
-    async def _rpc(self, what: str, execute: Callable[[], T], *, writes: bool, timeout_s: float | None = None) -> T:
+    async def _call(self, what: str, execute: Callable[[], T], *, writes: bool, timeout_s: float | None = None) -> T:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        self._check()
+        self._check_usable()
         etcd, rng = self.etcd, self.etcd.rng
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
@@ -162,7 +163,7 @@ class SimCoordinator:
                 answer.set_result(value)  # type: ignore[arg-type]
 
         def reply(value: T | None, error: Exception | None) -> None:
-            if self._heard and not self._gone:
+            if self._can_receive and not self._end_reason:
                 loop.call_later(self.answer_delay() + late_s, settle, value, error, context=self.process.context)
 
         def run() -> None:
@@ -184,21 +185,21 @@ class SimCoordinator:
                 reply(None, OutcomeUnknown(f"{what}: the connection broke"))
             elif lost == "refused":
                 reply(None, Unavailable(f"{what}: etcdserver: no leader"))
-            elif lost == "late":  # it waits in the server for longer than its connection lives
+            elif lost == "late":  # the server executes it after the connection broke
                 reply(None, OutcomeUnknown(f"{what}: the connection broke"))
                 etcd.later(rng.choice((0.1, 0.3, 3.0)) * rng.random(), etcd.arrive, run)
             else:
                 etcd.arrive(run)
 
         lost, late_s = "", 0.0
-        if not writes and self._slips is not None and (lost := self._slips.read()) == "late":
-            lost, late_s = "", self._slips.late_s()
+        if not writes and self._call_faults is not None and (lost := self._call_faults.read()) == "late":
+            lost, late_s = "", self._call_faults.late_s()
         if writes and self.lose_next:
             self.lose_next -= 1
             lost = rng.choice(("answer", "answer", "request", "refused", "late"))
-        elif writes and self._slips is not None:
-            lost = self._slips.write()
-        if self.speaks:
+        elif writes and self._call_faults is not None:
+            lost = self._call_faults.write()
+        if self.can_send:
             if writes and self.hold_next is not None:
                 hold, self.hold_next = self.hold_next, None
                 hold(arrive)
@@ -220,7 +221,7 @@ class SimCoordinator:
         return self._watch(prefix, start_revision)
 
     async def _watch(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
-        self._check()
+        self._check_usable()
         stream = Stream(self.etcd, self, prefix, start_revision, self.process.context)
         self._streams[stream] = None
         self.etcd.open(stream)
@@ -228,7 +229,7 @@ class SimCoordinator:
             while True:
                 await stream.arrived.wait()
                 stream.arrived.clear()
-                self._check()
+                self._check_usable()
                 while stream.batches:
                     batch = stream.batches.pop(0)
                     if isinstance(batch, WatchCompacted):
@@ -240,22 +241,22 @@ class SimCoordinator:
 
     # -- faults -----------------------------------------------------------------------------------
 
-    def cut(self, *, speaks: bool, hears: bool) -> None:
-        """Sets which directions work from now on."""
-        heard, self.speaks, self._heard = self._heard, speaks, hears
-        if hears and not heard:
+    def cut(self, *, can_send: bool, can_receive: bool) -> None:
+        """Sets which directions between this process and the server work from now on."""
+        received, self.can_send, self._can_receive = self._can_receive, can_send, can_receive
+        if can_receive and not received:
             self.break_streams()
 
     def stall(self, stalled: bool) -> None:
-        """Stops events of watches, or lets them go on; calls work."""
+        """Stops events of watches, or resumes them. Calls work meanwhile."""
         self._stalled = stalled
         for stream in self._streams:
-            stream.poke()
+            stream.schedule_send()
 
     def break_streams(self) -> None:
-        """Breaks the connections of watches, which reconnect."""
+        """Breaks the connections of all watches, which reconnect."""
         for stream in self._streams:
-            stream.broken()
+            stream.break_connection()
 
     # -- endings ----------------------------------------------------------------------------------
 
@@ -263,37 +264,37 @@ class SimCoordinator:
         self._end("this handle was closed")
 
     def crash(self) -> None:
-        """Lets the process die. Requests on their way may still arrive."""
+        """Acts as if the process died. Requests that were sent may still arrive."""
         self._end("this process is dead")
 
     def forget(self, lease: SimLease) -> None:
         self._leases.pop(lease, None)
 
-    def counts_on(self, lease_id: int) -> float:
-        """The time until which this process counts on a lease."""
+    def lease_valid_until(self, lease_id: int) -> float:
+        """Returns the time until which this process relies on a lease."""
         return max(
             (lease.valid_until() for lease in self._leases if lease.id == lease_id and lease.running), default=0.0
         )
 
     @property
     def gone(self) -> bool:
-        return bool(self._gone)
+        return bool(self._end_reason)
 
     def _end(self, why: str) -> None:
-        self._gone = self._gone or why
+        self._end_reason = self._end_reason or why
         for lease in tuple(self._leases):
             lease.stop()
         for stream in self._streams:
             self.etcd.close(stream)
             stream.arrived.set()
 
-    def _check(self) -> None:
-        if self._gone:
-            raise Unavailable(f"etcd cannot be used: {self._gone}")
+    def _check_usable(self) -> None:
+        if self._end_reason:
+            raise Unavailable(f"etcd cannot be used: {self._end_reason}")
 
 
 class SimLease:
-    """A lease that a thread of its own renews, for a while also if the main loop is stuck."""
+    """A lease with a simulated thread that renews it, for a while even if the main loop is stuck."""
 
     def __init__(
         self, coordinator: SimCoordinator, lease_id: int, ttl_s: float, sent_at: float, stall_limit_s: float
@@ -307,7 +308,7 @@ class SimLease:
         self._lost = False
         self._timer: asyncio.TimerHandle | None = None
         self.running = True
-        self._next()
+        self._schedule_renewal()
 
     @property
     def id(self) -> int:
@@ -337,41 +338,42 @@ class SimLease:
                 async with asyncio.timeout(_REVOKE_S):
                     await self._coordinator.revoke(self._id)
             except (TimeoutError, Unavailable):
-                pass  # a courtesy: the lease expires by itself
+                pass  # the lease expires anyway
 
     def stop(self) -> None:
         self.running = False
         if self._timer is not None:
             self._timer.cancel()
 
-    def _next(self) -> None:
+    def _schedule_renewal(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(
             self._ttl_s / _RENEWALS_PER_TTL, self._renew, context=self._coordinator.threads.context
         )
 
     def _renew(self) -> None:
-        """Runs in the lease's thread."""
+        """Sends a renewal. Runs in the lease's thread."""
         if not self.running:
             return
-        self._next()
+        self._schedule_renewal()
         client, etcd, now = self._coordinator, self._coordinator.etcd, self._coordinator.now()
-        if now - self._ticked_at > self._stall_limit_s or not client.speaks:
+        if now - self._ticked_at > self._stall_limit_s or not client.can_send:
             return
 
         def execute() -> None:
             if etcd.down:
                 return
-            there = etcd.store.renew(self._id)
+            exists = etcd.store.renew(self._id)
             if client.answers and not client.gone:
                 loop = asyncio.get_running_loop()
-                loop.call_later(client.answer_delay(), self._answered, now, there, context=client.threads.context)
+                context = client.threads.context
+                loop.call_later(client.answer_delay(), self._on_renewal_reply, now, exists, context=context)
 
         etcd.later(etcd.delay() + client.late_s("renewals"), etcd.arrive, execute)
 
-    def _answered(self, sent_at: float, there: bool) -> None:
+    def _on_renewal_reply(self, sent_at: float, exists: bool) -> None:
         if not self.running:
             return
-        if there:
+        if exists:
             self._valid_until = max(self._valid_until, sent_at + self._ttl_s)
         else:
             self._lost = True

@@ -1,7 +1,7 @@
-"""The failures of a seed as data: what, to whom, and at which moment.
+"""Draws the failures of a seed as data: kind, target and moment.
 
-Most are tied to a moment of the protocol (just before or after a write of some kind, when a message of some kind
-arrives, at a stage of an epoch), since that is where mistakes hide; the others come at some time.
+Most happen at a moment of the protocol (just before or after a write of some kind, when a message of some kind arrives,
+at a stage of an epoch), since mistakes hide there; the others happen at a drawn time.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 
 __all__ = [
     "KINDS",
-    "Again",
+    "CallFaults",
     "Fault",
-    "Slips",
+    "Resubmission",
+    "choose_race",
     "draw",
     "draw_absences",
-    "draw_again",
-    "draw_around_checkpoints",
-    "draw_around_race",
-    "draw_at_the_end",
     "draw_between_steps",
     "draw_called_gone",
+    "draw_checkpoint_faults",
     "draw_deletions",
-    "draw_in_flight",
+    "draw_for_epochs_in_flight",
+    "draw_last_epoch_faults",
     "draw_one",
     "draw_power_losses",
-    "draw_race",
-    "draw_with_moods",
+    "draw_race_faults",
+    "draw_report_crashes",
+    "draw_resubmission",
 ]
 
 KINDS = (
@@ -65,7 +65,7 @@ KINDS = (
     "power loss",
     "shut down",
 )
-_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 3, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, *(0,) * 9)
+_KIND_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 3, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, *(0,) * 9)
 
 _MOMENTS = (
     "sending commit", "sending takeover", "sending admit", "sending evict", "sending restart", "sending register",
@@ -85,8 +85,8 @@ _OVERTAKEN_BY = {
     "sending restart": ("takeover", "commit", "restart"),
     "sending register": ("takeover", "gone", "register"),
 }
-"""A write, and other writes that it must notice if they come right before it."""
-_EVERYWHERE = (
+"""Maps a write to other writes that must make it fail if they come right before it."""
+_MESSAGE_KINDS = (
     "Pull", "Item", "Offer", "Report", "Seal", "Accepted", "Refusal", "Release", "HandOver", "Request", "Answer",
     "Flag", "RequestRestart", "WrittenFile", "Audit", "LedgerPage", "Waits", "WaitsPage",
 )  # fmt: skip
@@ -105,108 +105,108 @@ _OVERTAKEN_BY_ROLLBACKS = {
     "sending admit": ("rollback",),
     "sending evict": ("rollback",),
 }
-"""The same, in jobs that keep checkpoints."""
-_OFTEN = {"before commit": 3, "after commit": 3, "after takeover": 4, "before takeover": 2, "message Offer": 3}
+"""Like `_OVERTAKEN_BY`, for jobs with checkpoints."""
+_MOMENT_WEIGHTS = {"before commit": 3, "after commit": 3, "after takeover": 4, "before takeover": 2, "message Offer": 3}
 
 
 @dataclass
 class Fault:
-    """One failure."""
+    """One failure: its kind, moment and target."""
 
     kind: str
-    moment: str  # "" for a time
-    count: int  # the how-manyth of those moments
+    moment: str  # "": the fault happens at the time `at_s`
+    count: int  # 1: the first such moment, 2: the second one
     at_s: float
     lasts_s: float
-    target: str  # "who", "peer", "leader", "talker", "primary", "member", "any"
-    again: bool  # a dead node is replaced, by one of the same name; of some others: it is of all nodes
+    target: str  # "who" (the node of the moment), "peer", "leader", "talker", "primary", "member", "any"
+    again: bool  # a crash: the node is restarted under its name; faults of disk and keys: all nodes are hit
     gone_s: float | None  # when a launcher reports the node as gone; None: never
-    until: str = ""  # the moment at which what is held back goes on, where that comes before `lasts_s`
-    then: Fault | None = None  # what happens right after it
-    to_peer: bool = False  # of a cut: what the target sends to the other node of that moment is what is held up
-    wakes: str = ""  # the moment at which who is frozen goes on, where that comes before `lasts_s`
-    saved: bool = False  # it waits until there is a checkpoint
+    until: str = ""  # a slow request: the moment at which it arrives, if that is before `lasts_s`
+    then: Fault | None = None  # a fault that follows right after this one
+    to_peer: bool = False  # a cut: always from the target to the other node of the moment
+    wakes: str = ""  # a freeze: the moment at which it ends, if that is before `lasts_s`
+    saved: bool = False  # the fault waits for the first checkpoint
 
 
-class Slips:
-    """Short delays of single calls: reads of etcd that are lost or late, and slow probes of other nodes.
+class CallFaults:
+    """Draws faults of single calls: lost or late reads of etcd, slow probes, lost transactions and reports.
 
-    They make short moments long, for instance the time between a node's registration and its work. They are drawn from
-    a generator of their own, so that other seeds do not depend on them; lost transactions and reports, from another.
+    They lengthen short moments, for instance the time between a node's registration and its work. Reads and probes use
+    one random generator, transactions and reports another, so that other seeds do not depend on them.
     """
 
     def __init__(self, rng: random.Random, *, share: float, writes: random.Random, writes_share: float) -> None:
-        self._rng = rng
+        self._read_rng = rng
         drawn = rng.random() < share
-        self._reads = rng.choice((0.0, 0.03, 0.1)) if drawn else 0.0
-        self._probes = drawn and rng.random() < 0.7
-        self._lossy, drawn = writes, writes.random() < writes_share
-        self._writes = writes.choice((0.01, 0.03, 0.1)) if drawn else 0.0
-        self._reports = writes.choice((0.0, 0.02, 0.1)) if drawn else 0.0
+        self._read_failure_share = rng.choice((0.0, 0.03, 0.1)) if drawn else 0.0
+        self._slow_probes = drawn and rng.random() < 0.7
+        self._write_rng, drawn = writes, writes.random() < writes_share
+        self._write_failure_share = writes.choice((0.01, 0.03, 0.1)) if drawn else 0.0
+        self._report_loss_share = writes.choice((0.0, 0.02, 0.1)) if drawn else 0.0
 
     @property
-    def drawn(self) -> bool:
-        return self._reads > 0 or self._probes
+    def active(self) -> bool:
+        return self._read_failure_share > 0 or self._slow_probes
 
     @property
-    def loses(self) -> bool:
-        return self._writes > 0
+    def loses_writes(self) -> bool:
+        return self._write_failure_share > 0
 
     def end(self) -> None:
-        """Ends all delays."""
-        self._reads, self._probes = 0.0, False
-        self._writes = self._reports = 0.0
+        """Ends all of these faults."""
+        self._read_failure_share, self._slow_probes = 0.0, False
+        self._write_failure_share = self._report_loss_share = 0.0
 
     def write(self) -> str:
-        """The fate of a transaction; "" if it works."""
-        if not self._writes or self._lossy.random() >= self._writes:
+        """Draws how a transaction fails; "" if it succeeds."""
+        if not self._write_failure_share or self._write_rng.random() >= self._write_failure_share:
             return ""
-        return self._lossy.choice(("answer", "answer", "request", "refused", "late"))
+        return self._write_rng.choice(("answer", "answer", "request", "refused", "late"))
 
     def report(self) -> bool:
         """True if a report is lost."""
-        return self._reports > 0 and self._lossy.random() < self._reports
+        return self._report_loss_share > 0 and self._write_rng.random() < self._report_loss_share
 
     def read(self) -> str:
-        """The fate of a read: "" (it works), "request" or "answer" (that is lost), or "late"."""
-        if not self._reads or self._rng.random() >= self._reads:
+        """Draws how a read fails: "" (it succeeds), "request" or "answer" (is lost), or "late"."""
+        if not self._read_failure_share or self._read_rng.random() >= self._read_failure_share:
             return ""
-        return self._rng.choice(("answer", "request", "late"))
+        return self._read_rng.choice(("answer", "request", "late"))
 
     def late_s(self) -> float:
-        """Returns how long a late read takes: mostly less than a call may take."""
-        return _LATE_READ_S * self._rng.random() ** 2
+        """Returns the delay of a late read, mostly less than the timeout of a call."""
+        return _LATE_READ_S * self._read_rng.random() ** 2
 
     def probe_s(self, limit_s: float) -> float:
-        """Returns how long a probe takes beside its messages, within `limit_s`."""
-        return 0.9 * limit_s * self._rng.random() if self._probes else 0.0
+        """Returns the extra duration of a probe, less than `limit_s`."""
+        return 0.9 * limit_s * self._read_rng.random() if self._slow_probes else 0.0
 
 
 _LATE_READ_S = 2.0
 
-_DEADLY = ("crash", "crash", "host crash", "freeze", "isolation")
-_DEAFENING = ("reset", "cut one way", "cut one way", "cut one way", "half-open", "freeze", "crash")
+_KILLING_KINDS = ("crash", "crash", "host crash", "freeze", "isolation")
+_DISCONNECTING_KINDS = ("reset", "cut one way", "cut one way", "cut one way", "half-open", "freeze", "crash")
 
 
 def draw(rng: random.Random, *, talks: bool, erratic: bool) -> list[Fault]:
-    """The failures of one seed.
+    """Draws the failures of one seed.
 
     Args:
-        talks: its tasks send flags and requests.
-        erratic: some of them compute something else each time.
+        talks: the tasks send flags and requests.
+        erratic: some tasks compute other values each time.
     """
     faults = [draw_one(rng, follows=False) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 7)))]
     if rng.random() < 0.6:
-        recipes = [*_RECIPES, *([_sent_again] * (2 * talks)), *([_recomputed] * (3 * erratic))]
+        recipes = [*_SEQUENCES, *([_lost_acknowledgement] * (2 * talks)), *([_lost_producer] * (3 * erratic))]
         faults += rng.choice(recipes)(rng)
     return faults
 
 
 def draw_one(rng: random.Random, *, follows: bool) -> Fault:
-    """Draws one failure, of any kind; `follows`: right after another one."""
-    weights = [_OFTEN.get(m, 1) for m in _MOMENTS]
+    """Draws one failure of any kind. `follows`: it follows another failure, so it has no moment."""
+    weights = [_MOMENT_WEIGHTS.get(m, 1) for m in _MOMENTS]
     fault = Fault(
-        kind=rng.choices(KINDS, _WEIGHTS)[0],
+        kind=rng.choices(KINDS, _KIND_WEIGHTS)[0],
         moment=rng.choices(_MOMENTS, weights)[0] if not follows and rng.random() < 0.8 else "",
         count=rng.choice((1, 1, 1, 2, 2, 3, 4, 6, 9)),
         at_s=rng.choice((0.02, 0.1, 0.5, 3.0)) * rng.random(),
@@ -220,29 +220,29 @@ def draw_one(rng: random.Random, *, follows: bool) -> Fault:
         fault.then = draw_one(rng, follows=True)
         fault.then.at_s = rng.choice((0.0, 0.001, 0.01, 0.1, 1.0)) * rng.random()
     if fault.kind == "etcd slow request":
-        _hold_back(fault, rng, rng.choice(list(_OVERTAKEN_BY)))
+        _make_late(fault, rng, rng.choice(list(_OVERTAKEN_BY)))
     return fault
 
 
-def _hold_back(
+def _make_late(
     fault: Fault, rng: random.Random, moment: str, overtaken_by: Mapping[str, tuple[str, ...]] = _OVERTAKEN_BY
 ) -> None:
-    """Makes the fault a write that is long on its way: for a time, or until just after another write."""
+    """Makes the fault a write that arrives late: after a time, or just after another write."""
     fault.kind, fault.target, fault.moment = "etcd slow request", "who", moment
     if rng.random() < 0.6:
         fault.until = "after " + rng.choice(overtaken_by[moment])
         fault.lasts_s = max(fault.lasts_s, 0.5)
 
 
-# -- failures that meet: each a race that a rule of the protocol is there for -----------------------------
+# -- failures that meet: each is a race that a rule of the protocol prevents -----------------------------
 
 
-def _overtaken(rng: random.Random) -> list[Fault]:
-    """A write is on its way to etcd while a node that it depends on dies and is replaced."""
+def _overtaken_write(rng: random.Random) -> list[Fault]:
+    """Draws a late write to etcd, while a node that the write depends on dies and is replaced."""
     first, then = draw_one(rng, follows=True), draw_one(rng, follows=True)
     first.lasts_s = rng.choice((0.1, 0.5, 2.0)) * rng.uniform(0.5, 1.0)
-    _hold_back(first, rng, rng.choice(("sending commit", "sending commit", "sending admit", "sending takeover")))
-    then.kind, then.at_s = rng.choice(_DEADLY), rng.choice((0.0, 0.01, 0.1)) * rng.random()
+    _make_late(first, rng, rng.choice(("sending commit", "sending commit", "sending admit", "sending takeover")))
+    then.kind, then.at_s = rng.choice(_KILLING_KINDS), rng.choice((0.0, 0.01, 0.1)) * rng.random()
     then.target = rng.choice(
         ("primary", "leader", "member") if first.moment == "sending commit" else ("who", "primary")
     )
@@ -251,16 +251,16 @@ def _overtaken(rng: random.Random) -> list[Fault]:
     return [first]
 
 
-def _late_change_of_members(rng: random.Random) -> list[Fault]:
-    """A member dies, freezes or moves. The write that evicts it, or admits another, comes late: perhaps its writer has
-    been replaced by then."""
+def _late_member_change(rng: random.Random) -> list[Fault]:
+    """Draws a member that dies, freezes or moves, and a late write that evicts it or admits another member. The writer
+    may have been replaced by then."""
     cause, late = draw_one(rng, follows=True), draw_one(rng, follows=True)
     cause.kind = rng.choice(("freeze", "freeze", "isolation", "crash", "join", "drain"))
     cause.target, cause.count, cause.then = "member", rng.choice((1, 1, 2, 4)), None
     cause.moment = rng.choice(("point compose", "after admit", "message Offer", "after commit"))
     cause.lasts_s, cause.gone_s = rng.choice((2.2, 3.0, 4.0)), rng.choice((0.0, 0.005))
     late.lasts_s, late.then = rng.choice((0.3, 1.0, 2.0)), None
-    _hold_back(late, rng, rng.choice(("sending evict", "sending evict", "sending admit")))
+    _make_late(late, rng, rng.choice(("sending evict", "sending evict", "sending admit")))
     late.count = rng.choice((1, 1, 2, 3))
     if rng.random() < 0.6:
         late.then = draw_one(rng, follows=True)
@@ -270,8 +270,8 @@ def _late_change_of_members(rng: random.Random) -> list[Fault]:
     return [cause, late]
 
 
-def _deaf_witness(rng: random.Random) -> list[Fault]:
-    """A primary dies around a commit, and its successor's watch has not shown that commit."""
+def _successor_with_stale_watch(rng: random.Random) -> list[Fault]:
+    """Draws a primary that dies around a commit, and a successor whose watch has not shown that commit."""
     first, then = draw_one(rng, follows=True), draw_one(rng, follows=True)
     first.kind, first.target = "watch stall", rng.choice(("member", "member", "leader", "any"))
     first.moment = rng.choice(("point done", "point snapshot", "before commit", "sending commit", "message Report"))
@@ -283,7 +283,7 @@ def _deaf_witness(rng: random.Random) -> list[Fault]:
 
 
 def _late_answers(rng: random.Random) -> list[Fault]:
-    """Answers of etcd come late, and then requests do not arrive."""
+    """Draws late answers of etcd, followed by lost requests."""
     late, then = draw_one(rng, follows=True), draw_one(rng, follows=True)
     late.kind, late.moment, late.lasts_s = "etcd slow answers", rng.choice(("after register", "point compose", "")), 1.0
     then.kind, then.at_s, then.lasts_s, then.then = rng.choice(("etcd cut", "isolation", "freeze")), 0.9, 4.5, None
@@ -292,16 +292,16 @@ def _late_answers(rng: random.Random) -> list[Fault]:
     return [late]
 
 
-def _sent_again(rng: random.Random) -> list[Fault]:
-    """A flag, a request or an answer arrives, but its sender does not learn that."""
+def _lost_acknowledgement(rng: random.Random) -> list[Fault]:
+    """Draws a flag, request or answer that arrives without an acknowledgement to its sender."""
     fault = draw_one(rng, follows=True)
-    fault.kind, fault.target, fault.lasts_s = rng.choice(_DEAFENING), "who", rng.choice((0.6, 2.2, 4.5))
+    fault.kind, fault.target, fault.lasts_s = rng.choice(_DISCONNECTING_KINDS), "who", rng.choice((0.6, 2.2, 4.5))
     fault.moment = rng.choice(("message Request", "message Answer", "message Flag", "message Flag", "answer Flag"))
     return [fault]
 
 
-def _recomputed(rng: random.Random) -> list[Fault]:
-    """A producer dies when consumers have pulled some of its items."""
+def _lost_producer(rng: random.Random) -> list[Fault]:
+    """Draws a producer that dies when consumers have pulled some of its items."""
     fault = draw_one(rng, follows=True)
     fault.kind, fault.target, fault.gone_s = (
         rng.choice(("crash", "crash", "freeze")),
@@ -313,22 +313,22 @@ def _recomputed(rng: random.Random) -> list[Fault]:
     return [fault]
 
 
-def draw_in_flight(rng: random.Random, *, erratic: bool) -> list[Fault]:
-    """Faults of a seed whose tasks may be in several epochs at a time.
+def draw_for_epochs_in_flight(rng: random.Random, *, erratic: bool) -> list[Fault]:
+    """Draws faults of a seed whose tasks may be in several epochs at a time.
 
-    These seeds have no flags and no requests. So an epoch restarts only if an erratic task's successor puts another
-    item than others have pulled. Later epochs are under way then if the task dies after its first epoch.
+    These seeds have no flags and no requests. So an epoch restarts only if an erratic task's successor puts other items
+    than consumers have pulled. If the task dies after its first epoch, later epochs are under way then.
     """
     faults: list[Fault] = []
     for _ in range(rng.choice((0, 1, 2, 2)) if erratic else 0):
-        faults += _recomputed(rng)
+        faults += _lost_producer(rng)
         faults[-1].count = rng.choice((3, 6, 10, 16, 25))
     return faults
 
 
 def draw_absences(rng: random.Random) -> list[Fault]:
-    """Several nodes end, and one freezes for so long that it counts as gone; or a write of a node that ended is long on
-    its way."""
+    """Draws several nodes that end, and one that freezes for so long that it counts as gone, or whose write arrives
+    late."""
     faults = [draw_one(rng, follows=True) for _ in range(rng.choice((2, 3, 4)))]
     for number, fault in enumerate(faults[1:]):
         fault.kind, fault.target, fault.gone_s, fault.then = (
@@ -346,7 +346,7 @@ def draw_absences(rng: random.Random) -> list[Fault]:
         late.kind, late.target = "freeze", rng.choice(("who", "member", "member"))
         late.lasts_s = rng.uniform(3.5, 8.0)
     else:
-        _hold_back(late, rng, rng.choice(("sending register", "sending admit", "sending evict", "sending takeover")))
+        _make_late(late, rng, rng.choice(("sending register", "sending admit", "sending evict", "sending takeover")))
         late.lasts_s, late.until = rng.uniform(1.0, 6.0), rng.choice(("after gone", ""))
         late.then = draw_one(rng, follows=True)
         late.then.kind, late.then.target, late.then.then = "crash", rng.choice(("who", "member")), None
@@ -354,8 +354,8 @@ def draw_absences(rng: random.Random) -> list[Fault]:
     return faults
 
 
-def draw_with_moods(rng: random.Random) -> list[Fault]:
-    """Faults of a job whose replicas disagree about its end: one dies when it has reported the end."""
+def draw_report_crashes(rng: random.Random) -> list[Fault]:
+    """Draws the crash of a replica that has reported the job's end, about which replicas disagree."""
     faults = [draw_one(rng, follows=True) for _ in range(rng.choice((1, 2)))]
     for fault in faults:
         fault.kind, fault.target, fault.gone_s, fault.then = "crash", "who", rng.choice((0.0, 0.005)), None
@@ -364,7 +364,7 @@ def draw_with_moods(rng: random.Random) -> list[Fault]:
 
 
 def draw_between_steps(rng: random.Random) -> list[Fault]:
-    """Faults between steps of a node's loop, or with a message of any kind."""
+    """Draws faults between steps of a node's loop, or at a message of any kind."""
     faults = [draw_one(rng, follows=True) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
     for fault in faults:
         fault.kind = rng.choice(("crash", "crash", "freeze", "reset", "watch break", "cut one way", fault.kind))
@@ -372,13 +372,13 @@ def draw_between_steps(rng: random.Random) -> list[Fault]:
         if rng.random() < 0.6:
             fault.moment, fault.count = "step", int(10 ** rng.uniform(1.0, 4.0))
         else:
-            fault.moment = f"{rng.choice(('sending', 'message', 'answer'))} {rng.choice(_EVERYWHERE)}"
+            fault.moment = f"{rng.choice(('sending', 'message', 'answer'))} {rng.choice(_MESSAGE_KINDS)}"
             fault.count = int(10 ** rng.uniform(0.0, 1.7))
     return faults
 
 
-def draw_at_the_end(rng: random.Random) -> list[Fault]:
-    """Faults in the last epoch: only there a job ends while a node is replaced."""
+def draw_last_epoch_faults(rng: random.Random) -> list[Fault]:
+    """Draws faults in the last epoch: only then a job ends while a node is replaced."""
     faults = [draw_one(rng, follows=True) for _ in range(rng.choice((1, 1, 2)))]
     for fault in faults:
         fault.kind = rng.choice((fault.kind, fault.kind, "crash", "keys deleted"))
@@ -390,7 +390,7 @@ def draw_at_the_end(rng: random.Random) -> list[Fault]:
 
 
 def draw_deletions(rng: random.Random) -> list[Fault]:
-    """A user deletes the keys of one living node, or of all."""
+    """Draws deletions of the keys of one living node, or of all nodes."""
     faults = [draw_one(rng, follows=False) for _ in range(rng.choice((1, 1, 2, 3)))]
     for fault in faults:
         fault.kind, fault.again = "keys deleted", rng.random() < 0.5
@@ -400,11 +400,11 @@ def draw_deletions(rng: random.Random) -> list[Fault]:
 
 
 def draw_called_gone(rng: random.Random) -> list[Fault]:
-    """A launcher declares a running or frozen node gone."""
+    """Draws launchers that declare a running or frozen node gone."""
     faults = [draw_one(rng, follows=False) for _ in range(rng.choice((1, 1, 2, 3)))]
     for fault in faults:
         fault.kind, fault.until = "called gone", ""
-        if rng.random() < 0.4:  # it goes on later, when all that follows from that has happened
+        if rng.random() < 0.4:  # the node freezes until the others have reacted
             stands = draw_one(rng, follows=True)
             stands.kind, stands.at_s, stands.then = (
                 rng.choice(("freeze", "isolation", "etcd cut", "stuck loop")),
@@ -416,7 +416,7 @@ def draw_called_gone(rng: random.Random) -> list[Fault]:
 
 
 def draw_power_losses(rng: random.Random) -> list[Fault]:
-    """All nodes of a host die at once, and etcd's answers to others get lost."""
+    """Draws the death of all nodes of a host at once, with etcd's answers to other nodes lost."""
     faults = [draw_one(rng, follows=False) for _ in range(rng.choice((1, 1, 2)))]
     for fault in faults:
         fault.kind, fault.until, fault.target = "power loss", "", rng.choice(("leader", "leader", "primary", "who"))
@@ -425,16 +425,16 @@ def draw_power_losses(rng: random.Random) -> list[Fault]:
 
 
 @dataclass
-class Again:
-    """The job's name is submitted again.
+class Resubmission:
+    """A second submission of the job's name.
 
     Attributes:
-        shut: what ends the run before; nothing where that is left to itself.
-        collected: the results of the run before are collected first, if there are some.
-        after_s: how long after its end that is.
-        resume: it goes on from the newest checkpoint; where there is none, it begins anew.
-        lost: how many of the writes that submit it have an unknown outcome.
-        faults: failures that come then.
+        shut: failures that end the first run; empty if it ends by itself.
+        collected: results of the first run are collected before, if there are some.
+        after_s: time between the end of the first run and the submission.
+        resume: the second run resumes from the newest checkpoint, if there is one.
+        lost: how many writes of the submission have an unknown outcome.
+        faults: failures of the second run.
     """
 
     shut: list[Fault]
@@ -445,27 +445,27 @@ class Again:
     faults: list[Fault]
 
 
-def draw_again(rng: random.Random, *, keeps: bool) -> Again:
-    """Draws how the job's name is submitted again.
+def draw_resubmission(rng: random.Random, *, keeps: bool) -> Resubmission:
+    """Draws a second submission of the job's name.
 
     Args:
-        keeps: the job keeps checkpoints.
+        keeps: the job has checkpoints.
     """
     shut: list[Fault] = []
     if rng.random() < 0.7:
         shut = [draw_one(rng, follows=False)]
         shut[0].kind, shut[0].until, shut[0].count = "shut down", "", rng.choice((1, 1, 2, 3, 5, 9))
-        if keeps and rng.random() < 0.8:  # as soon as there is something to go on from: the job may end soon, too
+        if keeps and rng.random() < 0.8:  # right after the first checkpoint: the job may end soon
             shut[0].moment, shut[0].count = rng.choice(("after checkpoint", *_CHECKPOINT_MOMENTS[:9])), 1
             shut[0].saved = True
-        if rng.random() < 0.5:  # somebody does not hear of it
+        if rng.random() < 0.5:  # a node does not learn about it
             deaf = draw_one(rng, follows=True)
             deaf.kind = rng.choice(("freeze", "freeze", "watch stall", "isolation", "etcd cut", "etcd slow request"))
             deaf.target, deaf.at_s, deaf.until = rng.choice(("who", "leader", "primary", "member")), 0.0, ""
             deaf.lasts_s, deaf.then, shut[0].then = rng.choice((0.2, 1.0, 3.0)), None, deaf
         if shut[0].saved and rng.random() < 0.2:
-            shut = [_after_a_loss(shut[0])]
-    return Again(
+            shut = [_after_lost_file(shut[0])]
+    return Resubmission(
         shut=shut,
         collected=rng.random() < 0.6,
         after_s=rng.choice((0.0, 0.0, 0.01, 0.1, 1.0)) * rng.random(),
@@ -475,26 +475,26 @@ def draw_again(rng: random.Random, *, keeps: bool) -> Again:
     )
 
 
-def draw_around_checkpoints(rng: random.Random) -> list[Fault]:
-    """Faults of a seed whose job keeps checkpoints."""
+def draw_checkpoint_faults(rng: random.Random) -> list[Fault]:
+    """Draws faults of a seed whose job has checkpoints."""
     kinds = ["massacre"] * rng.choice((0, 1, 1, 1, 2, 2, 3))
     kinds += [rng.choice(("place slow", "place full", "place forgets")) for _ in range(rng.choice((0, 0, 1, 1, 2)))]
-    faults = [_around_checkpoints(rng, kind) for kind in kinds]
+    faults = [_checkpoint_fault(rng, kind) for kind in kinds]
     if rng.random() < 0.3:
-        faults += rng.choice((_late_around_a_roll_back, _zombie_of_before_a_roll_back))(rng)
+        faults += rng.choice((_late_write_during_roll_back, _frozen_during_roll_back))(rng)
     if rng.random() < 0.15:
-        faults.append(_after_a_loss(_around_checkpoints(rng, "massacre")))
+        faults.append(_after_lost_file(_checkpoint_fault(rng, "massacre")))
     return faults
 
 
-def _after_a_loss(fault: Fault) -> Fault:
-    """Moves a fault to right after the loss of a file of the newest checkpoint, to which the job should go back."""
+def _after_lost_file(fault: Fault) -> Fault:
+    """Returns a fault that loses a file of the newest checkpoint, followed by `fault`, which needs that checkpoint."""
     lost = dataclasses.replace(fault, kind="place loses", saved=True, then=fault)
     fault.moment, fault.at_s = "", 0.0
     return lost
 
 
-def _around_checkpoints(rng: random.Random, kind: str) -> Fault:
+def _checkpoint_fault(rng: random.Random, kind: str) -> Fault:
     fault = draw_one(rng, follows=False)
     fault.kind, fault.until = kind, ""
     if rng.random() < 0.8:
@@ -504,19 +504,19 @@ def _around_checkpoints(rng: random.Random, kind: str) -> Fault:
     return fault
 
 
-def _late_around_a_roll_back(rng: random.Random) -> list[Fault]:
-    """A write is on its way while the job is rolled back."""
-    late, massacre = draw_one(rng, follows=True), _around_checkpoints(rng, "massacre")
-    _hold_back(late, rng, rng.choice(list(_OVERTAKEN_BY_ROLLBACKS)), _OVERTAKEN_BY_ROLLBACKS)
+def _late_write_during_roll_back(rng: random.Random) -> list[Fault]:
+    """Draws a write that arrives late, while the job is rolled back."""
+    late, massacre = draw_one(rng, follows=True), _checkpoint_fault(rng, "massacre")
+    _make_late(late, rng, rng.choice(list(_OVERTAKEN_BY_ROLLBACKS)), _OVERTAKEN_BY_ROLLBACKS)
     late.lasts_s, late.count = rng.choice((0.1, 0.5, 2.0)) * rng.uniform(0.5, 1.0), rng.choice((1, 1, 2, 3))
     massacre.moment, massacre.at_s = "", rng.choice((0.0, 0.01, 0.1)) * rng.random()
     massacre.gone_s, massacre.then, late.then = rng.choice((0.0, 0.005)), None, massacre
     return [late]
 
 
-def _zombie_of_before_a_roll_back(rng: random.Random) -> list[Fault]:
-    """Somebody stands still while the job is rolled back, and goes on then."""
-    freeze, massacre = _around_checkpoints(rng, "freeze"), _around_checkpoints(rng, "massacre")
+def _frozen_during_roll_back(rng: random.Random) -> list[Fault]:
+    """Draws a node that is frozen or cut off while the job is rolled back, and resumes after that."""
+    freeze, massacre = _checkpoint_fault(rng, "freeze"), _checkpoint_fault(rng, "massacre")
     freeze.kind = rng.choice(("freeze", "freeze", "stuck loop", "isolation", "watch stall", "etcd cut"))
     freeze.target, freeze.lasts_s = rng.choice(("leader", "primary", "member", "who")), rng.choice((0.2, 1.5, 3.0, 4.5))
     massacre.moment, massacre.at_s = "", rng.choice((0.0, 0.01, 0.1)) * rng.random()
@@ -524,29 +524,29 @@ def _zombie_of_before_a_roll_back(rng: random.Random) -> list[Fault]:
     return [freeze]
 
 
-# -- races that take more than one failure to come about: in some of the seeds ----------------------------
+# -- races that need several failures: in some of the seeds ----------------------------
 
 
-def draw_race(rng: random.Random, *, talks: bool, keeps: bool) -> str:
-    """Returns which of them a seed has, "" for none.
+def choose_race(rng: random.Random, *, talks: bool, keeps: bool) -> str:
+    """Returns the name of the race that a seed has; "" for none.
 
     Args:
-        talks: its tasks send flags and requests, and there are some beside the leader's.
-        keeps: its job keeps checkpoints.
+        talks: tasks send flags and requests, also tasks that are not the leader's.
+        keeps: the job has checkpoints.
     """
-    if rng.random() >= _RACING or not (talks or keeps):
+    if rng.random() >= _RACE_SHARE or not (talks or keeps):
         return ""
     of_checkpoints = ("late pointer", "newer checkpoint", "newer checkpoint")
     return rng.choice((*(("late seal",) * talks), *(of_checkpoints * keeps)))
 
 
-def draw_around_race(rng: random.Random, race: str) -> list[Fault]:
-    """The failures that may bring it about."""
+def draw_race_faults(rng: random.Random, race: str) -> list[Fault]:
+    """Draws the failures that may cause a race, by its name."""
     return _RACES[race](rng)
 
 
 def _late_seal(rng: random.Random) -> list[Fault]:
-    """A seal is on its way to a task, and somebody who was idle, too, is replaced; its successor sends more."""
+    """Draws a late seal to a task, and the crash of another idle task, whose successor sends more messages."""
     faults = []
     crash = draw_one(rng, follows=True)
     crash.kind, crash.target, crash.gone_s, crash.then = "crash", "talker", 0.0, None
@@ -561,8 +561,8 @@ def _late_seal(rng: random.Random) -> list[Fault]:
 
 
 def _late_pointer(rng: random.Random) -> list[Fault]:
-    """The leader saw that a checkpoint is whole, and stands still before it says so. Another leader, which lacks a file
-    of it, gives it up; then the first one goes on."""
+    """Draws a leader that freezes between finding a checkpoint complete and writing its pointer. Another leader, which
+    lacks a file, abandons the checkpoint; then the first leader resumes."""
     slow, frozen = draw_one(rng, follows=True), draw_one(rng, follows=True)
     slow.kind, slow.target, slow.moment, slow.then = "place slow", "leader", "message WrittenFile", None
     slow.again = False
@@ -573,10 +573,10 @@ def _late_pointer(rng: random.Random) -> list[Fault]:
 
 
 def _newer_checkpoint(rng: random.Random) -> list[Fault]:
-    """The pointer to a checkpoint is on its way while somebody reads the one before, to go back to it."""
+    """Draws a late pointer to a checkpoint, while a node reads the previous checkpoint for a roll-back."""
     late, slow = draw_one(rng, follows=True), draw_one(rng, follows=True)
-    massacre = _around_checkpoints(rng, "massacre")
-    _hold_back(late, rng, "sending checkpoint", _OVERTAKEN_BY_ROLLBACKS)
+    massacre = _checkpoint_fault(rng, "massacre")
+    _make_late(late, rng, "sending checkpoint", _OVERTAKEN_BY_ROLLBACKS)
     # The job goes back only after the leases of dead nodes have ended.
     late.until, late.count, late.lasts_s = "", rng.choice((2, 2, 3)), rng.uniform(2.0, 3.0)
     slow.kind, slow.again, slow.lasts_s, slow.at_s = "place slow", True, rng.choice((1.0, 3.0)), 0.0
@@ -585,18 +585,18 @@ def _newer_checkpoint(rng: random.Random) -> list[Fault]:
     return [late]
 
 
-def draw_around_members(rng: random.Random) -> list[Fault]:
-    """Members change while a write that depends on them is on its way."""
+def draw_member_changes(rng: random.Random) -> list[Fault]:
+    """Draws changes of members while a write that depends on them is late."""
     return rng.choice((_late_takeover, _gone_candidate))(rng)
 
 
 def _late_takeover(rng: random.Random) -> list[Fault]:
-    """A primary is frozen until a member decides to take over. Then it goes on, and evicts that member since others
-    join, before the takeover arrives."""
+    """Draws a primary that is frozen until a member decides to take over, then resumes and evicts that member, since
+    others join, before the takeover arrives."""
     frozen, late = draw_one(rng, follows=True), draw_one(rng, follows=True)
     frozen.kind, frozen.target, frozen.lasts_s, frozen.wakes = "freeze", "primary", 4.5, "sending takeover"
     frozen.moment, frozen.count, frozen.then = rng.choice(("after commit", "after admit", "point compose")), 1, None
-    _hold_back(late, rng, "sending takeover")
+    _make_late(late, rng, "sending takeover")
     late.until, late.count, late.lasts_s = "", 1, rng.uniform(1.0, 4.0)
     joins = [draw_one(rng, follows=True) for _ in range(rng.choice((1, 2, 3)))]
     for join, before in zip(joins, (late, *joins), strict=False):
@@ -605,20 +605,26 @@ def _late_takeover(rng: random.Random) -> list[Fault]:
 
 
 def _gone_candidate(rng: random.Random) -> list[Fault]:
-    """A candidate dies while its admission is on the way, which arrives once the candidate was declared gone."""
+    """Draws a candidate that dies, and its admission that arrives after the candidate was declared gone."""
     late, crash = draw_one(rng, follows=True), draw_one(rng, follows=True)
-    _hold_back(late, rng, "sending admit")
+    _make_late(late, rng, "sending admit")
     late.until, late.count, late.lasts_s = "after gone", rng.choice((1, 1, 2, 3)), 1.5
     crash.kind, crash.target, crash.at_s, crash.gone_s = "crash", "peer", 0.0, rng.choice((0.0, 0.05))
     crash.then, late.then = None, crash
     return [late]
 
 
-_RACING = 0.5
-"""Share of the seeds that could have one of these which do."""
+_RACE_SHARE = 0.5
+"""Share of the possible seeds that have one of these races."""
 _RACES = {
     "late seal": _late_seal,
     "late pointer": _late_pointer,
     "newer checkpoint": _newer_checkpoint,
 }
-_RECIPES = (_overtaken, _late_change_of_members, _late_change_of_members, _deaf_witness, _late_answers)
+_SEQUENCES = (
+    _overtaken_write,
+    _late_member_change,
+    _late_member_change,
+    _successor_with_stale_watch,
+    _late_answers,
+)

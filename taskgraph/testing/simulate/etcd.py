@@ -1,7 +1,7 @@
-"""An etcd that is slow, paused, restarted, cut off, and that loses requests and answers.
+"""Simulates an etcd server that may be slow, paused, restarted or cut off, and that loses requests and answers.
 
-`SimStore` is `MemoryStore` with a clock that can stand still. `SimEtcd` is the server around it: requests arrive when
-they arrive, and watches receive events later. The server runs outside of all processes.
+`SimStore` is a `MemoryStore` whose clock can stop. `SimEtcd` is the server around it, which delays requests and the
+events of watches. The server runs outside of all simulated processes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from taskgraph.coordination.api import WatchBatch, WatchCompacted
 from taskgraph.coordination.memory import MemoryStore, StoredLease
 from taskgraph.errors import CoordinationError
 from taskgraph.protocol.kv import KeyEvent, Txn
-from taskgraph.testing.simulate.loop import later, own_time, plan
+from taskgraph.testing.simulate.loop import call_at_own_time, later, own_time
 
 __all__ = ["SimEtcd", "SimStore", "Stream"]
 
-_LOOKS_EVERY_S = 0.5
+_EXPIRY_CHECK_S = 0.5
 
 
 class SimStore(MemoryStore):
-    """The state of the cluster. `on_write` sees every write before any node does."""
+    """The server's data. `on_write` is called with every write before any node learns of it."""
 
     def __init__(self, on_write: Callable[[int, tuple[KeyEvent, ...]], None]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class SimStore(MemoryStore):
 
     def would_succeed(self, txn: Txn) -> bool:
         """True if the transaction would succeed now."""
-        return all(map(self._holds, txn.compares))
+        return all(map(self._is_satisfied, txn.compares))
 
     def expire(self) -> None:
         if not self.stopped:
@@ -52,55 +52,55 @@ class SimStore(MemoryStore):
 
     def _deleted_at(self, lease: StoredLease) -> float:
         """Returns when etcd deletes a lease's keys: it looks for ended leases twice a second."""
-        return math.ceil(super()._deleted_at(lease) / _LOOKS_EVERY_S) * _LOOKS_EVERY_S
+        return math.ceil(super()._deleted_at(lease) / _EXPIRY_CHECK_S) * _EXPIRY_CHECK_S
 
     def renew(self, lease_id: int) -> bool:
-        """Renews a lease. False: there is no such lease, or it has ended."""
+        """Renews a lease. Returns False if there is no such lease, or it has ended."""
         self.expire()
         lease, now = self._leases.get(lease_id), asyncio.get_running_loop().time()
         if lease is None:
             return False
-        if lease.ends_at() < now:  # it would wait for the deletion
+        if lease.ends_at() < now:  # etcd has yet to delete it
             self.revoke(lease_id)
             return False
         lease.renewed_at = now
         return True
 
     def reset_ttls(self) -> None:
-        """A new leader gives every lease its whole TTL again."""
+        """Gives every lease its whole TTL again, as a new leader does."""
         now = asyncio.get_running_loop().time()
         self._revived.update(lease.id for lease in self._leases.values() if lease.ends_at() <= now)
         for lease in self._leases.values():
             lease.renewed_at = now
         self._schedule()
 
-    def ended(self, lease_id: int, within_s: float) -> bool:
-        """True if the TTL of a lease is over, was over at any time, or will be after the given time."""
+    def has_ended(self, lease_id: int, within_s: float) -> bool:
+        """True if the TTL of a lease is over, was over at any time, or will be over within the given time."""
         lease = self._leases.get(lease_id)
         return lease is None or lease_id in self._revived or lease.ends_at() <= own_time() + within_s
 
-    def go_on(self) -> None:
+    def restart_timers(self) -> None:
         self.stopped = False
         self._schedule()
 
 
 class Client(Protocol):
-    """A client's connection as the server sees it."""
+    """A client's connection, for the server."""
 
     @property
-    def hears(self) -> bool:
-        """True if messages of the server arrive."""
+    def can_receive(self) -> bool:
+        """True if the client's watches get events."""
 
     @property
     def lag(self) -> float:
-        """A factor for the delay of its watches."""
+        """A factor for the delay of the client's watches."""
 
     def late_s(self, what: str) -> float:
-        """The delay of an event by actors that come last."""
+        """Returns the delay that slow actors add to a kind of message."""
 
 
 class Stream:
-    """One watch as the server sees it. Batches sent on a broken stream do not arrive."""
+    """The server's side of one watch. Batches that were sent before a break of the connection do not arrive."""
 
     def __init__(
         self, etcd: SimEtcd, client: Client, prefix: str, start: int, context: contextvars.Context | None
@@ -109,36 +109,36 @@ class Stream:
         self._client = client
         self._prefix = prefix
         self._context = context
-        self._next = start  # the first revision not sent yet
-        self.delivered = start  # the first revision the client does not have
-        self._life = 0
+        self._next = start  # the first revision that is not sent yet
+        self.delivered = start  # the first revision that has not arrived at the client
+        self._connection_number = 0
         self._last_at = 0.0
-        self._asked = False
-        self._reopened = False  # and the client does not know it yet
+        self._send_scheduled = False
+        self._reopened = False  # True: the client must be told that the connection broke
         self.batches: list[WatchBatch | WatchCompacted] = []
         self.arrived = asyncio.Event()
 
-    def poke(self) -> None:
-        """Sends what there is a little later, so that batches grow."""
-        if not self._asked:
-            self._asked = True
-            self._etcd.later(self._etcd.lag() * self._client.lag, self._pump)
+    def schedule_send(self) -> None:
+        """Schedules to send new events a little later, so that batches grow."""
+        if not self._send_scheduled:
+            self._send_scheduled = True
+            self._etcd.later(self._etcd.lag() * self._client.lag, self._send_events)
 
-    def broken(self) -> None:
-        """Breaks the connection. It is made again, and some events come twice."""
-        self._life += 1
+    def break_connection(self) -> None:
+        """Breaks the connection, which is established again. Some events are sent twice."""
+        self._connection_number += 1
         self._reopened = True
         etcd = self._etcd
         again = etcd.rng.randrange(3) if etcd.rng.random() < 0.5 else 0
-        # What was compacted away does not come again; where some of it was never delivered, the watch must say so.
+        # Compacted events cannot be sent again. If one of them never arrived, the watch must fail.
         self._next = max(1, min(self.delivered, max(self.delivered - again, etcd.store.compacted)))
-        self.poke()
+        self.schedule_send()
 
-    def _pump(self) -> None:
-        self._asked = False
+    def _send_events(self) -> None:
+        self._send_scheduled = False
         etcd = self._etcd
-        if not etcd.serving or not self._client.hears:
-            return  # poked again when it may go on
+        if not etcd.serving or not self._client.can_receive:
+            return  # scheduled again on recovery
         store = etcd.store
         if self._reopened:
             self._reopened = False
@@ -150,7 +150,7 @@ class Stream:
             return
         upto = store.revision
         if not events:
-            self._next = max(self._next, upto + 1)  # it may start in the future
+            self._next = max(self._next, upto + 1)  # the watch may start in the future
             return
         if len(events) > 1 and etcd.rng.random() < 0.3:  # complete revisions in two messages
             cut = events[etcd.rng.randrange(len(events) - 1)].kv.mod_revision
@@ -169,21 +169,22 @@ class Stream:
         self._last_at = max(
             self._last_at + 1e-6, self._etcd.now() + self._etcd.delay() + self._client.late_s("watches")
         )
-        plan(self._last_at, self._deliver, self._life, what, upto, context=self._context)
+        call_at_own_time(self._last_at, self._deliver, self._connection_number, what, upto, context=self._context)
 
     def _deliver(self, life: int, what: WatchBatch | WatchCompacted, upto: int) -> None:
-        if life == self._life:
+        if life == self._connection_number:
             self.delivered = max(self.delivered, upto + 1)
             self.batches.append(what)
             self.arrived.set()
 
 
 class SimEtcd:
-    """The server.
+    """The simulated etcd server.
 
     Args:
-        rng: decides every delay and every loss.
-        moment: called for every transaction that arrives, before it is executed.
+        rng: draws every delay and every loss.
+        delay_s: the usual delay of a message.
+        lag_s: the longest delay of a watch.
     """
 
     def __init__(self, store: SimStore, rng: random.Random, *, delay_s: float, lag_s: float) -> None:
@@ -203,22 +204,22 @@ class SimEtcd:
         return own_time()
 
     def delay(self) -> float:
-        """The delay of one way to the server or back: mostly short."""
+        """Draws the delay of one message to or from the server, mostly a short one."""
         slow = 20.0 if self.rng.random() < 0.02 else 1.0
         return self.delay_s * slow * self.rng.uniform(0.3, 1.5)
 
     def lag(self) -> float:
-        """The delay of a watch: some are much slower than others, so that views differ."""
+        """Draws the delay of a watch. Some watches are much slower than others, so that views differ."""
         return self.lag_s * self.rng.random() ** 3
 
     def later(self, delay_s: float, function: Callable[..., Any], *args: Any) -> None:
-        """Calls a function later, outside of every process."""
+        """Calls a function after a delay, outside of all processes."""
         later(delay_s, function, *args)
 
     # -- what clients send ------------------------------------------------------------------------
 
     def arrive(self, execute: Callable[[], None]) -> None:
-        """Executes a request: now, or when the server goes on."""
+        """Executes a request that arrives: now, or when the paused server resumes."""
         if self.paused:
             self._backlog.append(execute)
         else:
@@ -226,15 +227,15 @@ class SimEtcd:
 
     def open(self, stream: Stream) -> None:
         self._streams[stream] = None
-        stream.poke()
+        stream.schedule_send()
 
     def close(self, stream: Stream) -> None:
         self._streams.pop(stream, None)
 
     def wake(self) -> None:
-        """Makes every watch look for new events."""
+        """Makes every watch send new events."""
         for stream in self._streams:
-            stream.poke()
+            stream.schedule_send()
 
     # -- faults -----------------------------------------------------------------------------------
 
@@ -243,43 +244,43 @@ class SimEtcd:
         self.paused = self.store.stopped = True
 
     def resume(self) -> None:
-        """Lets the server go on. Leases that ended meanwhile expire now, before or after the requests that waited."""
+        """Resumes the paused server. Leases that ended meanwhile expire before or after the waiting requests."""
         if not self.paused:
             return
         self.paused = False
         if self.rng.random() < 0.5:
-            self.store.go_on()
+            self.store.restart_timers()
             self.store.expire()
-        self._work_off()
+        self._execute_backlog()
         if self.store.stopped:
-            self.store.go_on()
+            self.store.restart_timers()
         self.wake()
 
     def stop(self) -> None:
-        """The server's process ends, and requests that waited are lost."""
+        """Ends the server's process. Waiting requests are lost."""
         self.down = self.store.stopped = True
         self._backlog.clear()
 
     def start(self) -> None:
         """Starts the server again, with its data. Leases get their whole TTL again, and watches reconnect."""
         if not self.down:
-            return  # it was started before its time, as all failures ended
+            return  # the end of all faults started it before
         self.down = False
-        self.store.go_on()
+        self.store.restart_timers()
         self.store.reset_ttls()
         self.break_streams()
 
     def change_leader(self) -> None:
-        """Leases have their whole TTL again, watches are made again."""
+        """Simulates a new leader: leases get their whole TTL again, and watches reconnect."""
         self.store.reset_ttls()
         self.break_streams()
 
     def break_streams(self) -> None:
         for stream in list(self._streams):
-            stream.broken()
+            stream.break_connection()
 
     def compact(self) -> None:
-        """Drops all history but the last revisions."""
+        """Drops the history except the last few revisions."""
         revision = max(1, self.store.revision - self.rng.randrange(3))
         if revision > self.store.compacted:
             try:
@@ -288,7 +289,7 @@ class SimEtcd:
                 return
         self.wake()
 
-    def _work_off(self) -> None:
+    def _execute_backlog(self) -> None:
         backlog, self._backlog = self._backlog, []
         self.rng.shuffle(backlog)
         for execute in backlog:

@@ -1,7 +1,6 @@
-"""Checks that must hold after every write to etcd, made where the write happens.
+"""Checks the protocol's invariants after every write to etcd, within the write.
 
-The checks read etcd's state itself and the replicas of every process that still exists, frozen ones included; they
-decide nothing and change nothing.
+The checks read etcd's own state, and the replicas of every process that exists, also frozen ones. They change nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +33,18 @@ _ENDED_BEFORE = (State.FAILED, State.CANCELLED)
 
 
 class Invariants:
-    """The state of etcd, and the history that it must have had.
+    """Follows etcd's writes, and checks each against the history of the job.
 
     Args:
-        living: node id -> node, of every process that exists, frozen or not.
-        files: returns the values of a checkpoint by task; None if they cannot be known.
-        epochs: how many the job has; None if a task decides.
-        min_in_sync: how many replicas must hold a boundary before its epoch may commit.
-        expected: boundary -> task -> state of a run without failures; None for tasks that are not deterministic.
+        first: task -> state before epoch 0.
+        living: returns node id -> node of every process that exists, frozen or not.
+        expected: boundary -> task -> state in a run without failures; None for tasks that are not deterministic.
+        without_state: tasks without state.
+        listening: tasks with an `on_commit`.
+        files: returns the values of a checkpoint by task; None if the disk damaged them.
+        ahead: how many epochs a task may be ahead of the last commit.
+        epochs: how many epochs the job has; None if a task decides.
+        min_in_sync: how many replicas must store a boundary before its epoch may commit.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Invariants:
         epochs: int | None = None,
         min_in_sync: int = 1,
     ) -> None:
-        self.view = JobView(job)  # of the store, after its last write
+        self.view = JobView(job)  # of etcd, after its last write
         self._tasks = tasks
         self._runs = runs
         self._living = living
@@ -69,25 +72,25 @@ class Invariants:
         self._listening = listening
         self._keys: dict[int, Key] = {}  # task -> key of its committed boundary; none for boundary 0
         self.states: dict[int, dict[int, int]] = {0: dict(first)}  # boundary -> task -> state
-        self._decoded: dict[bytes, int] = {}
-        self._files = files
+        self._state_by_digest: dict[bytes, int] = {}
+        self._checkpoint_values = files
         self._ahead = ahead
         self._epochs = epochs
         self._min_in_sync = min_in_sync
-        self._members: dict[int, list[tuple[int, int]]] = {}  # task -> (revision, members from there on), if it counts
-        self._last = False  # the job's last epoch committed: it has no more, or a task ended it
-        self._made: dict[int, int] = {}  # boundary -> the attempt in which it was made
-        self._checkpoints: dict[str, int] = {}  # those that may be gone back to -> boundary
-        self._undone: dict[int, list[dict[int, int]]] = {}  # boundary -> states it had before a roll-back
-        self._unlogged = 0  # task 0 keeps the reports; those of epochs before this one went with all who held it
-        self._filed: set[int] = set()  # tasks whose committed boundary is in a file, and perhaps nowhere else
+        self._member_counts: dict[int, list[tuple[int, int]]] = {}  # task -> (revision, number of members from then on)
+        self._is_over = False  # the job's last epoch has committed
+        self._attempts: dict[int, int] = {}  # boundary -> the attempt that computed it
+        self._checkpoints: dict[str, int] = {}  # checkpoints for a roll-back -> boundary
+        self._undone_states: dict[int, list[dict[int, int]]] = {}  # boundary -> its states that roll-backs undid
+        self._first_logged_epoch = 0  # reports of epochs before this one were lost with all replicas of task 0
+        self._in_checkpoint: set[int] = set()  # tasks whose committed boundary may exist only in a checkpoint
         self._commit_calls: set[tuple[int, int]] = set()  # (task, epoch) since the last roll-back
-        self._wishes: dict[int, Mapping[int, Wish]] = {}  # revision of a structure -> what placement wishes for there
+        self._wishes: dict[int, Mapping[int, Wish]] = {}  # revision of the placement's input -> task -> wish
 
     # -- another run --------------------------------------------------------------------------------
 
-    def submitted_after(self, before: Invariants, revision: int, items: Iterable[KeyValue]) -> None:
-        """The job's name was submitted again: at its beginning, or from a checkpoint of the run before.
+    def check_resubmission(self, before: Invariants, revision: int, items: Iterable[KeyValue]) -> None:
+        """Checks a second submission of the job's name: it begins anew, or from a checkpoint of the run before.
 
         Raises Violation.
         """
@@ -107,15 +110,15 @@ class Invariants:
         if lineage <= was.attempt or (now.lineage, now.base) != (lineage, now.epoch):
             raise Violation(f"a run that goes on from a checkpoint begins at {now}, after {was}")
         self.states = {boundary: states for boundary, states in before.states.items() if boundary <= now.epoch}
-        self._made = {boundary: attempt for boundary, attempt in before._made.items() if boundary <= now.epoch}
+        self._attempts = {boundary: attempt for boundary, attempt in before._attempts.items() if boundary <= now.epoch}
         self._checkpoints = {name: epoch for name, epoch in before._checkpoints.items() if epoch <= now.epoch}
-        self._filed = set(range(self._tasks))
-        self._unlogged = before._unlogged
+        self._in_checkpoint = set(range(self._tasks))
+        self._first_logged_epoch = before._first_logged_epoch
 
     # -- after every write ------------------------------------------------------------------------
 
-    def wrote(self, revision: int, events: tuple[KeyEvent, ...]) -> None:
-        """Raises Violation."""
+    def check_write(self, revision: int, events: tuple[KeyEvent, ...]) -> None:
+        """Applies a write to the view, and checks it. Raises Violation."""
         view = self.view
         at = view.epoch.record if view.epoch is not None else None
         state = view.status.record.state if view.status is not None else State.RUNNING
@@ -132,7 +135,7 @@ class Invariants:
         written = {event.kv.key for event in events if event.kind == "put"}
         if at is not None and view.keys.epoch in written:
             assert view.epoch is not None
-            self._moved(at, view.epoch.record, written, held)
+            self._check_epoch_change(at, view.epoch.record, written, held)
             if view.epoch.record.epoch < at.epoch and pointer is not None:
                 self._check_newest(pointer)
         elif at is not None and view.keys.checkpoint in written:
@@ -141,8 +144,8 @@ class Invariants:
             back = view.running and at is not None and view.epoch is not None and view.epoch.record.epoch < at.epoch
             if state != State.FINISHED or not (back or view.status.record.state == State.FAILED):
                 raise Violation(f"the job {state}, and then it was {view.status.record.state}")
-        if view.running == self._last and view.status is not None and view.status.record.state not in _ENDED_BEFORE:
-            ended = "was the job's last one" if self._last else "was not, and the job ended"
+        if view.running == self._is_over and view.status is not None and view.status.record.state not in _ENDED_BEFORE:
+            ended = "was the job's last one" if self._is_over else "was not, and the job ended"
             raise Violation(f"the last epoch that committed {ended}")
         for task, known in view.primaries.items():
             if known.mod_revision == revision and known.record.node not in held[task]:
@@ -178,21 +181,25 @@ class Invariants:
             if member != writer and member in gone and MemberRecord.from_bytes(kv.value).until is None:
                 raise Violation(f"task {task}: {member} was admitted, although it is gone")
 
-    def _moved(self, at: EpochRecord, now: EpochRecord, written: set[str], held: Mapping[int, list[str]]) -> None:
-        """The epoch's key changes by a commit, a restart or a roll-back, and by nothing else."""
+    def _check_epoch_change(
+        self, at: EpochRecord, now: EpochRecord, written: set[str], held: Mapping[int, list[str]]
+    ) -> None:
+        """Checks a change of the epoch's key: a commit, a restart or a roll-back."""
         several = now.epoch - at.epoch
         if 1 <= several <= 1 + self._ahead and now == structs.replace(at, epoch=now.epoch, writer=now.writer):
             for epoch in range(at.epoch, now.epoch):
-                self._committed(Stamp(at.attempt, epoch))
+                self._check_commit(Stamp(at.attempt, epoch))
         elif now == structs.replace(at, attempt=at.attempt + 1, writer=now.writer):
             pass  # a restart
         elif now.epoch < at.epoch:
-            self._rolled_back(at, now, written, held)
+            self._check_roll_back(at, now, written, held)
         else:
             raise Violation(f"the epoch went from {at} to {now}")
 
-    def _rolled_back(self, at: EpochRecord, now: EpochRecord, written: set[str], held: Mapping[int, list[str]]) -> None:
-        """A roll-back goes to a checkpoint, with the next attempt, and only if a task was lost."""
+    def _check_roll_back(
+        self, at: EpochRecord, now: EpochRecord, written: set[str], held: Mapping[int, list[str]]
+    ) -> None:
+        """Checks a roll-back: it goes to a checkpoint, with the next attempt, and only if a task was lost."""
         view = self.view
         attempt = at.attempt + 1
         if now != structs.replace(
@@ -215,28 +222,28 @@ class Invariants:
         if not view.running:
             raise Violation(f"a job that went back to boundary {now.epoch} passes for finished")
         for boundary in [b for b in self.states if b > now.epoch]:
-            self._undone.setdefault(boundary, []).append(self.states.pop(boundary))
+            self._undone_states.setdefault(boundary, []).append(self.states.pop(boundary))
         self._checkpoints = {name: epoch for name, epoch in self._checkpoints.items() if epoch <= now.epoch}
-        self._filed = set(range(self._tasks))
+        self._in_checkpoint = set(range(self._tasks))
         self._commit_calls = set()
-        self._last = False
+        self._is_over = False
 
     def _check_newest(self, pointer: CheckpointRecord) -> None:
-        """The job must go back to the newest checkpoint that can be used."""
+        """Checks that a roll-back goes to the newest usable checkpoint."""
         assert self.view.checkpoint is not None
         name = self.view.checkpoint.record.name
-        if name != pointer.name and self._files(pointer) is not None:
+        if name != pointer.name and self._checkpoint_values(pointer) is not None:
             raise Violation(f"a roll-back to {name}, although {pointer.name} is complete")
 
     def _check_pointer(self) -> None:
-        """A complete checkpoint is of a boundary that is committed and not undone."""
+        """Checks that a new checkpoint has the states of a boundary that is committed and not undone."""
         assert self.view.checkpoint is not None
         record = self.view.checkpoint.record
-        if self._made.get(record.epoch) != record.attempt or record.epoch not in self.states:
+        if self._attempts.get(record.epoch) != record.attempt or record.epoch not in self.states:
             raise Violation(f"{record} is a checkpoint of a boundary that is not committed")
         if unknown := [name for name in record.before if name not in self._checkpoints]:
             raise Violation(f"{record} names checkpoints before it that are none: {unknown}")
-        files = self._files(record)
+        files = self._checkpoint_values(record)
         for task in range(self._tasks):
             if files is None or task in self._without_state:
                 continue
@@ -249,32 +256,32 @@ class Invariants:
     def is_of_last_commit(self, boundary: Stamp) -> bool:
         """True if the boundary was committed last, and is not undone."""
         at = self.view.epoch.record if self.view.epoch is not None else None
-        return at is not None and at.epoch == boundary.epoch and self._made.get(at.epoch) == boundary.attempt
+        return at is not None and at.epoch == boundary.epoch and self._attempts.get(at.epoch) == boundary.attempt
 
     def _check_from_nothing(self, task: int, held: list[str]) -> None:
-        """A primary that held no boundary may begin only if all holders are gone."""
+        """Checks that a primary without a boundary begins only if all nodes with one are gone."""
         view = self.view
         assert view.epoch is not None
         if present := [name for name in held if name not in view.gone or name in view.nodes]:
             raise Violation(f"task {task} began from nothing, although {present} held it")
         if task == 0 and not view.is_checkpointed:
-            self._unlogged = view.epoch.record.epoch
+            self._first_logged_epoch = view.epoch.record.epoch
         if view.epoch.record.epoch > 0 and task not in self._without_state:
             if not view.is_checkpointed:
                 raise Violation(f"task {task} began from nothing, and no checkpoint has boundary {view.epoch.record}")
-            self._filed.add(task)
+            self._in_checkpoint.add(task)
 
-    def _committed(self, stamp: Stamp) -> None:
+    def _check_commit(self, stamp: Stamp) -> None:
         assert self.view.epoch is not None
         terms = {task: self.view.term(task) for task in range(self._tasks)}
-        self._check_held(stamp, terms)
-        if self._last:
+        self._check_min_in_sync(stamp, terms)
+        if self._is_over:
             raise Violation(f"epoch {stamp.epoch} committed, and the one before it was the job's last one")
         after = self._runs.committed(stamp, terms, self.states[stamp.epoch], self.view.epoch.record.base)
-        self._last = self._runs.finishing(stamp, terms) or stamp.epoch + 1 == self._epochs
+        self._is_over = self._runs.finishing(stamp, terms) or stamp.epoch + 1 == self._epochs
         self.states[stamp.epoch + 1] = after
-        self._made[stamp.epoch + 1] = stamp.attempt
-        self._filed = set()
+        self._attempts[stamp.epoch + 1] = stamp.attempt
+        self._in_checkpoint = set()
         if self._expected is not None and stamp.epoch + 1 >= len(self._expected):
             raise Violation(f"epoch {stamp.epoch} committed, and the job has {len(self._expected) - 1}")
         if self._expected is not None and [after[t] for t in range(self._tasks)] != self._expected[stamp.epoch + 1]:
@@ -285,14 +292,14 @@ class Invariants:
     def _count_members(self, revision: int) -> None:
         for task in range(self._tasks):
             count = sum(member.record.until is None for member in self.view.members_of(task).values())
-            counts = self._members.setdefault(task, [])
+            counts = self._member_counts.setdefault(task, [])
             if not counts or counts[-1][1] != count:
                 counts.append((revision, count))
 
-    def _check_held(self, stamp: Stamp, terms: Mapping[int, int]) -> None:
-        """`min_in_sync` members existed at some time since the epoch's state was made: all of them hold it."""
+    def _check_min_in_sync(self, stamp: Stamp, terms: Mapping[int, int]) -> None:
+        """Checks that `min_in_sync` members existed at one time since the epoch's states were computed."""
         for task, since in self._runs.ended_at(stamp, terms).items() if self._min_in_sync > 1 else ():
-            counts = self._members[task]
+            counts = self._member_counts[task]
             at_first = max(at for at, _ in counts if at <= since)
             most = max(count for at, count in counts if at >= at_first)
             if most < self._min_in_sync:
@@ -304,15 +311,15 @@ class Invariants:
     # -- I3 ---------------------------------------------------------------------------------------
 
     def check_holders(self) -> None:
-        """Every living in-sync member holds the committed boundary, with the content that was counted."""
+        """Checks that every living in-sync member has the committed boundary, with the committed content."""
         view = self.view
         if not self._keys or view.stamp is None:
             return
         epoch, living = view.stamp.epoch, self._living()
         for task in range(self._tasks):
             if task in self._without_state:
-                continue  # the successor makes it anew
-            if task in self._filed:
+                continue  # the successor creates the state anew
+            if task in self._in_checkpoint:
                 continue  # the successor reads the checkpoint
             key, state = self._keys[task], self.states[epoch][task]
             for name in view.in_sync(task):
@@ -320,26 +327,26 @@ class Invariants:
                 if node is None:
                     continue
                 replica = node.roles.replicas.get(task)
-                held = _held(replica.boundaries, epoch) if replica is not None else None
+                held = _boundary_to_commit(replica.boundaries, epoch) if replica is not None else None
                 if held is None:
                     raise Violation(f"{name} is in sync for task {task}, and does not hold boundary {epoch}")
                 if self._state(held.value) != state:
-                    # A later term offers the committed boundary under its own name: the content is what counts.
+                    # A later term may offer the boundary under its own key: only the content must match.
                     raise Violation(
                         f"{name} is in sync for task {task}; what it holds as boundary {held.key} has another content "
                         f"than {key}, which was committed"
                     )
 
     def _state(self, value: Encoded) -> int:
-        known = self._decoded.get(value.digest)
+        known = self._state_by_digest.get(value.digest)
         if known is None:
-            known = self._decoded[value.digest] = int(decode(value)["state"]["value"][0])
+            known = self._state_by_digest[value.digest] = int(decode(value)["state"]["value"][0])
         return known
 
     # -- placement --------------------------------------------------------------------------------
 
     def _check_wishes(self) -> None:
-        """Nodes that read the same structure of the job compute the same placement, without asking each other."""
+        """Checks that nodes with the same view compute the same placement."""
         for name, node in self._living().items():
             if node.placement.by_task:
                 wishes = self._wishes.setdefault(node.placement.revision, node.placement.by_task)
@@ -351,12 +358,12 @@ class Invariants:
     # -- on_commit, and the end -------------------------------------------------------------------
 
     def check_commit_calls(self) -> None:
-        """`on_commit` was only called with epochs that had committed, and with their state."""
+        """Checks that `on_commit` was called only with committed epochs and their states."""
         for task, number, state in self._runs.commit_calls():
             self._commit_calls.add((task, number))
             # The call may come late, with an epoch that was undone meanwhile.
             known = [
-                *self._undone.get(number + 1, ()),
+                *self._undone_states.get(number + 1, ()),
                 *([self.states[number + 1]] if number + 1 in self.states else ()),
             ]
             if not known:
@@ -365,7 +372,7 @@ class Invariants:
                 raise Violation(f"on_commit of task {task} got a state of epoch {number} that is not committed")
 
     def check_result(self, result: JobResult) -> None:
-        """The result is the last committed state, with the reports of each committed epoch."""
+        """Checks that the result has the last committed states, and the reports of each committed epoch."""
         epochs, values = result.epochs, result.values
         last = max(self.states)
         for task in sorted(self._listening):
@@ -379,14 +386,14 @@ class Invariants:
         for epoch in range(last):
             known = reports.get(epoch, {})
             expected = {task: {f"t{task}": reported(state)} for task, state in self.states[epoch + 1].items()}
-            # Who keeps nothing may lose them, with the leader and everybody who had its boundary.
-            lost = expected.keys() - known.keys() - self._without_state if epoch >= self._unlogged else ()
+            # Reports are lost with the leader and all replicas of its boundary, and for tasks without state.
+            lost = expected.keys() - known.keys() - self._without_state if epoch >= self._first_logged_epoch else ()
             if lost or any(known[task] != expected[task] for task in known):
                 raise Violation(f"the reports of epoch {epoch} are {known}, and not {expected}")
 
 
-def _held(boundaries: Boundaries, epoch: int) -> Boundary | None:
-    """The boundary that a replica will take for the committed one of an epoch, once it reads the commit."""
+def _boundary_to_commit(boundaries: Boundaries, epoch: int) -> Boundary | None:
+    """Returns the boundary that a replica will regard as committed once it reads the commit of the epoch."""
     committed = boundaries.committed
     if committed is not None and committed.stamp.epoch >= epoch:
         return committed if committed.stamp.epoch == epoch else None
@@ -395,7 +402,7 @@ def _held(boundaries: Boundaries, epoch: int) -> Boundary | None:
 
 
 def kind_of(view: JobView, puts: list[tuple[str, bytes]]) -> str:
-    """Names the kind of a transaction by what it puts."""
+    """Returns the kind of a transaction, by the keys that it puts."""
     keys = view.keys
     by_key = dict(puts)
     if keys.spec in by_key:

@@ -1,16 +1,16 @@
-"""Virtual time, and processes that can be frozen.
+"""An event loop with virtual time, and simulated processes that can be frozen.
 
-One event loop runs everything. A context variable names the simulated process of each callback, and callbacks inherit
-it. A process is in one of three states:
+One event loop runs all processes. A context variable names the process of each callback, and callbacks inherit it. A
+process is in one of three states:
 
 | State  | Callbacks | Ends |
 |---|---|---|
 | running | run when they are due | |
-| busy | are held back: the process still executes its last step | when that step's time is over |
+| busy | are held back: the process still executes its last step | when the step's duration is over |
 | frozen | are held back, as by SIGSTOP | when the caller calls `thaw`, as by SIGCONT |
 
-Callbacks that were held back run late, in their order. So a process that thaws is a real zombie: its timers have passed
-and its messages are old, but its state is unchanged.
+Callbacks that were held back run late, in their order. So a thawed process behaves like a real one: its timers have
+passed and its messages are old, but its state is unchanged.
 
 Each process reads the clock of its host, which has its own offset and rate. Code outside of all processes uses the
 loop's own time, `at`.
@@ -28,16 +28,16 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-__all__ = ["Clock", "Nothing", "Process", "SimLoop", "later", "outside", "own_time", "plan"]
+__all__ = ["Clock", "Process", "SimLoop", "SimulationHalted", "call_at_own_time", "later", "outside", "own_time"]
 
 _MAX_AT_ONCE = 200_000
-"""Callbacks at one moment of virtual time; more of them mean an endless loop."""
+"""Callbacks at one moment of virtual time. More callbacks mean an endless loop."""
 
 _OWNER: contextvars.ContextVar[Process | None] = contextvars.ContextVar("taskgraph_simulated_process", default=None)
 
 
-class Nothing(Exception):
-    """The loop cannot go on, and the run is not over."""
+class SimulationHalted(Exception):
+    """Raised if the loop has no callback and no timer left, or runs for ever, before the run is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,65 +48,65 @@ class Clock:
     ahead_s: float = 0.0
 
     def reads(self, at: float) -> float:
-        """Converts a time of the loop to what this clock shows then."""
+        """Converts a time of the loop to this clock's reading at that time."""
         return at * self.rate + self.ahead_s
 
     def when(self, reads: float) -> float:
-        """Converts what this clock shows to a time of the loop, rounded up: the clock shows no less then."""
-        return reads - self.ahead_s if self.rate == 1.0 else (reads - self.ahead_s) / self.rate + _ROUNDED_S
+        """Converts a reading of this clock to a time of the loop, rounded up."""
+        return reads - self.ahead_s if self.rate == 1.0 else (reads - self.ahead_s) / self.rate + _ROUNDING_S
 
 
-_TRUE = Clock()
-_ROUNDED_S = 1e-9
+_LOOP_CLOCK = Clock()
+_ROUNDING_S = 1e-9
 
 
 class Process:
-    """A process: see the states above."""
+    """A simulated process. The module's docstring lists its states."""
 
-    __slots__ = ("_held", "busy", "clock", "context", "frozen", "name", "stepped")
+    __slots__ = ("_held_back", "busy", "clock", "context", "frozen", "name", "step_s")
 
-    def __init__(self, name: str, stepped: Callable[[], float] | None = None) -> None:
+    def __init__(self, name: str, step_s: Callable[[], float] | None = None) -> None:
         self.name = name
         self.frozen = False
         self.busy = False
-        self.clock = _TRUE
-        self.stepped = stepped
-        """Called after each step, in which all due callbacks ran; returns how long the step took."""
-        self._held: list[asyncio.Handle] = []
+        self.clock = _LOOP_CLOCK
+        self.step_s = step_s
+        """Called after each step, which runs all due callbacks; returns the step's duration."""
+        self._held_back: list[asyncio.Handle] = []
         self.context = contextvars.Context()
         self.context.run(_OWNER.set, self)
 
-    def fresh(self) -> contextvars.Context:
-        """A context for a task of this process."""
+    def new_context(self) -> contextvars.Context:
+        """Returns a new context for a task of this process."""
         return self.context.copy()
 
     def thaw(self, loop: SimLoop) -> None:
-        """Ends the freeze. Callbacks that were held back run now."""
+        """Ends the freeze, and runs the callbacks that were held back."""
         self.frozen = False
-        self._go_on(loop)
+        self._run_held_back(loop)
 
-    def steps(self, loop: SimLoop) -> None:
-        """Ends a step. The process is busy for the time that the step took."""
-        if self.stepped is not None and (took_s := self.stepped()) > 0.0:
+    def end_step(self, loop: SimLoop) -> None:
+        """Ends a step. The process is busy for the step's duration."""
+        if self.step_s is not None and (took_s := self.step_s()) > 0.0:
             self.busy = True
-            loop.call_later(took_s, self._stepped, loop, context=_OUTSIDE.copy())
+            loop.call_later(took_s, self._end_busy, loop, context=_OUTSIDE.copy())
 
-    def _stepped(self, loop: SimLoop) -> None:
+    def _end_busy(self, loop: SimLoop) -> None:
         self.busy = False
-        self._go_on(loop)
+        self._run_held_back(loop)
 
-    def _go_on(self, loop: SimLoop) -> None:
+    def _run_held_back(self, loop: SimLoop) -> None:
         if self.frozen or self.busy:
             return
-        held, self._held = self._held, []
-        loop.again(held)
+        held, self._held_back = self._held_back, []
+        loop.queue_held_back(held)
 
 
 _OUTSIDE = contextvars.Context()
 
 
 def outside(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
-    """Calls the function now, outside of all processes: by the loop's own time, and its callbacks belong to none."""
+    """Calls the function now, outside of all processes: it uses the loop's time, and its callbacks have no process."""
     return _OUTSIDE.copy().run(function, *args)
 
 
@@ -116,19 +116,21 @@ def later(delay_s: float, function: Callable[[Unpack[Ts]], object], *args: *Ts) 
 
 
 def own_time() -> float:
-    """The running loop's own time. Tests of a part may run on a loop that is not simulated."""
+    """Returns the running loop's own time. Some tests run on a loop that is not simulated."""
     loop = asyncio.get_running_loop()
     return loop.at if isinstance(loop, SimLoop) else loop.time()
 
 
-def plan(at: float, function: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None) -> None:
-    """Calls the function at a time of the loop's own."""
+def call_at_own_time(
+    at: float, function: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None
+) -> None:
+    """Calls the function at a time of the loop's own clock."""
     loop = asyncio.get_running_loop()
-    (loop.plan if isinstance(loop, SimLoop) else loop.call_at)(at, function, *args, context=context)
+    (loop.call_at_own_time if isinstance(loop, SimLoop) else loop.call_at)(at, function, *args, context=context)
 
 
-class _Now(asyncio.Handle):
-    """A handle without the attributes that this loop never reads: a run makes millions of them."""
+class _FastHandle(asyncio.Handle):
+    """A handle that skips the set-up of attributes that this loop never reads: a run creates millions of handles."""
 
     __slots__ = ()
 
@@ -143,8 +145,8 @@ class _Now(asyncio.Handle):
         self._repr = self._source_traceback = None
 
 
-class _Later(asyncio.TimerHandle):
-    """See `_Now`."""
+class _FastTimerHandle(asyncio.TimerHandle):
+    """A timer handle that skips the set-up of attributes that this loop never reads, like `_FastHandle`."""
 
     __slots__ = ()
 
@@ -161,22 +163,22 @@ class _Later(asyncio.TimerHandle):
         self._repr = self._source_traceback = None
 
     def cancel(self) -> None:
-        """Cancels the timer; the loop drops it when its time comes."""
+        """Cancels the timer. The loop drops it when it is due."""
         self._cancelled = True
         self._callback = None
         self._args = ()
 
 
-class _Task(asyncio.Task[Any]):
-    """A task whose hash is its number, not its address: task groups keep tasks in sets, and cancel them in that order.
+class _OrderedTask(asyncio.Task[Any]):
+    """A task with its number as its hash: task groups keep tasks in sets, and cancel them in the order of hashes.
 
-    With addresses the order would depend on what the process did before.
+    By default the hash is the address, so the order would depend on earlier work of the real process.
     """
 
     __slots__ = ("_number",)
 
     def __init__(self, number: int, coro: Any, *, loop: SimLoop, name: str | None, context: Any) -> None:
-        self._number = number  # first: the loop's set of all tasks asks for the hash at once
+        self._number = number  # first, since asyncio hashes the task at once
         super().__init__(coro, loop=loop, name=name, context=context)
 
     def __hash__(self) -> int:
@@ -184,9 +186,9 @@ class _Task(asyncio.Task[Any]):
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """A loop whose time jumps to the next timer when no callback is due. It has no files and no sockets.
+    """An event loop whose time jumps to the next timer when no callback is due. It has no files and no sockets.
 
-    `time()`, delays and times of timers are by the clock of the calling process; `at` and `plan` are by the loop's own.
+    `time()`, delays and timers use the clock of the calling process; `at` and `call_at_own_time` use the loop's clock.
     """
 
     def __init__(self) -> None:
@@ -198,23 +200,23 @@ class SimLoop(asyncio.BaseEventLoop):
         self._at_once = 0
         self._tasks = 0
         self.steps = 0
-        self.ran: dict[Process, None] = {}  # processes that have a pace, and whose callbacks are being run
-        self.abort = ""  # why it must not go on
+        self._stepped_processes: dict[Process, None] = {}  # processes with step times that ran callbacks in this step
+        self.abort = ""  # the reason for which the run must stop
 
     def time(self) -> float:
         process = _OWNER.get()
-        return self.at if process is None or process.clock is _TRUE else process.clock.reads(self.at)
+        return self.at if process is None or process.clock is _LOOP_CLOCK else process.clock.reads(self.at)
 
     def create_task(
         self, coro: Any, *, name: object = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[Any]:
         self._tasks += 1
-        return _Task(self._tasks, coro, loop=self, name=None if name is None else str(name), context=context)
+        return _OrderedTask(self._tasks, coro, loop=self, name=None if name is None else str(name), context=context)
 
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        handle = _Now(callback, args, self, context)
+        handle = _FastHandle(callback, args, self, context)
         self._due.append(handle)
         return handle
 
@@ -232,7 +234,7 @@ class SimLoop(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         process = _OWNER.get()
         at = self.at + (delay if process is None else delay / process.clock.rate)
-        handle = _Later(at, callback, args, self, context)
+        handle = _FastTimerHandle(at, callback, args, self, context)
         self._count += 1
         heappush(self._timers, (at, self._count, handle))
         return handle
@@ -246,39 +248,39 @@ class SimLoop(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         process = _OWNER.get()
         at = when if process is None else process.clock.when(when)
-        return self.plan(at, callback, *args, context=context)
+        return self.call_at_own_time(at, callback, *args, context=context)
 
-    def plan(
+    def call_at_own_time(
         self, at: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None
     ) -> asyncio.TimerHandle:
-        """Schedules like `call_at`, by the loop's own time."""
-        handle = _Later(at, callback, args, self, context)
+        """Schedules like `call_at`, by the loop's own clock."""
+        handle = _FastTimerHandle(at, callback, args, self, context)
         self._count += 1
         heappush(self._timers, (at, self._count, handle))
         return handle
 
-    def again(self, handles: list[asyncio.Handle]) -> None:
-        """Runs callbacks that were held back."""
+    def queue_held_back(self, handles: list[asyncio.Handle]) -> None:
+        """Queues callbacks that were held back."""
         self._due.extend(handles)
 
     def _write_to_self(self) -> None:
         pass
 
     def _run_once(self) -> None:
-        """Runs steps while any is due: a return to the caller after each step would be slow."""
+        """Runs steps until the loop stops: a return to the caller after each step would be slow."""
         while not self._stopping:  # type: ignore[attr-defined]
-            self._run_moment()
+            self._run_step()
 
-    def _run_moment(self) -> None:
+    def _run_step(self) -> None:
         if self.abort:
             why, self.abort = self.abort, ""
-            raise Nothing(why)
+            raise SimulationHalted(why)
         timers = self._timers
         if not self._due:
             while timers and timers[0][2]._cancelled:
                 heappop(timers)
             if not timers:
-                raise Nothing("nothing can happen: all code waits, and no timer is left")
+                raise SimulationHalted("nothing can happen: all code waits, and no timer is left")
             self.at = max(self.at, timers[0][0])
             self._at_once = 0
         now = self.at
@@ -290,17 +292,17 @@ class SimLoop(asyncio.BaseEventLoop):
         self._at_once += len(due)
         self.steps += len(due)
         if self._at_once > _MAX_AT_ONCE:
-            raise Nothing(f"{self._at_once} callbacks at one moment: something runs for ever ({due[-1]!r})")
-        ran = self.ran
+            raise SimulationHalted(f"{self._at_once} callbacks at one moment: something runs for ever ({due[-1]!r})")
+        ran = self._stepped_processes
         for handle in due:
             if handle._cancelled:
                 continue
             context: contextvars.Context = handle._context  # type: ignore[attr-defined]
             if (process := context.get(_OWNER)) is not None:
                 if process.frozen or process.busy:
-                    process._held.append(handle)
+                    process._held_back.append(handle)
                     continue
-                if process.stepped is not None:
+                if process.step_s is not None:
                     ran[process] = None
             try:
                 context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
@@ -309,9 +311,9 @@ class SimLoop(asyncio.BaseEventLoop):
             except BaseException as error:
                 self.call_exception_handler({"message": f"{handle!r} failed", "exception": error, "handle": handle})
         if ran:
-            self.ran = {}
+            self._stepped_processes = {}
             for process in ran:
-                process.steps(self)
+                process.end_step(self)
 
     def close(self) -> None:
         self._timers.clear()

@@ -1,7 +1,7 @@
-"""A network between simulated nodes: `transport.api.Transport` on connections that are slow, stalled, cut and reset.
+"""Simulates a network: implements `transport.api.Transport` on connections that may be slow, cut, reset or half-open.
 
-Each ordered pair of nodes that talk has one connection, as in `transport/stream.py`: the caller dials it. If it breaks,
-each side learns of that by itself, later, or (half-open) only after `ping_timeout_s` without answers to keep-alives.
+As in `transport/stream.py`, each ordered pair of nodes has one connection, which the caller dials. If a connection
+breaks, each end learns of it separately, or (half-open) only after `ping_timeout_s` without answers to keep-alives.
 Messages sent into a cut wait, as with TCP, and arrive if the cut heals before that.
 """
 
@@ -19,28 +19,34 @@ from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Pull, Reason, Refusal, Reply, Report, Reports
 from taskgraph.protocol.records import name_of
 from taskgraph.settings import Settings
-from taskgraph.testing.simulate.drawing import Slips
-from taskgraph.testing.simulate.loop import Process, later, own_time, plan
-from taskgraph.testing.simulate.pace import Memory, SlowLink, Starving
+from taskgraph.testing.simulate.drawing import CallFaults
+from taskgraph.testing.simulate.loop import Process, call_at_own_time, later, own_time
+from taskgraph.testing.simulate.pace import MemoryShortage, SlowActors, SlowLink
 from taskgraph.transport.api import OnLost, Peer, PendingReply, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_all_now, answer_quietly, call_self, describe, unwrap
 
 __all__ = ["SimNetwork", "SimTransport"]
 
 _RETRANSMIT_S = 0.2
-"""How long TCP takes to notice that a cut healed, at most."""
+"""The longest time until TCP sends again after a cut healed."""
 
-_KNOCKS = 4
+_CONNECT_CHECKS = 4
 
 
 @dataclass(eq=False, slots=True)
 class _Connection:
+    """A connection between two nodes, with its calls."""
+
     dialler: str
     acceptor: str
     open: dict[str, bool]  # node -> whether its end is open
-    pending: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)  # calls of the dialler
-    serving: dict[int, asyncio.Task[None] | PendingReply] = field(default_factory=dict)  # the same at the acceptor
-    last_at: dict[str, float] = field(default_factory=dict)  # to -> when the last message arrives there
+    pending: dict[int, asyncio.Future[Reply]] = field(
+        default_factory=dict
+    )  # the dialler's calls that have no reply yet
+    serving: dict[int, asyncio.Task[None] | PendingReply] = field(
+        default_factory=dict
+    )  # the same calls at the acceptor
+    last_at: dict[str, float] = field(default_factory=dict)  # receiver -> when the last message arrives there
     half_open: bool = False
     probe: bool = False
 
@@ -53,11 +59,11 @@ class SimNetwork:
 
     Args:
         in_order: share of messages that keep their order on a connection; the others may overtake.
-        on_message: (from, to, message): called when a call or a reply arrives.
-        on_call: (from, to, message): called when a call is about to leave.
-        slips: how long probes take, and which reports are lost.
-        starving: actors that come last for a while.
-        memory: nodes without memory for some messages.
+        on_message: called with (sender, receiver, message) when a call or a reply arrives.
+        on_call: called with (sender, receiver, message) before a call is sent.
+        call_faults: draws slow probes and lost reports.
+        slow_actors: adds delays to messages.
+        memory: draws which nodes have no memory for a message.
         links: the slow link.
     """
 
@@ -70,9 +76,9 @@ class SimNetwork:
         in_order: float,
         on_message: Callable[[str, str, object], None],
         on_call: Callable[[str, str, object], None],
-        slips: Slips | None = None,
-        starving: Starving | None = None,
-        memory: Memory | None = None,
+        call_faults: CallFaults | None = None,
+        slow_actors: SlowActors | None = None,
+        memory: MemoryShortage | None = None,
         links: SlowLink | None = None,
     ) -> None:
         self.rng = rng
@@ -81,16 +87,16 @@ class SimNetwork:
         self._in_order = in_order
         self.on_message = on_message
         self.on_call = on_call
-        self._slips = slips
-        self._starving = starving
+        self._call_faults = call_faults
+        self._slow_actors = slow_actors
         self._memory = memory
         self._links = links
         self.transports: dict[str, SimTransport] = {}
-        self._vanished: set[str] = set()  # nodes whose host died: no port there refuses connections
+        self._dead_hosts: set[str] = set()  # nodes whose hosts died: they refuse no connection
         self._connections: dict[_Connection, None] = {}
         self._cut: dict[tuple[str, str], int] = {}  # (from, to) -> number of the cut
         self._cuts = 0
-        self._stalled: dict[tuple[str, str], list[Callable[[], None]]] = {}
+        self._waiting_messages: dict[tuple[str, str], list[Callable[[], None]]] = {}
 
     # -- faults -----------------------------------------------------------------------------------
 
@@ -100,16 +106,16 @@ class SimNetwork:
         self._cut[(one, other)] = self._cuts
         for connection in self._connections:
             if {one, other} == {connection.dialler, connection.acceptor}:
-                self._keep_alive(connection, one, other, self._cuts)
+                self._end_if_still_cut(connection, one, other, self._cuts)
         return self._cuts
 
     def heal(self, one: str, other: str, number: int | None = None) -> None:
-        """Ends a cut. Messages sent meanwhile arrive if their connection still stands."""
+        """Ends a cut. Messages sent meanwhile arrive if their connection is still open."""
         link = (one, other)
         if link not in self._cut or (number is not None and self._cut[link] != number):
             return
         del self._cut[link]
-        for again in self._stalled.pop(link, []):
+        for again in self._waiting_messages.pop(link, []):
             self.later(self.rng.uniform(0.0, _RETRANSMIT_S), again)
 
     def heal_all(self) -> None:
@@ -117,30 +123,32 @@ class SimNetwork:
             self.heal(one, other)
 
     def reset(self, one: str, other: str) -> None:
-        """Resets the connections between two nodes; each end learns of it by itself."""
+        """Resets the connections between two nodes. Each end learns of the reset separately."""
         for connection in [c for c in self._connections if {c.dialler, c.acceptor} == {one, other}]:
             self._reset(connection, f"the connection between {one} and {other} was reset")
 
     def half_open(self, one: str, other: str) -> None:
-        """A router forgets the connections between two nodes: no bytes arrive, and no error either."""
+        """Makes the connections between two nodes half-open, as if a router forgot them: nothing arrives."""
         for connection in self._connections:
             if {connection.dialler, connection.acceptor} == {one, other} and not connection.half_open:
                 connection.half_open = True
                 for node in (one, other):
-                    self._at(connection, node, self.settings.ping_timeout_s, "no keep-alive came back")
+                    self._end_later(connection, node, self.settings.ping_timeout_s, "no keep-alive came back")
 
     def crash(self, node: str, *, host: bool) -> None:
-        """Lets a process die. If its host dies too, no port refuses and no connection is reset: there is silence."""
+        """Ends a process. If its host dies, too, connections are neither refused nor reset: there is silence."""
         transport = self.transports.pop(node, None)
         if transport is None:
             return
-        transport.vanish(f"node {node} crashed")
+        transport.stop(f"node {node} crashed")
         if host:
-            self._vanished.add(node)
+            self._dead_hosts.add(node)
         for connection in [c for c in self._connections if node in (c.dialler, c.acceptor)]:
             self._end(connection, node, "this process is dead", clean=True)
             if host:
-                self._at(connection, connection.other(node), self.settings.ping_timeout_s, "no keep-alive came back")
+                self._end_later(
+                    connection, connection.other(node), self.settings.ping_timeout_s, "no keep-alive came back"
+                )
             else:
                 self.tell_end(connection, connection.other(node), f"node {node} crashed")
 
@@ -151,47 +159,49 @@ class SimNetwork:
         usual_s = self.delay_s * slow * self.rng.uniform(0.2, 1.5)
         return usual_s if self._links is None else self._links.delay_s(one, other, usual_s, self.settings.connect_s)
 
-    async def hold_up_probe(self) -> None:
-        """Takes the time that a probe takes beside its messages."""
-        if self._slips is not None and (slow_s := self._slips.probe_s(self.settings.connect_s)):
+    async def delay_probe(self) -> None:
+        """Waits for the extra duration of a slow probe."""
+        if self._call_faults is not None and (slow_s := self._call_faults.probe_s(self.settings.connect_s)):
             await asyncio.sleep(slow_s)
 
     def later(self, delay_s: float, function: Callable[[], None]) -> None:
-        """Calls the function later, outside of all processes."""
+        """Calls the function after a delay, outside of all processes."""
         later(delay_s, function)
 
     def is_cut(self, one: str, other: str) -> bool:
         return (one, other) in self._cut
 
-    def dead_end(self, node: str) -> bool:
-        """True if a connection attempt gets no answer at all."""
-        return node in self._vanished
+    def has_dead_host(self, node: str) -> bool:
+        """True if a node's host died, so that connection attempts get no answer."""
+        return node in self._dead_hosts
 
     def _late_s(self, sender: str, to: str, kind: str) -> float:
-        """The delay of a message by actors that come last."""
-        if self._starving is None:
+        """Returns the delay that slow actors add to a message."""
+        if self._slow_actors is None:
             return 0.0
-        return self._starving.late_s(
+        return self._slow_actors.late_s(
             f"what {sender} sends", f"what {to} is sent", f"what {sender} sends {to}", kind, f"{kind} to {to}"
         )
 
     def loses(self, message: object) -> bool:
-        """True if a report is lost: these messages get no acknowledgement."""
-        return isinstance(message, Report | Reports) and self._slips is not None and self._slips.report()
+        """Draws whether a report is lost: reports have no acknowledgement."""
+        return isinstance(message, Report | Reports) and self._call_faults is not None and self._call_faults.report()
 
-    def arrived(self, to: str, reply: Reply) -> Reply:
-        """The reply as `to` receives it: a refusal if `to` has no memory for it."""
+    def received_reply(self, to: str, reply: Reply) -> Reply:
+        """Returns the reply, or a refusal if the receiver has no memory for it."""
         if self._memory is None or not self._memory.lacks(to, reply):
             return reply
         return Refusal(Reason.NO_MEMORY, f"{name_of(to)} has no memory for a reply")
 
     def transmit(self, connection: _Connection, sender: str, deliver: Callable[[], None], kind: str = "") -> None:
-        """Runs `deliver` in the other end's process, if both ends are still open then."""
+        """Sends a message: runs `deliver` in the receiver's process after the delay, if both ends are open."""
         to = connection.other(sender)
         if connection.half_open or not connection.open[sender]:
             return
         if self.is_cut(sender, to):
-            self._stalled.setdefault((sender, to), []).append(lambda: self.transmit(connection, sender, deliver, kind))
+            self._waiting_messages.setdefault((sender, to), []).append(
+                lambda: self.transmit(connection, sender, deliver, kind)
+            )
             return
         transport = self.transports.get(to)
         if transport is None:
@@ -205,20 +215,20 @@ class SimNetwork:
             if connection.open[to] and not connection.half_open:
                 deliver()
 
-        plan(at, arrive, context=transport.process.context)
+        call_at_own_time(at, arrive, context=transport.process.context)
 
     def connect(self, dialler: str, acceptor: str, *, probe: bool) -> _Connection:
         connection = _Connection(dialler, acceptor, {dialler: True, acceptor: True}, probe=probe)
         self._connections[connection] = None
         return connection
 
-    def _keep_alive(self, connection: _Connection, one: str, other: str, number: int) -> None:
-        """Ends the connection at both ends if the cut lasts."""
+    def _end_if_still_cut(self, connection: _Connection, one: str, other: str, number: int) -> None:
+        """Ends the connection at both ends if the cut outlasts the timeout of keep-alives."""
 
         def look() -> None:
             if self._cut.get((one, other)) == number:
                 for node in (one, other):
-                    self._at(connection, node, 0.0, "no keep-alive came back")
+                    self._end_later(connection, node, 0.0, "no keep-alive came back")
 
         self.later(self.settings.ping_timeout_s, look)
 
@@ -227,27 +237,27 @@ class SimNetwork:
             self.tell_end(connection, node, why)
 
     def tell_end(self, connection: _Connection, node: str, why: str, *, clean: bool = False) -> None:
-        """Sends a FIN or RST to that end."""
+        """Sends a FIN or RST to one end of a connection."""
         other = connection.other(node)
         if connection.half_open:
             return
         if self.is_cut(other, node):
-            again = self._stalled.setdefault((other, node), [])
+            again = self._waiting_messages.setdefault((other, node), [])
             again.append(lambda: self.tell_end(connection, node, why, clean=clean))
             return
-        self._at(connection, node, self.delay(other, node), why, clean=clean)
+        self._end_later(connection, node, self.delay(other, node), why, clean=clean)
 
-    def _at(self, connection: _Connection, node: str, delay_s: float, why: str, *, clean: bool = False) -> None:
+    def _end_later(self, connection: _Connection, node: str, delay_s: float, why: str, *, clean: bool = False) -> None:
         transport = self.transports.get(node)
         if transport is not None:
-            if self._starving is not None:
-                delay_s += self._starving.late_s("ends of connections", f"ends of connections at {node}")
+            if self._slow_actors is not None:
+                delay_s += self._slow_actors.late_s("ends of connections", f"ends of connections at {node}")
             asyncio.get_running_loop().call_later(
                 delay_s, lambda: self._end(connection, node, why, clean=clean), context=transport.process.context
             )
 
     def _end(self, connection: _Connection, node: str, why: str, *, clean: bool) -> None:
-        """Ends one end of a connection."""
+        """Closes one end of a connection, and informs the transport there."""
         if not connection.open[node]:
             return
         connection.open[node] = False
@@ -255,17 +265,17 @@ class SimNetwork:
             self._connections.pop(connection, None)
         transport = self.transports.get(node)
         if transport is not None:
-            transport.ended(connection, why, clean=clean)
+            transport.on_connection_end(connection, why, clean=clean)
 
     def close_end(self, connection: _Connection, node: str, why: str) -> None:
-        """Closes an end, which tells the other end."""
+        """Closes one end of a connection, and sends the other end a FIN."""
         if connection.open[node]:
             self.tell_end(connection, connection.other(node), why, clean=True)
             self._end(connection, node, why, clean=True)
 
 
 class SimTransport:
-    """See `taskgraph.transport.api.Transport`."""
+    """One node's transport on the simulated network: implements `taskgraph.transport.api.Transport`."""
 
     def __init__(self, network: SimNetwork, process: Process) -> None:
         self.network = network
@@ -299,10 +309,10 @@ class SimTransport:
             for connection in [c for connections in self._open.values() for c in connections]:
                 self.network.close_end(connection, self.node, f"node {self.node} said goodbye")
             self.network.transports.pop(self.node, None)
-            self.vanish("this node's transport is closed")
+            self.stop("this node's transport is closed")
         await self._tasks.close()
 
-    def vanish(self, why: str) -> None:
+    def stop(self, why: str) -> None:
         """Stops sending and receiving."""
         self._down = why
         for connection in [c for connections in self._open.values() for c in connections]:
@@ -324,7 +334,7 @@ class SimTransport:
     def call_now(self, peer: Peer, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
         if self._down or (peer.node != self.node and peer.node not in self._dialled):
             return None
-        return self._tasks.spawn(self._begun(peer, message, quiet), name=f"call {peer.node} from {self.node}")
+        return self._tasks.spawn(self._call_in_task(peer, message, quiet), name=f"call {peer.node} from {self.node}")
 
     def calls_now(self, peer: Peer, message: Pull) -> list[asyncio.Future[Reply]] | None:
         connection = self._dialled.get(peer.node)
@@ -334,22 +344,22 @@ class SimTransport:
         target = self.network.transports.get(connection.acceptor)
         begun: list[asyncio.Future[Reply]] = []
         for number in range(first, first + message.count):
-            reply = connection.pending[number] = _OneOfSeveral(loop=asyncio.get_running_loop())
-            reply.add_done_callback(partial(self._one_is_over, connection, number, target))
+            reply = connection.pending[number] = _BatchedReply(loop=asyncio.get_running_loop())
+            reply.add_done_callback(partial(self._on_batched_reply, connection, number, target))
             begun.append(reply)
         if target is not None:
             arrives = partial(target._accept_all, connection, first, message)
             self.network.transmit(connection, self.node, arrives, type(message).__name__)
         return begun
 
-    def _one_is_over(
+    def _on_batched_reply(
         self, connection: _Connection, number: int, target: SimTransport | None, reply: asyncio.Future[Reply]
     ) -> None:
         connection.pending.pop(number, None)
         if reply.cancelled() and target is not None:
             self.network.transmit(connection, self.node, partial(target._cancel, connection, number))
 
-    async def _begun(self, peer: Peer, message: Call, quiet: bool) -> Reply:
+    async def _call_in_task(self, peer: Peer, message: Call, quiet: bool) -> Reply:
         if peer.node == self.node or not quiet:
             return await self.call(peer, message)
         if self._down:
@@ -381,7 +391,7 @@ class SimTransport:
                 self.network.transmit(connection, self.node, lambda: target._cancel(connection, number))
 
     async def _connection(self, node: str) -> _Connection:
-        """The connection that carries calls to `node`; callers that come while it is dialled share the dial."""
+        """Returns the connection for calls to `node`. Concurrent callers share one dial."""
         known = self._dialled.get(node)
         if known is not None and known.open[self.node]:
             return known
@@ -404,20 +414,20 @@ class SimTransport:
         return connection
 
     async def _hello(self, node: str, *, probe: bool) -> _Connection:
-        """A connection whose two ends know each other."""
+        """Returns a new connection, after the exchange of hellos."""
         network = self.network
         try:
             async with asyncio.timeout(network.settings.connect_s):
-                await self._knock(node)
+                await self._wait_for_link(node)
                 await asyncio.sleep(network.delay(self.node, node))
                 target = network.transports.get(node)
                 if target is None:
-                    if network.dead_end(node):
+                    if network.has_dead_host(node):
                         await asyncio.Event().wait()
                     raise PeerGone(f"node {node}: no process listens")
                 connection = network.connect(self.node, node, probe=probe)
                 greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                network.transmit(connection, self.node, lambda: target._greet(connection, greeted))
+                network.transmit(connection, self.node, lambda: target._on_hello(connection, greeted))
                 connection.pending[0] = greeted  # type: ignore[assignment]
                 try:
                     await greeted
@@ -430,18 +440,18 @@ class SimTransport:
         except TimeoutError:
             raise PeerLost(f"node {node}: no connection within {network.settings.connect_s:g} s") from None
 
-    async def _knock(self, node: str) -> None:
-        """Waits, within the dialler's limit, until the link carries packets again: TCP retries."""
+    async def _wait_for_link(self, node: str) -> None:
+        """Waits, within `connect_s`, until the link carries packets: TCP retries."""
         network = self.network
-        for _ in range(_KNOCKS):
+        for _ in range(_CONNECT_CHECKS):
             cut = network.is_cut(self.node, node) or network.is_cut(node, self.node)
-            if not cut and not network.dead_end(node):
+            if not cut and not network.has_dead_host(node):
                 return
-            await asyncio.sleep(network.settings.connect_s / _KNOCKS)
+            await asyncio.sleep(network.settings.connect_s / _CONNECT_CHECKS)
         raise TimeoutError
 
-    def _greet(self, connection: _Connection, greeted: asyncio.Future[None]) -> None:
-        """Handles a hello, at the acceptor."""
+    def _on_hello(self, connection: _Connection, greeted: asyncio.Future[None]) -> None:
+        """Handles a hello at the acceptor."""
         if not connection.probe:
             self._open.setdefault(connection.dialler, {})[connection] = None
 
@@ -458,7 +468,7 @@ class SimTransport:
             return
         try:
             async with asyncio.timeout(timeout_s):
-                await self.network.hold_up_probe()
+                await self.network.delay_probe()
                 connection = await self._hello(peer.node, probe=True)
         except TimeoutError:
             raise PeerLost(f"node {peer.node} did not answer a hello within {timeout_s} s") from None
@@ -467,16 +477,16 @@ class SimTransport:
     # -- serving ----------------------------------------------------------------------------------
 
     def _accept(self, connection: _Connection, number: int, message: Call, quiet: bool) -> None:
-        """Handles a call that arrived in this process."""
+        """Handles an arriving call."""
         if self._down:
             return
         self.network.on_message(connection.dialler, self.node, message)
         if self._down or not connection.open[self.node]:
             return  # killed at this very moment
-        self._begin(connection, number, self._answer(connection, number, message, quiet))
+        self._serve_in_task(connection, number, self._answer(connection, number, message, quiet))
 
     def _accept_all(self, connection: _Connection, first: int, pull: Pull) -> None:
-        """Handles a pull of several epochs that arrived."""
+        """Handles an arriving pull of several epochs."""
         if self._down:
             return
         self.network.on_message(connection.dialler, self.node, pull)
@@ -487,17 +497,17 @@ class SimTransport:
             number = first + nth
             if isinstance(reply, PendingReply):
                 connection.serving[number] = reply
-                reply.listen(partial(self._came, connection), number)
+                reply.listen(partial(self._on_pending_reply, connection), number)
             elif reply is None:
-                self._begin(connection, number, self._answer(connection, number, pull.each(nth), quiet=False))
+                self._serve_in_task(connection, number, self._answer(connection, number, pull.each(nth), quiet=False))
             else:
                 self._reply(connection, number, reply)
 
-    def _came(self, connection: _Connection, number: int, reply: Reply) -> None:
+    def _on_pending_reply(self, connection: _Connection, number: int, reply: Reply) -> None:
         if connection.serving.pop(number, None) is not None:
             self._reply(connection, number, reply)
 
-    def _begin(self, connection: _Connection, number: int, work: Coroutine[Any, Any, None]) -> None:
+    def _serve_in_task(self, connection: _Connection, number: int, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks.spawn(work, name=f"serve {connection.dialler} at {self.node}")
         connection.serving[number] = task
         task.add_done_callback(lambda _: connection.serving.pop(number, None))
@@ -515,7 +525,7 @@ class SimTransport:
 
     def _reply(self, connection: _Connection, number: int, answered: Reply) -> None:
         def deliver() -> None:
-            taken = self.network.arrived(connection.dialler, answered)
+            taken = self.network.received_reply(connection.dialler, answered)
             self.network.on_message(self.node, connection.dialler, taken)
             reply = connection.pending.get(number)
             if reply is not None and not reply.done():
@@ -525,8 +535,8 @@ class SimTransport:
 
     # -- endings ----------------------------------------------------------------------------------
 
-    def ended(self, connection: _Connection, why: str, *, clean: bool) -> None:
-        """The connection is over at this end."""
+    def on_connection_end(self, connection: _Connection, why: str, *, clean: bool) -> None:
+        """Handles the end of a connection at this end."""
         node = connection.other(self.node)
         if self._dialled.get(node) is connection:
             del self._dialled[node]
@@ -550,8 +560,8 @@ class SimTransport:
                 task.cancel()
 
 
-class _OneOfSeveral(asyncio.Future[Reply]):
-    """One call of several: no asyncio task of its caller waits for it alone."""
+class _BatchedReply(asyncio.Future[Reply]):
+    """The reply to one call of a batch, which has no asyncio task of its own."""
 
     def set_result(self, reply: Reply, /) -> None:
         if isinstance(reply, Refusal):
@@ -561,4 +571,4 @@ class _OneOfSeveral(asyncio.Future[Reply]):
 
     def set_exception(self, error: type | BaseException, /) -> None:
         super().set_exception(error)
-        self.exception()  # marks it as retrieved, even if no code reads it
+        self.exception()  # marks the exception as retrieved

@@ -1,7 +1,7 @@
-"""Delays that are no failures: slow steps of event loops, actors that come last for a while, a slow link; also the
-clocks of hosts.
+"""Delays that are not failures: slow steps of event loops, slow actors, a slow link. Also the clocks of hosts, and
+nodes without memory.
 
-Each kind is drawn from its own generator and in some of the seeds only, so the other seeds do not depend on it.
+Each kind has its own random generator and occurs in some seeds only, so the other seeds do not depend on it.
 """
 
 from __future__ import annotations
@@ -12,255 +12,265 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from taskgraph.protocol.messages import Answer, Item
-from taskgraph.testing.simulate.drawing import Slips
+from taskgraph.testing.simulate.drawing import CallFaults
 from taskgraph.testing.simulate.loop import Clock
-from taskgraph.testing.simulate.threads import Ends
+from taskgraph.testing.simulate.threads import FunctionTiming
 
-__all__ = ["Clocks", "Memory", "Pace", "SlowLink", "Starving", "Steps"]
+__all__ = ["HostClocks", "MemoryShortage", "Pace", "SlowActors", "SlowLink", "StepTimes"]
 
-SLIPPING = 0.3
-"""Share of the seeds with reads of etcd that are lost or late, or probes that take long."""
+LOST_READS_SHARE = 0.3
+"""Share of the seeds with lost or late reads of etcd, or slow probes."""
 
-LOSING = 0.1
-"""Share of the seeds with transactions that are lost, or reports."""
+LOST_WRITES_SHARE = 0.1
+"""Share of the seeds with lost transactions or reports."""
 
-STEPPING = 0.15
-"""Share of the seeds in which the loop of a node takes time for what it runs."""
+STEP_TIMES_SHARE = 0.15
+"""Share of the seeds in which the steps of a node's event loop take time."""
 
-ENDING = 0.2
-"""Share of the seeds whose functions in threads run at any time before their end is heard of."""
+FUNCTION_TIMING_SHARE = 0.2
+"""Share of the seeds whose functions in threads run at any moment of their duration."""
 
-SHORT = 0.1
-"""Share of the seeds in which nodes have no memory for what they receive, for a while."""
+MEMORY_SHORTAGE_SHARE = 0.1
+"""Share of the seeds in which nodes have no memory for received messages, for a while."""
 
-STARVING = 0.2
-"""Share of the seeds in which somebody comes last for a while."""
+SLOW_ACTORS_SHARE = 0.2
+"""Share of the seeds with slow actors."""
 
-DRIFTING = 0.3
-"""Share of the seeds whose hosts have clocks of their own."""
+CLOCK_DRIFT_SHARE = 0.3
+"""Share of the seeds in which each host has another clock."""
 
-DRIFT = 0.02
-"""How much faster or slower than time such a clock runs, at most."""
+MAX_CLOCK_DRIFT = 0.02
+"""The largest relative error of such a clock's rate."""
 
-LINKING = 0.15
-"""Share of the seeds in which the link between two nodes is slow, all the time."""
+SLOW_LINK_SHARE = 0.15
+"""Share of the seeds in which the link between two nodes is always slow."""
 
-_AHEAD_S = 100_000.0
-_SLOWER = (10.0, 100.0, 100.0)
+_MAX_CLOCK_OFFSET_S = 100_000.0
+_LINK_SLOWDOWNS = (10.0, 100.0, 100.0)
 
-_STEPS_S = (0.00001, 0.0001, 0.001, 0.004)
-_LONG_STEPS = (0.0, 0.002, 0.02)
+_STEP_TIMES_S = (0.00001, 0.0001, 0.001, 0.004)
+_LONG_STEP_SHARES = (0.0, 0.002, 0.02)
 _LONG_STEP_S = 0.1
 
-_CHANGES = (1, 1, 2, 3, 4, 6)
-_EVENTS = (10.0, 10_000.0)
-_LATE_S = (0.002, 1.0)
-_FOR_S = (0.1, 6.0)
+_SLOW_ACTOR_COUNTS = (1, 1, 2, 3, 4, 6)
+_EVENT_NUMBERS = (10.0, 10_000.0)
+_ACTOR_DELAYS_S = (0.002, 1.0)
+_ACTOR_DURATIONS_S = (0.1, 6.0)
 
 
-class Steps:
-    """How long a step of a node's event loop takes.
+class StepTimes:
+    """Draws how long each step of a node's event loop takes.
 
-    Code takes no virtual time of its own. So without this no message would arrive, and no node would be killed, between
+    Code takes no virtual time. So without these durations no message would arrive, and no node would be killed, between
     two steps that follow each other without a wait.
     """
 
     def __init__(self, rng: random.Random, *, share: float) -> None:
         self._rng = rng
-        self.drawn = rng.random() < share
-        self._usual_s = rng.choice(_STEPS_S)
-        self._long = rng.choice(_LONG_STEPS)
+        self.active = rng.random() < share
+        self._usual_step_s = rng.choice(_STEP_TIMES_S)
+        self._long_share = rng.choice(_LONG_STEP_SHARES)
 
     def end(self) -> None:
-        """Makes later steps take no time."""
-        self.drawn = False
+        """Makes steps take no time from now on."""
+        self.active = False
 
     def step_s(self) -> float:
-        if not self.drawn:
+        if not self.active:
             return 0.0
         rng = self._rng
-        if rng.random() < self._long:
+        if rng.random() < self._long_share:
             return _LONG_STEP_S * rng.random()
-        return self._usual_s * rng.random() ** 2
+        return self._usual_step_s * rng.random() ** 2
 
 
-class Starving:
-    """Actors that come last for a while: a node, a link, a kind of message, or etcd's answers to one node.
+class SlowActors:
+    """Makes a few actors slow for a while: a node, a link, a kind of message, or etcd's answers to one node.
 
     After S. Burckhardt et al., "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs" (ASPLOS 2010):
-    delays that are drawn for each event alone hardly ever make one actor late for long, and many races need just that.
-    So at a few events of a run, one actor of the event becomes the last one. It is late, but does not stand still: if
-    all others waited for it, virtual time would pass and they would give up.
+    delays that are drawn for each event alone hardly ever make one actor late for long, as many races need. So at a few
+    events of a run, one actor of the event becomes slow. It does not stop: if all others waited for a stopped actor,
+    virtual time would pass until their timeouts.
 
     Args:
-        share: of the seeds that have this.
-        now: the time.
+        share: share of the seeds with slow actors.
+        now: returns the time.
 
     Attributes:
-        on_last: called with the actor that comes last, how late it is, and for how long.
+        on_slow: called with the name of an actor that becomes slow, its largest delay, and for how long.
     """
 
     def __init__(self, rng: random.Random, *, share: float, now: Callable[[], float]) -> None:
         self._rng = rng
         self._now = now
-        self.on_last: Callable[[str, float, float], None] = lambda name, late_s, for_s: None
-        self._changes: list[int] = []
+        self.on_slow: Callable[[str, float, float], None] = lambda name, late_s, for_s: None
+        self._next_changes: list[int] = []
         if rng.random() < share:
-            self._changes = sorted(int(_drawn(rng, _EVENTS)) for _ in range(rng.choice(_CHANGES)))
-        self.drawn = bool(self._changes)
+            self._next_changes = sorted(
+                int(_draw_log_uniform(rng, _EVENT_NUMBERS)) for _ in range(rng.choice(_SLOW_ACTOR_COUNTS))
+            )
+        self.active = bool(self._next_changes)
         self._events = 0
-        self._last: dict[str, tuple[float, float]] = {}  # actor -> how late it is, and until when
+        self._slow: dict[str, tuple[float, float]] = {}  # actor -> its largest delay, and until when
 
     def end(self) -> None:
-        """Makes no actor late from now on."""
-        self._changes.clear()
-        self._last.clear()
+        """Ends all delays, and makes no more actors slow."""
+        self._next_changes.clear()
+        self._slow.clear()
 
-    def late_s(self, *of: str) -> float:
-        """Returns the delay of an event, which belongs to several actors: a node, a link, a kind of message."""
-        if not self._changes and not self._last:
+    def late_s(self, *actors: str) -> float:
+        """Returns the delay of an event that involves these actors: a node, a link, a kind of message."""
+        if not self._next_changes and not self._slow:
             return 0.0
         self._events += 1
-        if self._changes and self._events >= self._changes[0]:
-            del self._changes[0]
-            name, late_s, for_s = self._rng.choice(of), _drawn(self._rng, _LATE_S), _drawn(self._rng, _FOR_S)
-            self._last[name] = (late_s, self._now() + for_s)
-            self.on_last(name, late_s, for_s)
-        return max(self._late_s(name) for name in of)
+        if self._next_changes and self._events >= self._next_changes[0]:
+            del self._next_changes[0]
+            name, late_s = self._rng.choice(actors), _draw_log_uniform(self._rng, _ACTOR_DELAYS_S)
+            for_s = _draw_log_uniform(self._rng, _ACTOR_DURATIONS_S)
+            self._slow[name] = (late_s, self._now() + for_s)
+            self.on_slow(name, late_s, for_s)
+        return max(self._late_s(name) for name in actors)
 
     def _late_s(self, name: str) -> float:
-        late_s, until = self._last.get(name, (0.0, 0.0))
+        late_s, until = self._slow.get(name, (0.0, 0.0))
         if not late_s:
             return 0.0
         if until <= self._now():
-            del self._last[name]
+            del self._slow[name]
             return 0.0
         return late_s * self._rng.uniform(0.5, 1.0)
 
 
-class Memory:
-    """Nodes without memory for items or answers that they receive.
+class MemoryShortage:
+    """Draws which nodes have no memory for items or answers that they receive.
 
     Args:
-        share: of the seeds that have this.
+        share: share of the seeds with such nodes.
     """
 
     def __init__(self, rng: random.Random, *, share: float) -> None:
         self._rng = rng
-        self.drawn = rng.random() < share
-        self._share = rng.choice((0.1, 0.5, 1.0))  # of what comes
+        self.active = rng.random() < share
+        self._share = rng.choice((0.1, 0.5, 1.0))  # of the messages that arrive
         self._names = {f"n{rng.randint(1, 3)}" for _ in range(3)}
-        self._from = rng.choice((0, 0, 1, 3))  # an epoch
+        self._first_epoch = rng.choice((0, 0, 1, 3))  # no shortage before this epoch
 
     def end(self) -> None:
         """Gives all nodes memory from now on."""
-        self.drawn = False
+        self.active = False
 
     def lacks(self, node: str, message: object) -> bool:
-        """True if `node` has no memory for a message that arrives there."""
-        if not self.drawn or not isinstance(message, Item | Answer):
+        """True if `node` has no memory for a message that it receives."""
+        if not self.active or not isinstance(message, Item | Answer):
             return False
-        if message.stamp.epoch < self._from:
+        if message.stamp.epoch < self._first_epoch:
             return False
         return node.rpartition("-")[0] in self._names and self._rng.random() < self._share
 
 
-class Clocks:
+class HostClocks:
     """The monotonic clocks of hosts, each with its own start and rate.
 
     Args:
-        share: of the seeds that have this; in the others all clocks are one.
+        share: share of the seeds with such clocks; otherwise all hosts have the same clock.
     """
 
     def __init__(self, rng: random.Random, *, share: float) -> None:
         self._rng = rng
-        self.drift = rng.choice((0.001, DRIFT, DRIFT)) if rng.random() < share else 0.0
-        self._of: dict[str, Clock] = {}
+        self.drift = rng.choice((0.001, MAX_CLOCK_DRIFT, MAX_CLOCK_DRIFT)) if rng.random() < share else 0.0
+        self._by_host: dict[str, Clock] = {}
 
     def of(self, host: str) -> Clock:
-        if self.drift and host not in self._of:
+        if self.drift and host not in self._by_host:
             rate = 1.0 + self._rng.choice((-1.0, 1.0, self._rng.uniform(-1.0, 1.0))) * self.drift
-            self._of[host] = Clock(rate, _AHEAD_S * self._rng.random())
-        return self._of.get(host, Clock())
+            self._by_host[host] = Clock(rate, _MAX_CLOCK_OFFSET_S * self._rng.random())
+        return self._by_host.get(host, Clock())
 
 
 class SlowLink:
-    """One link, between two names of nodes, that is slower than the others in both directions.
+    """One link, between two node names, that is slower than the others in both directions.
 
     Args:
-        share: of the seeds that have this.
+        share: share of the seeds with a slow link.
     """
 
     def __init__(self, rng: random.Random, *, share: float) -> None:
-        self.drawn = rng.random() < share
+        self.active = rng.random() < share
         self._ends = {f"n{number}" for number in rng.sample(range(1, 5), 2)}
-        self._slower = rng.choice(_SLOWER)
+        self._slowdown = rng.choice(_LINK_SLOWDOWNS)
 
     def delay_s(self, one: str, other: str, usual_s: float, connect_s: float) -> float:
-        """Returns how long a message takes on a link; never too long for a connection to be made."""
-        if not self.drawn or {one.rpartition("-")[0], other.rpartition("-")[0]} != self._ends:
+        """Returns the delay of a message on a link, short enough that connections succeed within `connect_s`."""
+        if not self.active or {one.rpartition("-")[0], other.rpartition("-")[0]} != self._ends:
             return usual_s
-        return max(usual_s, min(self._slower * usual_s, connect_s / 5))
+        return max(usual_s, min(self._slowdown * usual_s, connect_s / 5))
 
 
 @dataclass
 class Pace:
-    """All delays of one seed."""
+    """All delays of one seed that are not failures."""
 
-    slips: Slips
-    steps: Steps
-    ends: Ends
-    starving: Starving
-    memory: Memory
-    clocks: Clocks
-    links: SlowLink
+    call_faults: CallFaults
+    step_times: StepTimes
+    timing: FunctionTiming
+    slow_actors: SlowActors
+    memory_shortage: MemoryShortage
+    host_clocks: HostClocks
+    slow_link: SlowLink
 
     @classmethod
     def draw(cls, seed: int, now: Callable[[], float]) -> Pace:
         def of(what: str) -> random.Random:
             return random.Random(f"{what} of {seed}")
 
-        slips = Slips(
-            of("reads and probes"), share=SLIPPING, writes=of("transactions and reports"), writes_share=LOSING
+        call_faults = CallFaults(
+            of("reads and probes"),
+            share=LOST_READS_SHARE,
+            writes=of("transactions and reports"),
+            writes_share=LOST_WRITES_SHARE,
         )
-        steps, ends = Steps(of("steps"), share=STEPPING), Ends(of("ends"), share=ENDING)
-        memory = Memory(of("memory"), share=SHORT)
-        starving = Starving(of("who comes last"), share=STARVING, now=now)
-        clocks, links = Clocks(of("clocks"), share=DRIFTING), SlowLink(of("links"), share=LINKING)
-        return cls(slips, steps, ends, starving, memory, clocks, links)
+        return cls(
+            call_faults,
+            StepTimes(of("steps"), share=STEP_TIMES_SHARE),
+            FunctionTiming(of("ends"), share=FUNCTION_TIMING_SHARE),
+            SlowActors(of("who comes last"), share=SLOW_ACTORS_SHARE, now=now),
+            MemoryShortage(of("memory"), share=MEMORY_SHORTAGE_SHARE),
+            HostClocks(of("clocks"), share=CLOCK_DRIFT_SHARE),
+            SlowLink(of("links"), share=SLOW_LINK_SHARE),
+        )
 
     @classmethod
     def none(cls) -> Pace:
-        """Returns a pace without any delay."""
+        """Returns a pace without delays."""
         rng = random.Random(0)
-        slips, steps = Slips(rng, share=0.0, writes=rng, writes_share=0.0), Steps(rng, share=0.0)
-        starving = Starving(rng, share=0.0, now=lambda: 0.0)
-        clocks, links = Clocks(rng, share=0.0), SlowLink(rng, share=0.0)
-        return cls(slips, steps, Ends(rng, share=0.0), starving, Memory(rng, share=0.0), clocks, links)
+        slips, steps = CallFaults(rng, share=0.0, writes=rng, writes_share=0.0), StepTimes(rng, share=0.0)
+        slow_actors, timing = SlowActors(rng, share=0.0, now=lambda: 0.0), FunctionTiming(rng, share=0.0)
+        memory, clocks, link = MemoryShortage(rng, share=0.0), HostClocks(rng, share=0.0), SlowLink(rng, share=0.0)
+        return cls(slips, steps, timing, slow_actors, memory, clocks, link)
 
     @property
     def has(self) -> dict[str, bool]:
-        """Names the kinds of delays that the seed has."""
+        """Returns kind of delay -> whether the seed has it."""
         return {
-            "slow probes or reads": self.slips.drawn,
-            "lost transactions or reports": self.slips.loses,
-            "steps that take time": self.steps.drawn,
-            "functions that end at any time": self.ends.drawn,
-            "somebody who comes last": self.starving.drawn,
-            "nodes without memory": self.memory.drawn,
-            "clocks that drift": self.clocks.drift > 0,
-            "a slow link": self.links.drawn,
+            "slow probes or reads": self.call_faults.active,
+            "lost transactions or reports": self.call_faults.loses_writes,
+            "steps that take time": self.step_times.active,
+            "functions that end at any time": self.timing.active,
+            "somebody who comes last": self.slow_actors.active,
+            "nodes without memory": self.memory_shortage.active,
+            "clocks that drift": self.host_clocks.drift > 0,
+            "a slow link": self.slow_link.active,
         }
 
     def end(self) -> None:
-        self.slips.end()
-        self.steps.end()
-        self.ends.end()
-        self.starving.end()
-        self.memory.end()
+        self.call_faults.end()
+        self.step_times.end()
+        self.timing.end()
+        self.slow_actors.end()
+        self.memory_shortage.end()
 
 
-def _drawn(rng: random.Random, between: tuple[float, float]) -> float:
+def _draw_log_uniform(rng: random.Random, between: tuple[float, float]) -> float:
     """Draws a number whose logarithm is uniform."""
     low, high = between
     return low * math.exp(rng.random() * math.log(high / low))

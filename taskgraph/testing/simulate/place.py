@@ -1,4 +1,4 @@
-"""The place of a seed's checkpoints: all nodes see it, and it may be slow, full or forgetful for a while.
+"""Simulates the disk for a seed's checkpoints: it may be slow or full for a while, and lose or damage files.
 
 Only the disk is simulated; the code above `checkpoint.places.Place` is real.
 """
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from taskgraph.checkpoint.places import Bytes
 from taskgraph.testing.simulate.loop import own_time
-from taskgraph.testing.simulate.threads import Ends, InlineThreads
+from taskgraph.testing.simulate.threads import FunctionTiming, InlineThreads
 
 __all__ = ["FileThreads", "NodePlace", "SimPlace"]
 
@@ -21,12 +21,12 @@ R = TypeVar("R")
 
 
 class SimPlace:
-    """The files, and their faults.
+    """The shared disk: its files, and their faults.
 
     Args:
-        moment: called with a named moment, and the node.
-        writes: called before a node writes a file, with its path and the node.
-        removes: called before a node removes a path.
+        moment: called with the name of a moment, and the node.
+        writes: called before a node writes a file, with the path and the node.
+        removes: called before a node removes a path, with the path and the node.
     """
 
     def __init__(
@@ -42,76 +42,76 @@ class SimPlace:
         self._files: dict[str, memoryview] = {}
         self._rng = rng
         self.usual_s = rng.choice((0.0, 0.002, 0.02, 0.1))
-        """How long a file takes at most without faults."""
+        """The longest duration of a call without faults."""
         self.extra_s = 0.0
         self.lose_next = 0
-        """How many of the next writes the disk acknowledges, but loses, tears or corrupts."""
-        self.spoilt: set[str] = set()
-        """Files that differ from what was written."""
+        """The number of next writes that the disk acknowledges, but loses, truncates or corrupts."""
+        self.damaged: set[str] = set()
+        """Files that the disk has lost, truncated or corrupted."""
         self.lost_in_use: set[str] = set()
-        """Checkpoints that lost a file while the job went back to them, after a node had checked them."""
-        self._lags: random.Random | None = None
+        """Checkpoints that lost a file while the job rolled back to them, after a node had checked them."""
+        self._lag_rng: random.Random | None = None
         self._lag_s = 0.0
-        self._since: dict[str, float] = {}  # file -> when it came to be
-        self._were: list[tuple[str, float, float, int]] = []  # removed files: name, from when, until when, size
+        self._created_at: dict[str, float] = {}  # file -> when it was created
+        self._removed: list[tuple[str, float, float, int]] = []  # removed files: name, from when, until when, size
 
     def mend(self) -> None:
-        """Makes the place as fast as usual."""
+        """Makes the disk as fast as usual."""
         self.extra_s = 0.0
 
-    def seen_by(self, node: str) -> NodePlace:
+    def for_node(self, node: str) -> NodePlace:
         return NodePlace(self, node)
 
-    def lags(self, rng: random.Random | None, lag_s: float = 0.0) -> None:
-        """Makes later listings up to `lag_s` old; without a generator they are new."""
-        self._lags, self._lag_s = rng, lag_s
+    def set_lag(self, rng: random.Random | None, lag_s: float = 0.0) -> None:
+        """Makes later listings up to `lag_s` old; None makes them current."""
+        self._lag_rng, self._lag_s = rng, lag_s
 
     @property
-    def late(self) -> bool:
-        """True if listings are late."""
-        return self._lags is not None
+    def lists_late(self) -> bool:
+        """True if listings may be outdated."""
+        return self._lag_rng is not None
 
-    def _listed(self, start: str) -> dict[str, int | None]:
-        """Files whose names begin with `start`, as a listing shows them: name -> size."""
+    def _list_files(self, start: str) -> dict[str, int | None]:
+        """Lists the files whose names begin with `start`: name -> size."""
         found: dict[str, int | None]
-        if self._lags is None:
+        if self._lag_rng is None:
             found = {name: data.nbytes for name, data in self._files.items() if name.startswith(start)}
             return found
-        at = own_time() - self._lag_s * self._lags.random()
+        at = own_time() - self._lag_s * self._lag_rng.random()
         found = {
             name: data.nbytes
             for name, data in self._files.items()
-            if name.startswith(start) and self._since[name] <= at
+            if name.startswith(start) and self._created_at[name] <= at
         }
         found |= {
-            name: size for name, since, until, size in self._were if name.startswith(start) and since <= at < until
+            name: size for name, since, until, size in self._removed if name.startswith(start) and since <= at < until
         }
         return found
 
     def put(self, path: str, data: bytes) -> None:
-        self._since.setdefault(path, own_time())
+        self._created_at.setdefault(path, own_time())
         if self.lose_next > 0:
             self.lose_next -= 1
-            self._spoil(path, data)  # or what was there before stays
+            self._damage(path, data)  # a lost write keeps the file's old content
             return
-        self.spoilt.discard(path)
+        self.damaged.discard(path)
         self._files[path] = memoryview(data)
 
-    def _spoil(self, path: str, data: bytes) -> bool:
-        """Tears a file, or changes a bit of it. False: it is lost."""
-        self.spoilt.add(path)
+    def _damage(self, path: str, data: bytes) -> bool:
+        """Truncates a file, corrupts a bit of it, or loses it. Returns False if the file is lost."""
+        self.damaged.add(path)
         became = self._rng.randrange(3)
         if became == 0:
             self._files[path] = memoryview(data[: self._rng.randrange(len(data))])
-        if became == 1:  # of the right length: only reading shows the damage
+        if became == 1:  # the length stays: only a read shows the damage
             at = self._rng.randrange(len(data))
             self._files[path] = memoryview(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         return became < 2
 
     def lose(self, checkpoint: str) -> str:
-        """Loses or damages a file of a checkpoint. Returns its path."""
+        """Loses or damages a file of a checkpoint. Returns the file's path."""
         path = self._rng.choice(sorted(path for path in self._files if f"/{checkpoint}/" in path) or [""])
-        if path and not self._spoil(path, bytes(self._files[path])):
+        if path and not self._damage(path, bytes(self._files[path])):
             self.remove(path)
         return path
 
@@ -122,20 +122,20 @@ class SimPlace:
 
     def names(self, path: str) -> list[str]:
         start = f"{path}/"
-        return sorted({name[len(start) :].split("/")[0] for name in self._listed(start)})
+        return sorted({name[len(start) :].split("/")[0] for name in self._list_files(start)})
 
     def sizes(self, path: str) -> dict[str, int | None]:
         start = f"{path}/"
-        return {name[len(start) :]: size for name, size in self._listed(start).items()}
+        return {name[len(start) :]: size for name, size in self._list_files(start).items()}
 
     def remove(self, path: str) -> None:
         now = own_time()
         for name in [n for n in self._files if n == path or n.startswith(f"{path}/")]:
-            self._were.append((name, self._since.pop(name), now, self._files.pop(name).nbytes))
+            self._removed.append((name, self._created_at.pop(name), now, self._files.pop(name).nbytes))
 
 
 class NodePlace:
-    """The place as one node sees it: `checkpoint.places.Place`."""
+    """One node's access to the disk: implements `checkpoint.places.Place`."""
 
     def __init__(self, place: SimPlace, node: str) -> None:
         self._place = place
@@ -150,7 +150,7 @@ class NodePlace:
         self.full, self.extra_s = False, 0.0
 
     def delay_s(self) -> float:
-        """Returns how long a call takes now, at most."""
+        """Returns the longest duration of a call now."""
         return self._place.usual_s + self._place.extra_s + self.extra_s
 
     def write(self, path: str, parts: Iterable[Bytes]) -> None:
@@ -181,10 +181,12 @@ class NodePlace:
 
 
 class FileThreads(InlineThreads):
-    """The threads that wait for the place. Calls of a killed process may have happened or not."""
+    """The threads that call the disk. A call of a killed process may take effect or not."""
 
-    def __init__(self, rng: random.Random, place: NodePlace, ends: Ends | None, late_s: Callable[[], float]) -> None:
-        super().__init__(rng, 0.0, ends, late_s)
+    def __init__(
+        self, rng: random.Random, place: NodePlace, timing: FunctionTiming | None, late_s: Callable[[], float]
+    ) -> None:
+        super().__init__(rng, 0.0, timing, late_s)
         self._place = place
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:

@@ -1,8 +1,8 @@
-"""A ledger of what user code saw in each run; the framework keeps no such ledger.
+"""Records what user code did in each run of an epoch, and checks that committed runs fit together.
 
 One `Run` is one execution of a task's processors, for one stamp and one term. When an epoch commits, the runs of the
-terms that count must fit together: each processor ran once, consumed each item once, and consumed what the counted run
-of its producer put. This is compared with what the tasks themselves saw, not with the sums that the leader compared.
+committed terms must fit together: each processor ran once, and consumed each item once, as its producer's run put it.
+The check uses the records of user code, not the sums that the leader compares.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ __all__ = ["Run", "Runs", "Violation"]
 
 
 class Violation(AssertionError):
-    """A promise of the protocol was broken."""
+    """Raised if the protocol breaks one of its guarantees."""
 
 
 @dataclass
 class Run:
-    """One execution of a task's epoch."""
+    """The record of one execution of a task's epoch."""
 
     task: int
     stamp: Stamp
     term: int
     steps: tuple[Step, ...]
-    last_commit: int | None = None  # the epoch of the last `on_commit` before this run was composed
-    saw: set[int] = field(default_factory=set)  # states that it worked from
-    ran: Counter[str] = field(default_factory=Counter)
+    last_commit: int | None = None  # the epoch of the last `on_commit` before `compose`
+    states_read: set[int] = field(default_factory=set)  # states that its code read
+    compute_counts: Counter[str] = field(default_factory=Counter)
     consumed: dict[tuple[str, int], int] = field(default_factory=dict)
     puts: dict[tuple[str, int], int] = field(default_factory=dict)
-    flagged: set[tuple[int, int]] = field(default_factory=set)  # (to, value)
-    heard: Counter[tuple[int, int]] = field(default_factory=Counter)  # (sender, value)
-    asked: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (to, value, answer)
-    handled: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (sender, value, answer)
-    ended: int | None = None
-    ended_at: int = 0  # the revision of etcd at that time
-    late: list[str] = field(default_factory=list)  # what it sent or took after its sync point
-    finishes: bool = False  # it said that the job ends with it
+    flags_sent: set[tuple[int, int]] = field(default_factory=set)  # (to, value)
+    flags_received: Counter[tuple[int, int]] = field(default_factory=Counter)  # (sender, value)
+    requests_sent: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (to, value, answer)
+    requests_handled: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (sender, value, answer)
+    end_state: int | None = None
+    end_revision: int = 0  # the revision of etcd when the sync point ended
+    late_messages: list[str] = field(default_factory=list)  # messages sent or handled after the sync point
+    calls_finish: bool = False  # it called `epoch.finish`
 
     def __str__(self) -> str:
         return f"task {self.task} in epoch {self.stamp.epoch}, attempt {self.stamp.attempt}, term {self.term}"
 
 
 class Runs:
-    """`workload.Recorder`.
+    """All runs of a job: implements `workload.Recorder`.
 
     Args:
-        overlapped: called where code of an epoch ran while an earlier one of the same task was not through.
-        torn_down: called where an object of a task was.
-        revision: that etcd is at.
+        on_overlap: called when code of an epoch runs before the task's earlier epoch has ended.
+        on_torn_down: called when a task's `teardown` runs.
+        revision: returns etcd's revision.
     """
 
     def __init__(
-        self, overlapped: Callable[[], None], torn_down: Callable[[], None], revision: Callable[[], int]
+        self, on_overlap: Callable[[], None], on_torn_down: Callable[[], None], revision: Callable[[], int]
     ) -> None:
-        self._overlapped = overlapped
-        self._torn_down = torn_down
+        self._on_overlap = on_overlap
+        self._on_torn_down = on_torn_down
         self._revision = revision
         self._runs: dict[tuple[int, Stamp, int], Run] = {}
-        self._composed: dict[tuple[int, int, int], int] = {}  # (task, attempt, term) -> the last epoch
+        self._last_epochs: dict[tuple[int, int, int], int] = {}  # (task, attempt, term) -> the last epoch
         self._commit_calls: list[tuple[int, int, int | None]] = []
 
     # -- called by user code ------------------------------------------------------------------------
 
-    def composed(self, epoch: Any, steps: tuple[Step, ...], last_commit: int | None) -> None:
+    def on_compose(self, epoch: Any, steps: tuple[Step, ...], last_commit: int | None) -> None:
         work = epoch._work
         if not isinstance(work, Attempt):
             return
@@ -78,116 +78,116 @@ class Runs:
         if key in self._runs:
             raise Violation(f"{self._runs[key]} was composed twice")
         of = (work.task, work.stamp.attempt, work.term)
-        if work.number < (last := self._composed.get(of, work.number)):
+        if work.number < (last := self._last_epochs.get(of, work.number)):
             raise Violation(f"task {work.task}, term {work.term}: epoch {last} began before epoch {work.number}")
-        self._composed[of] = work.number
+        self._last_epochs[of] = work.number
         self._runs[key] = Run(*key, steps, last_commit)
 
-    def began(self, epoch: Any, steps: tuple[Step, ...]) -> None:
-        """Records like `composed`, for a task whose `compose` is not called in every epoch: called by each compute."""
+    def on_begin(self, epoch: Any, steps: tuple[Step, ...]) -> None:
+        """Records a run like `on_compose`, for a task without `compose` in every epoch. Each compute calls it."""
         work = epoch._work
         if isinstance(work, Attempt):
             key = (work.task, work.stamp, work.term)
             if key not in self._runs:
                 self._runs[key] = Run(*key, steps)
 
-    def _of(self, epoch: Any) -> Run:
+    def _run_of(self, epoch: Any) -> Run:
         work = epoch._work
         if not isinstance(work, Attempt):
-            return Run(work.task, Stamp(0, 0), 0, ())  # strict mode's replay counts for nothing
+            return Run(work.task, Stamp(0, 0), 0, ())  # strict mode's replay is not recorded
         return self._runs[(work.task, work.stamp, work.term)]
 
-    def saw(self, epoch: Any, state: int) -> None:
-        self._of(epoch).saw.add(state)
+    def on_state_read(self, epoch: Any, state: int) -> None:
+        self._run_of(epoch).states_read.add(state)
 
-    def ran(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None:
-        run = self._of(epoch)
-        run.ran[step.name] += 1
+    def on_compute(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None:
+        run = self._run_of(epoch)
+        run.compute_counts[step.name] += 1
         before = self._runs.get((run.task, Stamp(run.stamp.attempt, run.stamp.epoch - 1), run.term))
-        if before is not None and before.ended is None:
-            self._overlapped()
+        if before is not None and before.end_state is None:
+            self._on_overlap()
         for channel, value in consumed.items():
             if channel in run.consumed:
                 raise Violation(f"{run}: {step.name} consumed {channel} again")
             run.consumed[channel] = value
 
-    def put(self, epoch: Any, tag: str, to: int, value: int) -> None:
-        self._of(epoch).puts[(tag, to)] = value
+    def on_put(self, epoch: Any, tag: str, to: int, value: int) -> None:
+        self._run_of(epoch).puts[(tag, to)] = value
 
-    def flagged(self, epoch: Any, to: int, value: int) -> None:
-        self._open(epoch, f"flagged task {to}").flagged.add((to, value))
+    def on_flag_sent(self, epoch: Any, to: int, value: int) -> None:
+        self._run_for_message(epoch, f"flagged task {to}").flags_sent.add((to, value))
 
-    def heard_flag(self, epoch: Any, sender: int, value: int) -> None:
-        self._open(epoch, f"heard a flag of task {sender}").heard[(sender, value)] += 1
+    def on_flag(self, epoch: Any, sender: int, value: int) -> None:
+        self._run_for_message(epoch, f"heard a flag of task {sender}").flags_received[(sender, value)] += 1
 
-    def asked(self, epoch: Any, to: int, value: int, answer: int) -> None:
-        self._open(epoch, f"asked task {to}").asked[(to, value, answer)] += 1
+    def on_request(self, epoch: Any, to: int, value: int, answer: int) -> None:
+        self._run_for_message(epoch, f"asked task {to}").requests_sent[(to, value, answer)] += 1
 
-    def handled(self, epoch: Any, sender: int, value: int, answer: int) -> None:
-        self._open(epoch, f"answered task {sender}").handled[(sender, value, answer)] += 1
+    def on_request_handled(self, epoch: Any, sender: int, value: int, answer: int) -> None:
+        self._run_for_message(epoch, f"answered task {sender}").requests_handled[(sender, value, answer)] += 1
 
-    def _open(self, epoch: Any, what: str) -> Run:
-        """Its run does something with a message, which is to be in the state that its sync point makes."""
-        run = self._of(epoch)
-        if run.ended is not None:
-            run.late.append(what)
+    def _run_for_message(self, epoch: Any, what: str) -> Run:
+        """Returns the run, for the record of a message. A message after the sync point is noted as late."""
+        run = self._run_of(epoch)
+        if run.end_state is not None:
+            run.late_messages.append(what)
         return run
 
-    def ended(self, epoch: Any, state: int) -> None:
-        run = self._of(epoch)
-        run.ended, run.ended_at = state, self._revision()
+    def on_end(self, epoch: Any, state: int) -> None:
+        run = self._run_of(epoch)
+        run.end_state, run.end_revision = state, self._revision()
 
-    def finished(self, epoch: Any) -> None:
-        self._of(epoch).finishes = True
+    def on_finish(self, epoch: Any) -> None:
+        self._run_of(epoch).calls_finish = True
 
     def on_committed(self, task: int, number: int, state: int | None) -> None:
         self._commit_calls.append((task, number, state))
 
-    def torn_down(self, task: int) -> None:
-        self._torn_down()
+    def on_teardown(self, task: int) -> None:
+        self._on_torn_down()
 
-    # -- asked when a job ends --------------------------------------------------------------------
+    # -- queries when a job ends --------------------------------------------------------------------
 
     def finishing(self, stamp: Stamp, terms: Mapping[int, int]) -> bool:
-        """True if a task said that the job ends with this epoch, of the runs of these terms."""
+        """True if a task called `epoch.finish` in this epoch, in a run of these terms."""
         runs = (self._runs.get((task, stamp, term)) for task, term in terms.items())
-        return any(run is not None and run.finishes for run in runs)
+        return any(run is not None and run.calls_finish for run in runs)
 
     def ended_at(self, stamp: Stamp, terms: Mapping[int, int]) -> dict[int, int]:
-        """Task -> the revision of etcd when its sync point had run, of the runs of these terms."""
+        """Returns task -> etcd's revision at the end of its sync point, for the runs of these terms."""
         runs = {task: self._runs.get((task, stamp, term)) for task, term in terms.items()}
-        return {task: run.ended_at for task, run in runs.items() if run is not None and run.ended is not None}
+        return {task: run.end_revision for task, run in runs.items() if run is not None and run.end_state is not None}
 
-    # -- asked when an epoch restarts -------------------------------------------------------------
+    # -- queries when an epoch restarts -------------------------------------------------------------
 
     def several_under_way(self, stamp: Stamp, terms: Mapping[int, int]) -> bool:
-        """True if a task has begun several epochs at this stamp or after it, in its current term, and ended none."""
+        """True if a task has several unfinished runs in its current term, at this stamp or later."""
         under_way = Counter(
             run.task
             for run in self._runs.values()
-            if run.ended is None
+            if run.end_state is None
             and run.term == terms.get(run.task)
             and run.stamp.attempt == stamp.attempt
             and run.stamp.epoch >= stamp.epoch
         )
         return max(under_way.values(), default=0) > 1
 
-    # -- asked by the checks ----------------------------------------------------------------------
+    # -- queries of the checks ----------------------------------------------------------------------
 
     def commit_calls(self) -> list[tuple[int, int, int | None]]:
-        """Calls of `on_commit` since the last call of this method: (task, epoch, state)."""
+        """Returns the calls of `on_commit` since the last call of this method: (task, epoch, state)."""
         calls, self._commit_calls = self._commit_calls, []
         return calls
 
     def committed(self, stamp: Stamp, terms: dict[int, int], states: dict[int, int], base: int) -> dict[int, int]:
-        """Checks an epoch that committed with these terms. Returns task -> state after it.
+        """Checks an epoch that committed with these terms. Returns task -> state after the epoch.
 
         Args:
-            states: task -> the state of the boundary before.
-            base: the boundary that the job went back to last.
+            states: task -> state before the epoch.
+            base: the boundary of the last roll-back.
 
         Raises:
-            Violation: the runs that count are not one execution from that boundary.
+            Violation: the runs of these terms are not one execution from these states.
         """
         runs: dict[int, Run] = {}
         for task, term in terms.items():
@@ -196,49 +196,49 @@ class Runs:
                 raise Violation(f"epoch {stamp.epoch} committed without a run of task {task} in term {term}")
             runs[task] = run
         for run in runs.values():
-            for state in sorted(run.saw - {states[run.task]}):
+            for state in sorted(run.states_read - {states[run.task]}):
                 raise Violation(f"{run} worked from state {state:x}, not from the boundary {states[run.task]:x}")
-            # A primary that survived a roll-back got `on_commit` for this boundary before, and for later ones since.
+            # A primary that survived a roll-back may have had `on_commit` for epochs that were undone.
             undone = run.last_commit is not None and stamp.epoch == base <= run.last_commit
             if run.last_commit not in (None, stamp.epoch - 1) and not undone:
                 raise Violation(f"{run} began when on_commit had been called last with epoch {run.last_commit}")
-            _check_whole(run)
+            _check_complete(run)
             for (tag, producer), value in run.consumed.items():
                 put = runs[producer].puts.get((tag, run.task))
                 if put != value:
                     other = "nothing" if put is None else f"{put:x}"
                     raise Violation(f"{run} counts with {tag!r} = {value:x}, but {runs[producer]} put {other}")
             _check_messages(run, runs)
-        return {task: run.ended for task, run in runs.items() if run.ended is not None}
+        return {task: run.end_state for task, run in runs.items() if run.end_state is not None}
 
 
-def _check_whole(run: Run) -> None:
+def _check_complete(run: Run) -> None:
     for step in run.steps:
-        if run.ran[step.name] != 1:
-            raise Violation(f"{run}: {step.name} ran {run.ran[step.name]} times")
+        if run.compute_counts[step.name] != 1:
+            raise Violation(f"{run}: {step.name} ran {run.compute_counts[step.name]} times")
         for tag, producers in step.inbound:
             for producer in producers:
                 if (tag, producer) not in run.consumed:
                     raise Violation(f"{run}: {step.name} did not consume {tag!r} of task {producer}")
-    if run.ended is None:
+    if run.end_state is None:
         raise Violation(f"{run} counts, and its sync point did not run")
-    if run.late:
-        raise Violation(f"{run} counts, and when its sync point had run it {', '.join(run.late)}")
+    if run.late_messages:
+        raise Violation(f"{run} counts, and when its sync point had run it {', '.join(run.late_messages)}")
 
 
 def _check_messages(run: Run, runs: dict[int, Run]) -> None:
-    for to, value in sorted(run.flagged):
-        heard = runs[to].heard[(run.task, value)]
+    for to, value in sorted(run.flags_sent):
+        heard = runs[to].flags_received[(run.task, value)]
         if heard != 1:
             raise Violation(f"{run} sent a flag to {runs[to]}, which heard it {heard} times")
-    for sender, value in sorted(run.heard):
-        if (run.task, value) not in runs[sender].flagged:
+    for sender, value in sorted(run.flags_received):
+        if (run.task, value) not in runs[sender].flags_sent:
             raise Violation(f"{run} counts a flag that {runs[sender]} did not send")
-    for (to, value, answer), count in sorted(run.asked.items()):
-        handled = runs[to].handled[(run.task, value, answer)]
+    for (to, value, answer), count in sorted(run.requests_sent.items()):
+        handled = runs[to].requests_handled[(run.task, value, answer)]
         if handled != count:
             raise Violation(f"{run} asked {runs[to]} {count} times with effects that happened {handled} times")
-    for (sender, value, answer), count in sorted(run.handled.items()):
-        asked = runs[sender].asked[(run.task, value, answer)]
+    for (sender, value, answer), count in sorted(run.requests_handled.items()):
+        asked = runs[sender].requests_sent[(run.task, value, answer)]
         if asked != count:
             raise Violation(f"{run} counts {count} effects that {runs[sender]} asked for {asked} times")

@@ -1,4 +1,4 @@
-"""Draws a seed, runs it to its end, and judges it."""
+"""Runs one seed: draws the job and its faults, simulates them, and judges the outcome."""
 
 from __future__ import annotations
 
@@ -27,96 +27,96 @@ from taskgraph.node.epochs import inbound, pulls
 from taskgraph.node.primary import primary, unsent_offers
 from taskgraph.protocol.records import State
 from taskgraph.testing.simulate.drawing import (
-    Again,
+    Resubmission,
+    choose_race,
     draw,
     draw_absences,
-    draw_again,
-    draw_around_checkpoints,
-    draw_around_members,
-    draw_around_race,
-    draw_at_the_end,
     draw_between_steps,
     draw_called_gone,
+    draw_checkpoint_faults,
     draw_deletions,
-    draw_in_flight,
+    draw_for_epochs_in_flight,
+    draw_last_epoch_faults,
+    draw_member_changes,
     draw_power_losses,
-    draw_race,
-    draw_with_moods,
+    draw_race_faults,
+    draw_report_crashes,
+    draw_resubmission,
 )
 from taskgraph.testing.simulate.faults import Faults
-from taskgraph.testing.simulate.loop import Nothing, SimLoop, own_time
+from taskgraph.testing.simulate.loop import SimLoop, SimulationHalted, own_time
 from taskgraph.testing.simulate.pace import Pace
 from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.transcript import Transcript
 from taskgraph.testing.simulate.workload import Mistake, Workload
-from taskgraph.testing.simulate.world import Errors, World
+from taskgraph.testing.simulate.world import ErrorLogHandler, World
 
 __all__ = ["Outcome", "run_seed"]
 
 T = TypeVar("T")
 
 HEAL_S = 15.0
-"""Virtual time at which failures end."""
+"""Virtual seconds after which all failures end."""
 DEADLINE_S = 120.0
-"""Virtual time after that in which the job must end."""
-CHECKPOINTS = 0.25
+"""Virtual seconds after `HEAL_S` in which the job must end."""
+CHECKPOINTS_SHARE = 0.25
 """Share of the seeds whose job keeps checkpoints."""
-AHEAD = 0.5
+AHEAD_SHARE = 0.5
 """Share of the seeds whose tasks may be ahead of the last commit."""
-IN_FLIGHT = 0.7
-"""Share of those whose tasks may be in several epochs at a time, where they have no handlers."""
+IN_FLIGHT_SHARE = 0.7
+"""Share of the seeds with `AHEAD_SHARE` whose tasks may be in several epochs at a time, if they have no handlers."""
 
-LARGE = 0.15
-"""Share of the seeds in which all values count as large, and so are made and read in threads."""
+LARGE_VALUES_SHARE = 0.15
+"""Share of the seeds in which all values count as large, so that threads encode and decode them."""
 
-AT_THE_END = 0.2
+LAST_EPOCH_SHARE = 0.2
 """Share of the seeds with failures in the last epoch of the job."""
 
-DELETING = 0.1
-"""Share of the seeds in which somebody deletes keys of nodes that live."""
+KEY_DELETION_SHARE = 0.1
+"""Share of the seeds in which keys of living nodes are deleted."""
 
-AGAIN = 0.15
+AGAIN_SHARE = 0.15
 """Share of the seeds whose job's name is submitted again: after the end of the run, or while its nodes still end."""
 
-AGAIN_KEEPING = 0.4
-"""The same, of those whose job keeps checkpoints."""
+AGAIN_WITH_CHECKPOINTS_SHARE = 0.4
+"""Like `AGAIN_SHARE`, for jobs with checkpoints."""
 
-CALLED_GONE = 0.1
-"""Share of the seeds whose launchers say of nodes that live that they are gone."""
+CALLED_GONE_SHARE = 0.1
+"""Share of the seeds whose launchers declare living nodes gone."""
 
-POWER_LOSSES = 0.1
+POWER_LOSS_SHARE = 0.1
 """Share of the seeds in which all nodes of a host die at once."""
 
-MEMBERS = 0.1
-"""Share of the seeds in which members change while a write that rests on them is on its way."""
+MEMBER_CHANGE_SHARE = 0.1
+"""Share of the seeds in which members change while a write that depends on them is late."""
 
-LEAVING = 0.15
-"""Share of the seeds in which nodes are left to end by themselves, and tasks have a `teardown`."""
+LEAVING_SHARE = 0.15
+"""Share of the seeds whose nodes end by themselves, and whose tasks have a `teardown`."""
 LEAVES_S = 3.0
-"""For how long there are failures then, at most."""
+"""Virtual seconds after the job's end after which all failures end, in such seeds."""
 LEFT_S = 90.0
-"""Virtual time after which these nodes must have ended, also if no launcher collected results."""
+"""Virtual seconds in which these nodes must end, also if no launcher collects results."""
 
-LAGGING = 0.3
-"""Share of the seeds with checkpoints whose place lists late what was written, and what was removed."""
+LATE_LISTING_SHARE = 0.3
+"""Share of the seeds with checkpoints whose disk lists files late, after writes and removals."""
 
-RESTING = 0.2
-"""Share of the seeds whose nodes rest between looks at all their tasks, as they do where there are hundreds."""
+PAUSES_SHARE = 0.2
+"""Share of the seeds whose nodes pause between checks of all their tasks, as nodes with hundreds of tasks do."""
 
-RESTS_S = (0.0, 0.0, 0.01, 0.05, 0.2)
-"""For how long they do."""
+PAUSES_S = (0.0, 0.0, 0.01, 0.05, 0.2)
+"""The drawn durations of such pauses."""
 
-SHORT_S = 0.02
-"""Instead of a second."""
+MEMORY_RETRY_S = 0.02
+"""The pause between retries of a node without memory; a second outside of simulations."""
 
-ABSENT = 0.1
-"""Share of the seeds in which an absent node soon counts as gone."""
+ABSENCE_SHARE = 0.1
+"""Share of the seeds with a short `lost_after_s`."""
 
 _LOST_AFTER_S = 7.0
-"""No failure of other seeds lasts longer; two of one node in a row may."""
+"""`lost_after_s` of other seeds: longer than any one failure. Two failures of a node in a row may last longer."""
 
 LIMIT_CPU_S = 10.0
-"""Processor seconds that no seed needs: one that takes longer is in an endless loop."""
+"""Processor seconds after which a seed counts as an endless loop."""
 
 
 @dataclass
@@ -124,11 +124,12 @@ class Outcome:
     """The outcome of a seed.
 
     Attributes:
-        problem: "" or what was violated, or what hangs.
-        rests: whether nodes rested between their looks.
-        large: whether all values counted as large.
-        ended: "finished"; "lost" where every holder of a task was gone; "mistaken" where its own code failed it; "shut
-            down" by a command.
+        problem: the violation, or the nodes that hang; "" if there is no problem.
+        ended: how the job ended: "finished"; "lost": all replicas of a task were gone; "mistaken": its own code raised;
+            "shut down": by a command.
+        described: the job and its faults, in words.
+        rests: nodes paused between checks of their tasks.
+        large: all values counted as large.
     """
 
     seed: int
@@ -144,20 +145,26 @@ class Outcome:
 
 
 def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
-    """Runs one seed. The same seed does the same things, in every process.
+    """Runs one seed. The same seed gives the same run in every process.
 
     Args:
-        mistakes: code of one task raises at some time, in what is the same job otherwise, for as long as it does not.
+        mistakes: the code of one task raises at some time; until then the run is the same as without mistakes.
     """
     began = time.perf_counter()
     loop = SimLoop()
     outcome = Outcome(seed, "", "", "", Transcript(lambda: loop.at), 0.0, 0.0, 0)
-    with _watched(loop), _garbage_kept(), _resting(outcome), _large(outcome), _soon():
+    with (
+        _with_cpu_limit(loop),
+        _without_garbage_collection(),
+        _with_pauses(outcome),
+        _with_large_values(outcome),
+        _with_quick_memory_retries(),
+    ):
         runner = asyncio.Runner(loop_factory=lambda: loop)
         try:
             with runner:
                 runner.run(_run(outcome, mistakes))
-        except (Nothing, Stuck) as error:
+        except (SimulationHalted, Stuck) as error:
             outcome.problem = outcome.problem or str(error)
     outcome.virtual_s = loop.at - 1.0
     outcome.wall_s = time.perf_counter() - began
@@ -170,41 +177,44 @@ _COLLECT_EVERY = 32
 
 
 @contextlib.contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Collects garbage only at the end: otherwise chance decides when finalizers run. It is faster, too."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Collects garbage only after the seed: otherwise finalizers run at random times. This is also faster."""
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.collect(0)  # all that this seed made is in the youngest generation
+        gc.collect(0)  # objects of this seed are in the youngest generation
         if collects:
             gc.enable()
         if next(_seeds) % _COLLECT_EVERY == 0:
-            gc.collect()  # what was still held when its seed ended, and is too old for the collection above
+            gc.collect()  # objects that outlived their seed, and are too old for the collection above
 
 
 @contextlib.contextmanager
-def _resting(outcome: Outcome) -> Iterator[None]:
-    """Draws pauses between a node's looks at its tasks; in most seeds there are none, as with few tasks."""
+def _with_pauses(outcome: Outcome) -> Iterator[None]:
+    """Draws pauses between a node's checks of its tasks; most seeds have none."""
     rests = random.Random(f"rests of {outcome.seed}")
-    if rests.random() >= RESTING:
+    if rests.random() >= PAUSES_SHARE:
         yield
         return
     outcome.rests = True
-    with mock.patch.object(reconciler, "rest_s", _rests(rests)), mock.patch.object(viewkeeper, "rest_s", _rests(rests)):
+    with (
+        mock.patch.object(reconciler, "rest_s", _draw_pause(rests)),
+        mock.patch.object(viewkeeper, "pause_after", _draw_pause(rests)),
+    ):
         yield
 
 
-def _rests(rng: random.Random) -> Callable[[float], float]:
-    return lambda took_s: rng.choice(RESTS_S)
+def _draw_pause(rng: random.Random) -> Callable[[float], float]:
+    return lambda took_s: rng.choice(PAUSES_S)
 
 
 @contextlib.contextmanager
-def _large(outcome: Outcome) -> Iterator[None]:
-    """Treats all values as large in some seeds; states are single numbers, so they are small otherwise."""
+def _with_large_values(outcome: Outcome) -> Iterator[None]:
+    """Makes all values count as large, in some seeds. States are single numbers, so they would be small."""
     sizes = random.Random(f"sizes of {outcome.seed}")
-    outcome.large = sizes.random() < LARGE
+    outcome.large = sizes.random() < LARGE_VALUES_SHARE
     with contextlib.ExitStack() as stack:
         if outcome.large:
             stack.enter_context(mock.patch.object(replica, "_SMALL_BYTES", -1))
@@ -217,19 +227,19 @@ def _large(outcome: Outcome) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _soon() -> Iterator[None]:
+def _with_quick_memory_retries() -> Iterator[None]:
     """Shortens the retries of a node without memory, so that the pauses between them fit into a seed."""
-    with mock.patch.object(primary, "_SHORT_S", SHORT_S):
+    with mock.patch.object(primary, "_SHORT_S", MEMORY_RETRY_S):
         yield
 
 
 class Stuck(BaseException):
-    """A callback does not return: on a real node the event loop would be stuck."""
+    """Raised into a callback that does not return."""
 
 
 @contextlib.contextmanager
-def _watched(loop: SimLoop) -> Iterator[None]:
-    """Interrupts a seed that uses too much processor time. Threads other than the main one get no signals."""
+def _with_cpu_limit(loop: SimLoop) -> Iterator[None]:
+    """Interrupts a seed that uses too much processor time; only in the main thread, since others get no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -271,17 +281,17 @@ def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
         epochs_in_flight=workload.epochs_in_flight,
         gather_s=workload.gather_s,
         results_kept_s=60.0,
-        strict=rng.random() < 0.04 and not workload.erratic and workload.whims is None and workload.moody is None,
+        strict=rng.random() < 0.04 and not workload.erratic and workload.end_whims is None and workload.moody is None,
     )
 
 
 async def _run(outcome: Outcome, mistakes: bool) -> None:
     rng, keeps = random.Random(outcome.seed), random.Random(f"checkpoints of {outcome.seed}")
-    keeping = keeps.random() < CHECKPOINTS
+    keeping = keeps.random() < CHECKPOINTS_SHARE
     hurries = random.Random(f"epochs ahead of {outcome.seed}")
-    hurrying = hurries.random() < AHEAD
+    hurrying = hurries.random() < AHEAD_SHARE
     flies = random.Random(f"epochs in flight of {outcome.seed}")
-    flying = hurrying and flies.random() < IN_FLIGHT
+    flying = hurrying and flies.random() < IN_FLIGHT_SHARE
     stands = random.Random(f"composed once of {outcome.seed}")
     turns = random.Random(f"turns of {outcome.seed}")
     workload = Workload.draw(
@@ -294,11 +304,11 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         random.Random(f"asked on of {outcome.seed}"),
     )
     leaves = random.Random(f"leaves of {outcome.seed}")
-    workload.torn_down = leaves.random() < LEAVING
+    workload.torn_down = leaves.random() < LEAVING_SHARE
     if mistakes:
         workload.mistake = Mistake.draw(random.Random(f"mistakes of {outcome.seed}"), workload.tasks)
     races = random.Random(f"races of {outcome.seed}")
-    race = draw_race(races, talks=workload.talks and workload.tasks > 2, keeps=keeping)
+    race = choose_race(races, talks=workload.talks and workload.tasks > 2, keeps=keeping)
     if race == "late seal":
         workload.draw_moods(races)
     nodes = rng.randint(1, 4) if rng.random() < 0.2 else workload.backups + rng.randint(1, 3)
@@ -307,7 +317,7 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     if keeping:
         settings = dataclasses.replace(settings, checkpoints_kept=keeps.choice((1, 2, 3)))
     absences = random.Random(f"absences of {outcome.seed}")
-    absent = absences.random() < ABSENT
+    absent = absences.random() < ABSENCE_SHARE
     if absent:
         settings = dataclasses.replace(settings, lost_after_s=absences.choice((0.5, 0.5, 0.5, 2.0, 7.0)))
     pace = Pace.draw(outcome.seed, own_time)
@@ -316,9 +326,9 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
     has = {
         f"up to {workload.epochs_ahead} epochs ahead": workload.epochs_ahead,
-        f"up to {workload.epochs_in_flight} in flight": workload.flying,
-        "composed once": workload.steady,
-        "as long as a task that has moods wants": workload.whims is not None,
+        f"up to {workload.epochs_in_flight} in flight": workload.in_flight_tasks,
+        "composed once": workload.same_plan,
+        "as long as a task that has moods wants": workload.end_whims is not None,
         "flags that follow from messages" + " after a while" * bool(workload.lingers_s): workload.relays is not None,
         "requests that follow from requests": workload.asks_on is not None,
         "nodes that end by themselves": workload.torn_down,
@@ -330,8 +340,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         f"a checkpoint every {workload.checkpoint_every} epochs": keeping,
     }
     outcome.described += "".join(f", {what}" for what, so in has.items() if so)
-    world.loop.set_exception_handler(lambda _, context: world.violated(_unhandled(context)))
-    errors = Errors(world)
+    world.loop.set_exception_handler(lambda _, context: world.fail(_unhandled(context)))
+    errors = ErrorLogHandler(world)
     logger = logging.getLogger("taskgraph")
     level, propagate = logger.level, logger.propagate
     logger.addHandler(errors)
@@ -341,51 +351,51 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     chance = random.Random(rng.getrandbits(64))
     faults = Faults(world, planned, chance, ruthless=ruthless)
     if keeping:
-        faults.add_around_checkpoints(draw_around_checkpoints(keeps))
-    if workload.flying:
-        faults.add(draw_in_flight(flies, erratic=bool(workload.erratic)))
-    if workload.whims is not None:
-        faults.add(draw_with_moods(turns))
+        faults.add_around_checkpoints(draw_checkpoint_faults(keeps))
+    if workload.in_flight_tasks:
+        faults.add(draw_for_epochs_in_flight(flies, erratic=bool(workload.erratic)))
+    if workload.end_whims is not None:
+        faults.add(draw_report_crashes(turns))
     if race:
-        faults.add(draw_around_race(races, race))
+        faults.add(draw_race_faults(races, race))
     if absent:
         world.compute_s = absences.choice((0.1, 0.3))  # else most are over before that
         faults.add(draw_absences(absences))
-    if pace.steps.drawn:
+    if pace.step_times.active:
         faults.add(draw_between_steps(random.Random(f"failures between steps of {outcome.seed}")))
-    if (ending := random.Random(f"the last epoch of {outcome.seed}")).random() < AT_THE_END:
-        faults.add(draw_at_the_end(ending))
-    if (deletes := random.Random(f"deleted keys of {outcome.seed}")).random() < DELETING:
+    if (ending := random.Random(f"the last epoch of {outcome.seed}")).random() < LAST_EPOCH_SHARE:
+        faults.add(draw_last_epoch_faults(ending))
+    if (deletes := random.Random(f"deleted keys of {outcome.seed}")).random() < KEY_DELETION_SHARE:
         faults.add(draw_deletions(deletes))
-    if (calls := random.Random(f"called gone of {outcome.seed}")).random() < CALLED_GONE:
+    if (calls := random.Random(f"called gone of {outcome.seed}")).random() < CALLED_GONE_SHARE:
         faults.add(draw_called_gone(calls))
         outcome.described += ", a launcher that is wrong"
-    if (powers := random.Random(f"power of {outcome.seed}")).random() < POWER_LOSSES:
+    if (powers := random.Random(f"power of {outcome.seed}")).random() < POWER_LOSS_SHARE:
         faults.add(draw_power_losses(powers))
         outcome.described += ", hosts that die"
-    if workload.backups and (members := random.Random(f"members of {outcome.seed}")).random() < MEMBERS:
+    if workload.backups and (members := random.Random(f"members of {outcome.seed}")).random() < MEMBER_CHANGE_SHARE:
         world.compute_s = members.choice((0.1, 0.3))  # else most jobs end before the failures meet
-        faults.add(draw_around_members(members))
+        faults.add(draw_member_changes(members))
         outcome.described += ", members that change meanwhile"
-    if keeping and (lists := random.Random(f"listings of {outcome.seed}")).random() < LAGGING:
-        world.place.lags(lists, lists.choice((0.05, 0.5, 3.0)))
+    if keeping and (lists := random.Random(f"listings of {outcome.seed}")).random() < LATE_LISTING_SHARE:
+        world.place.set_lag(lists, lists.choice((0.05, 0.5, 3.0)))
         outcome.described += ", a place that lists late"
-    again: Again | None = None
+    again: Resubmission | None = None
     if not mistakes and (names := random.Random(f"names of {outcome.seed}")).random() < (
-        AGAIN_KEEPING if keeping else AGAIN
+        AGAIN_WITH_CHECKPOINTS_SHARE if keeping else AGAIN_SHARE
     ):
-        again = draw_again(names, keeps=keeping)
+        again = draw_resubmission(names, keeps=keeping)
         faults.add(again.shut)
         outcome.described += ", submitted again"
     try:
         await world.start(nodes)
-        outcome.ended = await _until_over(world, faults)
+        outcome.ended = await _wait_for_outcome(world, faults)
         if again is not None:
             await _submit_again(world, again, nodes)
-            faults.go_on(again.faults)
-            outcome.ended = await _until_over(world, faults)
+            faults.resume(again.faults)
+            outcome.ended = await _wait_for_outcome(world, faults)
         if workload.torn_down:
-            await _until_left(world, faults, collects=leaves.random() < 0.8)
+            await _wait_until_ended(world, faults, collects=leaves.random() < 0.8)
     except Violation as error:
         outcome.problem = str(error)
     except Exception as error:
@@ -402,13 +412,13 @@ def _unhandled(context: dict[str, object]) -> Violation:
     return Violation(f"not handled: {context.get('message')} {context.get('exception')!r}")
 
 
-async def _submit_again(world: World, again: Again, nodes: int) -> None:
-    """Submits the job again once its run is over; nodes of that run may not know its end."""
+async def _submit_again(world: World, again: Resubmission, nodes: int) -> None:
+    """Submits the job again after its run ended. Nodes of that run may not know its end."""
     if again.collected:
         world.collect()
     await asyncio.sleep(again.after_s)
     workload, keeps = world.workload, world.spec.checkpoint is not None
-    # A job that finished may have a checkpoint of its last boundary, from which there is nothing to go on with.
+    # A finished job may have a checkpoint of its last boundary, which cannot be resumed.
     resume = again.resume and keeps and not world.invariants.view.finished
     if not resume:
         workload = dataclasses.replace(workload, seed=workload.seed ^ 1, rerun={})  # other states
@@ -421,27 +431,27 @@ async def _submit_again(world: World, again: Again, nodes: int) -> None:
     if not submitted.done():
         submitted.cancel()
         raise Violation("it is not submitted again")
-    with contextlib.suppress(JobRunning):  # it had finished, and went back to a checkpoint
+    with contextlib.suppress(JobRunning):  # the job had finished, and rolled back to a checkpoint
         submitted.result()
 
 
-async def _until_left(world: World, faults: Faults, *, collects: bool) -> None:
-    """Waits until all nodes have ended by themselves, with faults for a while.
+async def _wait_until_ended(world: World, faults: Faults, *, collects: bool) -> None:
+    """Waits until all nodes have ended by themselves, with faults until `LEAVES_S`.
 
     Args:
         collects: a launcher collects the results.
     """
     view, now = world.invariants.view, world.loop.time
     began, healed = now(), False
-    while not world.left():
+    while not world.all_ended():
         if world.failed.done():
             world.failed.result()
         if now() > began + LEFT_S:
             late = ", ".join(f"{known.id} of {known.of}" for known in world.nodes.values() if known.exists)
-            raise Violation(f"nodes do not end: {late}: {hanging(world)}")
+            raise Violation(f"nodes do not end: {late}: {describe_hang(world)}")
         if not healed and now() > began + LEAVES_S:
             healed = True
-            if view.running:  # it went back to a checkpoint
+            if view.running:  # it rolled back to a checkpoint
                 _heal(world, faults)
             else:
                 faults.end(heal=True)
@@ -450,25 +460,25 @@ async def _until_left(world: World, faults: Faults, *, collects: bool) -> None:
         await asyncio.sleep(0.05)
     faults.end(heal=True)
     await asyncio.sleep(2.0 * world.settings.lease_ttl_s)
-    world.check_left()
+    world.check_no_keys_left()
 
 
-async def _until_over(world: World, faults: Faults) -> str:
+async def _wait_for_outcome(world: World, faults: Faults) -> str:
     status = asyncio.ensure_future(world.status())
     waiting: list[asyncio.Future[Any]] = [status]
     try:
-        record = await _until(status, world, faults, "it hangs")
+        record = await _wait_for(status, world, faults, "it hangs")
         if record.state == State.CANCELLED and world.shut_down:
             return "shut down"
         if record.state != State.FINISHED:
             return _judge_failure(world, record.reason, faults.ruthless or faults.bold)
         result = asyncio.ensure_future(world.result())
         waiting.append(result)
-        found = await _until(result, world, faults, "the results do not come")
+        found = await _wait_for(result, world, faults, "the results do not come")
         if found is None:
             assert world.invariants.view.status is not None
             record = world.invariants.view.status.record
-            if record.state == State.CANCELLED and world.shut_down:  # it went back to a checkpoint before
+            if record.state == State.CANCELLED and world.shut_down:  # it rolled back to a checkpoint before
                 return "shut down"
             return _judge_failure(world, record.reason, faults.ruthless or faults.bold)
         world.invariants.check_commit_calls()
@@ -480,11 +490,11 @@ async def _until_over(world: World, faults: Faults) -> str:
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def _until(work: asyncio.Future[T], world: World, faults: Faults, otherwise: str) -> T:
-    """Waits for `work`: for a while, and then without faults.
+async def _wait_for(work: asyncio.Future[T], world: World, faults: Faults, otherwise: str) -> T:
+    """Waits for `work`, first with faults, after `HEAL_S` without.
 
     Raises:
-        Violation: `work` is still not done; `otherwise` says what that means.
+        Violation: with the text `otherwise`: `work` is not done after `DEADLINE_S`.
     """
     waits: list[asyncio.Future[Any]] = [work, world.failed]
     await asyncio.wait(waits, timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -494,12 +504,12 @@ async def _until(work: asyncio.Future[T], world: World, faults: Faults, otherwis
     if world.failed.done():
         world.failed.result()
     if not work.done():
-        raise Violation(f"{otherwise}: {hanging(world)}")
+        raise Violation(f"{otherwise}: {describe_hang(world)}")
     return work.result()
 
 
 def _heal(world: World, faults: Faults) -> None:
-    """Ends all faults, and starts nodes if there are too few: the last ones may have found no etcd and ended."""
+    """Ends all faults, and starts nodes if there are too few: nodes without etcd may have ended."""
     faults.end(heal=True)
     world.transcript.add("world", "heal", "no failure from now on")
     while len(world.existing()) < world.settings.min_in_sync + 1:
@@ -507,17 +517,17 @@ def _heal(world: World, faults: Faults) -> None:
 
 
 def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
-    """A job may fail for its own mistake, or for one other reason: every holder of some task is gone; and there is no
-    checkpoint, or none that the disk kept, or a file of one was lost while the job went back to that. They died, as the
-    seed wanted it; or one that did not was absent for so long that it counts as gone (`World._check_absence`): several
-    failures in a row may do that."""
+    """Returns how a failed job ended; raises Violation if it had no reason to fail.
+
+    A job may fail if its own code raised, or if all nodes in sync for a task are gone and no checkpoint is usable.
+    Such a node died, as the seed wanted, or was absent for `lost_after_s` (`World._check_absence`)."""
     view = world.invariants.view
     mistake = world.workload.mistake
     if mistake is not None and mistake.raised and f"ArithmeticError: {mistake.text}" in reason:
         return "mistaken"
     if any(f"/{name}/" in reason for name in world.place.lost_in_use):
         return "lost"
-    if view.checkpoint is not None and not ("no checkpoint can be used" in reason and world.place.spoilt):
+    if view.checkpoint is not None and not ("no checkpoint can be used" in reason and world.place.damaged):
         raise Violation(f"the job failed, and has a checkpoint: {reason}")
     for task in range(world.workload.tasks):
         holders = view.in_sync(task)
@@ -530,8 +540,8 @@ def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
     raise Violation(f"the job failed: {reason}")
 
 
-def hanging(world: World) -> str:
-    """Lists what each node waits for."""
+def describe_hang(world: World) -> str:
+    """Describes what each node waits for, for a report of a hang."""
     view = world.invariants.view
     lines = [f"at {view.stamp}, {len(world.existing())} nodes"]
     for known in world.existing():

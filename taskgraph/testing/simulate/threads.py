@@ -1,6 +1,6 @@
-"""Runs plain functions of users on the loop. Each takes some virtual time, and none can block.
+"""Runs users' plain functions on the loop. Each takes some virtual time, and none can block.
 
-A function may run at any moment of its time: a real thread may have finished a function that the loop gives up.
+A function may run at any moment of that time: a real thread may have finished a function that the loop cancels.
 """
 
 from __future__ import annotations
@@ -14,44 +14,45 @@ from typing import Generic, TypeVar
 
 from taskgraph.node.usercode.threads import FutureWork, Work
 
-__all__ = ["Ends", "InlineThreads"]
+__all__ = ["FunctionTiming", "InlineThreads"]
 
 R = TypeVar("R")
 
-_LONG_S = 2.0
+_MAX_EXTRA_S = 2.0
 
 
-class Ends:
-    """Draws when functions run within their time: in some seeds not only at its end.
+class FunctionTiming:
+    """Draws at which moment of its duration a function runs, and how long it takes. In most seeds it runs at the end.
 
     Args:
-        late_s: how much later than it would a function ends.
+        share: share of the seeds with other moments and long durations.
     """
 
     def __init__(self, rng: random.Random, *, share: float) -> None:
         self._rng = rng
-        self.drawn = rng.random() < share
-        self._at_once = rng.choice((0.0, 0.5, 1.0))
-        self._long = rng.choice((0.0, 0.01, 0.03))
+        self.active = rng.random() < share
+        self._at_once_share = rng.choice((0.0, 0.5, 1.0))
+        self._extra_share = rng.choice((0.0, 0.01, 0.03))
 
     def end(self) -> None:
-        self._long = 0.0
+        """Stops long durations."""
+        self._extra_share = 0.0
 
-    def at_once(self) -> bool:
-        """True if a brief function ends before its caller goes on."""
-        return self.drawn and self._rng.random() < self._at_once
+    def runs_at_once(self) -> bool:
+        """True if a brief function ends before `start` returns."""
+        return self.active and self._rng.random() < self._at_once_share
 
-    def share(self) -> float:
-        """The share of a function's time that passes before it runs; the rest, before the loop learns of its end."""
-        return self._rng.random() if self.drawn else 1.0
+    def share_before_run(self) -> float:
+        """Returns the share of a function's duration that passes before it runs; the rest follows."""
+        return self._rng.random() if self.active else 1.0
 
-    def long_s(self) -> float:
-        """Returns how much longer than others a function takes."""
-        return _LONG_S * self._rng.random() ** 2 if self.drawn and self._rng.random() < self._long else 0.0
+    def extra_s(self) -> float:
+        """Returns an extra duration of a function, mostly 0."""
+        return _MAX_EXTRA_S * self._rng.random() ** 2 if self.active and self._rng.random() < self._extra_share else 0.0
 
 
-class _Over(Generic[R]):
-    """`Work` that ended before its caller went on."""
+class _FinishedWork(Generic[R]):
+    """A `Work` whose function has already run."""
 
     over = True
     took_s = 0.0
@@ -71,11 +72,11 @@ class _Over(Generic[R]):
         return self._result  # type: ignore[return-value]
 
     def future(self) -> asyncio.Future[R]:
-        raise AssertionError("it is over")
+        raise AssertionError("the function has ended")
 
 
 class InlineThreads:
-    """`node/usercode/threads.py: Threads` without threads: a simulation runs hundreds of thousands of computes."""
+    """Implements `node/usercode/threads.py: Threads` on the loop: simulations run hundreds of thousands of computes."""
 
     in_step = True
 
@@ -83,21 +84,21 @@ class InlineThreads:
         self,
         rng: random.Random,
         compute_s: float,
-        ends: Ends | None = None,
+        timing: FunctionTiming | None = None,
         late_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.context = Context()
         self._rng = rng
         self._compute_s = compute_s
-        self._ends = ends
+        self._timing = timing
         self._late_s = late_s
 
     def clock(self) -> float:
         return asyncio.get_running_loop().time()
 
     def start(self, function: Callable[[], R], *, brief: bool) -> Work[R]:
-        if brief and self._ends is not None and self._ends.at_once():
-            return _Over(function)
+        if brief and self._timing is not None and self._timing.runs_at_once():
+            return _FinishedWork(function)
         return FutureWork(self.run(function))
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
@@ -127,8 +128,8 @@ class InlineThreads:
                 future.set_result(result)  # type: ignore[arg-type]
 
         takes_s, share = self._compute_s * self._rng.random() ** 2 + self._late_s(), 1.0
-        if self._ends is not None:
-            takes_s, share = takes_s + self._ends.long_s(), self._ends.share()
+        if self._timing is not None:
+            takes_s, share = takes_s + self._timing.extra_s(), self._timing.share_before_run()
         after_s = takes_s * (1.0 - share)
         loop.call_later(takes_s * share, step)
         return future
@@ -140,7 +141,7 @@ class InlineThreads:
         raise RuntimeError("a simulated thread cannot wait: write an `async def`")
 
     def abandon(self) -> None:
-        pass  # no function outlasts the callback it is run in
+        pass  # each function ends within a callback
 
     def close(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The events of one run in order, as text for a person, and as a digest to compare replays."""
+"""Records the events of one simulation in order, as text, and as a digest to compare replays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Transcript"]
 
 
 class Transcript:
-    """Lines are kept as tuples, and made into text only when somebody asks."""
+    """A log of one simulation, with counts of its faults and protocol states. Lines are formatted only on demand."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -22,16 +22,16 @@ class Transcript:
         self._lines.append((self._now(), who, what, detail))
 
     def fault(self, kind: str, detail: str = "") -> None:
-        """A fault that came to pass."""
+        """Records a fault that took effect."""
         self.faults[kind] += 1
         self.add("fault", kind, detail)
 
     def state(self, kind: str) -> None:
-        """A state of the protocol that was reached."""
+        """Counts a state of the protocol that the simulation reached."""
         self.states[kind] += 1
 
     def text(self, *, messages: bool = True) -> str:
-        """Returns all entries, one line each; without messages it is what a person reads first."""
+        """Returns the log, one event in a line; `messages` includes messages between nodes."""
         lines = []
         for at, who, what, detail in self._lines:
             if messages or who != "net":

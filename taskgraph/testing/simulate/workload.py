@@ -1,7 +1,7 @@
-"""The job of a seed: tasks whose graphs, flags and requests are drawn at random, and what comes out without failures.
+"""The job of a seed: tasks with random graphs, flags and requests, and their expected result without failures.
 
-Values are 64-bit numbers that depend on everything a processor read, so that any item that is lost, doubled, late or
-stale changes the result. `Workload.expected` computes that result without the framework.
+Values are 64-bit numbers that depend on all inputs of a processor, so that any lost, duplicated, late or stale item
+changes the result. `Workload.expected` computes the result without the framework.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from taskgraph.shape import is_stateless
 __all__ = ["HOOKS", "Mistake", "Recorder", "Step", "Workload", "mix"]
 
 _MASK = (1 << 64) - 1
-_RELAYED = 11
-_ASKED_ON = 13
-_OPENED = 17
+_RELAY_SALT = 11
+_CHAIN_SALT = 13
+_COMPOSE_FLAG_SALT = 17
 
 
 def mix(*parts: int) -> int:
-    """A number that depends on every one of these and on their order."""
+    """Hashes these numbers in order to a 64-bit number."""
     h = 0x9E3779B97F4A7C15
     for part in parts:
         h = ((h ^ (part & _MASK)) * 0xFF51AFD7ED558CCD) & _MASK
@@ -38,7 +38,7 @@ def mix(*parts: int) -> int:
 
 
 def reported(state: int) -> float:
-    """The number that a task reports after an epoch."""
+    """Returns the number that a task with this state reports after an epoch."""
     return float(state % 1_000_003)
 
 
@@ -54,24 +54,24 @@ class Step:
     requests: tuple[int, ...] = ()
     looks: tuple[int, ...] = ()  # pure requests
     parallel: bool = False
-    waits: bool = False  # an `async def`
-    bulk: bool = False  # values travel in arrays
+    waits: bool = False  # it is an `async def`
+    bulk: bool = False  # its items are arrays
     early: bool = False  # it is `@tg.stateless`
-    lasts_s: float = 0.0  # what it awaits, where it is an `async def`
+    lasts_s: float = 0.0  # how long an `async def` sleeps
 
 
 HOOKS = ("setup", "restore", "on_commit", "on_event", "compose", "sync", "result")
-"""Where a mistake may be."""
+"""Methods that a `Mistake` may make raise."""
 
 
 @dataclass
 class Mistake:
-    """User code of one task that raises.
+    """A method of one task that raises in some of its calls.
 
     Attributes:
-        where: one of `HOOKS`.
-        first, times: the call that raises first, of all calls in all replicas, and how many do.
-        raised: how often it did.
+        where: the method, one of `HOOKS`.
+        first, times: the number of the first call that raises, among all replicas, and how many calls raise.
+        calls, raised: how many calls there were, and how many of them raised.
     """
 
     where: str
@@ -91,8 +91,8 @@ class Mistake:
     def text(self) -> str:
         return f"a mistake in {self.where} of task {self.task}"
 
-    def made(self, where: str, task: int) -> None:
-        """Counts the call of a place in user code, and raises if the mistake is due there."""
+    def raise_if_due(self, where: str, task: int) -> None:
+        """Counts a call of a task's method, and raises if this call is to raise."""
         if (where, task) == (self.where, self.task):
             self.calls += 1
             if self.first <= self.calls < self.first + self.times:
@@ -100,69 +100,71 @@ class Mistake:
                 raise ArithmeticError(self.text)
 
 
-STEADY = 0.4
-"""How many of the jobs with tasks in several epochs have the same plan in all of them."""
-FICKLE = 0.5
-"""How many of the jobs whose length is decided by a task have one whose replicas disagree about it."""
-RELAYED = 0.3
-"""How many of the jobs with flags or requests have tasks that send a flag on when they get one."""
-ASKED_ON = 0.3
-"""How many of the jobs with flags or requests have handlers that ask others before they answer."""
-OPENED = 0.3
-"""How many of them have tasks that send a flag where they compose an epoch."""
-_STEPS = 4
-"""Of a task in an epoch, at most."""
+SAME_PLAN_SHARE = 0.4
+"""Share of the jobs with several epochs in flight that have the same plan in every epoch."""
+DISAGREEING_END_SHARE = 0.5
+"""Share of the jobs ended by a task in which the task's replicas disagree about the end."""
+RELAY_SHARE = 0.3
+"""Share of the jobs with flags or requests whose tasks send another flag for each that they get."""
+CHAINED_REQUEST_SHARE = 0.3
+"""Share of the jobs with flags or requests whose handlers send requests before they reply."""
+COMPOSE_FLAG_SHARE = 0.3
+"""Share of the jobs with flags or requests whose tasks send flags in `compose`."""
+_MAX_STEPS = 4
+"""The most steps of a task in an epoch."""
 
 
 class Recorder(Protocol):
-    """Records what user code saw; see `invariants.py`."""
+    """Records what user code does in each run of an epoch; `runs.Runs` implements it."""
 
-    def composed(self, epoch: Any, steps: tuple[Step, ...], last_commit: int | None) -> None: ...
-    def began(self, epoch: Any, steps: tuple[Step, ...]) -> None: ...
-    def saw(self, epoch: Any, state: int) -> None: ...
-    def ran(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None: ...
-    def put(self, epoch: Any, tag: str, to: int, value: int) -> None: ...
-    def flagged(self, epoch: Any, to: int, value: int) -> None: ...
-    def heard_flag(self, epoch: Any, sender: int, value: int) -> None: ...
-    def asked(self, epoch: Any, to: int, value: int, answer: int) -> None: ...
-    def handled(self, epoch: Any, sender: int, value: int, answer: int) -> None: ...
-    def ended(self, epoch: Any, state: int) -> None: ...
-    def finished(self, epoch: Any) -> None: ...
+    def on_compose(self, epoch: Any, steps: tuple[Step, ...], last_commit: int | None) -> None: ...
+    def on_begin(self, epoch: Any, steps: tuple[Step, ...]) -> None: ...
+    def on_state_read(self, epoch: Any, state: int) -> None: ...
+    def on_compute(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None: ...
+    def on_put(self, epoch: Any, tag: str, to: int, value: int) -> None: ...
+    def on_flag_sent(self, epoch: Any, to: int, value: int) -> None: ...
+    def on_flag(self, epoch: Any, sender: int, value: int) -> None: ...
+    def on_request(self, epoch: Any, to: int, value: int, answer: int) -> None: ...
+    def on_request_handled(self, epoch: Any, sender: int, value: int, answer: int) -> None: ...
+    def on_end(self, epoch: Any, state: int) -> None: ...
+    def on_finish(self, epoch: Any) -> None: ...
     def on_committed(self, task: int, number: int, state: int | None) -> None: ...
-    def torn_down(self, task: int) -> None: ...
+    def on_teardown(self, task: int) -> None: ...
 
 
 @dataclass
 class Workload:
-    """A job; all of it follows from the random numbers it is drawn with."""
+    """A drawn job: its tasks, their plans, and their special behavior."""
 
     seed: int
     tasks: int
     epochs: int
     backups: int
     plan: tuple[tuple[tuple[Step, ...], ...], ...]  # epoch, task
-    talks: bool  # flags or requests
-    erratic: frozenset[int]  # tasks that compute something else each time
-    without_state: frozenset[int]  # tasks that keep nothing
-    finishes: bool  # the job's length is decided by a task
+    talks: bool  # tasks send flags or requests
+    erratic: frozenset[int]  # tasks that compute other values each time
+    without_state: frozenset[int]  # tasks without state
+    finishes: bool  # a task ends the job by `epoch.finish`
     chaos: random.Random = field(repr=False)
     checkpoint_every: int = 0  # 0: no checkpoints
     epochs_ahead: int = 0
     gather_s: float = 0.0
-    listening: frozenset[int] = frozenset()  # tasks with an `on_commit`: they are never ahead
+    listening: frozenset[int] = frozenset()  # tasks with an `on_commit`, which are never ahead
     epochs_in_flight: int = 1
-    flying: frozenset[int] = frozenset()  # tasks whose `compose` is `@tg.stateless`
-    whims: random.Random | None = field(default=None, repr=False)  # each replica of the task that ends it decides anew
-    relays: int | None = None  # a task that gets a flag or a request flags the task this many after it
-    lingers_s: float = 0.0  # for so long it holds the epoch before
-    asks_on: int | None = None  # a task that gets a request asks the task this many after it, which answers at once
-    opens: frozenset[int] = frozenset()  # tasks that flag the next one in `compose`
-    moody: int | None = None  # a task that sends its flags in one run of an epoch, and not in another
-    rerun: dict[int, Any] = field(default_factory=dict)  # epoch -> its first run of that task
-    hears_s: float = 0.0  # so long an `on_flag` awaits something; 0: it is a plain function
-    steady: bool = False  # all epochs have the same plan, and those tasks do not ask which one it is
+    in_flight_tasks: frozenset[int] = frozenset()  # tasks whose `compose` is `@tg.stateless`
+    end_whims: random.Random | None = field(
+        default=None, repr=False
+    )  # draws the end anew for each replica of the task that ends the job
+    relays: int | None = None  # after a flag or request, task t flags task t + relays
+    lingers_s: float = 0.0  # how long a task holds the epoch before it relays a flag
+    asks_on: int | None = None  # before its reply, task t asks task t + asks_on, which replies at once
+    opens: frozenset[int] = frozenset()  # tasks that flag the next task in `compose`
+    moody: int | None = None  # a task that sends its flags in some runs of an epoch only
+    rerun: dict[int, Any] = field(default_factory=dict)  # epoch -> first run of the moody task
+    hears_s: float = 0.0  # how long `on_flag` sleeps; 0: it is a plain function
+    same_plan: bool = False  # all epochs have the same plan
     mistake: Mistake | None = None
-    torn_down: bool = False  # tasks have a `teardown`, after which none of their code may run
+    torn_down: bool = False  # tasks have a `teardown`; no code may run after it
 
     @classmethod
     def draw(
@@ -175,13 +177,15 @@ class Workload:
         turns: random.Random | None = None,
         asks: random.Random | None = None,
     ) -> Workload:
-        """Args:
-        keeps: of a job that keeps checkpoints, what that adds; with the same `rng` all else is the same.
-        hurries: likewise, of a job whose tasks may be ahead of the last commit.
-        flies: likewise, of one whose tasks may be in several epochs at a time; one with handlers is in none.
-        stands: likewise, of one of these whose epochs may all be alike.
-        turns: likewise, of one where something else may happen with messages, and at the end.
-        asks: likewise, of one where handlers ask others, and `compose` sends flags.
+        """Draws a job from `rng`. Each other generator, if given, adds a feature, and changes nothing else of the job.
+
+        Args:
+            keeps: the job has checkpoints.
+            hurries: tasks may be ahead of the last commit.
+            flies: tasks without handlers may be in several epochs at a time.
+            stands: such a job may have the same plan in all epochs.
+            turns: tasks may relay flags, and disagree about the job's end.
+            asks: handlers may send requests, and `compose` may send flags.
         """
         tasks = rng.choice((1, 2, 2, 3, 3, 4))
         epochs = rng.choice((2, 3, 3, 4, 5, 6))
@@ -198,15 +202,15 @@ class Workload:
             listening = frozenset(task for task in range(tasks) if hurries.random() < 0.15)
             plan += tuple(tuple(_draw_epoch(hurries, tasks, talks)) for _ in range(hurries.randrange(0, 8)))
             epochs = len(plan)
-        in_flight, flying = 1, frozenset[int]()
+        in_flight, in_flight_tasks = 1, frozenset[int]()
         if flies is not None and not talks:
             in_flight = flies.choice((1, 2, 2, 4, 4, 8))
-            flying = frozenset(task for task in range(tasks) if task not in listening and flies.random() < 0.8)
+            in_flight_tasks = frozenset(task for task in range(tasks) if task not in listening and flies.random() < 0.8)
             plan += tuple(tuple(_draw_epoch(flies, tasks, talks)) for _ in range(flies.randrange(2, 10)))
             epochs = len(plan)
         erratic = frozenset({rng.randrange(tasks)}) if rng.random() < 0.3 else frozenset[int]()
-        if flying and flies is not None and flies.random() < 0.5:
-            erratic |= {flies.choice(sorted(flying))}  # so that more of them are restarted
+        if in_flight_tasks and flies is not None and flies.random() < 0.5:
+            erratic |= {flies.choice(sorted(in_flight_tasks))}  # so that more epochs restart
         drawn = cls(
             seed=rng.getrandbits(32),
             tasks=tasks,
@@ -223,34 +227,36 @@ class Workload:
             gather_s=gather_s,
             listening=listening,
             epochs_in_flight=in_flight,
-            flying=flying,
+            in_flight_tasks=in_flight_tasks,
         )
         if flies is not None:
             drawn.plan = tuple(
                 tuple(
-                    _draw_early(flies, steps, keeps_nothing=task in drawn.without_state) if task in flying else steps
+                    _draw_stateless_steps(flies, steps, keeps_nothing=task in drawn.without_state)
+                    if task in in_flight_tasks
+                    else steps
                     for task, steps in enumerate(epoch)
                 )
                 for epoch in plan
             )
-        if flying and stands is not None and stands.random() < STEADY:
-            drawn.plan, drawn.steady = (stands.choice(drawn.plan),) * epochs, True
-        if turns is not None and drawn.finishes and turns.random() < FICKLE:
-            drawn.whims = random.Random(turns.getrandbits(32))
-        if turns is not None and talks and turns.random() < RELAYED:
+        if in_flight_tasks and stands is not None and stands.random() < SAME_PLAN_SHARE:
+            drawn.plan, drawn.same_plan = (stands.choice(drawn.plan),) * epochs, True
+        if turns is not None and drawn.finishes and turns.random() < DISAGREEING_END_SHARE:
+            drawn.end_whims = random.Random(turns.getrandbits(32))
+        if turns is not None and talks and turns.random() < RELAY_SHARE:
             drawn.relays, drawn.lingers_s = turns.choice((0, 1)), turns.choice((0.0, 0.0, 0.01, 0.1, 0.7))
-        if asks is not None and talks and asks.random() < ASKED_ON:
+        if asks is not None and talks and asks.random() < CHAINED_REQUEST_SHARE:
             drawn.asks_on = asks.choice((0, 1, 1))
-        if asks is not None and talks and asks.random() < OPENED:
+        if asks is not None and talks and asks.random() < COMPOSE_FLAG_SHARE:
             drawn.opens = frozenset(task for task in range(tasks) if asks.random() < 0.6)
         return drawn
 
     def draw_moods(self, rng: random.Random) -> None:
-        """Draws moods for a job that talks: only one task sends, in one run of an epoch, and not in another.
+        """Makes one task moody: only it sends flags, in some runs of an epoch.
 
-        So a replaced primary took no message that its successor must know, and the epoch goes on.
+        So a crashed primary has handled no message that its successor needs, and the epoch goes on without a restart.
         """
-        self.moody = rng.randrange(1, self.tasks)  # what the leader's task sends and gets is at hand, and never late
+        self.moody = rng.randrange(1, self.tasks)  # not task 0: the leader's own messages are never late
         self.relays, self.lingers_s, self.hears_s = None, 0.0, rng.choice((0.0, 0.3, 0.7, 0.7))
         self.asks_on, self.opens = None, frozenset()
         others = [task for task in range(1, self.tasks) if task != self.moody]
@@ -265,29 +271,29 @@ class Workload:
         )
 
     def is_silent(self, epoch: Any) -> bool:
-        """True if the moody task sends no flags in this run: mostly in the first one, mostly not when it runs again."""
+        """True if the moody task sends no flags in this run: mostly in an epoch's first run."""
         first = self.rerun.setdefault(epoch.number, epoch._work) is epoch._work
         return self.chaos.random() < (0.8 if first else 0.2)
 
     def steps(self, epoch: int, task: int) -> tuple[Step, ...]:
-        # Of a job that ends when a task says so the others may be ahead of its last epoch, in vain.
+        # If a task ends the job, other tasks may run ahead of the last epoch, in vain.
         return self.plan[min(epoch, self.epochs - 1)][task]
 
-    def first(self, task: int) -> int:
-        """A task's state before epoch 0."""
+    def initial_state(self, task: int) -> int:
+        """Returns a task's state before epoch 0."""
         return mix(self.seed, 1, task)
 
     def job(self, recorder: Recorder, settings: tg.Settings, min_nodes: int) -> tg.Job:
         def build(task: int) -> tg.Task:
             kind = self._kind(task)
             if self.hears_s:
-                kind = _hearing_slowly(kind)
+                kind = _with_slow_on_flag(kind)
             if self.asks_on is not None:
-                kind = _asking_on(kind)
+                kind = _with_chained_requests(kind)
             if self.mistake is not None and task == self.mistake.task:
-                kind = _mistaken(kind, self.mistake, stateful=task not in self.without_state)
+                kind = _with_mistake(kind, self.mistake, stateful=task not in self.without_state)
             if self.torn_down:
-                kind = _torn_down(kind)
+                kind = _with_teardown(kind)
             return kind(self, recorder)
 
         return tg.Job(
@@ -304,29 +310,29 @@ class Workload:
         )
 
     def _kind(self, task: int) -> type[_NoState]:
-        if task in self.flying and self.steady:
-            return _SteadyNoState if task in self.without_state else _Steady
-        if task in self.flying:
-            return _FlyingNoState if task in self.without_state else _Flying
+        if task in self.in_flight_tasks and self.same_plan:
+            return _SamePlanNoState if task in self.without_state else _SamePlan
+        if task in self.in_flight_tasks:
+            return _InFlightNoState if task in self.without_state else _InFlight
         return _KINDS[self.talks, task not in self.without_state, task in self.listening]
 
-    def relay(self, task: int) -> int:
-        """Returns the task that a task flags after a flag or a request arrived; it may be itself."""
+    def relay_target(self, task: int) -> int:
+        """Returns the task that `task` flags after it got a flag or request; maybe itself."""
         assert self.relays is not None
         return (task + self.relays) % self.tasks
 
-    def asked_on(self, task: int) -> int:
-        """Returns the task that a task asks while it answers a request; it may be itself."""
+    def chained_target(self, task: int) -> int:
+        """Returns the task that `task` asks before its reply to a request; maybe itself."""
         assert self.asks_on is not None
         return (task + self.asks_on) % self.tasks
 
-    def opening(self, epoch: int, task: int, state: int) -> tuple[int, int]:
-        """Returns the task that a task flags where it composes an epoch, and the flag's value."""
-        return (task + 1) % self.tasks, mix(self.seed, state, epoch, task, _OPENED)
+    def compose_flag(self, epoch: int, task: int, state: int) -> tuple[int, int]:
+        """Returns the task that `task` flags in `compose`, and the flag's value."""
+        return (task + 1) % self.tasks, mix(self.seed, state, epoch, task, _COMPOSE_FLAG_SALT)
 
     def expected(self) -> list[list[int]]:
-        """boundary -> task -> state, without failures. Tasks that are neither erratic nor moody."""
-        states = [[self.first(task) for task in range(self.tasks)]]
+        """Computes boundary -> task -> state without failures, for a job without erratic or moody tasks."""
+        states = [[self.initial_state(task) for task in range(self.tasks)]]
         for epoch in range(self.epochs):
             states.append(self._expected_epoch(epoch, states[-1]))
         return states
@@ -338,7 +344,7 @@ class Workload:
         last: dict[int, Step] = {}
         trail = [0] * self.tasks
         for task in self.opens:
-            self._hear(heard, task, *self.opening(epoch, task, before[task]))
+            self._add_message(heard, task, *self.compose_flag(epoch, task, before[task]))
         order = sorted((s.index, task, s) for task in range(self.tasks) for s in self.steps(epoch, task))
         for _, task, step in order:
             read = [items[(tag, p, task)] for tag, producers in step.inbound for p in producers]
@@ -352,36 +358,36 @@ class Workload:
                 value = mix(value, mix(before[to], value, 5))
             for to in step.requests:
                 ask = mix(value, to)
-                self._hear(heard, task, to, ask)
+                self._add_message(heard, task, to, ask)
                 answer = mix(before[to], ask, task)
                 if self.asks_on is not None:
-                    other, asked = self.asked_on(to), mix(ask, _ASKED_ON)
-                    self._hear(heard, to, other, asked)
+                    other, asked = self.chained_target(to), mix(ask, _CHAIN_SALT)
+                    self._add_message(heard, to, other, asked)
                     answer = mix(answer, mix(before[other], asked, to))
                 value = mix(value, answer)
             for to in step.flags:
-                self._hear(heard, task, to, mix(value, 7, to))
+                self._add_message(heard, task, to, mix(value, 7, to))
             for tag, consumers in step.outbound:
                 for to in consumers:
                     items[(tag, task, to)] = mix(value, to)
         return [self.next_state(before[t], epoch, t, mix(heard[t], trail[t]), inputs[t]) for t in range(self.tasks)]
 
-    def _hear(self, heard: list[int], task: int, to: int, value: int) -> None:
-        """A flag or a request, and what comes of it."""
+    def _add_message(self, heard: list[int], task: int, to: int, value: int) -> None:
+        """Adds a flag or request, and the flag that relays it, to the receivers' sums."""
         heard[to] = (heard[to] + mix(task, value)) & _MASK
         if self.relays is not None:
-            heard[self.relay(to)] = (heard[self.relay(to)] + mix(to, mix(value, _RELAYED))) & _MASK
+            heard[self.relay_target(to)] = (heard[self.relay_target(to)] + mix(to, mix(value, _RELAY_SALT))) & _MASK
 
     def next_state(self, state: int, epoch: int, task: int, seen: int, read: list[int]) -> int:
-        """A task's state after an epoch."""
+        """Returns a task's state after an epoch."""
         if task in self.without_state:
             return state
         return (state + mix(self.seed, state, epoch, task, seen, *read)) & _MASK
 
 
 def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step, ...]]:
-    """Layers of processors; an item of one layer is taken in a later one, so no order can deadlock."""
-    layers = rng.choice((1, 1, 2, 3))  # and as many steps of a task, and its sync point
+    """Draws the steps of each task in an epoch. Later layers consume the items of a layer, so nothing deadlocks."""
+    layers = rng.choice((1, 1, 2, 3))  # steps of a task before its sync point
     there = [[layer < layers and rng.random() < 0.75 for layer in range(layers)] for _ in range(tasks)]
     inbound: dict[tuple[int, int], dict[str, list[int]]] = {}
     outbound: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
@@ -428,8 +434,8 @@ def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step,
     return plans
 
 
-def _draw_early(rng: random.Random, steps: tuple[Step, ...], *, keeps_nothing: bool) -> tuple[Step, ...]:
-    """Computes that are `@tg.stateless`, and how long computes await: long enough for others to begin."""
+def _draw_stateless_steps(rng: random.Random, steps: tuple[Step, ...], *, keeps_nothing: bool) -> tuple[Step, ...]:
+    """Draws which steps are `@tg.stateless`, and how long steps sleep, so that other epochs can begin."""
     found = []
     for step in steps:
         if step.outbound:
@@ -442,27 +448,27 @@ def _draw_early(rng: random.Random, steps: tuple[Step, ...], *, keeps_nothing: b
 
 
 class _NoState(tg.Task):
-    """Channels only; what it begins with is what it has."""
+    """A task without state, flags and requests."""
 
     value: Any
     last_commit: int | None = None
-    """The last epoch that `on_commit` was called with; -1: none yet; None: there is no `on_commit`."""
+    """The epoch of the last `on_commit`; -1: no call yet; None: the task has no `on_commit`."""
 
     def __init__(self, workload: Workload, recorder: Recorder) -> None:
         self._workload = workload
         self._recorder = recorder
-        self._whim = workload.whims.getrandbits(32) if workload.whims is not None else None
+        self._whim = workload.end_whims.getrandbits(32) if workload.end_whims is not None else None
 
     def setup(self) -> None:
-        self.value = np.array([self._workload.first(self.task_id)], dtype=np.uint64)
+        self.value = np.array([self._workload.initial_state(self.task_id)], dtype=np.uint64)
 
     def compose(self, epoch: Any) -> None:
         self._compose(epoch)
-        self._recorder.saw(epoch, int(self.value[0]))
+        self._recorder.on_state_read(epoch, int(self.value[0]))
 
     def _compose(self, epoch: Any) -> None:
         steps = self._workload.steps(epoch.number, self.task_id)
-        self._recorder.composed(epoch, steps, self.last_commit)
+        self._recorder.on_compose(epoch, steps, self.last_commit)
         for step in steps:
             epoch.processor(
                 functools.partial(self._compute(step), step),
@@ -487,34 +493,34 @@ class _NoState(tg.Task):
     def _value(self, step: Step, epoch: Any, consumed: dict[tuple[str, int], int]) -> int:
         work = self._workload
         if step.early:
-            self._check_counts(epoch)
-        self._recorder.ran(epoch, step, consumed)
-        if not step.parallel:  # those share nothing
+            self._fail_after_last_epoch(epoch)
+        self._recorder.on_compute(epoch, step, consumed)
+        if not step.parallel:  # parallel steps share no scratch
             epoch.scratch.trail = mix(getattr(epoch.scratch, "trail", 0), step.index)
         state = 0 if step.early else self._state(epoch)
         value = mix(work.seed, state, epoch.number, self.task_id, step.index, *consumed.values())
         return value ^ work.chaos.getrandbits(60) if self.task_id in work.erratic else value
 
-    def _check_counts(self, epoch: Any) -> None:
-        """A task in flight fails in epochs that come after the last one, and count for nothing."""
-        if self.task_id in self._workload.flying and epoch.number >= self._workload.epochs:
+    def _fail_after_last_epoch(self, epoch: Any) -> None:
+        """Raises in epochs after the last one, which tasks in flight may begin, and which do not count."""
+        if self.task_id in self._workload.in_flight_tasks and epoch.number >= self._workload.epochs:
             raise ArithmeticError(f"task {self.task_id} in epoch {epoch.number}, after the end")
 
     def _state(self, epoch: Any) -> int:
         state = int(self.value[0])
-        self._recorder.saw(epoch, state)
+        self._recorder.on_state_read(epoch, state)
         return state
 
     def _put(self, step: Step, epoch: Any, outs: Any, value: int) -> None:
         work = self._workload
         silent = self.task_id == work.moody and work.is_silent(epoch)
         for to in step.flags if not silent else ():
-            self._recorder.flagged(epoch, to, mix(value, 7, to))
+            self._recorder.on_flag_sent(epoch, to, mix(value, 7, to))
             epoch.flag(to, mix(value, 7, to))
         for tag, consumers in step.outbound:
             for to in consumers:
                 item = mix(value, to)
-                self._recorder.put(epoch, tag, to, item)
+                self._recorder.on_put(epoch, tag, to, item)
                 outs.put(tag, np.full(4, item, dtype=np.uint64) if step.bulk else item, to=to)
 
     def run(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
@@ -527,36 +533,36 @@ class _NoState(tg.Task):
         for to in step.requests:
             ask = mix(value, to)
             answer = await epoch.request(to, "ask", ask)
-            self._recorder.asked(epoch, to, ask, answer)
+            self._recorder.on_request(epoch, to, ask, answer)
             value = mix(value, answer)
         if step.lasts_s:
             await asyncio.sleep(step.lasts_s)
             if not step.early:
-                self._state(epoch)  # it is what it was
+                self._state(epoch)  # the state must be unchanged
         self._put(step, epoch, outs, value)
 
     def sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
-        self._end(epoch, self._after(step, epoch, ins))
+        self._finish_epoch(epoch, self._next_state(step, epoch, ins))
 
     async def slow_sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
-        after = self._after(step, epoch, ins)
+        after = self._next_state(step, epoch, ins)
         await asyncio.sleep(step.lasts_s)
-        self._end(epoch, after)
+        self._finish_epoch(epoch, after)
 
-    def _after(self, step: Step, epoch: Any, ins: Any) -> int:
+    def _next_state(self, step: Step, epoch: Any, ins: Any) -> int:
         work, consumed = self._workload, self._read(step, ins)
-        self._check_counts(epoch)
-        self._recorder.ran(epoch, step, consumed)
+        self._fail_after_last_epoch(epoch)
+        self._recorder.on_compute(epoch, step, consumed)
         seen = mix(getattr(epoch.scratch, "heard", 0), getattr(epoch.scratch, "trail", 0))
         return work.next_state(self._state(epoch), epoch.number, self.task_id, seen, list(consumed.values()))
 
-    def _end(self, epoch: Any, after: int) -> None:
+    def _finish_epoch(self, epoch: Any, after: int) -> None:
         work = self._workload
         self.value[0] = after  # in place: a restored state must be the task's own
-        self._recorder.ended(epoch, after)
+        self._recorder.on_end(epoch, after)
         epoch.report(**{f"t{self.task_id}": reported(after)})
         if work.finishes and self.task_id == work.seed % work.tasks and self._is_last(epoch.number):
-            self._recorder.finished(epoch)
+            self._recorder.on_finish(epoch)
             epoch.finish()
 
     def _is_last(self, epoch: int) -> bool:
@@ -568,21 +574,21 @@ class _NoState(tg.Task):
 
 
 class _NoStateTalking(_NoState):
-    """Flags and requests, too."""
+    """A task without state, with flags and requests."""
 
     def compose(self, epoch: Any) -> None:
         super().compose(epoch)
         if self.task_id in (work := self._workload).opens:
-            to, value = work.opening(epoch.number, self.task_id, int(self.value[0]))
-            self._recorder.flagged(epoch, to, value)
+            to, value = work.compose_flag(epoch.number, self.task_id, int(self.value[0]))
+            self._recorder.on_flag_sent(epoch, to, value)
             epoch.flag(to, value)
 
     def on_flag(self, epoch: Any, sender: int, meta: Any) -> None:
         relayed = isinstance(meta, list)
-        self._heard(epoch, sender, meta[0] if relayed else meta, relays=not relayed)
-        self._recorder.heard_flag(epoch, sender, meta[0] if relayed else meta)
+        self._count_message(epoch, sender, meta[0] if relayed else meta, relays=not relayed)
+        self._recorder.on_flag(epoch, sender, meta[0] if relayed else meta)
 
-    def _heard(self, epoch: Any, sender: int, value: int, *, relays: bool) -> None:
+    def _count_message(self, epoch: Any, sender: int, value: int, *, relays: bool) -> None:
         epoch.scratch.heard = (getattr(epoch.scratch, "heard", 0) + mix(sender, value)) & _MASK
         if relays and self._workload.relays is not None:
             hold = epoch.hold("what follows from a message")
@@ -592,18 +598,18 @@ class _NoStateTalking(_NoState):
                 self._relay(epoch, value, hold)
 
     def _relay(self, epoch: Any, value: int, hold: tg.Hold) -> None:
-        to, relayed = self._workload.relay(self.task_id), mix(value, _RELAYED)
+        to, relayed = self._workload.relay_target(self.task_id), mix(value, _RELAY_SALT)
         if not epoch.cancelled:
-            self._recorder.flagged(epoch, to, relayed)
-            with contextlib.suppress(tg.GraphError):  # it fails the job by itself
+            self._recorder.on_flag_sent(epoch, to, relayed)
+            with contextlib.suppress(tg.GraphError):  # the error fails the job anyway
                 epoch.flag(to, [relayed])
         hold.release()
 
     @tg.handles("ask", pure=False)
     def ask(self, epoch: Any, sender: int, payload: Any) -> int:
-        self._heard(epoch, sender, payload, relays=True)
+        self._count_message(epoch, sender, payload, relays=True)
         answer = mix(int(self.value[0]), payload, sender)
-        self._recorder.handled(epoch, sender, payload, answer)
+        self._recorder.on_request_handled(epoch, sender, payload, answer)
         return answer
 
     @tg.handles("look", pure=True)
@@ -612,15 +618,15 @@ class _NoStateTalking(_NoState):
 
 
 class _Plain(_NoState, state=["value"]):
-    """With a state."""
+    """A task with state, without flags and requests."""
 
 
 class _Talking(_NoStateTalking, state=["value"]):
-    """With a state, flags and requests."""
+    """A task with state, flags and requests."""
 
 
 class _Listening(_NoState):
-    """A task with an `on_commit`."""
+    """Mixin: a task with an `on_commit`."""
 
     last_commit = -1
 
@@ -630,19 +636,19 @@ class _Listening(_NoState):
 
 
 class _ListeningPlain(_Listening, _Plain):
-    """With a state."""
+    """A task with state and `on_commit`."""
 
 
 class _ListeningNoStateTalking(_Listening, _NoStateTalking):
-    """Flags and requests, too."""
+    """A task without state, with flags, requests and `on_commit`."""
 
 
 class _ListeningTalking(_Listening, _Talking):
-    """With a state, flags and requests."""
+    """A task with state, flags, requests and `on_commit`."""
 
 
-class _FlyingNoState(_NoState):
-    """Channels only, several epochs at a time."""
+class _InFlightNoState(_NoState):
+    """A task without state that may be in several epochs at a time."""
 
     @tg.stateless
     def compose(self, epoch: Any) -> None:
@@ -665,19 +671,19 @@ class _FlyingNoState(_NoState):
 
     @tg.stateless
     def early_sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
-        self.sync(step, epoch, ins, outs)  # of a task that keeps nothing: its state is what `setup` made
+        self.sync(step, epoch, ins, outs)  # only tasks without state: the value is that of `setup`
 
     @tg.stateless
     async def early_slow_sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
         await self.slow_sync(step, epoch, ins, outs)
 
 
-class _Flying(_FlyingNoState, state=["value"]):
-    """With a state."""
+class _InFlight(_InFlightNoState, state=["value"]):
+    """A task with state that may be in several epochs at a time."""
 
 
-class _SteadyNoState(_FlyingNoState):
-    """The same channels in every epoch: what `compose` declares stands for all of an attempt."""
+class _SamePlanNoState(_InFlightNoState):
+    """A task without state and with the same graph in every epoch, so that `compose` runs once in an attempt."""
 
     @tg.stateless
     def compose(self, epoch: Any) -> None:
@@ -690,30 +696,30 @@ class _SteadyNoState(_FlyingNoState):
                 parallel=step.parallel,
             )
 
-    def nth(self, at: int, epoch: Any) -> Step:
-        """The step that is the task's `at`-th. Its computes are methods: what is made for one epoch never stands."""
+    def step_at(self, at: int, epoch: Any) -> Step:
+        """Returns the task's step number `at`. A graph is reusable only if its computes are methods."""
         steps = self._workload.steps(0, self.task_id)
-        self._recorder.began(epoch, steps)
+        self._recorder.on_begin(epoch, steps)
         return steps[at]
 
 
-def _mistaken(kind: type[_NoState], mistake: Mistake, *, stateful: bool) -> type[_NoState]:
-    """A class of tasks one of whose methods may raise before it does anything."""
+def _with_mistake(kind: type[_NoState], mistake: Mistake, *, stateful: bool) -> type[_NoState]:
+    """Returns a subclass with one method that may raise before it does anything."""
     name = mistake.where
     if name == "restore" and not stateful:
-        return kind  # there is nothing to restore
+        return kind  # tasks without state are not restored
     method = getattr(kind, name)
 
     @functools.wraps(method)
     def raises(self: _NoState, *given: Any) -> Any:
-        mistake.made(name, self.task_id)
+        mistake.raise_if_due(name, self.task_id)
         return method(self, *given)
 
     return type(kind.__name__, (kind,), {name: tg.stateless(raises) if is_stateless(method) else raises})
 
 
-def _hearing_slowly(kind: type[_NoState]) -> type[_NoState]:
-    """A class of tasks whose `on_flag` awaits something before it does anything."""
+def _with_slow_on_flag(kind: type[_NoState]) -> type[_NoState]:
+    """Returns a subclass whose `on_flag` sleeps first."""
 
     async def on_flag(self: Any, epoch: Any, sender: int, meta: Any) -> None:
         await asyncio.sleep(self._workload.hears_s)
@@ -722,18 +728,18 @@ def _hearing_slowly(kind: type[_NoState]) -> type[_NoState]:
     return type(kind.__name__, (kind,), {"on_flag": on_flag})
 
 
-def _torn_down(kind: type[_NoState]) -> type[_NoState]:
-    """A class of tasks with a `teardown`: whatever they tell of afterwards is a violation, and so is another one."""
+def _with_teardown(kind: type[_NoState]) -> type[_NoState]:
+    """Returns a subclass with a `teardown`, after which any recorded call is a violation, also a second `teardown`."""
 
     def teardown(self: Any) -> None:
-        self._recorder.torn_down(self.task_id)
-        self._recorder = _AfterTheEnd(self.task_id)
+        self._recorder.on_teardown(self.task_id)
+        self._recorder = _TornDownRecorder(self.task_id)
 
     return type(kind.__name__, (kind,), {"teardown": teardown})
 
 
-class _AfterTheEnd:
-    """A `Recorder` of an object that was torn down."""
+class _TornDownRecorder:
+    """The `Recorder` of a task after its `teardown`: raises at every call."""
 
     def __init__(self, task: int) -> None:
         self._task = task
@@ -742,44 +748,44 @@ class _AfterTheEnd:
         raise AssertionError(f"code of task {self._task} ran after its teardown: {name}")
 
 
-def _asking_on(kind: Any) -> type[_NoState]:
-    """A class of tasks that ask another one before they answer; who is asked by them answers at once."""
+def _with_chained_requests(kind: Any) -> type[_NoState]:
+    """Returns a subclass whose handler sends a request to another task before it replies; that task replies at once."""
 
     async def ask(self: Any, epoch: Any, sender: int, payload: Any) -> int:
         if isinstance(payload, list):
             return int(kind.ask(self, epoch, sender, payload[0]))
         work, state = self._workload, int(self.value[0])
-        self._heard(epoch, sender, payload, relays=True)
-        to, asked = work.asked_on(self.task_id), mix(payload, _ASKED_ON)
+        self._count_message(epoch, sender, payload, relays=True)
+        to, asked = work.chained_target(self.task_id), mix(payload, _CHAIN_SALT)
         answer = await epoch.request(to, "ask", [asked])
-        self._recorder.asked(epoch, to, asked, answer)
+        self._recorder.on_request(epoch, to, asked, answer)
         answer = mix(mix(state, payload, sender), answer)
-        self._recorder.handled(epoch, sender, payload, answer)
+        self._recorder.on_request_handled(epoch, sender, payload, answer)
         return answer
 
     return type(kind.__name__, (kind,), {"ask": ask})
 
 
-def _compute_at(method: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """`method` for the `at`-th step of a task."""
+def _compute_step(method: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """Returns a compute that calls `method` with the task's step number `at`."""
 
-    def compute(self: _SteadyNoState, epoch: Any, ins: Any, outs: Any) -> None:
-        method(self, self.nth(at, epoch), epoch, ins, outs)
+    def compute(self: _SamePlanNoState, epoch: Any, ins: Any, outs: Any) -> None:
+        method(self, self.step_at(at, epoch), epoch, ins, outs)
 
-    async def wait(self: _SteadyNoState, epoch: Any, ins: Any, outs: Any) -> None:
-        await method(self, self.nth(at, epoch), epoch, ins, outs)
+    async def wait(self: _SamePlanNoState, epoch: Any, ins: Any, outs: Any) -> None:
+        await method(self, self.step_at(at, epoch), epoch, ins, outs)
 
     found = wait if inspect.iscoroutinefunction(method) else compute
     return tg.stateless(found) if is_stateless(method) else found
 
 
 for _name in ("run", "wait", "sync", "slow_sync", "early_run", "early_wait", "early_sync", "early_slow_sync"):
-    for _at in range(_STEPS):
-        setattr(_SteadyNoState, f"{_name}_{_at}", _compute_at(getattr(_SteadyNoState, _name), _at))
+    for _at in range(_MAX_STEPS):
+        setattr(_SamePlanNoState, f"{_name}_{_at}", _compute_step(getattr(_SamePlanNoState, _name), _at))
 
 
-class _Steady(_SteadyNoState, state=["value"]):
-    """With a state."""
+class _SamePlan(_SamePlanNoState, state=["value"]):
+    """A task with state and the same graph in every epoch."""
 
 
 _KINDS: dict[tuple[bool, bool, bool], type[_NoState]] = {  # talks, stateful, listens

@@ -93,7 +93,7 @@ def etcd(monkeypatch: pytest.MonkeyPatch) -> FakeEtcd:
 
 async def logged_in(login: Login) -> str | None:
     """Logs in once."""
-    await asyncio.wrap_future(login.begin(OPTIONS.endpoints[0]))
+    await asyncio.wrap_future(login.join_or_begin(OPTIONS.endpoints[0]))
     return login.token
 
 
@@ -125,10 +125,10 @@ async def test_login_that_times_out_says_how_long_it_takes(etcd: FakeEtcd, caplo
 async def test_refused_token_is_replaced_once(etcd: FakeEtcd) -> None:
     login = Login(OPTIONS)
     first = await logged_in(login)
-    login.refused(first)
+    login.drop_token(first)
     assert login.token is None
     second = await logged_in(login)
-    login.refused(first)
+    login.drop_token(first)
     assert login.token == second != first
 
 
@@ -161,7 +161,7 @@ async def test_silent_member_is_left_before_the_login(etcd: FakeEtcd, found: Exc
 
 async def test_closing_ends_the_login(etcd: FakeEtcd) -> None:
     login, etcd.slow = Login(OPTIONS), threading.Event()
-    waiting = asyncio.wrap_future(login.begin(OPTIONS.endpoints[0]))
+    waiting = asyncio.wrap_future(login.join_or_begin(OPTIONS.endpoints[0]))
     await asyncio.to_thread(etcd.asked.wait)
     etcd.outcomes = iter([Failed(Code.CANCELLED, "Channel closed!")])
     async with asyncio.timeout(30):
@@ -207,9 +207,9 @@ async def test_lease_logs_in_while_the_loop_is_blocked(
 
 async def test_lease_needs_no_login_if_etcd_checks_no_token(etcd: FakeEtcd) -> None:
     login, etcd.looks = Login(OPTIONS), False
-    login.refused(await logged_in(login))
+    login.drop_token(await logged_in(login))
     etcd.slow = threading.Event()
-    login.begin(OPTIONS.endpoints[0])
+    login.join_or_begin(OPTIONS.endpoints[0])
     lease = lease_of(OPTIONS, login)
     lease.start()
     try:

@@ -89,25 +89,25 @@ def test_a_lease_is_renewed_five_times_in_its_ttl() -> None:
 
 def test_broken_stream_moves_to_the_next_endpoint() -> None:
     rounds = RenewalSchedule(5.0, endpoints=3, endpoint=1, now=10.0)
-    rounds.broke(10.1)
+    rounds.on_break(10.1)
     assert rounds.endpoint == 2 and rounds.next_at == 10.35
-    rounds.broke(10.2)
+    rounds.on_break(10.2)
     assert rounds.endpoint == 0 and rounds.next_at == 10.35, "no later than it was due"
     assert rounds.due(10.35) and rounds.next_at == 11.35
 
 
 def test_renewal_after_a_login() -> None:
     rounds = RenewalSchedule(5.0, endpoints=2, endpoint=0, now=10.0)
-    rounds.logged_in(10.5, failed=False)
+    rounds.on_login_end(10.5, failed=False)
     assert rounds.endpoint == 0 and rounds.due(10.5)
-    rounds.logged_in(10.6, failed=True)
+    rounds.on_login_end(10.6, failed=True)
     assert rounds.endpoint == 1 and not rounds.due(10.8) and rounds.due(10.85)
 
 
 def test_single_endpoint_is_kept() -> None:
     rounds = RenewalSchedule(5.0, endpoints=1, endpoint=0, now=10.0)
-    rounds.broke(10.0)
-    rounds.logged_in(10.0, failed=True)
+    rounds.on_break(10.0)
+    rounds.on_login_end(10.0, failed=True)
     assert rounds.endpoint == 0
 
 
@@ -153,7 +153,7 @@ async def test_log_names_a_dead_etcd_rarely(monkeypatch: pytest.MonkeyPatch, cap
                 while tries < after or not said(caplog)[said_times - 1 :]:  # noqa: ASYNC110 - a thread tells it
                     await asyncio.sleep(0.01)
             assert len(said(caplog)) == said_times and "127.0.0.1:1" in lease.trouble()
-            lease._said_at.update(dict.fromkeys(options.endpoints, time.monotonic() - 61))
+            lease._logged_at.update(dict.fromkeys(options.endpoints, time.monotonic() - 61))
     finally:
         await lease.close(revoke=False)
 
@@ -446,11 +446,11 @@ async def test_channels_with_former_tls_files_are_closed(monkeypatch: pytest.Mon
     for _ in range(3):
         former.append(connection._channels[connection.endpoint])
         connection.leave(connection.endpoint)
-    assert list(connection._former) == former, "calls may still use them"
+    assert list(connection._former_channels) == former, "calls may still use them"
     await asyncio.sleep(0.11)
     with pytest.raises(Unavailable):
         await connection.call(STATUS, v3.StatusRequest(), what="a look", again=True)
-    assert not connection._former
+    assert not connection._former_channels
     assert all(channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN for channel in former)
     await connection.close()
 

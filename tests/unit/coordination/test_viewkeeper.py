@@ -35,7 +35,7 @@ class Job:
     async def put(self, *records: tuple[str, Record]) -> None:
         """Writes records; returns when the view has them."""
         ops: tuple[Op, ...] = tuple(Put(key, record.to_bytes()) for key, record in records)
-        await self.keeper.caught_up((await self.node.txn(Txn(success=ops))).revision)
+        await self.keeper.wait_for_revision((await self.node.txn(Txn(success=ops))).revision)
 
     async def put_epoch(self, epoch: int) -> None:
         await self.put((self.keeper.view.keys.epoch, EpochRecord(epoch=epoch, attempt=0)))
@@ -124,7 +124,7 @@ async def test_run_by_prefixes_ignores_commits(cluster, node: Coordinator, monke
     await put(keys.epoch, EpochRecord(epoch=0, attempt=0))
     await put(keys.status, StatusRecord(state=State.RUNNING))
     await keeper.load()
-    watching = asyncio.create_task(keeper.run_by(keys.nodes, keys.status))
+    watching = asyncio.create_task(keeper.run_with_listings(keys.nodes, keys.status))
     for epoch in range(5):
         await put(keys.epoch, EpochRecord(epoch=epoch, attempt=0))
     await put(keys.primary(3), PrimaryRecord(node="n1", term=1, stateful=True))
@@ -204,7 +204,7 @@ async def test_reopened_watch_lists_again(by: bool) -> None:
     keys = keeper.view.keys
     await etcd.txn(Txn(success=(Put(keys.spec, b"{}"), Put(keys.status, StatusRecord(state=State.FAILED).to_bytes()))))
     await keeper.load()
-    watching = asyncio.create_task(keeper.run_by(keys.nodes, keys.status) if by else keeper.run())
+    watching = asyncio.create_task(keeper.run_with_listings(keys.nodes, keys.status) if by else keeper.run())
     etcd.set_up_anew()
     async with asyncio.timeout(30):
         await keeper.wait_until(lambda view: view.status is None, structure=True)
@@ -323,7 +323,7 @@ async def test_changes_during_a_notification_are_gathered(
         now += took_s  # with a thousand tasks each of them looks; and the process may have been stopped meanwhile
 
     monkeypatch.setattr(node, "now", lambda: now)
-    monkeypatch.setattr("taskgraph.coordination.viewkeeper._REST_S", 1.0)
+    monkeypatch.setattr("taskgraph.coordination.viewkeeper._MAX_PAUSE_S", 1.0)
     job.keeper.on_change(look, structure=True)
     keys, structures, changes = job.keeper.view.keys, job.structures, job.changes
     record = PrimaryRecord(node="n1", term=1, stateful=True).to_bytes()
@@ -343,7 +343,7 @@ async def test_commit_notifies_at_once(job: Job, node: Coordinator, monkeypatch:
         now += 3600.0
 
     monkeypatch.setattr(node, "now", lambda: now)
-    monkeypatch.setattr("taskgraph.coordination.viewkeeper._REST_S", 60.0)
+    monkeypatch.setattr("taskgraph.coordination.viewkeeper._MAX_PAUSE_S", 60.0)
     job.keeper.on_change(look, structure=True)
     keys = job.keeper.view.keys
     first = job.keeper.when(lambda view: 0 in view.primaries, structure=True)
@@ -375,10 +375,10 @@ async def test_events_do_not_wake_structure_waiters(
 
     structures, keys = job.structures, job.keeper.view.keys
     result = await node.txn(Txn(success=(Put(keys.event("1"), b"{}"),)))
-    await job.keeper.caught_up(result.revision)
+    await job.keeper.wait_for_revision(result.revision)
     assert job.structures == structures
     monkeypatch.setattr(node, "now", lambda: now)
-    monkeypatch.setattr("taskgraph.coordination.viewkeeper._REST_S", 1.0)
+    monkeypatch.setattr("taskgraph.coordination.viewkeeper._MAX_PAUSE_S", 1.0)
     job.keeper.on_change(look, structure=True)
     for task in range(2):
         await put(keys.primary(task), PrimaryRecord(node="n1", term=1, stateful=True).to_bytes())
@@ -409,7 +409,7 @@ async def test_error_of_a_listener_ends_the_watch(monkeypatch: pytest.MonkeyPatc
         keeper.notify_later()
     else:
         if how == "in time":
-            monkeypatch.setattr(keeper, "_rested_at", node.now() + 0.01)
+            monkeypatch.setattr(keeper, "_pause_ends_at", node.now() + 0.01)
         status = StatusRecord(state=State.RUNNING).to_bytes()
         await node.txn(Txn(success=(Put(keeper.view.keys.status, status),)))
     async with asyncio.timeout(10):
@@ -434,7 +434,7 @@ async def test_waits_cost_nothing_per_event_key(job: Job, node: Coordinator) -> 
         (await node.txn(Txn(success=(Put(job.keeper.view.keys.event(str(number)), b"{}"),)))).revision
         for number in range(20)
     ]
-    await asyncio.gather(*(job.keeper.caught_up(revision) for revision in reversed(revisions)))
+    await asyncio.gather(*(job.keeper.wait_for_revision(revision) for revision in reversed(revisions)))
     assert asked == 1 and job.changes == changes
     waiting.cancel()
 
@@ -454,7 +454,7 @@ async def test_re_read_after_a_slow_listing(keys: int, later_s: float, re_reads:
     await loading
     etcd.at_s += later_s
     revision = (await etcd.txn(Txn(success=events[:1]))).revision
-    reading = asyncio.ensure_future(keeper.caught_up(revision))  # no watch runs
+    reading = asyncio.ensure_future(keeper.wait_for_revision(revision))  # no watch runs
     done, _ = await asyncio.wait([reading], timeout=0.2)
     assert bool(done) is re_reads
     reading.cancel()

@@ -17,7 +17,7 @@ from taskgraph.device.afterwards import soon
 from taskgraph.device.buffers import Private
 from taskgraph.device.shared import Segment, SharedMemory
 from taskgraph.graph.blocks import Block
-from taskgraph.graph.values import decode, encode, hosted, staying, untouched, verify
+from taskgraph.graph.values import copy_to_host, decode, device_buffers, device_buffers_intact, encode, verify
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
 HOST = np.arange(10_000.0)
@@ -74,12 +74,12 @@ def test_several_arrays(soft: SoftDevice) -> None:
     }
     stayed, copied = encode(value, stays=True), encode(value)
     assert stayed.digest == copied.digest and stayed.meta == copied.meta
-    assert len(staying(stayed)) == 2, "what is small is in meta"
+    assert len(device_buffers(stayed)) == 2, "what is small is in meta"
     back = decode(stayed, device=soft)
     assert [type(array) for array in (back["a"], *back["b"])] == [SoftArray, np.ndarray, SoftArray, SoftArray]
     assert np.array_equal(back["b"][1].get(), HOST + 1) and np.array_equal(back["b"][2].get(), HOST[:5])
-    assert not [buffer for buffer in hosted(stayed).buffers if not isinstance(buffer, memoryview)]
-    assert hosted(stayed).digest == stayed.digest and verify(hosted(stayed))
+    assert not [buffer for buffer in copy_to_host(stayed).buffers if not isinstance(buffer, memoryview)]
+    assert copy_to_host(stayed).digest == stayed.digest and verify(copy_to_host(stayed))
 
 
 def test_decode_without_device(soft: SoftDevice) -> None:
@@ -109,7 +109,7 @@ def test_waits_once_to_put(soft: SoftDevice) -> None:
     assert len(soft.waits) == 1
     with On(soft):
         there = decode(encoded, device=soft)
-        assert np.shares_memory(there.elements, staying(encoded)[0]._memory.array.elements)
+        assert np.shares_memory(there.elements, device_buffers(encoded)[0]._memory.array.elements)
         assert len(soft.waits) == 1
         assert np.array_equal(there.get(), HOST), "it is there, on any stream"
 
@@ -119,17 +119,17 @@ def test_writable_copy(soft: SoftDevice) -> None:
     mine = decode(encoded, device=soft, writable=True)
     mine += 1
     assert np.array_equal(mine.get(), HOST + 1)
-    assert untouched(encoded)
-    assert not staying(encoded)[0].viewed
+    assert device_buffers_intact(encoded)
+    assert not device_buffers(encoded)[0].viewed
 
 
 def test_untouched_finds_writes(soft: SoftDevice) -> None:
     encoded = put(soft)
     with On(soft):
         there = decode(encoded, device=soft)
-        assert untouched(encoded)
+        assert device_buffers_intact(encoded)
         there += 1
-        assert not untouched(encoded), "on the stream of who wrote"
+        assert not device_buffers_intact(encoded), "on the stream of who wrote"
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_no_work_on_capturing_streams(soft: SoftDevice) -> None:
     """The owner's was told to follow who read, and the reader's got an event: either spoiled its graph."""
     with On(soft) as owner:
         encoded = put(soft)
-    held = staying(encoded)[0]._memory
+    held = device_buffers(encoded)[0]._memory
     with On(soft) as reader:
         first, second = (decode(encoded, device=soft) for _ in range(2))
         read = [first + 1.0, second + 2.0]
@@ -306,7 +306,7 @@ LARGE = np.arange(300_000.0)
 
 def put_for_others(device: SoftDevice) -> tuple[EncodedOnDevice, Segment]:
     value = encode(device.xp.asarray(LARGE), stays=True, lendable=True)
-    (buffer,) = staying(value)
+    (buffer,) = device_buffers(value)
     assert isinstance(value, EncodedOnDevice) and buffer.segment is not None
     return value, buffer.segment
 
@@ -328,7 +328,7 @@ def test_segment_waits_for_readers(memory: SharedMemory, reads_on: str) -> None:
     del encoded
     with On(soft):
         later = encode(soft.xp.full(LARGE.size, 7.0), stays=True, lendable=True)
-    assert staying(later)[0].segment is segment
+    assert device_buffers(later)[0].segment is segment
     with On(soft, reader):
         assert np.array_equal(read.get(), LARGE + 1)
 
@@ -339,7 +339,7 @@ def test_no_work_on_capturing_streams_for_segment(memory: SharedMemory, reads_on
     assert isinstance(soft, SoftDevice)
     with On(soft) as owner:
         encoded, segment = put_for_others(soft)
-    held = staying(encoded)[0]._memory
+    held = device_buffers(encoded)[0]._memory
     with On(soft, owner if reads_on == "the owner's" else None):
         view = decode(encoded, device=soft)
         read = view + 1.0
@@ -349,7 +349,7 @@ def test_no_work_on_capturing_streams_for_segment(memory: SharedMemory, reads_on
         settle(held)
         with On(soft):
             later = encode(soft.xp.full(LARGE.size, 7.0), stays=True, lendable=True)
-        assert staying(later)[0].segment is segment
+        assert device_buffers(later)[0].segment is segment
         assert np.array_equal(read.get(), LARGE + 1)
     assert not soft.misuses
 
@@ -392,12 +392,14 @@ def test_one_copy_to_host(soft: SoftDevice) -> None:
         return allocated[-1]
 
     found: list[Encoded] = []
-    threads = [threading.Thread(target=lambda: found.append(hosted(encoded, allocate=allocate))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: found.append(copy_to_host(encoded, allocate=allocate))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(allocated) == 1 and staying(encoded)[0].host_copies == 1
+    assert len(allocated) == 1 and device_buffers(encoded)[0].host_copies == 1
     for one in found:
         assert type(one) is Encoded and (one.meta, one.digest) == (encoded.meta, encoded.digest)
         assert one.buffers[0].readonly
@@ -411,7 +413,7 @@ def test_copy_to_host_waits_for_no_task(soft: SoftDevice) -> None:
     encoded = put(soft)
     with On(soft) as busy:
         array = soft.xp.asarray(HOST) + 1.0
-        hosted(encoded)
+        copy_to_host(encoded)
         assert soft.current() is busy
     assert busy.done == 0
     del array
@@ -419,4 +421,4 @@ def test_copy_to_host_waits_for_no_task(soft: SoftDevice) -> None:
 
 def test_hosted_of_host_value() -> None:
     encoded = encode(HOST)
-    assert hosted(encoded) is encoded
+    assert copy_to_host(encoded) is encoded

@@ -25,7 +25,7 @@ from taskgraph.device.cuda import array_module, device_count
 from taskgraph.device.lookup import device_of
 from taskgraph.errors import JobError
 from taskgraph.graph.blocks import block_behind
-from taskgraph.graph.values import decode, encode, hosted, verify
+from taskgraph.graph.values import copy_to_host, decode, encode, verify
 from taskgraph.protocol.messages import EncodedOnDevice
 from taskgraph.transport.segments import Pool
 
@@ -166,7 +166,7 @@ def test_values_use_page_locked_memory(found: Found, monkeypatch: pytest.MonkeyP
     for number in range(5):
         value = encode({"a": xp.asarray(host + number)}, stays=True)
         assert isinstance(value, EncodedOnDevice)
-        away = hosted(value, allocate=pool.allocate)
+        away = copy_to_host(value, allocate=pool.allocate)
         assert verify(away) and np.array_equal(decode(away)["a"], host + number)
         block = block_behind(away.buffers[0])
         assert block is not None and block.origin is not None

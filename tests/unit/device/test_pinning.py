@@ -18,7 +18,7 @@ from softdevice import SoftArray, SoftDevice
 from taskgraph.device import pinning
 from taskgraph.graph.arrays import empty
 from taskgraph.graph.blocks import Block, block_behind
-from taskgraph.graph.values import decode, encode, hosted
+from taskgraph.graph.values import copy_to_host, decode, encode
 from taskgraph.protocol.messages import Encoded
 from taskgraph.system.host import memory_bytes
 from taskgraph.transport import segments
@@ -78,7 +78,7 @@ def put(soft: SoftDevice, host: np.ndarray = HOST) -> Encoded:
 def received(pool: Pool, host: np.ndarray = HOST) -> Encoded:
     """A value that was on another node's device, in memory of the pool, as a session receives it."""
     soft = SoftDevice()
-    value = hosted(put(soft, host))
+    value = copy_to_host(put(soft, host))
     block = pool.allocate(value.buffers[0].nbytes)
     assert block is not None
     block[:] = value.buffers[0]
@@ -98,7 +98,7 @@ def overwritten(pool: Pool, nbytes: int = HOST.nbytes) -> list[Block]:
 
 def test_memory_is_locked_once(soft: SoftDevice, pool: Pool, locked: pinning._Locked) -> None:
     for _ in range(5):
-        value = hosted(put(soft), allocate=pool.allocate)
+        value = copy_to_host(put(soft), allocate=pool.allocate)
         assert np.array_equal(decode(value), HOST)
         del value
     assert soft.registrations == 1 and len(pool) == 1
@@ -108,13 +108,13 @@ def test_memory_is_locked_once(soft: SoftDevice, pool: Pool, locked: pinning._Lo
 
 def test_other_memory_is_not_locked(soft: SoftDevice, pool: Pool) -> None:
     small = HOST[:1000]
-    assert np.array_equal(decode(hosted(put(soft), allocate=None)), HOST)
-    assert np.array_equal(decode(hosted(put(soft, small), allocate=pool.allocate)), small), "not worth a segment"
+    assert np.array_equal(decode(copy_to_host(put(soft), allocate=None)), HOST)
+    assert np.array_equal(decode(copy_to_host(put(soft, small), allocate=pool.allocate)), small), "not worth a segment"
     assert soft.registrations == 0
 
 
 def test_unlocked_before_freed(soft: SoftDevice, pool: Pool, clock: Clock) -> None:
-    value = hosted(put(soft), allocate=pool.allocate)
+    value = copy_to_host(put(soft), allocate=pool.allocate)
     pool.trim()
     assert len(soft.registered) == 1
     del value
@@ -128,7 +128,7 @@ def test_unlocked_before_freed(soft: SoftDevice, pool: Pool, clock: Clock) -> No
 @pytest.mark.skipif(not huge_page_bytes(), reason="each has memory of its own here")
 def test_unlocked_pages_are_returned(soft: SoftDevice, pool: Pool, clock: Clock) -> None:
     kept = pool.allocate(100_000)
-    value = hosted(put(soft), allocate=pool.allocate)
+    value = copy_to_host(put(soft), allocate=pool.allocate)
     assert kept is not None and isinstance(kept.origin, Use) and len(soft.registered) == 1
     kept.fill(7)
     assert kept.origin.region is not None
@@ -143,7 +143,7 @@ def test_unlocked_pages_are_returned(soft: SoftDevice, pool: Pool, clock: Clock)
 
 
 def test_closed_pool_stays_locked_for_views(soft: SoftDevice, pool: Pool) -> None:
-    idle, used = hosted(put(soft), allocate=pool.allocate), hosted(put(soft), allocate=pool.allocate)
+    idle, used = copy_to_host(put(soft), allocate=pool.allocate), copy_to_host(put(soft), allocate=pool.allocate)
     view = decode(used)[5:10]
     del used, idle
     pool.close()
@@ -161,7 +161,7 @@ def test_limit_of_locked_memory(
 ) -> None:
     assert 0 < memory_bytes() // pinning.PART < 1 << 50
     monkeypatch.setattr(pinning, "_locked", little := pinning._Locked(2 * HOST.nbytes + MIB))
-    values = [hosted(put(soft), allocate=pool.allocate) for _ in range(4)]
+    values = [copy_to_host(put(soft), allocate=pool.allocate) for _ in range(4)]
     assert soft.registrations == 2 and little.nbytes <= 2 * HOST.nbytes + MIB
     assert all(np.array_equal(decode(value), HOST) for value in values)
     assert not caplog.records
@@ -176,10 +176,10 @@ def test_copy_without_lock(
         asked.append(memory.nbytes)
         raise MemoryError("cudaErrorMemoryAllocation")
 
-    first = hosted(put(soft), allocate=pool.allocate)
+    first = copy_to_host(put(soft), allocate=pool.allocate)
     with monkeypatch.context() as patch:
         patch.setattr(soft, "register", refuse)
-        values = [hosted(put(soft), allocate=pool.allocate) for _ in range(4)]
+        values = [copy_to_host(put(soft), allocate=pool.allocate) for _ in range(4)]
         assert all(np.array_equal(decode(value), HOST) for value in values)
         assert all(np.array_equal(decode(value, device=soft).get(), HOST) for value in values)
         assert len(asked) == 1, "nor is it tried again"
@@ -219,7 +219,7 @@ def test_user_code_gets_no_locked_memory(soft: SoftDevice, pool: Pool) -> None:
     """CuPy copies from such memory after the call: a write right behind it would reach the copy."""
     before = empty(HOST.shape, HOST.dtype, pool.allocate)
     assert block_behind(before) is not None
-    value = hosted(put(soft), allocate=pool.allocate)
+    value = copy_to_host(put(soft), allocate=pool.allocate)
     first = value.buffers[0].obj.ctypes.data  # type: ignore[attr-defined]
     del value
     after = empty(HOST.shape, HOST.dtype, pool.allocate)

@@ -13,7 +13,7 @@ from softdevice import SoftDevice
 
 from taskgraph.device import pinning, staging
 from taskgraph.device.buffers import DeviceBuffer
-from taskgraph.graph.values import decode, encode, hosted, staying, verify
+from taskgraph.graph.values import copy_to_host, decode, device_buffers, encode, verify
 from taskgraph.transport.segments import Pool
 
 PIECE = 64 << 10
@@ -43,7 +43,7 @@ def pool(soft: SoftDevice) -> Iterator[Pool]:
 
 
 def buffer(soft: SoftDevice, host: np.ndarray = HOST) -> DeviceBuffer:
-    (found,) = staying(encode(soft.xp.asarray(host), stays=True))
+    (found,) = device_buffers(encode(soft.xp.asarray(host), stays=True))
     return found
 
 
@@ -71,7 +71,7 @@ def test_one_copy_for_many_callers(soft: SoftDevice, pool: Pool) -> None:
 
     def whole() -> None:
         together.wait()
-        found.append(hosted(value, allocate=pool.allocate))
+        found.append(copy_to_host(value, allocate=pool.allocate))
 
     threads = [threading.Thread(target=whole) for _ in range(6)]
     for thread in threads:
@@ -79,7 +79,7 @@ def test_one_copy_for_many_callers(soft: SoftDevice, pool: Pool) -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 6 and all(verify(one) for one in found)
-    assert [one.host_copies for one in staying(value)] == [1, 1]
+    assert [one.host_copies for one in device_buffers(value)] == [1, 1]
     assert np.array_equal(decode(found[0])["b"][1], HOST + 1)
     assert soft.registrations == 2
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import taskgraph as tg
 from taskgraph.graph import arrays, digests, encoding, values, worksharing
-from taskgraph.graph.values import decode, digest_of, digesting, encode, verify
+from taskgraph.graph.values import begin_digest, decode, digest_of, encode, verify
 from taskgraph.protocol.messages import Encoded
 
 INLINE_BYTES = 64 << 10
@@ -50,7 +50,7 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(worksharing, "_team", worksharing._Team())
     monkeypatch.setattr(worksharing, "_IDLE_S", 0.05)
     monkeypatch.setattr(worksharing, "cores", lambda: request.param)
-    monkeypatch.setattr(worksharing, "idle", lambda: 9)
+    monkeypatch.setattr(worksharing, "idle_cores", lambda: 9)
     yield request.param
     deadline = time.monotonic() + 20
     while worksharing._team._helpers and time.monotonic() < deadline:
@@ -91,7 +91,7 @@ def test_the_definition(cores: int, sizes: tuple[int, ...]) -> None:
     assert copied.digest == digest_of(copied.meta, copied.buffers)
     shared = encode([np.frombuffer(data, "u1") for data in given_bytes])
     assert shared == copied
-    hasher = digesting(copied.meta, sizes)
+    hasher = begin_digest(copied.meta, sizes)
     for buffer in copied.buffers:
         hasher.update(buffer)
     assert hasher.digest() == copied.digest
@@ -185,7 +185,7 @@ def test_cut_anywhere(meta: bytes, buffers: list[bytes], cuts: list[int]) -> Non
         patch.setattr(worksharing, "LEAST_BYTES", 0)
         patch.setattr(worksharing, "cores", lambda: 1)
         assert digest_of(meta, views(buffers)) == expected
-        hasher = digesting(meta, [len(buffer) for buffer in buffers])
+        hasher = begin_digest(meta, [len(buffer) for buffer in buffers])
         rest = memoryview(b"".join(buffers))
         for cut in cuts:
             hasher.update(rest[:cut])
@@ -224,13 +224,13 @@ def test_every_change_changes_digest(buffers: list[bytes], data: st.DataObject) 
 
 @pytest.mark.parametrize("where", [0, 5, 16])
 def test_error_in_a_block(where: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = arrays.Copy.digest
+    real = arrays.PendingCopy.digest
 
-    def failing(self: arrays.Copy, begin: int, end: int) -> bytes:
+    def failing(self: arrays.PendingCopy, begin: int, end: int) -> bytes:
         if begin == where * MIB:
             raise MemoryError("no room")
         return real(self, begin, end)
 
-    monkeypatch.setattr(arrays.Copy, "digest", failing)
+    monkeypatch.setattr(arrays.PendingCopy, "digest", failing)
     with pytest.raises(MemoryError, match="no room"):
         encode(np.zeros(17 * MIB, "u1"))

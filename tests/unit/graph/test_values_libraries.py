@@ -22,7 +22,7 @@ Array = type(strict.asarray(0.0))
 @pytest.fixture
 def undeclared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process where no driver has declared anything."""
-    monkeypatch.setattr(libraries, "_declared", {})
+    monkeypatch.setattr(libraries, "_codecs_by_library", {})
     monkeypatch.setattr(codecs, "_codecs", dict(codecs._codecs))
     codecs._codecs.pop(Array, None)
     monkeypatch.setattr(codecs, "bind", codecs._codecs.__setitem__)

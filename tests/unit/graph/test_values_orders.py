@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from softdevice import SoftDevice
 
-from taskgraph.graph.orders import order_of, put_back
+from taskgraph.graph.orders import order_of, restore_order
 from taskgraph.graph.outline import outline
-from taskgraph.graph.values import decode, encode, staying
+from taskgraph.graph.values import decode, device_buffers, encode
 
 
 def views(base: np.ndarray) -> list[np.ndarray]:
@@ -96,7 +96,7 @@ def test_room_of_gaps(axes: int) -> None:
     """They took half as much again for each axis: two thousand times it for what has 18 of two elements."""
     bits = np.arange(1 << axes, dtype="u2").reshape((2,) * axes)
     order = bytes(axis | 0x40 for axis in range(axes))
-    came = put_back(bits, order)
+    came = restore_order(bits, order)
     assert np.array_equal(came, bits) and order_of(came.shape, came.strides, 2) == order
     assert came.base is not None and came.base.nbytes < 3 * bits.nbytes + 2
 
@@ -111,7 +111,7 @@ def test_room_of_gaps(axes: int) -> None:
 )
 def test_wrong_orders(shape: tuple[int, int], order: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        put_back(np.zeros(shape), order)
+        restore_order(np.zeros(shape), order)
 
 
 @pytest.mark.parametrize("size", [10, 100, 300], ids=["in meta", "in the pack", "in a buffer"])
@@ -152,7 +152,7 @@ def test_arrays_of_a_device(stays: bool) -> None:
     host = np.random.default_rng(0).standard_normal((200, 300))
     sent = soft.xp.asarray(host).T
     encoded = encode({"x": sent}, ordered=True, stays=stays)
-    assert bool(staying(encoded)) is stays
+    assert bool(device_buffers(encoded)) is stays
     came = decode(encoded, device=soft, writable=True)["x"]
     assert came.strides == sent.strides and np.array_equal(came.get(), host.T)
     assert encoded.digest == encode({"x": host.T}, ordered=True).digest

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from taskgraph.graph.orders import copied
+from taskgraph.graph.orders import copy_in_order
 from taskgraph.graph.values import decode, digest_of, encode, verify
 
 relaxed = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -288,7 +288,7 @@ def test_padding_arrives_as_zeros(size: int, dtype: np.dtype[Any], lies: str) ->
                 assert look(found) == look(sent)
                 assert found.flags.writeable is writable
     if isinstance(sent, np.ndarray):
-        assert look(after_noise(sent.nbytes, copied, sent)) == look(sent)
+        assert look(after_noise(sent.nbytes, copy_in_order, sent)) == look(sent)
 
 
 def test_equal_dtypes_stay_apart() -> None:

@@ -16,7 +16,7 @@ from softdevice import SoftArray, SoftDevice  # noqa: E402
 import taskgraph.torch as subject  # noqa: E402
 from taskgraph.device import cuda, lookup  # noqa: E402
 from taskgraph.device.lookup import declare  # noqa: E402
-from taskgraph.graph.values import decode, encode, staying, untouched  # noqa: E402
+from taskgraph.graph.values import decode, device_buffers, device_buffers_intact, encode  # noqa: E402
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice  # noqa: E402
 
 NAMES = ["bool", "uint8", "int64", "float32", "float16", "bfloat16", "complex64", "complex128", "uint16", "float8_e5m2"]
@@ -101,7 +101,7 @@ def test_every_dtype_stays_bit_for_bit(there: There, name: str, shape: tuple[int
 def test_it_has_the_digest_that_it_has_on_the_host(there: There, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     tensor = tensor_of(name, (600, 290))
     stayed = encode([tensor, tensor[::2].t()], stays=True)
-    assert len(staying(stayed)) == 2
+    assert len(device_buffers(stayed)) == 2
     monkeypatch.undo()
     on_host = encode([tensor, tensor[::2].t()])
     assert stayed.digest == on_host.digest
@@ -142,13 +142,13 @@ def test_what_arrives_is_ones_own(there: There) -> None:
         back = decode(encoded, device=there.soft, writable=writable)
         assert not back.any()
         back += 5
-    assert untouched(encoded)
+    assert device_buffers_intact(encoded)
 
 
 def test_the_memory_it_came_in_goes_back_behind_the_copy(there: There) -> None:
     """PyTorch copies on a stream of its own: the task's has to follow that while the view is still there."""
     encoded = encode(torch.zeros(20_000), stays=True)
-    (buffer,) = staying(encoded)
+    (buffer,) = device_buffers(encoded)
     there.read.clear()
     viewed = []
     there.meanwhile = lambda: viewed.append(buffer.viewed)

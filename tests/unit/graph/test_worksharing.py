@@ -23,7 +23,7 @@ from taskgraph.graph.values import encode
 from taskgraph.graph.worksharing import for_each
 
 WAIT_S = 20.0
-idle_here = worksharing.idle
+idle_here = worksharing.idle_cores
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +32,9 @@ def team(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(worksharing, "_team", worksharing._Team())
     monkeypatch.setattr(worksharing, "_IDLE_S", 0.2)
     monkeypatch.setattr(worksharing, "cores", lambda: 2)
-    monkeypatch.setattr(worksharing, "idle", lambda: 99)
+    monkeypatch.setattr(worksharing, "idle_cores", lambda: 99)
     yield
-    assert not worksharing._team._open
+    assert not worksharing._team._open_passes
     assert until(lambda: worksharing._team._helpers == 0 and not helpers())
 
 
@@ -174,9 +174,9 @@ def test_interrupted_caller_leaves_no_work(monkeypatch: pytest.MonkeyPatch) -> N
             pass
 
     shared._blocks.popleft()  # as a helper would
-    monkeypatch.setattr(shared, "_ended", Thrown())
+    monkeypatch.setattr(shared, "_finished_by_helpers", Thrown())
     with pytest.raises(KeyboardInterrupt):
-        shared.make(lambda: False)
+        shared.run(lambda: False)
     assert done == [1, 2]
     shared._blocks.append(0)
     shared.help()
@@ -252,7 +252,7 @@ def test_little_is_not_shared() -> None:
 @pytest.mark.parametrize(("idle", "helping"), [(-5, 0), (0, 0), (1, 1), (2, 2), (9, 3)])
 def test_only_idle_cores_help(idle: int, helping: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worksharing, "cores", lambda: 8)
-    monkeypatch.setattr(worksharing, "idle", lambda: idle)
+    monkeypatch.setattr(worksharing, "idle_cores", lambda: idle)
     together = threading.Barrier(1 + helping)
     for_each(lambda _: together.wait(WAIT_S), 12)
     assert len(helpers()) == worksharing._team._helpers == helping
@@ -260,18 +260,18 @@ def test_only_idle_cores_help(idle: int, helping: int, monkeypatch: pytest.Monke
 
 def test_cores_that_become_idle_help(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([0, -1, 1])
-    monkeypatch.setattr(worksharing, "idle", lambda: next(looks))
+    monkeypatch.setattr(worksharing, "idle_cores", lambda: next(looks))
     rest = threading.Barrier(2)
     began: list[tuple[int, int]] = []
 
     def work(block: int) -> None:
         began.append((block, threading.get_ident()))
-        if block >= 2 * worksharing._LOOK_BLOCKS:
+        if block >= 2 * worksharing._RECHECK_BLOCKS:
             rest.wait(WAIT_S)
 
-    for_each(work, 2 * worksharing._LOOK_BLOCKS + 20)
+    for_each(work, 2 * worksharing._RECHECK_BLOCKS + 20)
     mine = [block for block, thread in began if thread == threading.get_ident()]
-    assert mine[: 2 * worksharing._LOOK_BLOCKS] == list(range(2 * worksharing._LOOK_BLOCKS))
+    assert mine[: 2 * worksharing._RECHECK_BLOCKS] == list(range(2 * worksharing._RECHECK_BLOCKS))
     assert len(mine) == len(began) - 10
 
 
@@ -288,8 +288,8 @@ def test_idle_cores_by_load(text: str | None, idle: int, monkeypatch: pytest.Mon
     file = tmp_path / "loadavg"
     if text is not None:
         file.write_text(text)
-    monkeypatch.setattr(worksharing, "_RUNNING", str(file))
-    monkeypatch.setattr(worksharing, "_MACHINE", 8)
+    monkeypatch.setattr(worksharing, "_LOADAVG_PATH", str(file))
+    monkeypatch.setattr(worksharing, "_MACHINE_CORES", 8)
     before = len(os.listdir("/dev/fd"))
     assert [idle_here() for _ in range(5)] == [idle] * 5
     assert len(os.listdir("/dev/fd")) == before
@@ -308,7 +308,7 @@ SCRIPT = """
     from taskgraph.graph.values import encode, verify
 
     worksharing.cores = lambda: 2
-    worksharing.idle = lambda: 1
+    worksharing.idle_cores = lambda: 1
     worksharing._IDLE_S = 1000.0
     array = np.arange(3 << 20)
     assert verify(encode(array))
@@ -334,7 +334,7 @@ def test_forked_process_has_own_helpers() -> None:
     text = run(
         SCRIPT
         + """
-    worksharing._team._counting.acquire()  # as a thread may hold it while another one forks
+    worksharing._team._helpers_lock.acquire()  # as a thread may hold it while another one forks
     child = os.fork()
     if child == 0:
         barrier = threading.Barrier(2)

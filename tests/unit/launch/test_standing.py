@@ -11,7 +11,7 @@ from pathlib import Path
 from taskgraph.launch.standing import STANDS_S, StalledLoop, stall_text, stopped, with_stalls
 from taskgraph.node.usercode.lastwords import IN_THREAD, LastWords, encoded_name, on_loop, read
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import RanCode, State, StatusRecord
+from taskgraph.protocol.records import RunningCode, State, StatusRecord
 
 STAMP = Stamp(1, 3)
 
@@ -22,7 +22,7 @@ def test_launcher_reads_what_a_loop_runs(tmp_path: Path) -> None:
     assert on_loop(tmp_path) is None
     words.note_on_loop(2, STAMP, "send")
     first = on_loop(tmp_path)
-    assert first is not None and first[1] == RanCode("send", 2, 3)
+    assert first is not None and first[1] == RunningCode("send", 2, 3)
     words.clear_on_loop()
     assert on_loop(tmp_path) is None
     words.note_call((1, 1), 4, 3, encoded_name("in a thread"))
@@ -37,12 +37,12 @@ def test_standing_loop_is_reported_once(tmp_path: Path) -> None:
     words.note_on_loop(2, STAMP, "send")
     assert standing.look(100.0) is None
     assert standing.look(100.0 + STANDS_S / 2) is None
-    assert standing.look(101.0 + STANDS_S) == (RanCode("send", 2, 3), STANDS_S + 1.0)
+    assert standing.look(101.0 + STANDS_S) == (RunningCode("send", 2, 3), STANDS_S + 1.0)
     assert standing.look(200.0) is None and standing.reported
     words.clear_on_loop()
     words.note_on_loop(2, STAMP, "send")  # the next call is looked at anew
     assert standing.look(201.0) is None and not standing.reported
-    assert standing.look(202.0 + STANDS_S) == (RanCode("send", 2, 3), STANDS_S + 1.0)
+    assert standing.look(202.0 + STANDS_S) == (RunningCode("send", 2, 3), STANDS_S + 1.0)
 
 
 def test_busy_loop_is_not_reported(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_stopped_process_is_not_reported(tmp_path: Path) -> None:
 
 
 def test_text_of_a_standing_loop_says_what_to_do() -> None:
-    text = stall_text("n1", RanCode("send", 2, 3), 3.4)
+    text = stall_text("n1", RunningCode("send", 2, 3), 3.4)
     assert "n1 has been in 'send' of task 2 for 3 s" in text and "plain `def`" in text
 
 
@@ -79,10 +79,10 @@ def test_text_of_a_held_interpreter_lock_differs(tmp_path: Path) -> None:
     words, standing = LastWords(tmp_path), StalledLoop(tmp_path, os.getpid())
     words.note_on_loop(2 | IN_THREAD, STAMP, "send")
     assert standing.look(0.0) is None
-    assert standing.look(4.0) == (RanCode("send", 2, 3), 4.0) and standing.in_thread
+    assert standing.look(4.0) == (RunningCode("send", 2, 3), 4.0) and standing.in_thread
     left = read(tmp_path)
-    assert left is not None and left.ran == (RanCode("send", 2, 3),)
-    text = stall_text("n1", RanCode("send", 2, 3), 4.0, in_thread=True)
+    assert left is not None and left.ran == (RunningCode("send", 2, 3),)
+    text = stall_text("n1", RunningCode("send", 2, 3), 4.0, in_thread=True)
     assert "'send' of task 2 has held up all of n1 for 4 s" in text and "interpreter's lock" in text
     assert "plain `def`" not in text
 

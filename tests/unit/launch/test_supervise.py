@@ -31,7 +31,7 @@ from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import GoneRecord, NodeRecord, PrimaryRecord, RanCode, State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, NodeRecord, PrimaryRecord, RunningCode, State, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.task import Task
@@ -407,7 +407,7 @@ async def test_finished_job_waits_for_teardown(
 ) -> None:
     monkeypatch.setattr(Scripted, "script", """trap '' TERM; touch "$0"; sleep 0.6; exit 0""")
     monkeypatch.setattr("taskgraph.launch.local._RETRY_S", 0.02)
-    teardown = lastwords.LastCalls((RanCode("teardown", 3, 9),), True)
+    teardown = lastwords.LastCalls((RunningCode("teardown", 3, 9),), True)
     monkeypatch.setattr(lastwords, "read", lambda folder: teardown)
     nodes = Scripted(ENTRY, MemoryCoordinator(MemoryStore()), Runtime(tmp_path))
     await nodes.start(1)
@@ -426,7 +426,7 @@ async def test_death_in_teardown_is_reported(
     script: str, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Scripted, "script", f"""touch "$0"; {script}""")
-    teardown = lastwords.LastCalls((RanCode("teardown", 3, 9),), False)
+    teardown = lastwords.LastCalls((RunningCode("teardown", 3, 9),), False)
     monkeypatch.setattr(lastwords, "read", lambda folder: teardown)
     nodes = Scripted(ENTRY, MemoryCoordinator(MemoryStore()), Runtime(tmp_path))
     await nodes.start(1)

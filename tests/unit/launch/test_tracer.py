@@ -41,7 +41,7 @@ class Job:
         self.watching: asyncio.Future[None]
 
     async def write(self, *ops: Op) -> None:
-        await self.keeper.caught_up((await self.coordinator.txn(Txn(success=ops))).revision)
+        await self.keeper.wait_for_revision((await self.coordinator.txn(Txn(success=ops))).revision)
 
     async def register(self, *names: str) -> None:
         records = {

@@ -21,7 +21,7 @@ from taskgraph.launch.submit import submit
 from taskgraph.protocol.fatal import fatal
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
-from taskgraph.protocol.records import GoneRecord, NodeRecord, RanCode, State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, NodeRecord, RunningCode, State, StatusRecord
 from taskgraph.protocol.view import JobView
 
 KEYS = Keys("dead")
@@ -128,7 +128,9 @@ async def test_death_is_not_written_for_the_next_run() -> None:
     await coordinator.txn(Txn(success=(Put(KEYS.status, ended.to_bytes()),)))
     await submit(coordinator, JobSpec.local(tg.Job(tasks=1, epochs=1, builder=lambda task: tg.Task(), name="dead")))
     for number in range(1, 4):
-        await nodes._write_gone(f"n{number}-1", msgspec.structs.replace(RECORD, ran=(RanCode("fit", 0, 0),)))
+        await nodes._write_gone(
+            f"n{number}-1", msgspec.structs.replace(RECORD, running_code=(RunningCode("fit", 0, 0),))
+        )
     listing, view = await coordinator.list(KEYS.root), JobView("dead")
     view.reset(listing.revision, listing.items)
     assert fatal(view, 3) is None

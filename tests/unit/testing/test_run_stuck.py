@@ -128,13 +128,13 @@ def test_endless_topology_is_named(end: threading.Event) -> None:
 def test_paused_process_is_not_stuck() -> None:
     turn = Turn()
     turn.take(7)
-    assert turn.stuck(0.3, 0.25) is None  # sees this turn for the first time
-    assert turn.stuck(0.3, 0.25) is None  # however long ago that was by the clock
+    assert turn.stuck_thread(0.3, 0.25) is None  # sees this turn for the first time
+    assert turn.stuck_thread(0.3, 0.25) is None  # however long ago that was by the clock
     turn.take(None)
     turn.take(7)  # the same thread, but it gave back its turn meanwhile
-    assert turn.stuck(0.3, 0.25) is None
-    assert turn.stuck(0.3, 0.25) is None
-    assert turn.stuck(0.3, 0.25) == 7
+    assert turn.stuck_thread(0.3, 0.25) is None
+    assert turn.stuck_thread(0.3, 0.25) is None
+    assert turn.stuck_thread(0.3, 0.25) == 7
 
 
 class Busy(tg.Task):
@@ -204,7 +204,7 @@ class AsksForEver(tg.Task):
 
 
 def test_endless_requests_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_MOST", 20)
+    monkeypatch.setattr(threads, "_THREADS", 20)
     before = set(threading.enumerate())
     with pytest.raises(tg.JobFailed, match=r"20 functions \(`def`\) wait for replies at one node") as caught:
         tg.testing.run(tg.Job(tasks=3, epochs=2, builder=AsksForEver))

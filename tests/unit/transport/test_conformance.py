@@ -12,7 +12,7 @@ from transport_kit import EXCHANGES, Cluster, Node, encoded, item, pull
 
 from taskgraph.errors import PeerGone, PeerLost, Refused
 from taskgraph.protocol import messages as m
-from taskgraph.protocol.sums import packed
+from taskgraph.protocol.sums import encode_sum
 from taskgraph.transport import wire
 from taskgraph.transport.api import PendingReply
 
@@ -396,7 +396,7 @@ async def test_call_without_a_task_is_lost_with_its_peer(cluster: Cluster) -> No
         await begun
 
 
-REPORT = m.Report(m.Stamp(1, 7), 3, 1, True, 2, packed(5), packed(6))
+REPORT = m.Report(m.Stamp(1, 7), 3, 1, True, 2, encode_sum(5), encode_sum(6))
 SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
 
 

@@ -15,7 +15,7 @@ from transport_kit import Node, nodes_of_a_host, pull, turns_until
 
 from taskgraph.device import shared, virtual
 from taskgraph.device.shared import SharedMemory
-from taskgraph.graph.values import decode, encode, staying
+from taskgraph.graph.values import decode, device_buffers, encode
 from taskgraph.protocol import messages as m
 from taskgraph.transport.sides import AcceptedSession
 from taskgraph.transport.stream import StreamTransport
@@ -72,7 +72,7 @@ def test_values_work_without_shared_device_memory(
     monkeypatch.setattr(soft, "allocate", cannot)
     for number in range(3):
         value = put(soft, HOST + number)
-        assert type(value) is m.EncodedOnDevice and staying(value)[0].segment is None
+        assert type(value) is m.EncodedOnDevice and device_buffers(value)[0].segment is None
         assert np.array_equal(decode(value)["x"], HOST + number)
     assert len(tries) == 1 and caplog.text.count("go by the host") == 1
 

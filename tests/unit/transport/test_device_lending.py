@@ -18,7 +18,7 @@ from transport_kit import JOB, TOKEN, Node, forget, nodes_of_a_host, pull, strea
 from taskgraph.device import shared
 from taskgraph.device.shared import SharedMemory
 from taskgraph.errors import DecodeError, PeerLost
-from taskgraph.graph.values import decode, digesting, encode, staying, verify
+from taskgraph.graph.values import begin_digest, decode, device_buffers, encode, verify
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.transport import devicelending, wire
@@ -77,12 +77,12 @@ async def test_lent_item_stays_on_the_device(nodes: list[Node], soft: SoftDevice
         got = await pulled(node, producer)
         assert type(got) is m.EncodedOnDevice and (got.meta, got.digest) == (value.meta, value.digest)
         assert np.array_equal(await x_of(got, soft), HOST) and decode(got, device=soft)["n"] == 3
-        assert staying(got)[0].segment is not None, "it can be lent on"
+        assert device_buffers(got)[0].segment is not None, "it can be lent on"
     assert memory.idle_bytes == 0 and len(memory) == 1, "nothing was copied"
     await turns_until(lambda: sum(map(len, lendings(producer))) == 1)  # the last one that was pulled is read
     del got
     gc.collect()
-    assert [buffer.host_copies for buffer in staying(value)] == [0]
+    assert [buffer.host_copies for buffer in device_buffers(value)] == [0]
     assert not soft.waits_on_loops and not soft.calls_on_loops
     await turns_until(lambda: not any(map(len, lendings(producer))))
 
@@ -92,7 +92,7 @@ async def test_host_reads_the_same_device_value(nodes: list[Node], soft: SoftDev
     value = await on_device(soft)
     serves(producer, value)
     got = await pulled(consumer, producer)
-    assert verify(m.Encoded(got.meta, tuple(b.host() for b in staying(got)), got.digest))
+    assert verify(m.Encoded(got.meta, tuple(b.host() for b in device_buffers(got)), got.digest))
     assert np.array_equal(decode(got)["x"], HOST)
 
 
@@ -115,7 +115,7 @@ async def test_value_mixes_device_and_host_arrays(nodes: list[Node], soft: SoftD
     assert np.array_equal(found["x"].get(), HOST) and np.array_equal(found["y"].get(), np.arange(250_000.0))
     assert np.array_equal(found["small"].get(), np.arange(10_000.0)) and np.array_equal(found["there"], more["there"])
     assert found["text"] == more["text"]
-    assert [buffer.host_copies for buffer in staying(value)] == [0, 1, 0], "only what is too small"
+    assert [buffer.host_copies for buffer in device_buffers(value)] == [0, 1, 0], "only what is too small"
 
 
 async def test_peer_with_another_device_declines_once(
@@ -144,7 +144,7 @@ async def test_device_without_sharing_gets_bytes(
 
 async def test_tcp_sends_device_items_by_the_host(soft: SoftDevice, memory: SharedMemory) -> None:
     made = [
-        await Node(name, StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, digesting=digesting)).start()
+        await Node(name, StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, digesting=begin_digest)).start()
         for name in ("producer", "consumer")
     ]
     value = await on_device(soft)
@@ -159,7 +159,7 @@ async def test_lender_keeps_device_memory_while_read(
 ) -> None:
     producer, consumer, _ = nodes
     value = await on_device(soft)
-    place = staying(value)[0].segment
+    place = device_buffers(value)[0].segment
     serves(producer, value)
     got = await pulled(consumer, producer)
     producer.at_once = lambda caller, call: None
@@ -169,7 +169,7 @@ async def test_lender_keeps_device_memory_while_read(
 
     async def is_given_to_others() -> bool:
         later = [await on_device(soft, HOST * 0) for _ in range(3)]
-        return place in [staying(one)[0].segment for one in later]
+        return place in [device_buffers(one)[0].segment for one in later]
 
     assert not await is_given_to_others()
     reader, past, wait = soft.stream(), threading.Event(), soft.wait
@@ -216,7 +216,7 @@ async def test_ended_session_spoils_lent_device_memory(
 ) -> None:
     producer, consumer, _ = nodes
     value = await on_device(soft)
-    place = staying(value)[0].segment
+    place = device_buffers(value)[0].segment
     assert place is not None
     serves(producer, value)
     got = await pulled(consumer, producer)
@@ -227,7 +227,7 @@ async def test_ended_session_spoils_lent_device_memory(
     gc.collect()
     await turns_until(lambda: not lendings(producer))
     later = [await on_device(soft, HOST * 0) for _ in range(3)]
-    assert place.spoiled and place not in [staying(one)[0].segment for one in later]
+    assert place.spoiled and place not in [device_buffers(one)[0].segment for one in later]
     await turns_until(lambda: memory.trim() or len(memory) == 3)  # it went, as far as this process is concerned
     assert np.array_equal(await x_of(got, soft), HOST)
     del got
@@ -240,7 +240,7 @@ async def test_device_memory_of_a_lost_chain_is_spoiled(
 ) -> None:
     producer, consumer, other = nodes
     value = await on_device(soft)
-    place = staying(value)[0].segment
+    place = device_buffers(value)[0].segment
     assert place is not None
     serves(producer, value)
     serves(consumer, await pulled(consumer, producer))
@@ -254,7 +254,7 @@ async def test_device_memory_of_a_lost_chain_is_spoiled(
     gc.collect()
     await turns_until(lambda: not any(map(len, lendings(producer))))
     later = [await on_device(soft, HOST * 0) for _ in range(3)]
-    assert place.spoiled and place not in [staying(one)[0].segment for one in later]
+    assert place.spoiled and place not in [device_buffers(one)[0].segment for one in later]
     assert np.array_equal(await x_of(got, soft), HOST)
 
 

@@ -15,7 +15,7 @@ from transport_kit import EXCHANGES, encoded, pack_whole, pull
 from taskgraph.errors import DecodeError
 from taskgraph.graph import values
 from taskgraph.protocol import messages as m
-from taskgraph.protocol.sums import packed
+from taskgraph.protocol.sums import encode_sum
 from taskgraph.transport import reader, wire
 from taskgraph.transport.frames import (
     HEAD_BYTES,
@@ -241,7 +241,9 @@ SEALED = {
     **{kind.name: pack_frame(Head(kind, 0, header=60), header=bytes(60)) for kind in list(Kind)[:5]},
     "pull": sealed(Kind.CALL, pull()),
     "several pulls": sealed(Kind.CALL, m.Pull(m.Stamp(1, 7), 3, 1, 5, "grad", 64)),
-    "report": sealed(Kind.TELL, m.Report(m.Stamp(1, 7), 3, 1, True, 2, packed(5), packed(6), False, {"loss": 0.5})),
+    "report": sealed(
+        Kind.TELL, m.Report(m.Stamp(1, 7), 3, 1, True, 2, encode_sum(5), encode_sum(6), False, {"loss": 0.5})
+    ),
     "item": sealed(Kind.REPLY, m.Item(m.Stamp(1, 7), 4, "grad", encoded(b"small"))),
     "array": sealed(Kind.REPLY, m.Item(m.Stamp(1, 7), 4, "grad", encoded(b"x", b"", bytes(500)))),
     "protobuf": sealed(Kind.CALL, m.Seal(m.Stamp(1, 7), 3, 11)),
@@ -373,7 +375,7 @@ def test_digest_on_the_way_equals_the_whole_one(cuts: list[int], small: int) -> 
     payload = b"".join((value.meta, *value.buffers))
     head = Head(Kind.CALL, 1, 0, len(sizes), 0, len(payload), len(value.meta))
     flag = m.Flag(m.Stamp(1, 1), 1, 1, 1, value)
-    incoming = Incoming(head, sizes, flag, digesting=values.digesting)
+    incoming = Incoming(head, sizes, flag, digesting=values.begin_digest)
     at = 0
     for count in (*cuts, len(payload)):
         incoming.take(memoryview(payload)[at : at + count])

@@ -17,7 +17,7 @@ from transport_kit import Node, nodes_of_a_host, pull
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import Refused
 from taskgraph.graph.blocks import block_behind
-from taskgraph.graph.values import decode, encode, staying
+from taskgraph.graph.values import decode, device_buffers, encode
 from taskgraph.protocol import messages as m
 from taskgraph.transport.api import PendingReply
 
@@ -80,9 +80,9 @@ async def test_device_item_arrives_on_the_host(
         assert np.array_equal(decode(reply.value)["x"], HOST)
         there = decode(reply.value, device=soft)["x"]
         assert type(there) is SoftArray, "and on the device of a node that has one"
-    assert staying(value)[0].host_copies == 1
+    assert device_buffers(value)[0].host_copies == 1
     assert soft.waits and not soft.waits_on_loops
-    lent = block_behind(staying(value)[0].host()) is not None
+    lent = block_behind(device_buffers(value)[0].host()) is not None
     assert lent == (producer.transport.allocate(HOST.nbytes) is not None), "memory that travels without a copy"
 
 
@@ -92,7 +92,7 @@ async def test_call_to_oneself_keeps_device_values(nodes: list[Node], soft: Soft
     at_once(producer, value)
     reply = await producer.call(producer, pull())
     assert isinstance(reply, m.Item) and reply.value is value
-    assert staying(value)[0].host_copies == 0
+    assert device_buffers(value)[0].host_copies == 0
 
 
 class Gate:

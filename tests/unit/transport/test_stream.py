@@ -38,7 +38,7 @@ from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol import messages as m
 from taskgraph.protocol.records import name_of
-from taskgraph.protocol.sums import packed
+from taskgraph.protocol.sums import encode_sum
 from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, incoming, outbox, sides, stream, wire
 from taskgraph.transport.api import Peer, PendingReply
@@ -359,7 +359,7 @@ async def test_damaged_header_on_tcp_ends_the_session(
 
         session._outbox.write = damaging
         with pytest.raises(PeerLost):
-            await a.call(b, m.Report(m.Stamp(1, 7), 3, 1, True, 2, packed(5), packed(6)))
+            await a.call(b, m.Report(m.Stamp(1, 7), 3, 1, True, 2, encode_sum(5), encode_sum(6)))
         assert f"a damaged frame {what}; closing it" in caplog.text
         assert [call for _, call in b.served] == [SEAL]
         await a.call(b, SEAL)

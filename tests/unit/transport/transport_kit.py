@@ -19,7 +19,7 @@ import xxhash
 from taskgraph.graph import values
 from taskgraph.network.tls import CA, CERT, KEY, Tls
 from taskgraph.protocol import messages as m
-from taskgraph.protocol.sums import packed
+from taskgraph.protocol.sums import encode_sum
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
@@ -98,15 +98,15 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
         m.Accepted(),
     ),
     (
-        m.Report(STAMP, 3, 1, True, 2, packed(2**128 - 1), packed(0), True, {"b": 0.1, "a": -0.0}, {}),
+        m.Report(STAMP, 3, 1, True, 2, encode_sum(2**128 - 1), encode_sum(0), True, {"b": 0.1, "a": -0.0}, {}),
         m.Accepted(1),
     ),
-    (m.Report(m.Stamp(0, 0), 0, 0, False, 0, packed(0), packed(5)), m.Accepted(1)),
+    (m.Report(m.Stamp(0, 0), 0, 0, False, 0, encode_sum(0), encode_sum(5)), m.Accepted(1)),
     (
         m.Reports(
             (
-                m.Report(STAMP, 3, 1, True, 0, packed(5), packed(5)),
-                m.Report(STAMP, 3, 1, True, 0, packed(0), packed(2**127)),
+                m.Report(STAMP, 3, 1, True, 0, encode_sum(5), encode_sum(5)),
+                m.Report(STAMP, 3, 1, True, 0, encode_sum(0), encode_sum(2**127)),
             )
         ),
         m.Accepted(1),
@@ -251,7 +251,7 @@ async def nodes_of_a_host(folder: Path, *names: str) -> AsyncIterator[list[Node]
                 TOKEN,
                 job=JOB,
                 verify=values.verify,
-                digesting=values.digesting,
+                digesting=values.begin_digest,
                 unix_dir=folder,
                 tcp_host=None,
             )

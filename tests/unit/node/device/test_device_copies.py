@@ -105,7 +105,7 @@ class Sends(tg.Task):
 def test_no_memory_for_a_host_copy_fails_the_job(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     each = itertools.cycle([(soft.xp, soft), (np, None)])
     monkeypatch.setattr(roles, "array_module", lambda devices: next(each))
-    monkeypatch.setattr(inbound, "hosted", MagicMock(side_effect=MemoryError("Unable to allocate 4.0 GiB")))
+    monkeypatch.setattr(inbound, "copy_to_host", MagicMock(side_effect=MemoryError("Unable to allocate 4.0 GiB")))
     wanted = r"^epoch 0: task \d cannot have 'row' of task \d: it cannot be copied to the host: MemoryError: Unable"
     with pytest.raises(tg.JobFailed, match=wanted):
         tg.run(tg.Job(tasks=3, epochs=3, builder=Sends, topology=tg.ring()), nodes=0, timeout_s=30)

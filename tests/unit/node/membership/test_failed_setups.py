@@ -68,7 +68,7 @@ def test_node_that_cannot_set_up_ends(lacking: type[Lacking]) -> None:
         with pytest.raises(SetUpFailed, match="the job goes on without it"):
             await new._failure
         assert left.keeper.view.gone[new.id].record.reason.startswith(f"ended itself: {why}")
-        assert not left.keeper.view.gone[new.id].record.ran, "it is not the code that is to blame"
+        assert not left.keeper.view.gone[new.id].record.running_code, "it is not the code that is to blame"
         lacking.lacks = False
         good = cluster.add()
         await left.keeper.wait_until(lambda view: all(good in view.in_sync(task) for task in range(2)))

@@ -10,7 +10,7 @@ from cluster_kit import Gated, blindable, eyes, gated, holder, job, play
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import GoneRecord, RanCode
+from taskgraph.protocol.records import GoneRecord, RunningCode
 
 __all__ = ["blindable", "gated"]
 
@@ -22,7 +22,7 @@ def test_deaths_before_commit_fail_nothing(gated: type[Gated]) -> None:
     async def later(cluster: InProcessCluster, leads: str) -> None:
         behind = next(node for node in cluster.nodes if node.id != leads)
         assert behind.keeper.view.stamp == Stamp(1, 1)
-        died = GoneRecord(reason="killed by SIGSEGV", ran=(RanCode("count", 0, 1),))
+        died = GoneRecord(reason="killed by SIGSEGV", running_code=(RunningCode("count", 0, 1),))
         failing = asyncio.ensure_future(behind.takeovers._fatal_code._fail(Fatal(0, 1, {"n8-1": died, "n9-1": died})))
         await asyncio.sleep(1.0)
         eyes(behind).see()

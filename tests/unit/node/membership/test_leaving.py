@@ -16,7 +16,7 @@ from taskgraph.errors import CoordinationError, Refused
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.protocol.kv import Delete, Put, Txn
 from taskgraph.protocol.messages import Offer, Reason
-from taskgraph.protocol.records import RanCode
+from taskgraph.protocol.records import RunningCode
 
 __all__ = ["gated"]
 
@@ -171,7 +171,7 @@ def test_own_error_blames_no_user_code(gated: type[Gated], what: str) -> None:
         await asyncio.wait([cluster._members[node.id].run])
         error = "etcd: permission denied" if what == "view" else "not a number"
         assert error in str(cluster._node_failed.result())
-        assert (node.gone_record().reason, node.gone_record().ran) == (f"ended itself: {error}", ())
+        assert (node.gone_record().reason, node.gone_record().running_code) == (f"ended itself: {error}", ())
 
     play(job(gated), scenario, nodes=1)
 
@@ -185,6 +185,6 @@ def test_cancelled_node_names_running_code(gated: type[Gated]) -> None:
         await asyncio.wait([cluster._members[node.id].run])
         gone = node.gone_record()
         assert "was ended by user code" in gone.reason
-        assert RanCode("asyncio tasks of its own", 0, 1) in gone.ran
+        assert RunningCode("asyncio tasks of its own", 0, 1) in gone.running_code
 
     play(job(gated), scenario, nodes=2)

@@ -98,7 +98,7 @@ def test_deleted_key_is_put_back(gated: type[Gated], all_of_them: bool) -> None:
         before, key = dict(first.keeper.view.nodes), first.keeper.view.keys.node(first.id)
         deleted = Delete(key.removesuffix(first.id), prefix=True) if all_of_them else Delete(key)
         at = (await first.coordinator.txn(Txn(success=(deleted,)))).revision
-        await first.keeper.caught_up(at)
+        await first.keeper.wait_for_revision(at)
         await first.keeper.wait_until(lambda view: view.nodes.keys() == before.keys())
         await asyncio.sleep(2.0)
         assert len(told(cluster, "paused")) == len(told(cluster, "resumed")) == (3 if all_of_them else 1)

@@ -11,7 +11,7 @@ import pytest
 from cluster_kit import Counting, holder, job, play, told
 
 import taskgraph as tg
-from taskgraph.graph.values import decode, encode, joined, parted, verify
+from taskgraph.graph.values import decode, encode, join_values, split_values, verify
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.node.router import Router
@@ -166,8 +166,8 @@ def of(*values: Encoded) -> list[tuple[int, bytes]]:
 
 def test_joined_values_are_parted() -> None:
     a, b = encode({"a": 1.5, "b": np.arange(3)}), encode(None)
-    whole = joined([a, b])
+    whole = join_values([a, b])
     assert verify(whole)
-    assert parted(whole, of(a, b)) == [a, b]
-    again = parted(whole, [*of(a), (0, a.digest), *of(b), (0, b.digest)])
+    assert split_values(whole, of(a, b)) == [a, b]
+    again = split_values(whole, [*of(a), (0, a.digest), *of(b), (0, b.digest)])
     assert again == [a, a, b, b] and again[0] is again[1]

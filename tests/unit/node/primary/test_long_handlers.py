@@ -12,7 +12,7 @@ import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.primary.audits import Findings
 from taskgraph.protocol.messages import LedgerEntry, Report, Stamp
-from taskgraph.protocol.sums import identity, packed
+from taskgraph.protocol.sums import encode_sum, identity
 from taskgraph.protocol.sums import total as mod_sum
 
 S = Stamp(1, 0)
@@ -72,7 +72,9 @@ def found(*pages: tuple[LedgerEntry, ...], moved: int | None = None) -> Findings
     """Findings from idle tasks; all but `moved` show the ledger that they reported."""
 
     def total(page: tuple[LedgerEntry, ...], side: bool) -> bytes:
-        return packed(mod_sum(identity(e.kind, e.sender, e.receiver, e.name, e.digest) for e in page if e.sent is side))
+        return encode_sum(
+            mod_sum(identity(e.kind, e.sender, e.receiver, e.name, e.digest) for e in page if e.sent is side)
+        )
 
     then = [() if task == moved else page for task, page in enumerate(pages)]
     reports = {
@@ -101,7 +103,7 @@ def test_unsent_item_differs() -> None:
     ]
     findings = found(*pages, moved=0)
     assert findings.differing == ["task 0 sent flag 'x' to task 1, which did not count it", *never_sent]
-    reports = {task: Report(S, task, 1, False, 1, packed(0), packed(0)) for task in range(2)}
+    reports = {task: Report(S, task, 1, False, 1, encode_sum(0), encode_sum(0)) for task in range(2)}
     findings = Findings(reports, dict(enumerate(pages)))
     assert findings.behind == (0, 1) and findings.disagreements == []
     assert findings.differing == never_sent  # what is sent, and not counted, may be on its way

@@ -9,7 +9,7 @@ import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import GoneRecord, RanCode
+from taskgraph.protocol.records import GoneRecord, RunningCode
 
 __all__ = ["blindable", "gated"]
 
@@ -53,7 +53,7 @@ def test_failure_names_earlier_death_of_same_code(gated: type[Gated]) -> None:
         stamp = first.keeper.view.stamp
         assert stamp is not None
         for node, task in (("n8-1", 1), ("n9-1", 0)):
-            died = GoneRecord(reason="exited with code 11", ran=(RanCode("crash", task, stamp.epoch),))
+            died = GoneRecord(reason="exited with code 11", running_code=(RunningCode("crash", task, stamp.epoch),))
             cluster.store.execute(Txn(success=(Put(cluster.keys.gone(node), died.to_bytes()),)))
         cluster.crash(first.id)
         with pytest.raises(tg.JobFailed, match="n9 exited with code 11 while it ran 'crash' of task 0") as failed:

@@ -13,24 +13,24 @@ from taskgraph.node.membership.failing import fatal_record
 from taskgraph.node.usercode.lastwords import LastCalls, LastWords, crashed_at, encoded_name, mark_intended, read
 from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import GoneRecord, RanCode
+from taskgraph.protocol.records import GoneRecord, RunningCode
 
-SEND, LONGER = RanCode("send", 1, 3), RanCode("a longer name", 2, 4)
+SEND, LONGER = RunningCode("send", 1, 3), RunningCode("a longer name", 2, 4)
 
 
-def begin(words: LastWords, call: tuple[int, int], ran: RanCode) -> None:
+def begin(words: LastWords, call: tuple[int, int], ran: RunningCode) -> None:
     """In a thread."""
     words.note_call(call, ran.task, ran.epoch, encoded_name(ran.where))
 
 
-def wait(words: LastWords, call: tuple[int, int], ran: RanCode) -> None:
+def wait(words: LastWords, call: tuple[int, int], ran: RunningCode) -> None:
     """A coroutine comes to its first await."""
     words.note_on_loop(ran.task, Stamp(1, ran.epoch), ran.where)
     begin(words, call, ran)
     words.clear_on_loop()
 
 
-def ran(folder: Path) -> list[RanCode]:
+def ran(folder: Path) -> list[RunningCode]:
     left = read(folder)
     assert left is not None and not left.intended
     return list(left.ran)
@@ -52,11 +52,11 @@ def test_calls_are_read_in_order(tmp_path: Path) -> None:
 def test_last_words_are_bounded(tmp_path: Path) -> None:
     words = LastWords(tmp_path)
     for task in range(1000):
-        begin(words, (task, 1), RanCode("ä" * 5000, task, 0))
+        begin(words, (task, 1), RunningCode("ä" * 5000, task, 0))
     assert [one.task for one in ran(tmp_path)] == list(range(1000 - 64, 1000))
     assert all(set(one.where) == {"ä"} for one in ran(tmp_path))
     for task in range(1000):
-        wait(words, (task, 2), RanCode("b", task, 0))
+        wait(words, (task, 2), RunningCode("b", task, 0))
     assert [one.task for one in ran(tmp_path) if one.where == "b"] == list(range(1000 - 16, 1000))
     for task in range(1000):
         for n in (1, 2):
@@ -66,11 +66,11 @@ def test_last_words_are_bounded(tmp_path: Path) -> None:
 
 def test_threads_keep_their_slots(tmp_path: Path) -> None:
     words = LastWords(tmp_path)
-    threads = [RanCode("early", task, 3) for task in range(64)]
+    threads = [RunningCode("early", task, 3) for task in range(64)]
     for one in threads[:32]:
         begin(words, (one.task, 1), one)
     for task in range(1000):
-        wait(words, (task, 2), RanCode("waits", task, 4))
+        wait(words, (task, 2), RunningCode("waits", task, 4))
     for one in threads[32:]:
         begin(words, (one.task, 1), one)
     assert [one for one in ran(tmp_path) if one.where == "early"] == threads
@@ -109,13 +109,13 @@ def test_last_words_outlive_the_process(tmp_path: Path, end: str) -> None:
         f"{end}\n"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode != 0
-    assert read(tmp_path) == LastCalls((RanCode("send", 7, -1),), False)
+    assert read(tmp_path) == LastCalls((RunningCode("send", 7, -1),), False)
 
 
 def test_job_failed_by_deaths_names_the_code() -> None:
-    send = RanCode("send", 1, 3)
-    death = GoneRecord(reason="killed by SIGSEGV", ran=(RanCode("add", 2, 3), send))
-    other = GoneRecord(reason="exited with code 11", ran=(send, RanCode("add", 2, 4)))
+    send = RunningCode("send", 1, 3)
+    death = GoneRecord(reason="killed by SIGSEGV", running_code=(RunningCode("add", 2, 3), send))
+    other = GoneRecord(reason="exited with code 11", running_code=(send, RunningCode("add", 2, 4)))
     found = Fatal(1, 3, {"n2-1": death, "n3-1": other})
     status = fatal_record(found, {"n2": death, "n3": other}, 2, "a:1")
     assert (status.state, status.task, status.epoch, status.where) == ("failed", 1, 3, "send")
