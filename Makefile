@@ -62,7 +62,7 @@ run: $(VENV)/.installed-run ## Run the linear regression on 4 local nodes, with 
 PYTEST := $(BIN)/python -m pytest
 TWO := -n 2 --dist worksteal
 
-test: $(VENV)/.installed-dev ## Run the tests that show each promise, 6 to 8 minutes on two cores; TESTS=tests/unit/graph
+test: $(VENV)/.installed-dev ## Run the tests that show each promise, 5 to 6 minutes on two cores; TESTS=tests/unit/graph
 	$(PYTEST) $(if $(TESTS),$(TESTS),$(TWO) -m 'not slow' tests) $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-dev ## Run the tests that `make test` leaves out
