@@ -121,7 +121,7 @@ def generation_is_compared_by_value(patch: pytest.MonkeyPatch) -> None:
     _changed(patch, transactions, "take_over", named)
     _changed(patch, transactions, "take_over_from_nothing", named)
     _changed(patch, MemoryStore, "_put", put)
-    _changed(patch, MemoryStore, "_holds", holds)
+    _changed(patch, MemoryStore, "_is_satisfied", holds)
 
 
 @plant
@@ -729,7 +729,7 @@ def a_lease_is_counted_from_the_reply(patch: pytest.MonkeyPatch) -> None:
     def answered(original: Any, self: SimLease, sent_at: float, there: bool) -> None:
         original(self, self._coordinator.now(), there)
 
-    _changed(patch, SimLease, "_answered", answered)
+    _changed(patch, SimLease, "_on_renewal_reply", answered)
 
 
 @plant
