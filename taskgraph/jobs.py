@@ -123,7 +123,7 @@ class Job:
                 raise JobError(f"Job(requires_gpu=...): for task {task_id} it raises {error_text(error)}") from error
 
     def build(self, task_id: int) -> Task:
-        """Makes a task by calling the task builder."""
+        """Makes a task: calls `builder` with the task id; a class without required parameters is called without it."""
         if isinstance(self.builder, type) and not _parameters(self.builder):
             return cast(Callable[[], Task], self.builder)()
         return self.builder(task_id)

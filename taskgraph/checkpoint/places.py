@@ -99,7 +99,7 @@ def _local_path(url: str) -> str | None:
     """Returns the path of a directory of this host; None if the URL names another kind of place.
 
     Raises:
-        JobError: the path is relative, begins with a home, or is none.
+        JobError: the path is relative, begins with `~`, or has characters that no path of the system may have.
     """
     scheme, has_scheme, rest = url.partition("://")
     if not has_scheme:

@@ -1,4 +1,4 @@
-"""The interface to a device.
+"""The interface to a device, which is a GPU.
 
 Work on a device is *queued* on a stream. The device does the work of one stream in order, some time after the call
 that queued it. Work on different streams has no order, unless one stream follows an event of the other. Every thread
@@ -37,7 +37,7 @@ IDENTITY_BYTES: Final = 16
 
 
 class Device(Protocol):
-    """One device. Every method may be called from any thread."""
+    """One GPU, such as `CudaDevice`. Every method may be called from any thread."""
 
     # Order.
 
@@ -70,8 +70,8 @@ class Device(Protocol):
 
     # Memory. All work is queued on the current stream.
 
-    def keeps(self, array: Array) -> bool:
-        """True if the array is in this device's memory, and can be copied within it."""
+    def can_copy(self, array: Array) -> bool:
+        """True if the array is in this device's memory and `copy` works, so that the array need not go by the host."""
 
     def copy(self, array: Array) -> Array:
         """Queues a copy in C order, in memory of its own."""
@@ -107,7 +107,7 @@ class Device(Protocol):
 
     @property
     def identity(self) -> bytes:
-        """The device's identity in every process, `IDENTITY_BYTES` long."""
+        """Identifies the device, by `IDENTITY_BYTES` that are the same in every process of the host."""
 
     @property
     def memory_bytes(self) -> int:

@@ -229,7 +229,7 @@ class CudaDevice:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def keeps(self, array: Array) -> bool:
+    def can_copy(self, array: Array) -> bool:
         if array.device.id != self._number:
             return False
         if self._works is None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from taskgraph.device.api import Array, Device, Event, Stream
 from taskgraph.device.memory import givers
 
-__all__ = ["HostCopy", "sweep"]
+__all__ = ["HostCopy", "free_abandoned_copies"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -81,8 +81,11 @@ class _Queued:
             return False
 
 
-def sweep() -> bool:
-    """Releases the memory of abandoned copies that are done. True if there were any."""
+def free_abandoned_copies() -> bool:
+    """Frees abandoned copies that are done: their memory on the host, and their source arrays on the device.
+
+    Returns True if there were any.
+    """
     released = False
     for queued in _queued.copy():
         try:
@@ -97,12 +100,7 @@ def sweep() -> bool:
     return released
 
 
-def _sweep(nbytes: int) -> bool:
-    """See `taskgraph.device.memory.givers`."""
-    return sweep()
-
-
-givers.append(_sweep)
+givers.append(lambda nbytes: free_abandoned_copies())
 
 
 class HostCopy:
@@ -126,11 +124,11 @@ class HostCopy:
     ) -> None:
         self.error: Exception | None = None
         self._queued: _Queued | None = None  # None: done
-        sweep()
+        free_abandoned_copies()
         size: int = source.nbytes
         block = None if allocate is None else allocate(size)
         origin = None if block is None else block.origin
-        self._pinned = origin is not None and origin.pinned(device) is not None
+        self._pinned = origin is not None and origin.pin(device) is not None
         target: NDArray[np.uint8] = np.empty(size, np.uint8) if block is None else block
         self._queued = _Queued(device, source, stream, target, keep)
         self._lock = threading.Lock()

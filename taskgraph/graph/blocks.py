@@ -38,10 +38,12 @@ class Watch(weakref.ref[A]):
 
 
 class Origin(Protocol):
-    """The allocator's record of a block.
+    """What the allocator of a block knows about the block's memory: the interface to it.
 
     Attributes:
-        locked: the memory was page-locked when the allocator gave it out.
+        locked: the memory was page-locked when the allocator gave it out. So a copy to the host may begin before it is
+            wanted; but arrays for user code are made elsewhere, since a device still reads such memory after a copy
+            from it was queued.
     """
 
     @property
@@ -50,7 +52,7 @@ class Origin(Protocol):
     def spoil(self) -> None:
         """Forbids any reuse of this memory, since another process may still read it."""
 
-    def pinned(self, device: Device) -> Pin | None:
+    def pin(self, device: Device) -> Pin | None:
         """Page-locks the memory for a device, unless it is locked. Returns the pin; None if locking fails."""
 
 

@@ -280,7 +280,7 @@ read_tree: Final = layout.tree_decoder(_extension)
 def _to_device(device: Device, host: NDArray[Any]) -> Any:
     """Copies a host array to the device, without a staging copy if its memory is page-locked."""
     block = block_behind(host)
-    pin = block.origin.pinned(device) if block is not None and block.origin is not None else None
+    pin = block.origin.pin(device) if block is not None and block.origin is not None else None
     return device.to_device(host) if pin is None else pin.upload(host)
 
 

@@ -291,7 +291,7 @@ def _device_array(writer: Writer, value: Any, device: Device) -> Ext:
     order = b""
     if writer.ordered and hasattr(value, "strides"):
         value, order = _in_c_order(writer, value)
-    stays = writer.stays and value.nbytes >= INLINE_BYTES and device.keeps(value)
+    stays = writer.stays and value.nbytes >= INLINE_BYTES and device.can_copy(value)
     dtype, packed = _describe_dtype(value, value.dtype) if stays else (b"", False)
     if not packed or len(writer.buffers) >= _MAX_BUFFERS:
         return _host_copy(writer, OnDevice(device.to_host(value)), order)

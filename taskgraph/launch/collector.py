@@ -145,15 +145,16 @@ class Collector(Follower):
         """
         run = self._spec.run
 
-        def over(view: JobView) -> bool:
+        def is_too_late(view: JobView) -> bool:
+            """True if another process collected, the job is no longer finished, or no node is there to ask."""
             there = view.live_nodes(run) or (here is not None and not here.done())
             return view.collected or not self.finished or not there
 
         if self._spec.expected_nodes:  # the run goes first, unless it has ended
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_OTHERS_FIRST_S):
-                    await self.keeper.wait_until(over, structure=True)
-        found = None if over(self.view) else await self._results_unless(over)
+                    await self.keeper.wait_until(is_too_late, structure=True)
+        found = None if is_too_late(self.view) else await self._results_unless(is_too_late)
         if found is None:
             await self.report_last_events()
             await self._note_lost()
@@ -163,9 +164,12 @@ class Collector(Follower):
             await self._keep_and_let_go(found, result)
         return result
 
-    async def _results_unless(self, over: Callable[[JobView], bool]) -> list[TaskResult] | None:
-        """Returns `results`, or None as soon as `over` is true of the view."""
-        async with alongside(self.results(), self.keeper.wait_until(over, structure=True)) as (collecting, ending):
+    async def _results_unless(self, is_too_late: Callable[[JobView], bool]) -> list[TaskResult] | None:
+        """Waits for the results of all tasks; returns None as soon as `is_too_late` is true of the view."""
+        async with alongside(self.results(), self.keeper.wait_until(is_too_late, structure=True)) as (
+            collecting,
+            ending,
+        ):
             await any_done(collecting, ending)
             return collecting.result() if collecting.done() else None
 
@@ -224,7 +228,7 @@ class Collector(Follower):
         events: list[Event] = []
         if etcd:
             async with if_etcd_answers(_REST_S):
-                events = await self.own_events()
+                events = await self.events_of_run()
         lines = tuple(event.to_json() for event in events)
         kept = structs.replace(kept, run=self._spec.run, status=status, event_lines=lines)
         await _in_thread(lambda: Runtime().keep_finished(self._spec.name, kept))

@@ -154,7 +154,7 @@ class Follower:
         status = self.view.status
         return status.record if status is not None and self._is_ours else None
 
-    async def own_events(self) -> list[Event]:
+    async def events_of_run(self) -> list[Event]:
         """Returns the followed run's events in etcd; none if its keys are gone.
 
         Raises:
@@ -205,7 +205,7 @@ class Follower:
         self._reported[known] = None
         if len(self._reported) > _REMEMBERED:
             self._reported.popitem(last=False)
-        self._incidents.take(event)
+        self._incidents.note_event(event)
         self._on_event(event)
 
     async def _report_incidents(self) -> None:
@@ -238,7 +238,7 @@ class Follower:
             return
         try:
             async with asyncio.timeout(_REST_S):
-                found = await self.own_events()
+                found = await self.events_of_run()
         except (CoordinationError, TimeoutError) as error:
             log.warning("the last events of job %r were not read: %s", self._spec.name, str(error) or "no answer")
             return

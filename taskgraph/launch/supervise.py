@@ -218,7 +218,7 @@ class Supervisor:
             )
         silent = f" or was silent for {self._lost_after_s:g} s" if self._absent(keeper.view) else ""
         ended = f"every node has ended{silent}, {what}{self._follower.resume_hint('; ')}"
-        reason = f"{_cause(self._nodes)}{ended}\n{_log_tails(self._nodes)}"
+        reason = f"{_last_end_text(self._nodes)}{ended}\n{_log_tails(self._nodes)}"
         await self._try_to_end(reason, State.FAILED)
         raise JobFailed(reason, job=self._spec.name)
 
@@ -368,8 +368,8 @@ def _report_deaths(nodes: LocalNodes) -> None:
         log.warning("every node started here had ended before the job was over\n%s", _log_tails(nodes))
 
 
-def _cause(nodes: LocalNodes) -> str:
-    """Says why the last node ended, as the beginning of a message; "": no node of this launcher ended."""
+def _last_end_text(nodes: LocalNodes) -> str:
+    """Says how and why the last node ended, as the beginning of a message; "": no node of this launcher ended."""
     codes = list(nodes.codes().items())
     if not codes:
         return ""

@@ -227,7 +227,7 @@ class EventLog:
     @contextlib.contextmanager
     def keeping(self, keeper: _EventWriter) -> Iterator[None]:
         """Gives `keeper` every event within a block."""
-        stop = self.listen(keeper.take, transient=False)
+        stop = self.listen(keeper.queue, transient=False)
         self._keepers.append(keeper)
         try:
             yield
@@ -274,7 +274,8 @@ class _EventWriter:
         self._write_now = asyncio.Event()
         self._all_written.set()
 
-    def take(self, event: Event) -> None:
+    def queue(self, event: Event) -> None:
+        """Queues an event for etcd, unless it is transient. If etcd is away for long, the oldest are left out."""
         if not event.transient:
             if len(self.waiting) >= _RING:
                 self.waiting.popleft()
@@ -352,7 +353,7 @@ async def keep_events(
     keys = Keys(job)
     keeper = _EventWriter(keys, spec_revision, node_id)
     for event in events.recent():
-        keeper.take(event)
+        keeper.queue(event)
     with events.keeping(keeper):
         try:
             written = 0

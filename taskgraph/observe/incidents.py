@@ -92,8 +92,8 @@ class Incidents:
     def any_open(self) -> bool:
         return bool(self._open)
 
-    def take(self, event: Event) -> None:
-        """Takes an event. Events may come in any order."""
+    def note_event(self, event: Event) -> None:
+        """Opens, extends or closes the incident of a node by an event. Events may come in any order."""
         if event.kind == FAILOVER:
             self._close(str(event.fields.get("node")))  # another follower of the job has reported it
         elif event.kind == "lost":

@@ -125,7 +125,8 @@ class InSync:
     def members(self) -> tuple[str, ...]:
         return tuple(sorted(n for n, p in self._place.items() if p is Place.MEMBER))
 
-    def candidates(self) -> tuple[str, ...]:
+    def not_yet_members(self) -> tuple[str, ...]:
+        """Returns the candidates, and the nodes whose admitting write may not exist yet."""
         return tuple(sorted(n for n, p in self._place.items() if p in (Place.CANDIDATE, Place.ADMITTING)))
 
     def invite(self, node: str) -> None:

@@ -40,6 +40,7 @@ __all__ = [
     "commit",
     "declare_absent_gone",
     "declare_gone",
+    "decode_takeover",
     "evict",
     "fail",
     "give_results_up",
@@ -50,7 +51,6 @@ __all__ = [
     "roll_back",
     "take_over",
     "take_over_from_nothing",
-    "takeover_result",
 ]
 
 
@@ -282,8 +282,8 @@ def _takeover_reads(view: JobView, task: int) -> tuple[Op, ...]:
     return (Get(view.keys.epoch), Get(view.keys.members(task), prefix=True), Get(view.keys.primary(task)))
 
 
-def takeover_result(result: TxnResult, view: JobView, task: int) -> TakeoverResult:
-    """Decodes the reads of a successful takeover."""
+def decode_takeover(result: TxnResult, view: JobView, task: int) -> TakeoverResult:
+    """Decodes what a takeover that succeeded has read: the state from which the new primary starts."""
     epoch_reads, member_reads, primary_reads = result.reads
     epoch = EpochRecord.from_bytes(epoch_reads[0].value)
     primary = PrimaryRecord.from_bytes(primary_reads[0].value)

@@ -32,7 +32,7 @@ _POLL_S = 0.01
 """How often a waiting user thread checks whether the loop waits for a worker, which may wait for the user thread."""
 
 
-class _Worker:
+class _WorkerThread:
     """A thread that runs one function after another, and passes the turn to the loop and back.
 
     Two locks, locked from the beginning, pass the turn. That takes a few microseconds; starting a thread and waiting
@@ -110,6 +110,7 @@ class _Worker:
         self._thread_turn.release()
 
     def join(self) -> None:
+        """Waits until the thread has ended, after `end`."""
         self._thread.join()
 
 
@@ -136,8 +137,8 @@ class LockStepThreads:
         self._turn = turn or Turn()
         self._loop = asyncio.get_running_loop()
         self._local = threading.local()
-        self._idle: list[_Worker] = []
-        self._stepping: _Worker | None = None  # the worker that the loop waits for
+        self._idle: list[_WorkerThread] = []
+        self._stepping: _WorkerThread | None = None  # the worker that the loop waits for
         self._closed = False
         self._futures: dict[asyncio.Future[Any], None] = {}
 
@@ -159,7 +160,7 @@ class LockStepThreads:
                 )
             )
             return future
-        worker = self._idle.pop() if self._idle else _Worker(self._local, lambda: self._closed)
+        worker = self._idle.pop() if self._idle else _WorkerThread(self._local, lambda: self._closed)
         worker.assign(function)
 
         def step() -> None:
@@ -194,7 +195,7 @@ class LockStepThreads:
         self._loop.call_soon_threadsafe(function, *args)
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
-        worker: _Worker | None = getattr(self._local, "worker", None)
+        worker: _WorkerThread | None = getattr(self._local, "worker", None)
         if worker is None:
             return self._block_user_thread(future, timeout_s)
         if not future.done():

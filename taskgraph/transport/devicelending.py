@@ -234,12 +234,12 @@ class DeviceBorrowing:
                 if memory is None:
                     raise CannotBorrow("this process does not use the device", for_good=True)
                 array = memory.device.open(ticket.handle, ticket.size)
-                keeps, most = memory.device.keeps(array), memory.device.memory_bytes // IDLE_PART
+                can_copy, most = memory.device.can_copy(array), memory.device.memory_bytes // IDLE_PART
             except CannotBorrow:
                 raise
             except Exception as error:  # any error of the library; later uses of a lost device report it
                 raise CannotBorrow(f"{type(error).__name__}: {error}", for_good=True) from error
-            if not keeps:
+            if not can_copy:
                 raise CannotBorrow("arrays do not stay on this process's device", for_good=True)
             found[ticket.memory] = OpenMemory(memory.device, segment_of(memory.device, array), ticket.size, most)
         return found

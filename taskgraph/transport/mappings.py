@@ -92,7 +92,7 @@ class Loan(Watch[Block]):
     def spoil(self) -> None:
         self.spoiled = True
 
-    def pinned(self, device: Device) -> None:
+    def pin(self, device: Device) -> None:
         return None  # read-only; not all devices can lock such memory
 
 

@@ -242,7 +242,10 @@ class FrameReader:
         self._start, self._end = 0, unread
 
     def _step(self) -> bool:
-        """Parses the next part of the scratch buffer. Returns False if it is not complete."""
+        """Parses one part of the scratch buffer: a head, the sizes and header behind a head, or a piece of a body.
+
+        Returns False if more bytes are needed first: heads and headers are parsed whole, bodies as their bytes arrive.
+        """
         if self._body:
             return self._take_body()
         if self._end - self._start < self._needed:

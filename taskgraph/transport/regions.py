@@ -15,7 +15,7 @@ class Region:
     """A piece of shared memory.
 
     Attributes:
-        fd: the descriptor by which other processes open it; -1 after `close`.
+        fd: the descriptor by which other processes open it; -1 after `close_descriptor`.
         dev, ino: its identity.
         size, address: of its mapping in this process.
     """
@@ -29,10 +29,11 @@ class Region:
         self.size = size
         self.address = address
 
-    def close(self) -> None:
+    def close_descriptor(self) -> None:
+        """Closes the descriptor, so that no more processes can open the memory. All mappings of it stay."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
-        self.close()
+        self.close_descriptor()

@@ -177,7 +177,7 @@ class Use(Watch[Block]):
     def spoil(self) -> None:
         self.segment.spoiled = self.segment.arena.retired = True
 
-    def pinned(self, device: Device) -> Pin | None:
+    def pin(self, device: Device) -> Pin | None:
         return pin_of(self.segment, device)
 
 
@@ -347,7 +347,7 @@ class Pool:
                 self._drop_oldest()
             for use in self._used:
                 if use.region is not None:
-                    use.region.close()
+                    use.region.close_descriptor()
 
 
 def _round_up(nbytes: int) -> int:

@@ -388,7 +388,7 @@ class Steps:
             tuple(kv for kv in at.listing if kv.key == keys.primary(task)),
         )
         revision = at.view.primaries[task].mod_revision
-        taken = transactions.takeover_result(TxnResult(True, revision, reads), self.etcd(view).view, task)
+        taken = transactions.decode_takeover(TxnResult(True, revision, reads), self.etcd(view).view, task)
         held.read_epoch(taken.epoch)
         if not held.holds(taken.epoch):
             _check(taken.epoch == 0, f"{name} took over task {task} without boundary {taken.epoch}")

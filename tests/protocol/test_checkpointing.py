@@ -379,7 +379,7 @@ def test_roll_back_begins_an_attempt_at_the_checkpoint(world: World) -> None:
     lose_everybody(world)
     result = world.run(back(world, record(3)))
     assert result.succeeded
-    taken = transactions.takeover_result(result, world.view(), 1)
+    taken = transactions.decode_takeover(result, world.view(), 1)
     assert (taken.term, taken.epoch, taken.attempt, taken.lineage, set(taken.members)) == (2, 3, 3, 3, {"c"})
     view = world.view()
     assert view.is_checkpointed
@@ -528,7 +528,7 @@ def test_old_view_takes_over_at_the_checkpoint(world: World) -> None:
     assert world.run(back(world, record(3), task=3)).succeeded
     result = world.take_over(1, "b", view=view)
     assert result.succeeded
-    taken = transactions.takeover_result(result, view, 1)
+    taken = transactions.decode_takeover(result, view, 1)
     assert (taken.epoch, taken.attempt, taken.lineage) == (3, 2, 2)
 
 

@@ -280,10 +280,10 @@ RULES: dict[str, tuple[Patch, Model]] = {
     ),
     # takeovers
     "a new primary counts on every member, the old primary too": (
-        changed(transactions, "takeover_result", without_members),
+        changed(transactions, "decode_takeover", without_members),
         ONE,
     ),
-    "a takeover reads the epoch": (changed(transactions, "takeover_result", epoch_of_the_view), ONE),
+    "a takeover reads the epoch": (changed(transactions, "decode_takeover", epoch_of_the_view), ONE),
     "a takeover compares the primary": (without_compare("take_over", "/primary"), ONE),
     "a takeover compares its own member key": (without_compare("take_over", "members/"), Model(1, "abc", EVICTS)),
     "an evicted member's takeover compares the epoch": (

@@ -279,7 +279,7 @@ def test_registering_puts_the_nodes_key() -> None:
 def test_takeover_begins_the_next_term(world: World) -> None:
     view, generation = world.view(), world.view().generation_revision
     result = world.take_over(0, "b")
-    taken = transactions.takeover_result(result, view, 0)
+    taken = transactions.decode_takeover(result, view, 0)
     after = world.view()
     assert (after.primary_node(0), after.term(0)) == ("b", 2)
     assert after.primaries[0].record.failovers == 1
@@ -293,16 +293,16 @@ def test_takeover_reads_the_newest_epoch(world: World) -> None:
     view = world.view()
     world.commit()
     world.restart()
-    taken = transactions.takeover_result(world.take_over(0, "b", view=view), view, 0)
+    taken = transactions.decode_takeover(world.take_over(0, "b", view=view), view, 0)
     assert (taken.epoch, taken.attempt) == (2, 2)
 
 
 def test_takeover_can_be_read_again(world: World) -> None:
     view = world.view()
     result = world.take_over(0, "b", view=view)
-    told = transactions.takeover_result(result, view, 0)
+    told = transactions.decode_takeover(result, view, 0)
     again = world.run(transactions.reread_take_over(view, 0))
-    assert transactions.takeover_result(TxnResult(True, result.revision, again.reads), view, 0) == told
+    assert transactions.decode_takeover(TxnResult(True, result.revision, again.reads), view, 0) == told
 
 
 def test_hand_over_is_no_failover(world: World) -> None:
@@ -335,7 +335,7 @@ def test_evicted_heir_is_a_member_again(world: World) -> None:
     world.evict(0, "a", "b")
     result = world.take_over(0, "b")
     assert result.succeeded
-    taken = transactions.takeover_result(result, world.view(), 0)
+    taken = transactions.decode_takeover(result, world.view(), 0)
     assert taken.members["b"][1].until is None
     world.commit()
     assert world.view().in_sync(0) == ["a", "b"]
@@ -479,7 +479,7 @@ def test_task_without_state_is_taken_over_from_nobody(world: World) -> None:
     lost(world, "a", "b")
     result = world.run(from_nothing(world, world.view()))
     assert result.succeeded
-    taken = transactions.takeover_result(result, world.view(), 0)
+    taken = transactions.decode_takeover(result, world.view(), 0)
     assert (taken.term, taken.epoch) == (2, 1)
     assert set(taken.members) == {"c"}, "the keys of the gone members are deleted"
     assert world.view().primaries[0].record.failovers == 0, "it was nobody's backup"

@@ -538,7 +538,7 @@ def who_was_evicted_counts_as_a_holder_until_the_next_commit(patch: pytest.Monke
 def a_take_over_guesses_the_epoch_from_its_watch(patch: pytest.MonkeyPatch) -> None:
     """It begins from the boundary that its watch showed: a commit that was not told yet is missed."""
 
-    def takeover_result(original: Any, result: Any, view: Any, task: int) -> Any:
+    def decode_takeover(original: Any, result: Any, view: Any, task: int) -> Any:
         at = view.epoch.record
         return dataclasses.replace(original(result, view, task), epoch=at.epoch, attempt=at.attempt)
 
@@ -556,7 +556,7 @@ def a_take_over_guesses_the_epoch_from_its_watch(patch: pytest.MonkeyPatch) -> N
         await self.replica.restore(guessed.value)
         self.backups.set_committed(guessed)
 
-    _changed(patch, transactions, "takeover_result", takeover_result)
+    _changed(patch, transactions, "decode_takeover", decode_takeover)
     _changed(patch, Primary, "__init__", init)
     _changed(patch, Primary, "_begin", begin)
 

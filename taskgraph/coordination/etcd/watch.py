@@ -59,7 +59,7 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
                         if answer.created or answer.canceled:
                             connection.check_cluster(endpoint, answer.header)
                         if answer.canceled:
-                            reason = _cancel_reason(answer, connection, stream, prefix, position)
+                            reason = _handle_cancel(answer, connection, stream, prefix, position)
                             break
                         if answer.created:
                             if failures:
@@ -145,10 +145,12 @@ def _forget_token(connection: Connection, stream: Stream[v3.WatchResponse] | Non
         connection.login.drop_token(stream.token)
 
 
-def _cancel_reason(
+def _handle_cancel(
     answer: v3.WatchResponse, connection: Connection, stream: Stream[v3.WatchResponse], prefix: str, position: int
 ) -> str:
-    """Returns why etcd ended a watch that may be opened again.
+    """Handles the end of a watch by etcd. Returns the reason, for the log, if the watch may be opened again.
+
+    Drops the login's token if the token is the reason.
 
     Raises:
         WatchCompacted: the history from `position` on is gone.

@@ -86,7 +86,11 @@ class Suspicion:
         self._emitted: set[str] | None = None
 
     def port_refused(self, node: str) -> None:
-        """Suspects a node whose port refuses connections: ids are unique, so it is dead unless its lease is renewed."""
+        """Suspects a node at once, since a probe found that all its endpoints refuse connections: its process has died.
+
+        No other process listens there under its id. The suspicion ends if the node answers a probe, takes a task back,
+        or is still registered when a lease that is not renewed would have expired.
+        """
         if node not in self._refused and node not in self._proved_alive and node != self._node.id:
             self._refused[node] = Refusal(self._node.now())
             view = self._node.keeper.view

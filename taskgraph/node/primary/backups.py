@@ -262,7 +262,7 @@ class Backups:
         """
         found = dict.fromkeys(self._invitable(), deadline)
         # A node that needs longer per boundary than an epoch takes would never have them all.
-        for node in self._insync.candidates():
+        for node in self._insync.not_yet_members():
             if (peer := self._peers.get(node)) is not None:
                 found[node] = max(found.get(node, 0.0), peer.caught_up_by)
         now = self._node.now()
@@ -440,11 +440,11 @@ class Backups:
         timeout_s = settings.setup_s if candidate else None
         began = self._node.tracing.on and clock()
 
-        def is_moot() -> bool:
+        def is_acknowledged_or_dropped() -> bool:
             # An offer to a candidate survives commits: one that takes longer than an epoch would never end.
             return not candidate and key not in self._insync.missing(node)
 
-        dead = self._wait_until_needed(peer, is_moot)
+        dead = self._wait_until_needed(peer, is_acknowledged_or_dropped)
         try:
             async with alongside(self._node.router.to_node(node, message, timeout_s=timeout_s), dead) as (call, _):
                 await any_done(call, dead)
@@ -464,7 +464,7 @@ class Backups:
                 peer.refused = str(refused)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_NO_MEMORY_PAUSE_S):
-                        await self._wait_until_needed(peer, is_moot)
+                        await self._wait_until_needed(peer, is_acknowledged_or_dropped)
             else:
                 await backoff.pause()
         except TransportError as error:

@@ -369,7 +369,10 @@ class Primary:
         return now.epoch
 
     async def _stop_if_replaced(self) -> None:
-        """Waits for ever if the view shows another primary, until `Reconciler.reconcile` cancels it."""
+        """Waits for ever if the view shows that this term has ended, until `Reconciler.reconcile` cancels the primary.
+
+        Called after waits, before more user code runs: code of an ended term must not run beside its successor's.
+        """
         if not self.node.keeper.view.is_primary(self.task, self.node.id, self.term):
             self.stage = "the end of its term: another primary was read"
             await asyncio.Event().wait()

@@ -306,7 +306,7 @@ class TakeOvers:
             if not any(PrimaryRecord.from_bytes(kv.value).writer == writer for kv in reread.reads[2]):
                 return False  # another node has taken over since
             result = TxnResult(True, result.revision, reread.reads)
-        taken = transactions.takeover_result(result, view, task)
+        taken = transactions.decode_takeover(result, view, task)
         if refusal is not None:
             refusal.taken[task] = taken.revision
         await self._node.point("taken", task, taken.epoch)

@@ -125,7 +125,8 @@ class SimNetwork:
     def reset(self, one: str, other: str) -> None:
         """Resets the connections between two nodes. Each end learns of the reset separately."""
         for connection in [c for c in self._connections if {c.dialler, c.acceptor} == {one, other}]:
-            self._reset(connection, f"the connection between {one} and {other} was reset")
+            for node in (one, other):
+                self.tell_end(connection, node, f"the connection between {one} and {other} was reset")
 
     def half_open(self, one: str, other: str) -> None:
         """Makes the connections between two nodes half-open, as if a router forgot them: nothing arrives."""
@@ -231,10 +232,6 @@ class SimNetwork:
                     self._end_later(connection, node, 0.0, "no keep-alive came back")
 
         self.later(self.settings.ping_timeout_s, look)
-
-    def _reset(self, connection: _Connection, why: str) -> None:
-        for node in (connection.dialler, connection.acceptor):
-            self.tell_end(connection, node, why)
 
     def tell_end(self, connection: _Connection, node: str, why: str, *, clean: bool = False) -> None:
         """Sends a FIN or RST to one end of a connection."""
@@ -561,7 +558,7 @@ class SimTransport:
 
 
 class _BatchedReply(asyncio.Future[Reply]):
-    """The reply to one call of a batch, which has no asyncio task of its own."""
+    """The reply to one call of `calls_now`. No asyncio task unwraps it, so it raises `Refused` itself for a refusal."""
 
     def set_result(self, reply: Reply, /) -> None:
         if isinstance(reply, Refusal):

@@ -387,7 +387,7 @@ class SoftDevice:
                 self._touch(stream)
             self._queue(stream, operation)
 
-    def keeps(self, array: SoftArray) -> bool:
+    def can_copy(self, array: SoftArray) -> bool:
         return array.soft is self
 
     def copy(self, array: SoftArray) -> SoftArray:

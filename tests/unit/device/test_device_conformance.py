@@ -70,7 +70,7 @@ def test_round_trip(found: Found, shape: tuple[int, ...], dtype: str) -> None:
     host = np.random.default_rng(1).integers(0, 2, shape).astype(dtype)
     there = device.to_device(host)
     assert (there.shape, there.dtype, there.nbytes) == (host.shape, host.dtype, host.nbytes)
-    assert device_of(there) is device and device.keeps(there)
+    assert device_of(there) is device and device.can_copy(there)
     back = device.to_host(there)
     assert back.dtype == host.dtype and back.shape == host.shape and back.flags.c_contiguous
     assert np.array_equal(back, host)
@@ -131,7 +131,7 @@ def test_registered_memory(found: Found) -> None:
     assert device.done(event)
     memory[:] = 0
     assert (there.shape, there.dtype) == (host.shape, host.dtype)
-    assert device_of(there) is device and device.keeps(there)
+    assert device_of(there) is device and device.can_copy(there)
     device.fetch(there, memory[: there.nbytes])
     device.wait(device.record(device.current()))
     assert np.array_equal(np.ndarray((100_000,), np.float64, memory.data), np.arange(100_000.0))
@@ -170,7 +170,7 @@ def test_values_use_page_locked_memory(found: Found, monkeypatch: pytest.MonkeyP
         assert verify(away) and np.array_equal(decode(away)["a"], host + number)
         block = block_behind(away.buffers[0])
         assert block is not None and block.origin is not None
-        assert block.origin.pinned(device) is not None, "the log says why it cannot be locked"
+        assert block.origin.pin(device) is not None, "the log says why it cannot be locked"
         back = decode(away, device=device)["a"]
         del away, value, block
         other = pool.allocate(host.nbytes)
@@ -361,7 +361,7 @@ def test_fill_shared_memory(found: Found) -> None:
     device, xp = found
     host = np.arange(200 * 300.0).reshape(200, 300)
     memory = device.allocate(2 << 20)
-    assert memory.nbytes == 2 << 20 and device.keeps(memory)
+    assert memory.nbytes == 2 << 20 and device.can_copy(memory)
     for one, wanted in (
         (xp.asarray(host), host),
         (xp.asarray(host).T, host.T),

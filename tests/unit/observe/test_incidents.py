@@ -76,11 +76,11 @@ def test_failure_is_one_event_with_its_cost() -> None:
     incidents = Incidents(TASKS, 1, clock)
     incidents.note_commit(9.9)
     for event in (lost("n1", 10.02), takeover("n2", "n1", 10.04), lost("n1", 10.0), takeover("n3", "n1", 10.05)):
-        incidents.take(event)
-    incidents.take(Event(10.06, "n2", "restart", "epoch 5 starts again", epoch=5))
+        incidents.note_event(event)
+    incidents.note_event(Event(10.06, "n2", "restart", "epoch 5 starts again", epoch=5))
     incidents.note_commit(10.07)
     incidents.note_commit(10.20)
-    incidents.take(admitted(10.32))
+    incidents.note_event(admitted(10.32))
     assert incidents.take_finished(AFTER) == [], "events of other nodes may still come"
     clock.now += 2
     (event,) = incidents.take_finished(AFTER)
@@ -109,7 +109,7 @@ def test_roll_back_counts_the_epochs_computed_again() -> None:
         takeover("n3", "n2", 10.1, count=3),
         Event(10.1, "n3", "rolled back", "...", epoch=20, fields={"until": 43}),
     ):
-        incidents.take(event)
+        incidents.note_event(event)
     incidents.note_commit(10.3)
     (text,) = finished(incidents, clock, ALONE)
     assert "next commit after 0.30 s, 23 epochs redone" in text
@@ -118,7 +118,7 @@ def test_roll_back_counts_the_epochs_computed_again() -> None:
 def test_failure_is_not_over_before_its_tasks_go_on() -> None:
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
-    incidents.take(lost("n1", 10.0, lease=7))
+    incidents.note_event(lost("n1", 10.0, lease=7))
     slow, last = finished(incidents, clock, BEFORE)
     assert slow == "n1 does not answer (its lease ended): some of its tasks have not moved yet"
     assert last == "n1 does not answer (its lease ended); no commit yet"
@@ -128,7 +128,7 @@ def test_failure_between_slow_commits_is_reported_without_one() -> None:
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
     for event in (lost("n1", 10.0), takeover("n2", "n1", 10.1, count=2), admitted(10.3)):
-        incidents.take(event)
+        incidents.note_event(event)
     assert finished(incidents, clock, AFTER) == [
         "n1 died (SIGKILL): 2 tasks moved to n2; no commit yet; all tasks backed up again after 0.30 s"
     ]
@@ -137,8 +137,8 @@ def test_failure_between_slow_commits_is_reported_without_one() -> None:
 def test_failure_that_leaves_one_node_counts_tasks_without_backup() -> None:
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
-    incidents.take(lost("n2", 10.0))
-    incidents.take(takeover("n3", "n2", 10.1, count=3))
+    incidents.note_event(lost("n2", 10.0))
+    incidents.note_event(takeover("n3", "n2", 10.1, count=3))
     incidents.note_commit(10.17)
     assert finished(incidents, clock, ALONE) == [
         "n2 died (SIGKILL): 3 tasks moved to n3; next commit after 0.17 s; 3 tasks without a backup"
@@ -148,9 +148,9 @@ def test_failure_that_leaves_one_node_counts_tasks_without_backup() -> None:
 @pytest.mark.parametrize("moved", [0, 2])
 def test_node_that_leaves_at_the_end_is_no_failure(moved: int) -> None:
     incidents = Incidents(TASKS, 1, Clock())
-    incidents.take(lost("n4", 10.0))
+    incidents.note_event(lost("n4", 10.0))
     if moved:
-        incidents.take(takeover("n2", "n4", 10.1, count=moved))
+        incidents.note_event(takeover("n2", "n4", 10.1, count=moved))
     assert [event.text for event in incidents.take_finished(AFTER, over=True)] == [
         "n4 died (exit code 3): 2 tasks moved to n2"
     ][:moved]
@@ -159,8 +159,8 @@ def test_node_that_leaves_at_the_end_is_no_failure(moved: int) -> None:
 def test_failure_reported_by_another_follower_is_closed() -> None:
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
-    incidents.take(lost("n1", 10.0))
-    incidents.take(Event(10.0, "launcher", "failover", "n1 died (SIGKILL)", fields={"node": "n1"}))
+    incidents.note_event(lost("n1", 10.0))
+    incidents.note_event(Event(10.0, "launcher", "failover", "n1 died (SIGKILL)", fields={"node": "n1"}))
     assert finished(incidents, clock, AFTER) == []
 
 
@@ -169,10 +169,10 @@ def test_late_report_of_a_failure_is_no_second_one() -> None:
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
     for event in (lost("n1", 10.0), takeover("n2", "n1", 10.1, count=2), admitted(10.3)):
-        incidents.take(event)
+        incidents.note_event(event)
     incidents.note_commit(10.4)
     assert len(finished(incidents, clock, AFTER)) == 1
-    incidents.take(lost("n1", 15.0))
+    incidents.note_event(lost("n1", 15.0))
     incidents.note_commit(15.1)
     assert finished(incidents, clock, AFTER) == []
 
@@ -180,8 +180,8 @@ def test_late_report_of_a_failure_is_no_second_one() -> None:
 def test_late_report_after_another_follower_reported_the_failure() -> None:
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
-    incidents.take(Event(10.0, "launcher", "failover", "n1 died (SIGKILL)", fields={"node": "n1"}))
-    incidents.take(lost("n1", 15.0))
+    incidents.note_event(Event(10.0, "launcher", "failover", "n1 died (SIGKILL)", fields={"node": "n1"}))
+    incidents.note_event(lost("n1", 15.0))
     incidents.note_commit(15.1)
     assert finished(incidents, clock, AFTER) == []
 
@@ -189,8 +189,8 @@ def test_late_report_after_another_follower_reported_the_failure() -> None:
 def test_node_that_came_back_may_fail_again() -> None:
     clock = Clock()
     incidents = Incidents(TASKS, 1, clock)
-    incidents.take(Event(10.0, "launcher", "failover", "n1 does not answer", fields={"node": "n1"}))
-    incidents.take(Event(12.0, "n2", "admitted", "...", fields={"of": "n1"}))
-    incidents.take(lost("n1", 15.0))
+    incidents.note_event(Event(10.0, "launcher", "failover", "n1 does not answer", fields={"node": "n1"}))
+    incidents.note_event(Event(12.0, "n2", "admitted", "...", fields={"of": "n1"}))
+    incidents.note_event(lost("n1", 15.0))
     incidents.note_commit(15.1)
     assert len(finished(incidents, clock, AFTER)) == 1
