@@ -149,13 +149,14 @@ def report_threads() -> None:
     """
     if all(thread.daemon for thread in threading.enumerate() if thread is not threading.current_thread()):
         return
-    teller = threading.Timer(_THREADS_S, _report_threads)  # threads of a pool end by themselves
+    teller = threading.Timer(_THREADS_S, _print_threads)  # threads of a pool end by themselves
     teller.daemon = True
     with contextlib.suppress(RuntimeError):  # without a thread there is no report
         teller.start()
 
 
-def _report_threads() -> None:
+def _print_threads() -> None:
+    """Prints which threads keep the process alive, if the main thread has ended."""
     main_thread = threading.main_thread()
     names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main_thread]
     if names and not main_thread.is_alive():

@@ -310,9 +310,9 @@ def edges(pairs: Pairs | Callable[[int], Pairs], *, out: str = "out", inbound: s
 
         def make_edges(epoch: int) -> tuple[_Edges, int]:
             nonlocal repeated
-            found = _edges(of_epoch(epoch))
+            found = _edge_tables(of_epoch(epoch))
             if found.pairs and not repeated:
-                if _edges(of_epoch(epoch)) != found:
+                if _edge_tables(of_epoch(epoch)) != found:
                     raise GraphError(
                         f"edges: the function returns other pairs when it is asked once more for epoch {epoch}: "
                         f"{_SAME_ANSWER_ADVICE}"
@@ -322,7 +322,7 @@ def edges(pairs: Pairs | Callable[[int], Pairs], *, out: str = "out", inbound: s
 
         edges_of = _cache_latest(make_edges)
     else:
-        fixed = _edges(pairs)
+        fixed = _edge_tables(pairs)
 
         def edges_of(epoch: int) -> _Edges:
             return fixed
@@ -347,7 +347,7 @@ class _Edges(NamedTuple):
     pairs: int
 
 
-def _edges(pairs: Pairs) -> _Edges:
+def _edge_tables(pairs: Pairs) -> _Edges:
     """Checks pairs, and makes tables of them for both directions."""
     if not isinstance(pairs, Iterable):
         raise JobError(f"edges takes pairs (from, to) of task ids, not {pairs!r}")

@@ -98,8 +98,8 @@ def _decode(value: Any) -> torch.Tensor:
     return tensor.view(dtype)
 
 
-def _give_back(nbytes: int) -> bool:
-    """Makes PyTorch free unused memory. True if it freed some. See `taskgraph.device.memory.givers`."""
+def _free_unused_memory(nbytes: int) -> bool:
+    """Makes PyTorch free all its unused memory when a device is out of memory. True if it freed some."""
     if not torch.cuda.is_initialized():
         return False
     before = torch.cuda.memory_reserved()
@@ -108,4 +108,4 @@ def _give_back(nbytes: int) -> bool:
 
 
 codec(torch.Tensor, _encode, _decode, name="torch.Tensor")
-givers.append(_give_back)
+givers.append(_free_unused_memory)

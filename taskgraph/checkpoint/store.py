@@ -310,10 +310,10 @@ class Store:
 
     def _read_manifest(self, name: str, which: str) -> Manifest:
         path = self._path(name, which)
-        return Manifest.from_bytes(bytes(self._read(path, _MANIFEST_BYTES)), path=f"{self._place}/{path}")
+        return Manifest.from_bytes(bytes(self._read_file(path, _MANIFEST_BYTES)), path=f"{self._place}/{path}")
 
-    def _read(self, path: str, limit_bytes: int) -> memoryview:
-        """Reads a file. Retries errors that may pass, since a refused checkpoint costs many epochs."""
+    def _read_file(self, path: str, limit_bytes: int) -> memoryview:
+        """Reads a file of the place. Retries errors that may pass, since a refused checkpoint costs many epochs."""
         for pause_s in (*_PAUSES_S, None):
             try:
                 return self._place.read(path, limit_bytes)
@@ -336,7 +336,7 @@ class Store:
         if info is None:
             return None
         path = self._file(manifest.name, task)
-        return unpack(self._read(path, info.size), info, path=f"{self._place}/{path}")
+        return unpack(self._read_file(path, info.size), info, path=f"{self._place}/{path}")
 
     def verify(self, manifest: Manifest) -> None:
         """Reads every file. Raises CheckpointError for the first that cannot be used."""

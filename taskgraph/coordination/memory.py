@@ -195,7 +195,7 @@ class MemoryStore:
         return lease_id in self._leases
 
     def left(self, lease_id: int) -> int | None:
-        """See `coordination.api.Coordinator.lease_left`."""
+        """Returns the remaining seconds of any lease, rounded down; None if the lease is gone."""
         lease = self._leases.get(lease_id)
         return max(0, math.floor(lease.ends_at() - _now())) if lease is not None else None
 
@@ -340,7 +340,7 @@ class MemoryCoordinator:
         return self.store.execute(txn)
 
     def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
-        """See `coordination.api.Coordinator.watch`."""
+        """Yields the events under `prefix` from `start_revision` on, each once and in order."""
         if start_revision < 1:
             raise ValueError(f"a watch starts at a revision from 1 on, not {start_revision}")
         return self._watch(prefix, start_revision)
@@ -358,7 +358,7 @@ class MemoryCoordinator:
         self.store.revoke(lease_id)
 
     async def lease_left(self, lease_id: int) -> int | None:
-        """See `coordination.api.Coordinator.lease_left`."""
+        """Returns the remaining seconds of any lease, rounded down; None if the lease is gone."""
         await self._begin_call()
         return self.store.left(lease_id)
 

@@ -149,8 +149,8 @@ class _Lease:
         memory.leases[self._number] = memory.stream if stream is None else stream
         _kept.add(memory)
 
-    def waited(self) -> None:
-        """The caller waited for the reads of this lease, so its end needs no event."""
+    def note_reads_done(self) -> None:
+        """Notes that all reads of this lease are done, since its owner waited for them: its end needs no event."""
         self.memory.leases[self._number] = self.memory.stream
 
     def __del__(
@@ -164,12 +164,7 @@ class _Lease:
             soon(partial(self.memory.release, self._number))
 
 
-def _do_pending(nbytes: int) -> bool:
-    """See `taskgraph.device.memory.givers`."""
-    return do_now()
-
-
-givers.insert(0, _do_pending)  # first: others free the memory that this one returns
+givers.insert(0, lambda nbytes: do_now())  # first: others free the memory that this one returns
 
 
 class Digested:
@@ -220,7 +215,7 @@ class Private(Digested):
 
     def begin(self) -> None:
         super().begin()
-        self._lease.waited()
+        self._lease.note_reads_done()
 
     def seal(self) -> DeviceBuffer:
         """Returns the copy; call `begin` first."""

@@ -112,7 +112,10 @@ def device_of(value: Any) -> Device | None:
 
 
 def from_dlpack(value: Any) -> Array | None:
-    """See `lookup.from_dlpack`. CuPy's current stream follows the other library's work."""
+    """Views another library's array as a CuPy array; None if there is no CuPy.
+
+    CuPy's current stream follows the other library's work.
+    """
     try:
         import cupy
     except ImportError:  # no CuPy, or no libraries of CUDA

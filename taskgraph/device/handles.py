@@ -78,9 +78,9 @@ class _Server:
     def take_withdrawn(self) -> list[int]:
         """Returns withdrawn descriptors, each once; the thread is not sending any of them."""
         with self._sending:
-            return self._take_withdrawn()
+            return self._take_withdrawn_unlocked()
 
-    def _take_withdrawn(self) -> list[int]:
+    def _take_withdrawn_unlocked(self) -> list[int]:
         return [self._withdrawn.popleft() for _ in range(len(self._withdrawn))]  # others only append
 
     def forget(self) -> list[int]:
@@ -91,7 +91,7 @@ class _Server:
         """
         if self._listener is not None:
             self._listener.close()
-        return [*self._offered.values(), *self._take_withdrawn()]
+        return [*self._offered.values(), *self._take_withdrawn_unlocked()]
 
     def _start(self) -> None:
         with self._starting:
@@ -202,7 +202,7 @@ def fetch(handle: bytes, timeout_s: float = 5.0) -> int:
     key, number = _HANDLE.unpack_from(handle)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
-            return _fetch(server, key, number, time.monotonic() + timeout_s)
+            return _receive_descriptor(server, key, number, time.monotonic() + timeout_s)
     except TimeoutError:
         raise TimeoutError(f"the process that offered the descriptor did not send it within {timeout_s} s") from None
     except ConnectionRefusedError:
@@ -212,7 +212,7 @@ def fetch(handle: bytes, timeout_s: float = 5.0) -> int:
         raise _unanswered() from error
 
 
-def _fetch(server: socket.socket, key: bytes, number: int, until: float) -> int:
+def _receive_descriptor(server: socket.socket, key: bytes, number: int, until: float) -> int:
     while True:
         server.settimeout(_left(until))
         try:

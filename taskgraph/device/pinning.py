@@ -92,7 +92,7 @@ class Pin:
         return made
 
     def idle(self) -> bool:
-        """True if the device has read everything."""
+        """True if the device has read all that was queued by `upload`: the memory may take another value."""
         with self._lock:
             return self._look()
 
@@ -114,7 +114,7 @@ class Pin:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # this module may be gone already
-            self._locked.unlock(self.device, self._memory, self._reads, self.then)
+            self._locked.unlock_soon(self.device, self._memory, self._reads, self.then)
 
 
 class _Locked:
@@ -159,8 +159,11 @@ class _Locked:
     def full(self, size: int) -> bool:
         return self.nbytes + size > self._limit
 
-    def unlock(self, device: Device, memory: Any, reads: _Reads, then: Callable[[], object] | None) -> None:
-        """Asks a thread to unlock memory. Does not wait, since finalizers call it."""
+    def unlock_soon(self, device: Device, memory: Any, reads: _Reads, then: Callable[[], object] | None) -> None:
+        """Asks a thread to unlock memory once the device has read it, and to call `then`.
+
+        Does not wait, since finalizers call it.
+        """
         self._unlocking.ask((device, memory, reads, then))
 
     def _unlock(self, device: Device, memory: Any, reads: _Reads, then: Callable[[], object] | None) -> None:

@@ -30,12 +30,12 @@ __all__ = [
     "LEAST_BYTES",
     "Segment",
     "SharedMemory",
-    "idle",
-    "of",
+    "may_trim",
+    "memory_of_identity",
     "offer",
+    "offered_memory",
     "segment_of",
     "trim",
-    "with_identity",
 ]
 
 log = logging.getLogger("taskgraph.devices")
@@ -256,19 +256,19 @@ def offer(device: Device) -> SharedMemory:
         return found
 
 
-def of(device: Device) -> SharedMemory | None:
+def offered_memory(device: Device) -> SharedMemory | None:
     """Returns the offered memory of a device, if any."""
     return _offered.get(device)
 
 
-def with_identity(identity: bytes) -> SharedMemory | None:
+def memory_of_identity(identity: bytes) -> SharedMemory | None:
     """Returns the offered memory of the device with this identity, if any."""
     with _lock:
         return next((found for device, found in _offered.items() if device.identity == identity), None)
 
 
-def idle() -> bool:
-    """True if `trim` may have work."""
+def may_trim() -> bool:
+    """True if `trim` may have work: there are idle segments, or withdrawn descriptors that are open."""
     return handles.any_withdrawn() or any(len(memory) for memory in _offered.values())
 
 
@@ -281,9 +281,12 @@ def trim() -> None:
     handles.close_withdrawn()
 
 
-def _give_back(nbytes: int) -> bool:
-    """See `taskgraph.device.memory.givers`. Takes no lock that a thread keeps during an allocation."""
+def _free_idle_segments(nbytes: int) -> bool:
+    """Frees idle segments, about `nbytes`, when a device is out of memory. True if it freed any.
+
+    Called in the middle of an allocation, so it takes no lock that a thread keeps during an allocation.
+    """
     return any(memory.shrink(nbytes) for memory in tuple(_offered.values()))
 
 
-givers.append(_give_back)
+givers.append(_free_idle_segments)

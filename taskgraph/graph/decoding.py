@@ -56,7 +56,7 @@ class Reader:
         """
         outer, _current.reader = _current.reader, self  # user code within a value may decode others
         try:
-            return self._read()
+            return self._read_by_kind()
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DecodeError(f"not a value: {error}") from error
         except RecursionError as error:
@@ -64,7 +64,8 @@ class Reader:
         finally:
             _current.reader = outer
 
-    def _read(self) -> Any:
+    def _read_by_kind(self) -> Any:
+        """Decodes the value by its first two bytes: a tree, a plain value or a lone array."""
         meta, end = self._encoded.meta, self._end
         kind = meta[:2]
         if kind == layout.TREE and end >= TREE_HEAD.size:

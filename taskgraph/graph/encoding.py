@@ -296,7 +296,7 @@ def _device_array(writer: Writer, value: Any, device: Device) -> Ext:
     if not packed or len(writer.buffers) >= _MAX_BUFFERS:
         return _host_copy(writer, OnDevice(device.to_host(value)), order)
     writer.on_device.append(writer.arrays)
-    memory = shared.of(device) if writer.lendable else None
+    memory = shared.offered_memory(device) if writer.lendable else None
     writer.buffers.append(Private(device, value, BLOCK_BYTES, memory))
     writer.stayed += (value,)
     return _array_head(writer, value, dtype, packed, order, len(writer.buffers), 0)

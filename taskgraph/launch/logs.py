@@ -17,7 +17,8 @@ from typing import BinaryIO
 __all__ = ["LogTails", "passing_on", "printed"]
 
 _LINE = rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} taskgraph(?!\.task\.)[.\w]* "
-"""See `node.process.log_to_stderr`. Lines of a task's own logger, `self.log`, are the user's."""
+"""The beginning of the framework's own lines, in the format of `node.process.log_to_stderr`. Lines of a task's logger,
+`self.log`, are the user's."""
 _OURS = re.compile(_LINE + rb"(DEBUG|INFO) ")
 _OURS_OF_ANY_LEVEL = re.compile(_LINE + rb"[A-Z]+ ")
 _CHUNK = 64 * 1024
@@ -103,10 +104,11 @@ class LogTails:
             for line in lines:
                 self._pass_on(name, line)
             if not data and name in over:
-                self._close(name)
+                self._close_file(name)
         return more
 
-    def _close(self, name: str) -> None:
+    def _close_file(self, name: str) -> None:
+        """Closes the log of a node that has ended, and passes on its last line, which may lack a line end."""
         self._files.pop(name).close()
         if rest := self._rest.pop(name):
             self._pass_on(name, rest)
@@ -123,7 +125,7 @@ class LogTails:
             while self.poll():
                 pass
             for name in list(self._files):
-                self._close(name)
+                self._close_file(name)
         finally:
             for file in self._files.values():
                 file.close()

@@ -75,9 +75,10 @@ class Runtime:
 
     def folder(self, name: str) -> Path:
         """Makes and returns the job's folder."""
-        return self._made(self._folder(name))
+        return self._made(self._checked_folder(name))
 
-    def _folder(self, name: str) -> Path:
+    def _checked_folder(self, name: str) -> Path:
+        """Returns the job's folder, which may not exist. Raises JobError if the name cannot name a folder."""
         if not is_name(name):
             raise JobError(f"{name!r} is no job's name: {NAME_RULE}")
         try:
@@ -91,7 +92,7 @@ class Runtime:
 
     def sockets(self, name: str) -> LockedFolder:
         """Makes a private folder for the sockets of one launcher's nodes, and removes those of killed launchers."""
-        self._folder(name)
+        self._checked_folder(name)
         base = self.root / "s"
         if may_hold_sockets(base, _MAX_PATH - _SOCKET_PATH):
             return LockedFolder(self._made(base), "")
@@ -99,7 +100,7 @@ class Runtime:
 
     def claim(self, name: str) -> AbstractContextManager[bool]:
         """Claims a name for the block, which gets False if another process of this host runs a job of that name."""
-        return self._locked(f"job-{self._folder(name).name}")
+        return self._locked(f"job-{self._checked_folder(name).name}")
 
     def _locked(self, lock: str, wait_s: float = 0.0) -> AbstractContextManager[bool]:
         return locked(self._made(self.root / "locks") / lock, wait_s)
@@ -114,7 +115,7 @@ class Runtime:
     def join(self, entry: JobEntry) -> None:
         """Adds the entry of a process that launches nodes for a job, beside those of others on this host."""
         with self._joining():
-            found, folder = self.find(entry.name), self._folder(entry.name)
+            found, folder = self.find(entry.name), self._checked_folder(entry.name)
             if found is None:
                 self.remove(entry.name)  # what a launcher that was killed left
                 self.put(entry)
@@ -129,7 +130,7 @@ class Runtime:
 
         A run with its own etcd does that itself, and nodes that were just being started here may have written since.
         """
-        folder = self._folder(entry.name)
+        folder = self._checked_folder(entry.name)
         with self._joining():
             ours = own_entries(folder)
             for path in ours:
@@ -168,7 +169,7 @@ class Runtime:
 
     def known(self, name: str) -> JobEntry | None:
         """Returns the entry of a job of this host, also if its launcher was killed."""
-        return self._entry(self._folder(name)) if is_name(name) else None
+        return self._entry(self._checked_folder(name)) if is_name(name) else None
 
     def jobs(self) -> list[JobEntry]:
         """Returns an entry of each job that has a launcher here."""
@@ -215,7 +216,7 @@ class Runtime:
 
     def remove(self, name: str) -> None:
         """Removes a job's folder and logs."""
-        folder = self._folder(name)
+        folder = self._checked_folder(name)
         for path in own_entries(folder):
             remove_entry(path)
         shutil.rmtree(folder, ignore_errors=True)
@@ -228,7 +229,7 @@ class Runtime:
 
     def left_logs(self, name: str) -> Path | None:
         """Returns where nodes of a job write or wrote, also if its launcher was killed."""
-        folder = self._folder(name)
+        folder = self._checked_folder(name)
         return folder if any(folder.glob("n*.log")) else None
 
     def node_ended(self, name: str, log_path: Path) -> None:
@@ -237,7 +238,7 @@ class Runtime:
         Nodes may come and go for as long as the job runs.
         """
         try:
-            with (self._folder(name) / _ENDED).open("a+") as file:  # several launchers may append
+            with (self._checked_folder(name) / _ENDED).open("a+") as file:  # several launchers may append
                 file.write(f"{log_path.name}\n")
                 file.seek(0)
                 before = file.read().splitlines()[:-_LOGS_KEPT]
@@ -256,7 +257,7 @@ class Runtime:
         Raises:
             OSError: the record could not be written. The logs are kept all the same, if possible.
         """
-        self._folder(name)
+        self._checked_folder(name)
         folder = self._made(self.root / "finished")
         file = folder / f"{name}.json"
         try:
@@ -273,7 +274,7 @@ class Runtime:
 
     def kept_logs(self, name: str) -> Path:
         """Returns where the logs of a finished job are."""
-        self._folder(name)
+        self._checked_folder(name)
         return self.root / "finished" / f"{name}.logs"
 
     def _keep_logs(self, name: str, run: str) -> None:

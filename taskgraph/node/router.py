@@ -90,7 +90,7 @@ class Router:
         for scope in [scope for scope, in_vain in self._in_flight.items() if in_vain(view)]:
             del self._in_flight[scope]  # each once: a timeout that expires cannot be moved again
             scope.reschedule(now)
-        self._sweep()
+        self._drop_ended_calls()
         for calls, in_vain in tuple(self._groups):
             if in_vain(view):
                 for reply in [known() for known in calls]:
@@ -162,7 +162,7 @@ class Router:
         if calls:
             self._groups.append(([*map(weakref.ref, calls)], partial(_is_replaced, task, primary.mod_revision)))
             if len(self._groups) >= self._sweep_at:
-                self._sweep()
+                self._drop_ended_calls()
         return calls
 
     def begin_at(self, node: str, message: Call) -> asyncio.Future[Reply] | None:
@@ -182,11 +182,11 @@ class Router:
         if reply is not None and not reply.done():
             self._groups.append(([weakref.ref(reply)], in_vain))
             if len(self._groups) >= self._sweep_at:
-                self._sweep()
+                self._drop_ended_calls()
         return reply
 
-    def _sweep(self) -> None:
-        """Drops calls that have ended."""
+    def _drop_ended_calls(self) -> None:
+        """Drops calls that have ended from the lists that `_cancel_vain_calls` looks at."""
         kept = []
         for calls, in_vain in self._groups:
             for known in calls:

@@ -229,7 +229,7 @@ class Serving:
                 attempt = await self._attempt(message.task, message.stamp)
                 return LedgerPage(attempt.term, attempt.ledger.entries())
             case Waits():
-                return await self._waits(message)
+                return await self._waits_of_primary(message)
         raise Refused(Reason.BAD_MESSAGE, f"a node does not serve {type(message).__name__}")
 
     def _require_leader(self) -> LeaderRole:
@@ -256,7 +256,7 @@ class Serving:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is no longer primary of task {task}")
         return await primary.attempts.at(stamp)
 
-    async def _waits(self, message: Waits) -> WaitsPage:
+    async def _waits_of_primary(self, message: Waits) -> WaitsPage:
         """Returns what a primary waits for, also before it has begun its attempt."""
         node, keeper = self._node, self._node.keeper
         await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= message.stamp)

@@ -219,7 +219,7 @@ class Leader:
 
     def lacks_task_0(self) -> bool:
         """True if a task waits for the commit of an epoch in which all tasks but task 0 are done."""
-        return any(self._lacks_task_0(self._reports.get(epoch, _NOTHING)) for epoch in self._awaited_epochs)
+        return any(self._lacks_only_task_0(self._reports.get(epoch, _NOTHING)) for epoch in self._awaited_epochs)
 
     def request_restart(self, stamp: Stamp, why: str) -> bool:
         """Notes that a node cannot complete the epoch in this attempt. Returns True if `stamp` counts."""
@@ -253,7 +253,7 @@ class Leader:
         """
         found = self._reports.get(epoch, _NOTHING)
         all_done = found.done == self._tasks
-        if not all_done and (own is None or not self._lacks_task_0(found)):
+        if not all_done and (own is None or not self._lacks_only_task_0(found)):
             return None
         rows = dict(found.rows)  # reports do not change
         if own and not all_done:
@@ -267,7 +267,7 @@ class Leader:
             self._reports[epoch].kept = rows
         return rows
 
-    def _lacks_task_0(self, found: _EpochReports) -> bool:
+    def _lacks_only_task_0(self, found: _EpochReports) -> bool:
         """True if all tasks but task 0 are done."""
         own = found.reports.get(0)
         return found.done == self._tasks - 1 and (own is None or not own.done)
@@ -278,7 +278,7 @@ class Leader:
         return found is not None and len(found.reports) == self._tasks
 
     def missing(self, view: JobView) -> tuple[int, ...]:
-        """Returns tasks without a report of their current term."""
+        """Returns the tasks that have not reported on the epoch at work in their current term."""
         reports = self.reports()
         return tuple([t for t in range(self._tasks) if (r := reports.get(t)) is None or r.term != view.term(t)])
 

@@ -230,7 +230,7 @@ class DeviceBorrowing:
             if ticket.memory in found:
                 continue
             try:
-                memory = shared.with_identity(ticket.identity)
+                memory = shared.memory_of_identity(ticket.identity)
                 if memory is None:
                     raise CannotBorrow("this process does not use the device", for_good=True)
                 array = memory.device.open(ticket.handle, ticket.size)

@@ -111,15 +111,15 @@ class _Arena:
     def empty(self, offset: int, size: int) -> None:
         """Returns the pages of a closed segment to the kernel. May be called in any thread."""
         self._closed.append((offset, size))
-        self._empty(offset, size)
+        self._release_pages(offset, size)
 
     def empty_unlocked(self, offset: int, size: int) -> None:
         """Does as `empty` for memory that was page-locked, which kept the other parts of its huge pages, too."""
         self.empty(offset, size)
         for piece in tuple(self._closed):
-            self._empty(*piece)
+            self._release_pages(*piece)
 
-    def _empty(self, offset: int, size: int) -> None:
+    def _release_pages(self, offset: int, size: int) -> None:
         if self.region is not None and size and self._pid == os.getpid():  # a forked child does not own it
             release_pages(self.region.address + offset, size)
 

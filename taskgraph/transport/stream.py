@@ -260,7 +260,7 @@ class StreamTransport:
         for session in list(self._connections):
             session.end_if_stuck(checks)
             session.trim()
-        if shared.idle():
+        if shared.may_trim():
             self.in_thread_soon(shared.trim)
         self._trimming = asyncio.get_running_loop().call_later(_TRIM_S, self._trim)
 

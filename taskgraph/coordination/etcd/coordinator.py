@@ -170,7 +170,10 @@ class EtcdCoordinator:
         return convert.txn_result(answer)
 
     def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
-        """See `coordination.api.Coordinator.watch`. A watch waits until etcd answers; other calls raise."""
+        """Yields the events under `prefix` from `start_revision` on, each once and in order (`watch`).
+
+        While etcd does not answer, a watch waits for ever; other calls raise Unavailable after their time limit.
+        """
         if start_revision < 1:
             raise ValueError(f"a watch starts at a revision from 1 on, not {start_revision}")
         return watch(self._connection, prefix, start_revision)
@@ -218,7 +221,7 @@ class EtcdCoordinator:
             await self._connection.call(LEASE_REVOKE, request, what=what, again=True, timeout_s=timeout_s)
 
     async def lease_left(self, lease_id: int) -> int | None:
-        """See `coordination.api.Coordinator.lease_left`."""
+        """Returns the remaining seconds of any lease, rounded down; None if the lease is gone."""
         request = v3.LeaseTimeToLiveRequest(id=lease_id)
         answer = await self._connection.call(LEASE_TIME_TO_LIVE, request, what=f"TTL of lease {lease_id:x}", again=True)
         return answer.ttl if answer.ttl >= 0 else None  # negative: the lease does not exist, or ended over a second ago

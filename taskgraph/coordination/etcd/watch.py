@@ -38,7 +38,15 @@ log = logging.getLogger(__name__)
 
 
 async def watch(connection: Connection, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
-    """See `coordination.api.Coordinator.watch`."""
+    """Yields the events under `prefix` from `start_revision` on, each once and in order.
+
+    A broken stream is opened again, for ever.
+
+    Raises:
+        WatchCompacted: events from the position on were compacted away.
+        DataLost: etcd lost revisions that it had sent.
+        CoordinationError: etcd refuses the watch from the start, or for good.
+    """
     position = start_revision  # the first revision not delivered yet
     known = 0  # the last revision that etcd sent
     failures = 0

@@ -276,7 +276,7 @@ class Registration:
         return self._why_unrenewed(lease) or self._why_key_differs()
 
     def _why_unrenewed(self, lease: Lease) -> str:
-        if not self._unproved(lease):
+        if not self._is_unrenewed(lease):
             return ""
         return f"the lease could not be renewed in time{f' ({lease.trouble()})' if lease.trouble() else ''}"
 
@@ -296,8 +296,8 @@ class Registration:
             return ""
         return "this node's key in etcd was written again, and not by what it does now"
 
-    def _unproved(self, lease: Lease) -> bool:
-        """True after two thirds of the TTL without an answered renewal."""
+    def _is_unrenewed(self, lease: Lease) -> bool:
+        """True if the lease is lost, or no renewal was answered for two thirds of its TTL."""
         return lease.lost() or self._node.coordinator.now() > lease.valid_until() - lease.ttl_s / 3
 
     async def _resume(self, lease: Lease) -> None:
@@ -310,7 +310,7 @@ class Registration:
                     node.settings.lease_ttl_s, stall_limit_s=node.settings.lease_stall_s
                 )
                 self._lease = lease
-            if self._unproved(lease):
+            if self._is_unrenewed(lease):
                 return
             with self._ticking():
                 await node.keeper.load()
@@ -328,7 +328,7 @@ class Registration:
             self._node.node_revision = result.revision
             with self._ticking():
                 await node.keeper.wait_for_revision(result.revision)
-            if self._unproved(lease):
+            if self._is_unrenewed(lease):
                 return
             self._node.pause(False)
             self._why_paused = ""

@@ -81,12 +81,13 @@ class CheckpointWriter:
                 continue  # undone meanwhile
             self._writing = stamp
             await self._node.point("checkpoint", self._task, stamp.epoch)
-            await self._write(stamp, value)
+            await self._write_file(stamp, value)
             self._writing = None
             self._changed.set()
             self._node.keeper.notify_later()
 
-    async def _write(self, stamp: Stamp, value: Callable[[], Encoded]) -> None:
+    async def _write_file(self, stamp: Stamp, value: Callable[[], Encoded]) -> None:
+        """Writes one file, and notes it, or that it failed, to be reported to the leader."""
         checkpoints = self._node.checkpoints
         name = checkpoints.name_of(stamp)
         try:
@@ -127,10 +128,11 @@ class CheckpointWriter:
             unreported = self._unreported_files(leader)
             if not unreported or not leader:
                 await keeper.wait_until(lambda _: bool(self._leader and self._unreported_files(self._leader)))
-            elif await self._report(WrittenFiles(tuple(self._written[stamp] for stamp in unreported))):
+            elif await self._send_to_leader(WrittenFiles(tuple(self._written[stamp] for stamp in unreported))):
                 self._reported.update((stamp, leader) for stamp in unreported)
 
-    async def _report(self, written: WrittenFiles) -> bool:
+    async def _send_to_leader(self, written: WrittenFiles) -> bool:
+        """Reports files to the leader once. False, after a short pause, if the leader cannot be reached."""
         try:
             await self._node.router.to_primary(0, lambda: written, timeout_s=self._node.settings.call_s)
         except TransportError as error:

@@ -106,10 +106,10 @@ class Checkpointer:
         while True:
             await self._sweep_wanted.wait()
             self._sweep_wanted.clear()
-            await self._sweep()
+            await self._remove_useless_files()
 
-    async def _sweep(self) -> None:
-        """Removes useless files of all nodes, reported or not."""
+    async def _remove_useless_files(self) -> None:
+        """Removes the files of checkpoints that can no longer become complete, of all nodes, reported or not."""
         node, view, checkpoints, spec = self._node, self._node.keeper.view, self._node.checkpoints, self._node.spec
         store = checkpoints.store
         lacking: tuple[Stamp, int] | None = None

@@ -129,9 +129,10 @@ class SlowActors:
             for_s = _draw_log_uniform(self._rng, _ACTOR_DURATIONS_S)
             self._slow[name] = (late_s, self._now() + for_s)
             self.on_slow(name, late_s, for_s)
-        return max(self._late_s(name) for name in actors)
+        return max(self._actor_late_s(name) for name in actors)
 
-    def _late_s(self, name: str) -> float:
+    def _actor_late_s(self, name: str) -> float:
+        """Draws the delay of an event by one slow actor; 0 if that actor is not slow, or no longer."""
         late_s, until = self._slow.get(name, (0.0, 0.0))
         if not late_s:
             return 0.0

@@ -89,7 +89,7 @@ def test_decode_without_device(soft: SoftDevice) -> None:
 
 
 def test_array_of_another_device(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SoftDevice, "keeps", lambda device, array: False)
+    monkeypatch.setattr(SoftDevice, "can_copy", lambda device, array: False)
     stayed = put(soft)
     assert type(stayed) is Encoded
     assert np.array_equal(decode(stayed, device=soft).get(), HOST)

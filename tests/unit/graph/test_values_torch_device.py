@@ -195,14 +195,14 @@ def test_an_error_of_the_device_is_none_of_those(there: There) -> None:
 
 
 def test_pytorch_is_asked_for_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert subject._give_back in cuda.givers
-    assert not subject._give_back(1), "it did not come to CUDA yet"
+    assert subject._free_unused_memory in cuda.givers
+    assert not subject._free_unused_memory(1), "it did not come to CUDA yet"
     reserved = [10]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved[0])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: reserved.__setitem__(0, 4))
-    assert subject._give_back(1)
-    assert not subject._give_back(1), "nothing is left"
+    assert subject._free_unused_memory(1)
+    assert not subject._free_unused_memory(1), "nothing is left"
 
 
 def test_several_threads_may_put_at_once(there: There) -> None:

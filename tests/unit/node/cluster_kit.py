@@ -282,9 +282,11 @@ def crashes(cluster: InProcessCluster) -> int:
 @contextlib.asynccontextmanager
 async def paused(node: Node) -> AsyncIterator[None]:
     """Keeps a node paused, with its key in etcd, within a block."""
-    unproved = Registration._unproved
+    is_unrenewed = Registration._is_unrenewed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Registration, "_unproved", lambda self, lease: self is node.registration or unproved(self, lease))
+        patch.setattr(
+            Registration, "_is_unrenewed", lambda self, lease: self is node.registration or is_unrenewed(self, lease)
+        )
         await node.keeper.wait_until(lambda _: node.paused)
         yield
     await node.wait_while_paused()

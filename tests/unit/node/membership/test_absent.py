@@ -82,7 +82,7 @@ async def without_etcd(cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatc
     await keeper.wait_until(lambda view: all(len(view.in_sync(task)) == 2 for task in (0, 1)))
     view = keeper.view
     with monkeypatch.context() as away:
-        away.setattr(Registration, "_unproved", lambda self, lease: True)
+        away.setattr(Registration, "_is_unrenewed", lambda self, lease: True)
         for node in cluster.nodes:
             eyes(node).refuse(view.keys.node(node.id))
             await node.keeper.wait_until(lambda _, node=node: node.paused)

@@ -98,7 +98,7 @@ def test_leaving_without_etcd_names_losses(monkeypatch: pytest.MonkeyPatch, back
         first = cluster.nodes[0]
         await works(first)
         await first.keeper.wait_until(lambda v: all(len(v.in_sync(task)) == 1 + backups for task in range(4)))
-        monkeypatch.setattr(Registration, "_unproved", lambda self, lease: self is first.registration)
+        monkeypatch.setattr(Registration, "_is_unrenewed", lambda self, lease: self is first.registration)
         await first.keeper.wait_until(lambda _: first.paused)
         has = sorted(first.roles.primaries)
         await leave(cluster, first)
