@@ -71,8 +71,8 @@ class Worker:
             except RuntimeError:  # the system starts no more threads: the next request tries again
                 self._busy.release()
 
-    def next(self) -> Any:
-        """The next request; None if there is none."""
+    def next_request(self) -> Any:
+        """Removes and returns the oldest request; None if there is none."""
         try:
             return self._requests.get_nowait()
         except Empty:
@@ -105,13 +105,13 @@ def _wait_a_moment(then: Callable[[], object] | None) -> None:
     time.sleep(_LATER_S)
     while then is not None:
         soon(then)
-        then = _postponed.next()
+        then = _postponed.next_request()
 
 
 def do_now() -> bool:
     """Makes pending calls of `soon` in this thread. True if there were any."""
     done = False
-    while (then := _calling.next()) is not None:
+    while (then := _calling.next_request()) is not None:
         done = True
         _call(then)
     return done
@@ -129,22 +129,22 @@ def call(device: Device, events: Sequence[Event], then: Callable[[], object]) ->
 
 
 def _look(work: _Work) -> None:
-    if not _done(work):  # waiting blocks a thread, so another one does that
+    if not _do_if_due(work):  # waiting blocks a thread, so another one does that
         _waiting.ask(work)
 
 
 def _wait_for(work: _Work) -> None:
     waiting = [work]
     while waiting:
-        while (another := _waiting.next()) is not None:
+        while (another := _waiting.next_request()) is not None:
             waiting.append(another)
-        waiting = [work for work in waiting if not _done(work)]
-        if waiting and not _waited(waiting[0]):  # then looks at the others again
+        waiting = [work for work in waiting if not _do_if_due(work)]
+        if waiting and not _wait_for_events(waiting[0]):  # then looks at the others again
             _left.append(waiting.pop(0))
 
 
-def _done(work: _Work) -> bool:
-    """Does the work if it is due. True if it was."""
+def _do_if_due(work: _Work) -> bool:
+    """Calls `work.then` if the device has passed the work's events. Returns True if so."""
     try:
         if not work.due():
             return False
@@ -156,7 +156,8 @@ def _done(work: _Work) -> bool:
     return True
 
 
-def _waited(work: _Work) -> bool:
+def _wait_for_events(work: _Work) -> bool:
+    """Blocks until the device has passed the work's events. Returns False if the device failed."""
     try:
         for event in work.events:
             work.device.wait(event)

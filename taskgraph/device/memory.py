@@ -88,23 +88,26 @@ class Bounded:
         try:
             return self._malloc(size)
         except self._full:
-            for _ in self._made_room(size):
+            for _ in self._make_room(size):
                 with suppress(self._full):
                     return self._malloc(size)
             raise
 
-    def _made_room(self, size: int) -> Iterator[None]:
-        """Yields each time there may be more memory."""
+    def _make_room(self, size: int) -> Iterator[None]:
+        """Frees memory step by step, and yields after each step that may have freed enough: the caller tries again."""
         for giver in tuple(givers):
             if giver(size):
                 yield
         tries = _TRIES
-        while tries and (raised := self._raised(size)) is not False:
+        while tries and (raised := self._raise_limit(size)) is not False:
             tries -= raised is None
             yield
 
-    def _raised(self, size: int) -> bool | None:
-        """Raises the pool's limit for this many more bytes. False: it cannot; None: the limit was high enough."""
+    def _raise_limit(self, size: int) -> bool | None:
+        """Raises the pool's limit so that the pool can take `size` more bytes.
+
+        Returns False if the device has no room for them; None if the limit was high enough: then a retry may succeed.
+        """
         runtime = self._cuda.runtime
         if not self._limit or runtime.getDevice() != self._number:
             return False

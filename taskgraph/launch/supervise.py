@@ -164,7 +164,7 @@ class Supervisor:
         stops = [self._no_node_left(), self._follower.broken()]
         if self._etcd_ended is not None:
             stops.append(self._no_etcd(self._etcd_ended))
-        async with alongside(self._to_the_end()) as (ending,), alongside(*stops) as stopped:
+        async with alongside(self._collect_at_end()) as (ending,), alongside(*stops) as stopped:
             await any_done(ending, *stopped)
             if not ending.done() and (not self._without_etcd or not self._follower.view.running):
                 await asyncio.wait([ending], timeout=_ALL_ENDED_S)
@@ -177,7 +177,7 @@ class Supervisor:
                     await other
             raise AssertionError("each of them raises")
 
-    async def _to_the_end(self) -> tuple[list[TaskResult], JobResult]:
+    async def _collect_at_end(self) -> tuple[list[TaskResult], JobResult]:
         """Waits for the job's end; returns the results of its tasks, and the job's."""
         status = await self._follower.ended()
         if status.state != State.FINISHED:
@@ -205,27 +205,27 @@ class Supervisor:
         await keeper.refresh()  # the watch may be late
         while True:
             await keeper.wait_until(lambda view: not view.live_nodes(run), structure=True)
-            await self._absent_ones()
+            await self._wait_for_absent_nodes()
             await asyncio.sleep(_ALL_ENDED_S)  # the job may have ended: that is read meanwhile
             if not keeper.view.live_nodes(run):
                 break
         what = "no node is left to go on"
         if self._follower.view.collected:
-            raise JobFailed(await self._others_text(), job=self._spec.name)
+            raise JobFailed(await self._collected_elsewhere_text(), job=self._spec.name)
         if self._follower.view.finished:
             what = (
                 f"its results, of a job that had finished, with them ({self._follower.unreachable or 'not asked for'})"
             )
-        silent = f" or was silent for {self._lost_after_s:g} s" if self._absent(keeper.view) else ""
+        silent = f" or was silent for {self._lost_after_s:g} s" if self._absent_nodes(keeper.view) else ""
         ended = f"every node has ended{silent}, {what}{self._follower.resume_hint('; ')}"
         reason = f"{_last_end_text(self._nodes)}{ended}\n{_log_tails(self._nodes)}"
         await self._try_to_end(reason, State.FAILED)
         raise JobFailed(reason, job=self._spec.name)
 
-    async def _absent_ones(self) -> None:
+    async def _wait_for_absent_nodes(self) -> None:
         """Waits for nodes of other launchers whose keys are gone: their host or etcd may have paused."""
         keeper, run = self._follower.keeper, self._spec.run
-        absent = self._absent(keeper.view)
+        absent = self._absent_nodes(keeper.view)
         if not absent:
             return
         log.warning(
@@ -233,12 +233,14 @@ class Supervisor:
             ", ".join(map(name_of, absent)),
             self._lost_after_s,
         )
-        back = keeper.wait_until(lambda view: bool(view.live_nodes(run)) or not self._absent(view), structure=True)
+        back = keeper.wait_until(
+            lambda view: bool(view.live_nodes(run)) or not self._absent_nodes(view), structure=True
+        )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._lost_after_s):
                 await back
 
-    def _absent(self, view: JobView) -> list[str]:
+    def _absent_nodes(self, view: JobView) -> list[str]:
         """Returns nodes started elsewhere that hold a task, are not registered, and are not declared gone."""
         holders = {known.record.node for known in view.primaries.values()}
         holders |= {node for task in view.primaries for node in view.in_sync(task)}
@@ -248,7 +250,7 @@ class Supervisor:
     def _lost_after_s(self) -> float:
         return float(self._spec.setting("lost_after_s"))
 
-    async def _others_text(self) -> str:
+    async def _collected_elsewhere_text(self) -> str:
         """Says where the results of a finished job are that another process collected."""
         await self._use_collected()
         kept = self._follower.kept
@@ -444,7 +446,7 @@ async def launch_nodes(
         leaves = _leave_when(leave, nodes, spec.setting("drain_s"))
         async with (
             alongside(nodes.wait(None)) as (gone,),
-            alongside(_to_the_end(follower, gone), follower.broken(), leaves) as (ending, broken, leaving),
+            alongside(_collect_at_end(follower, gone), follower.broken(), leaves) as (ending, broken, leaving),
         ):
             gone.add_done_callback(lambda _: follower.keeper.notify_later())
             await any_done(ending, gone, broken, leaving)
@@ -488,7 +490,7 @@ async def _start_unless(leave: asyncio.Event, nodes: LocalNodes, count: int) -> 
             await starting
 
 
-async def _to_the_end(follower: Collector, gone: asyncio.Future[None]) -> tuple[StatusRecord, JobResult | None]:
+async def _collect_at_end(follower: Collector, gone: asyncio.Future[None]) -> tuple[StatusRecord, JobResult | None]:
     """Returns the job's end and its result. A finished job may run again if it lost its results.
 
     Args:

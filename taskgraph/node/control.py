@@ -273,11 +273,11 @@ class ControlServer:
     async def _follow(self, node: ControlledNode, request: pb.EventsRequest) -> AsyncGenerator[pb.EventReply, None]:
         follower = _Follower()
         for event in self._events.recent()[-request.last :]:
-            follower.take(event)
+            follower.queue(event)
         if not request.follow or self._ending:
             follower.end()
         self._followers.add(follower)
-        stop = self._events.listen(follower.take)
+        stop = self._events.listen(follower.queue)
         try:
             while (item := await follower.next()) is not None:
                 (first, *more), lost = item
@@ -366,7 +366,8 @@ class _Follower:
         self._sent_at = -_PACE_S
         self._timer: asyncio.TimerHandle | None = None
 
-    def take(self, event: Event) -> None:
+    def queue(self, event: Event) -> None:
+        """Queues an event for the stream. If the follower reads too slowly, the oldest events are dropped."""
         if len(self._queue) >= _QUEUE:
             self._queue.popleft()
             self._dropped += 1

@@ -216,7 +216,7 @@ class Serving:
             case RequestRestart():
                 return await self._require_leader().take_restart(message)
             case WrittenFiles():
-                return self._require_leader().checkpointer.take(message)
+                return self._require_leader().checkpointer.note_files(message)
             case Seal():
                 attempt = await self._attempt(message.task, message.stamp)
                 if attempt.activity.seal(message.version):

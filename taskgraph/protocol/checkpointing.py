@@ -79,7 +79,7 @@ class CheckpointCollector:
         self._completed: Stamp | None = None  # returned by `complete`; its manifest may be written
         self._primary_began_at: dict[int, Stamp] = {}  # the stamp at which the current primary of a task began
 
-    def take(self, written: WrittenFile) -> None:
+    def note_file(self, written: WrittenFile) -> None:
         """Handles a primary's report of a file that it wrote, or could not write."""
         stamp, task = written.stamp, written.task
         if self._is_before(stamp, task):

@@ -277,15 +277,15 @@ class Leader:
         found = self._reports.get(epoch)
         return found is not None and len(found.reports) == self._tasks
 
-    def missing(self, view: JobView) -> tuple[int, ...]:
+    def unreported(self, view: JobView) -> tuple[int, ...]:
         """Returns the tasks that have not reported on the epoch at work in their current term."""
         reports = self.reports()
         return tuple([t for t in range(self._tasks) if (r := reports.get(t)) is None or r.term != view.term(t)])
 
-    def lacking(self, view: JobView) -> tuple[int, ...]:
+    def blocking(self, view: JobView) -> tuple[int, ...]:
         """Returns the tasks that the epoch at work waits for: those without a report; else those that are not done;
         else a task with a dead primary and no successor yet."""
-        if missing := self.missing(view):
+        if missing := self.unreported(view):
             return missing
         if idle := tuple([task for task, report in self.reports().items() if not report.done]):
             return idle
@@ -308,7 +308,7 @@ class Leader:
             if (task := stranded(view)) is not None:
                 return KeepWaiting((task,), "its primary is gone, and no backup could take over after the commit")
             return self._commit(terms)
-        if missing := self.missing(view):
+        if missing := self.unreported(view):
             return KeepWaiting(missing, "not finished with the epoch")
         reports = list(self.reports().values())
         idle = [r for r in reports if not r.done]

@@ -35,7 +35,7 @@ class Turn:
         self._seen: list[int] | None = None
         self._seen_s = 0.0
 
-    def take(self, thread: int | None) -> None:
+    def give_to(self, thread: int | None) -> None:
         """Gives the turn to a thread; None if all threads wait."""
         self._now = None if thread is None else [thread]
 
@@ -84,11 +84,11 @@ class _JumpingSelector(selectors.DefaultSelector):
         self._owed_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._turn.take(None)
+        self._turn.give_to(None)
         try:
             return self._select(timeout)
         finally:
-            self._turn.take(threading.get_ident())
+            self._turn.give_to(threading.get_ident())
 
     def _select(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         found = super().select(0)

@@ -84,11 +84,11 @@ class _WorkerThread:
 
         It returns earlier if `pass_turn_to_loop` is called for the thread. Then `finish` reports the end.
         """
-        turn.take(self._thread.ident)
+        turn.give_to(self._thread.ident)
         self._awaited = True
         self._thread_turn.release()
         self._loop_turn.acquire()
-        turn.take(threading.get_ident())
+        turn.give_to(threading.get_ident())
         return self._finished
 
     def pass_turn_to_loop(self, *, finished: bool = False) -> bool:
@@ -238,7 +238,7 @@ class LockStepThreads:
         ending, self._idle = self._idle, []
         for worker in ending:
             worker.end()
-        self._turn.take(None)  # no user code runs meanwhile: ending thousands of threads may take long
+        self._turn.give_to(None)  # no user code runs meanwhile: ending thousands of threads may take long
         for worker in ending:
             worker.join()
-        self._turn.take(threading.get_ident())
+        self._turn.give_to(threading.get_ident())

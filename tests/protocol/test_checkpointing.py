@@ -84,12 +84,12 @@ def test_tasks_with_state_and_task_0_have_files(world: World) -> None:
 
 def test_complete_with_all_files_of_a_boundary(world: World) -> None:
     collected, view = CheckpointCollector(2), world.view()
-    collected.take(written(6, 0))
-    collected.take(written(3, 1))
+    collected.note_file(written(6, 0))
+    collected.note_file(written(3, 1))
     assert collected.complete(view) is None
-    collected.take(written(3, 0))
+    collected.note_file(written(3, 0))
     assert collected.complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
-    collected.take(written(6, 1))
+    collected.note_file(written(6, 1))
     assert collected.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
     advance(world, record(6))
     assert collected.complete(world.view()) is None
@@ -100,7 +100,7 @@ def test_newest_complete_boundary_is_taken(world: World) -> None:
     collected = CheckpointCollector(2)
     for epoch in (3, 4, 5):
         for task in (0, 1):
-            collected.take(written(epoch, task))
+            collected.note_file(written(epoch, task))
     assert collected.complete(world.view()) == (Stamp(1, 5), (written(5, 0), written(5, 1)))
     advance(world, record(5))
     assert collected.complete(world.view()) is None and collected.give_up(world.view()) == {}, "nothing failed"
@@ -108,15 +108,15 @@ def test_newest_complete_boundary_is_taken(world: World) -> None:
 
 def test_files_of_two_attempts_make_no_checkpoint(world: World) -> None:
     collected = CheckpointCollector(2)
-    collected.take(written(6, 0, attempt=1))
-    collected.take(written(6, 1, attempt=2))
+    collected.note_file(written(6, 0, attempt=1))
+    collected.note_file(written(6, 1, attempt=2))
     assert collected.complete(world.view()) is None
 
 
 def test_boundary_waits_until_read_as_committed(world: World) -> None:
     collected = CheckpointCollector(2)
     for task in (0, 1):
-        collected.take(written(7, task))
+        collected.note_file(written(7, task))
     assert collected.complete(world.view()) is None
     world.commit()
     assert collected.complete(world.view()) is not None
@@ -125,7 +125,7 @@ def test_boundary_waits_until_read_as_committed(world: World) -> None:
 def test_late_reports_are_bounded(world: World) -> None:
     collected = CheckpointCollector(2)
     for epoch in range(1000):
-        collected.take(written(epoch, 0))
+        collected.note_file(written(epoch, 0))
         collected.complete(world.view())
     assert len(collected._files) <= 16
 
@@ -137,7 +137,7 @@ def test_reports_without_complete_are_bounded(world: World) -> None:
         world.commit()
     for epoch in range(1, 1000):
         for task in (0, 1):
-            collected.take(written(epoch, task))
+            collected.note_file(written(epoch, task))
     assert len(collected._files) <= 32
     found = collected.complete(world.view())
     assert found is not None and found[0].epoch > 990
@@ -159,16 +159,16 @@ def test_late_and_early_reports_make_a_checkpoint(world: World) -> None:
         world.commit()
     view = world.view()
     for epoch in range(1, 101):
-        collected.take(written(epoch, 0))
+        collected.note_file(written(epoch, 0))
         assert collected.complete(view) is None and collected.give_up(view) == {}
     for epoch in (7, 16, 31, 32, 48):
-        collected.take(written(epoch, 1))
+        collected.note_file(written(epoch, 1))
     assert collected.give_up(view) == {}, "none of them failed, and they go with the one that is whole"
     assert collected.complete(view) == (Stamp(1, 48), (written(48, 0), written(48, 1)))
     advance(world, record(48))
-    collected.take(written(51, 1))
+    collected.note_file(written(51, 1))
     assert collected.give_up(world.view()) == {}, "both wrote that, and another leader may find it whole"
-    collected.take(unwritten(57, 1))
+    collected.note_file(unwritten(57, 1))
     assert collected.give_up(world.view()) == {Stamp(1, 56): None, Stamp(1, 57): 1}
     assert len(collected._left_out) < 100
 
@@ -179,26 +179,26 @@ def unwritten(epoch: int, task: int) -> WrittenFile:
 
 def test_failed_write_gives_the_boundary_up(world: World) -> None:
     collected, view = CheckpointCollector(2), world.view()
-    collected.take(written(3, 0))
+    collected.note_file(written(3, 0))
     assert collected.give_up(view) == {}, "the other may still be being written"
-    collected.take(unwritten(3, 1))
+    collected.note_file(unwritten(3, 1))
     assert collected.give_up(view) == {Stamp(1, 3): 1}
     assert collected.give_up(view) == {}
     for task in (0, 1):  # by a primary before, that is a zombie
-        collected.take(written(3, task))
+        collected.note_file(written(3, task))
     assert collected.complete(view) is None
     assert collected.give_up(view) == {Stamp(1, 3): 1}, "there is something to remove again"
     for task in (0, 1):
-        collected.take(written(6, task))
+        collected.note_file(written(6, task))
     assert collected.give_up(view) == {}
     assert collected.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
 
 
 def test_file_of_a_successor_counts(world: World) -> None:
     collected = CheckpointCollector(2)
-    collected.take(written(3, 0))
-    collected.take(unwritten(3, 1))
-    collected.take(written(3, 1))
+    collected.note_file(written(3, 0))
+    collected.note_file(unwritten(3, 1))
+    collected.note_file(written(3, 1))
     assert collected.give_up(world.view()) == {}
     assert collected.complete(world.view()) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
 
@@ -206,28 +206,28 @@ def test_file_of_a_successor_counts(world: World) -> None:
 def test_skipped_boundary_is_given_up(world: World) -> None:
     """The task had another primary then."""
     collected, view = CheckpointCollector(2), world.view()
-    collected.take(written(3, 0))
-    collected.take(written(6, 0))
+    collected.note_file(written(3, 0))
+    collected.note_file(written(6, 0))
     assert collected.give_up(view) == {}
-    collected.take(written(6, 1))
+    collected.note_file(written(6, 1))
     assert collected.give_up(view) == {}, "it goes with the other, which is whole"
     assert collected.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
 
 
 def test_incomplete_boundary_is_given_up(world: World) -> None:
     collected, view = CheckpointCollector(2), world.view()
-    collected.take(written(3, 0))
-    collected.take(written(6, 1))
+    collected.note_file(written(3, 0))
+    collected.note_file(written(6, 1))
     assert collected.give_up(view) == {Stamp(1, 3): None}, "nothing failed"
-    collected.take(unwritten(3, 1))
+    collected.note_file(unwritten(3, 1))
     assert collected.give_up(view) == {Stamp(1, 3): 1}
 
 
 def test_boundary_of_a_later_leader_is_not_given_up(world: World) -> None:
     """An old leader removed the files of a checkpoint that its successor completed."""
     collected, after, view = CheckpointCollector(2), CheckpointCollector(2), world.view()
-    collected.take(written(6, 0))
-    collected.take(unwritten(6, 1))
+    collected.note_file(written(6, 0))
+    collected.note_file(unwritten(6, 1))
     for task in (0, 1):
         after.term_began(task, Stamp(1, 6))  # and their primaries wrote what these could not
         after.take(written(6, task))
@@ -246,9 +246,9 @@ def test_complete_boundary_is_not_given_up(world: World) -> None:
     """The manifest may not be written yet."""
     collected, view = CheckpointCollector(2), world.view()
     for task in (0, 1):
-        collected.take(written(3, task))
-        collected.take(unwritten(5, task))
-    collected.take(unwritten(3, 1))  # by another primary of the same task: the file is there
+        collected.note_file(written(3, task))
+        collected.note_file(unwritten(5, task))
+    collected.note_file(unwritten(3, 1))  # by another primary of the same task: the file is there
     assert collected.give_up(view) == {Stamp(1, 5): 0}
     assert collected.complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
 
@@ -256,7 +256,7 @@ def test_complete_boundary_is_not_given_up(world: World) -> None:
 def test_new_primary_writes_no_earlier_boundary(world: World) -> None:
     """Its files may be removed."""
     collected, view = CheckpointCollector(2), world.view()
-    collected.take(written(3, 1))
+    collected.note_file(written(3, 1))
     assert collected.blocking_task(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
     collected.term_began(0, Stamp(1, 4))
     assert collected.blocking_task(view, Stamp(1, 3)) == 0
@@ -265,18 +265,18 @@ def test_new_primary_writes_no_earlier_boundary(world: World) -> None:
         "it begins with that one"
     )
     assert collected.blocking_task(view, Stamp(2, 3)) is None, "of after a roll-back"
-    collected.take(written(3, 0))  # by the primary before, which is a zombie: its files are gone by now
+    collected.note_file(written(3, 0))  # by the primary before, which is a zombie: its files are gone by now
     assert collected.complete(view) is None and collected.give_up(view) == {}
 
 
 def test_report_before_a_new_primary_counts(world: World) -> None:
     collected, view = CheckpointCollector(2), world.view()
-    collected.take(written(3, 1))
+    collected.note_file(written(3, 1))
     collected.term_began(1, Stamp(1, 6))
     assert collected.blocking_task(view, Stamp(1, 3)) is None and collected.give_up(view) == {}
-    collected.take(written(3, 0))
+    collected.note_file(written(3, 0))
     assert collected.complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
-    collected.take(unwritten(4, 1))
+    collected.note_file(unwritten(4, 1))
     assert collected.blocking_task(view, Stamp(1, 4)) == 1
 
 
@@ -284,12 +284,12 @@ def test_complete_boundary_survives_many_reports(world: World) -> None:
     """Its files were once removed while its manifest was written."""
     collected, view = CheckpointCollector(2), world.view()
     for task in (0, 1):
-        collected.take(written(3, task))
+        collected.note_file(written(3, task))
     collected.term_began(1, Stamp(1, 6))
     whole = collected.complete(view)
     assert whole is not None and whole[0] == Stamp(1, 3)
     for epoch in range(4, 100):
-        collected.take(written(epoch, 0))
+        collected.note_file(written(epoch, 0))
     assert collected.blocking_task(view, Stamp(1, 3)) is None
     assert collected.complete(view) is None, "that failed; it is known no more that it was whole"
     assert collected.blocking_task(view, Stamp(1, 3)) == 1
@@ -308,7 +308,7 @@ def test_given_up_boundaries_are_bounded(world: World) -> None:
     collected = CheckpointCollector(2)
     for epoch in range(1, 1000):
         world.commit()
-        collected.take(unwritten(epoch, 0))
+        collected.note_file(unwritten(epoch, 0))
         assert list(collected.give_up(world.view())) == [Stamp(1, epoch)]
     assert len(collected._files) + len(collected._given_up) < 40
 
@@ -317,7 +317,7 @@ def test_files_of_undone_epochs_do_not_count(world: World) -> None:
     advance(world, record(3))
     collected = CheckpointCollector(2)
     for task in (0, 1):
-        collected.take(written(6, task))
+        collected.note_file(written(6, task))
     lose_everybody(world)
     assert world.run(back(world, record(3))).succeeded
     assert not is_open(world.view(), Stamp(1, 6))

@@ -96,7 +96,7 @@ def test_commit_waits_for_an_evicted_heir(world: World) -> None:
     assert decide(leader, world) == KeepWaiting(
         (1,), "its primary is gone, and no backup could take over after the commit"
     )
-    assert not leader.missing(world.view()) and leader.lacking(world.view()) == (1,), "who waits can say for what"
+    assert not leader.unreported(world.view()) and leader.blocking(world.view()) == (1,), "who waits can say for what"
     assert world.take_over(1, "a").succeeded
     leader.report(report(1, S, term=2))
     assert decide(leader, world) == Commit(finished=False)
@@ -105,17 +105,17 @@ def test_commit_waits_for_an_evicted_heir(world: World) -> None:
 def test_repeated_report_is_not_new(world: World) -> None:
     leader = led(world)
     leader.report(report(0, S))
-    assert leader.lacking(world.view()) == (1,)
+    assert leader.blocking(world.view()) == (1,)
     idle = report(1, S, done=False, version=1)
     assert leader.report(idle)
     assert decide(leader, world) == SealTasks(((1, 1),))
     leader.sealed(1, 1, 1)
-    assert leader.lacking(world.view()) == (1,), "its done may be lost"
+    assert leader.blocking(world.view()) == (1,), "its done may be lost"
     assert not leader.report(idle)
     for news in (True, False):  # no number is like itself that is none
         assert leader.report(report(1, S, numbers={"loss": float("nan")})) is news
     assert not leader.report(idle)
-    assert not leader.lacking(world.view())
+    assert not leader.blocking(world.view())
 
 
 @pytest.mark.parametrize("why", ["a member is left", "nobody is left", "there is no state", "it is not gone"])

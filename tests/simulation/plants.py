@@ -175,13 +175,13 @@ def a_take_over_does_not_put_generation(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_done_of_an_old_term_counts(patch: pytest.MonkeyPatch) -> None:
-    def missing(self: Leader, view: Any) -> tuple[int, ...]:
+    def unreported(self: Leader, view: Any) -> tuple[int, ...]:
         return tuple(t for t in range(self._tasks) if t not in self.reports())
 
     def can_commit(original: Any, self: Leader, epoch: int, terms: dict[int, int]) -> bool:
         return bool(original(self, epoch, terms | {task: r.term for task, r in self.reports(epoch).items()}))
 
-    patch.setattr(Leader, "missing", missing)
+    patch.setattr(Leader, "unreported", unreported)
     _changed(patch, Leader, "_can_commit", can_commit)
 
 

@@ -443,7 +443,7 @@ class Attempt:
         if self._group is not None and not self.cancelled:
             self._create_task(raise_in_attempt(error))
         elif self.finished:
-            self._primary.missed(self, error)
+            self._primary.fail_for_late_message(self, error)
 
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
         self._check_not_closed(where, "flag")
@@ -501,7 +501,7 @@ class Attempt:
     def finish(self) -> None:
         self._check_not_done()
         self.finishing = True
-        self._primary.finishing()
+        self._primary.note_job_ends()
 
     def _check_not_done(self) -> None:
         """Raises if the attempt is over or finished: then its report may be on its way to the leader."""

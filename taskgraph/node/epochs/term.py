@@ -47,8 +47,8 @@ class Term(Protocol):
     @property
     def thread(self) -> int: ...
 
-    def finishing(self) -> None:
-        """Notes that an attempt asked for the end of the job."""
+    def note_job_ends(self) -> None:
+        """Notes that user code called `epoch.finish()`: no later epoch begins. May be called in any thread."""
 
     def report_idle(self, attempt: Attempt, version: int) -> None:
         """Reports to the leader that the task is idle in an attempt's epoch, at that version."""
@@ -67,5 +67,5 @@ class Term(Protocol):
             TaskGraphError: a retry would be refused, too.
         """
 
-    def missed(self, attempt: Attempt, error: GraphError) -> None:
-        """Fails the job, since an attempt sent a message after it had finished; it may be committed."""
+    def fail_for_late_message(self, attempt: Attempt, error: GraphError) -> None:
+        """Fails the job, since user code sent a message after its attempt had finished; the epoch may have committed."""

@@ -59,9 +59,10 @@ class Checkpointer:
         self._collected.term_began(0, primary.took_over_at)
         self._finished = ""  # the last checkpoint whose manifest was written again after the pointer
 
-    def take(self, message: WrittenFiles) -> Accepted:
+    def note_files(self, message: WrittenFiles) -> Accepted:
+        """Notes the files that a primary wrote, or could not write, and wakes `run` to complete checkpoints."""
         for written in message.files:
-            self._collected.take(written)
+            self._collected.note_file(written)
         self._wake.set()
         return Accepted(self._primary.term)
 

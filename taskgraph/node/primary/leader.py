@@ -532,7 +532,7 @@ class LeaderRole:
     def _describe_unreachable(self, gathered: dict[int, tuple[Wait, ...]]) -> list[str]:
         view = self._node.keeper.view
         lines = []
-        for task in self._leader.lacking(view):
+        for task in self._leader.blocking(view):
             if task in gathered:
                 continue
             holder = view.primary_node(task)
@@ -564,7 +564,7 @@ class LeaderRole:
                 gathered[task] = reply.waits
 
         async with asyncio.TaskGroup() as group:
-            for task in self._leader.lacking(self._node.keeper.view):
+            for task in self._leader.blocking(self._node.keeper.view):
                 group.create_task(ask(task))
         return gathered
 

@@ -494,8 +494,8 @@ class Primary:
         """The attempt that began last."""
         return self.attempts.of(self.attempts.latest) if self.attempts.latest is not None else None
 
-    def finishing(self) -> None:
-        """Notes that this epoch's attempt ends the job. May be called in any thread."""
+    def note_job_ends(self) -> None:
+        """Notes that user code called `epoch.finish()`: no later epoch begins. May be called in any thread."""
         if self._lanes is not None:
             self._lanes.finishing = True
 
@@ -540,14 +540,14 @@ class Primary:
     def _log_outdated_error(self, error: Exception) -> None:
         self.node.log.warning("task %d: %s, after the job ended, or another took over", self.task, error)
 
-    def missed(self, attempt: Attempt, error: GraphError) -> None:
-        """Fails the job for a message that arrived after its attempt had finished, even if that epoch has committed."""
+    def fail_for_late_message(self, attempt: Attempt, error: GraphError) -> None:
+        """Fails the job, since user code sent a message after its attempt had finished, maybe after the commit."""
         if self._group is not None:
-            self._group.create_task(self._fail_missed(attempt, error))
+            self._group.create_task(self._fail_until_recorded(attempt, error))
         elif self._may_still_count(attempt):
             self._log_outdated_error(error)
 
-    async def _fail_missed(self, attempt: Attempt, error: GraphError) -> None:
+    async def _fail_until_recorded(self, attempt: Attempt, error: GraphError) -> None:
         keeper = self.node.keeper
         while self._may_still_count(attempt):
             if not (keeper.view.running and keeper.view.is_primary(self.task, self.node.id, self.term)):

@@ -224,7 +224,7 @@ def test_only_own_thread_waits(soft: SoftDevice) -> None:
     del encoded, view
     gc.collect()
     settle()
-    assert set(soft.waits[before:]) <= {"_waited"}
+    assert set(soft.waits[before:]) <= {"_wait_for_events"}
     del read
 
 

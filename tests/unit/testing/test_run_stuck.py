@@ -127,11 +127,11 @@ def test_endless_topology_is_named(end: threading.Event) -> None:
 
 def test_paused_process_is_not_stuck() -> None:
     turn = Turn()
-    turn.take(7)
+    turn.give_to(7)
     assert turn.stuck_thread(0.3, 0.25) is None  # sees this turn for the first time
     assert turn.stuck_thread(0.3, 0.25) is None  # however long ago that was by the clock
-    turn.take(None)
-    turn.take(7)  # the same thread, but it gave back its turn meanwhile
+    turn.give_to(None)
+    turn.give_to(7)  # the same thread, but it gave back its turn meanwhile
     assert turn.stuck_thread(0.3, 0.25) is None
     assert turn.stuck_thread(0.3, 0.25) is None
     assert turn.stuck_thread(0.3, 0.25) == 7

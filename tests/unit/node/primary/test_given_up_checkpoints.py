@@ -53,7 +53,7 @@ def test_replaced_leader_stops_removing_files(
         await gated.reached.wait()
         node = holder(cluster, 0)
         checkpointer = Checkpointer(node, node.roles.primaries[0])
-        checkpointer.take(WrittenFiles((WrittenFile(Stamp(1, 1), 0, 0, ""),)))  # it could not be written
+        checkpointer.note_files(WrittenFiles((WrittenFile(Stamp(1, 1), 0, 0, ""),)))  # it could not be written
         monkeypatch.setattr(Store, "discard", discard)
         await checkpointer._give_up()
 
@@ -70,7 +70,7 @@ def test_paused_leader_removes_no_files(gated: type[Gated], tmp_path: Path, monk
         await gated.reached.wait()
         node = holder(cluster, 0)
         checkpointer = Checkpointer(node, node.roles.primaries[0])
-        checkpointer.take(WrittenFiles((WrittenFile(Stamp(1, 1), 0, 0, ""),)))
+        checkpointer.note_files(WrittenFiles((WrittenFile(Stamp(1, 1), 0, 0, ""),)))
         monkeypatch.setattr(Store, "discard", lambda self, name, still: removed.append(name))
         node.pause(True)
         giving_up = asyncio.ensure_future(checkpointer._give_up())
