@@ -68,4 +68,4 @@ class Term(Protocol):
         """
 
     def fail_for_late_message(self, attempt: Attempt, error: GraphError) -> None:
-        """Fails the job, since user code sent a message after its attempt had finished; the epoch may have committed."""
+        """Fails the job, since user code sent a message after its attempt had finished, maybe after the commit."""
