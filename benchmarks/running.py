@@ -122,7 +122,7 @@ class RunningJob:
         Raises:
             SystemExit: it did not finish.
         """
-        status = await self.follower.ended()
+        status = await self.follower.wait_for_end()
         if status.state != State.FINISHED:
             raise SystemExit(f"the job {status.state}: {status.reason}")
         found = await self.follower.results()

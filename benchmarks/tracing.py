@@ -58,7 +58,7 @@ async def traced(job: RunningJob, pids: list[int], seconds: float, every: int) -
         await asyncio.sleep(_SETTLE_S)
         return await turn(job, pids, seconds)
     finally:
-        tracer.enough()
+        tracer.end_early()
         await tracing
 
 

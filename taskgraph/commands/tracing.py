@@ -83,7 +83,7 @@ async def _run(tracer: Tracer, keeper: ViewKeeper) -> None:
 
     def interrupt(number: int) -> None:
         restore_signals()
-        tracer.enough()
+        tracer.end_early()
 
     on_ending_signals(interrupt)
     # The nodes report commits: a watch of all keys would cost more than tracing a few epochs does.

@@ -183,8 +183,8 @@ class Follower:
             self._services.append(loop.create_task(self._follow_leader(on_event), name="commits"))
             self._services.append(loop.create_task(self._report_incidents(), name="incidents"))
 
-    async def broken(self) -> None:
-        """Waits until following fails, and raises why."""
+    async def raise_if_broken(self) -> None:
+        """Waits until one of the services that follow the job fails, and raises its error. Does not end otherwise."""
         done, _ = await asyncio.wait(self._services, return_when=asyncio.FIRST_COMPLETED)
         for service in done:
             await service
@@ -279,8 +279,8 @@ class Follower:
             log.debug("the leader's events: %s", error)
         return last
 
-    async def ended(self) -> StatusRecord:
-        """Waits for the job's end."""
+    async def wait_for_end(self) -> StatusRecord:
+        """Waits for the end of the followed run; returns its status, "cancelled" if its keys are gone."""
         await self.keeper.wait_until(
             lambda view: not view.running or view.spec_revision != self._run_at, structure=True
         )

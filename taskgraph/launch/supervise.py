@@ -161,7 +161,7 @@ class Supervisor:
 
     async def _result(self) -> tuple[list[TaskResult], JobResult]:
         """Waits for the first end: of the job, of all nodes, of etcd, or of the follower."""
-        stops = [self._no_node_left(), self._follower.broken()]
+        stops = [self._no_node_left(), self._follower.raise_if_broken()]
         if self._etcd_ended is not None:
             stops.append(self._no_etcd(self._etcd_ended))
         async with alongside(self._collect_at_end()) as (ending,), alongside(*stops) as stopped:
@@ -179,7 +179,7 @@ class Supervisor:
 
     async def _collect_at_end(self) -> tuple[list[TaskResult], JobResult]:
         """Waits for the job's end; returns the results of its tasks, and the job's."""
-        status = await self._follower.ended()
+        status = await self._follower.wait_for_end()
         if status.state != State.FINISHED:
             await self._follower.report_last_events()
             raise self._with_resume_hint(job_failed(self._spec.name, with_stalls(status, self._nodes.stands)))
@@ -446,7 +446,7 @@ async def launch_nodes(
         leaves = _leave_when(leave, nodes, spec.setting("drain_s"))
         async with (
             alongside(nodes.wait(None)) as (gone,),
-            alongside(_collect_at_end(follower, gone), follower.broken(), leaves) as (ending, broken, leaving),
+            alongside(_collect_at_end(follower, gone), follower.raise_if_broken(), leaves) as (ending, broken, leaving),
         ):
             gone.add_done_callback(lambda _: follower.keeper.notify_later())
             await any_done(ending, gone, broken, leaving)
@@ -497,7 +497,7 @@ async def _collect_at_end(follower: Collector, gone: asyncio.Future[None]) -> tu
         gone: done once all nodes that were started here have ended.
     """
     while True:
-        status, result = await follower.ended(), None
+        status, result = await follower.wait_for_end(), None
         if status.state == State.FINISHED:
             result = await follower.collect(gone)
             if result is None and not follower.finished:

@@ -141,7 +141,7 @@ class Tracer:
             stop()
             await cancel_and_wait(*self._follows.values())
 
-    def enough(self) -> None:
+    def end_early(self) -> None:
         """Ends the trace early: nodes send the spans that they have."""
         self.ended_early = True
 
@@ -255,7 +255,7 @@ class Tracer:
         self._bytes += len(spans)
         if self._bytes > _MOST_BYTES and not self.ended_early:
             self._say(f"the trace has {self._bytes >> 20} MiB of spans, and ends here")
-            self.enough()
+            self.end_early()
 
     def _lacks(self, trace: NodeTrace, why: str) -> None:
         what = f"what it did from epoch {trace.epoch} on" if trace.epoch >= 0 else "all it did"

@@ -194,16 +194,16 @@ class Serving:
         match message:
             case Pull():
                 attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
-                await attempt.ready()
+                await attempt.wait_until_composed()
                 item = attempt.out.ask(message)
                 return await item if isinstance(item, PendingReply) else item
             case Flag():
                 attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
-                await attempt.ready()
+                await attempt.wait_until_composed()
                 return await attempt.mailbox.take_flag(message)
             case Request():
                 attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
-                await attempt.ready()
+                await attempt.wait_until_composed()
                 return await attempt.mailbox.take_request(message)
             case Offer() | Offers():
                 return await self._offer(peer, message)

@@ -163,7 +163,7 @@ class InSync:
         lacking.sort()
         return tuple(lacking)
 
-    def holders(self, key: Key) -> int:
+    def count_holders(self, key: Key) -> int:
         """Returns the number of members that have boundary `key`, including the primary."""
         found = 1
         for node, place in self._place.items():

@@ -209,7 +209,7 @@ def a_successor_cannot_take_back_that_the_job_ends(patch: pytest.MonkeyPatch) ->
 
 @plant
 def min_in_sync_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InSync, "holders", lambda self, key: sys.maxsize)
+    patch.setattr(InSync, "count_holders", lambda self, key: sys.maxsize)
 
 
 @plant
@@ -933,7 +933,7 @@ def the_next_epoch_gets_its_turn_before_the_snapshot(patch: pytest.MonkeyPatch) 
 
 @plant
 def epochs_in_flight_are_snapshotted_in_any_order(patch: pytest.MonkeyPatch) -> None:
-    async def turn(original: Any, self: Attempt, where: str) -> None:
+    async def wait_for_turn(original: Any, self: Attempt, where: str) -> None:
         if where != "snapshot":
             await original(self, where)
 
@@ -942,7 +942,7 @@ def epochs_in_flight_are_snapshotted_in_any_order(patch: pytest.MonkeyPatch) -> 
             self.at = epoch
             original(self, epoch)
 
-    _changed(patch, Attempt, "turn", turn)
+    _changed(patch, Attempt, "wait_for_turn", wait_for_turn)
     _changed(patch, Turns, "end_turn", passed)
 
 

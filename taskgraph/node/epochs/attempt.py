@@ -241,7 +241,7 @@ class Attempt:
         self.graph = graph
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(None)
-        self._primary.attempts.composed(self)
+        self._primary.attempts.answer_waiting_pulls(self)
 
     async def _process(self, processor: Processor) -> None:
         name, items = processor.name, self.inbound.items
@@ -251,7 +251,7 @@ class Attempt:
             if waiting:
                 self._tracing.add("wait", waiting, self.task, self.stamp, self.term, name)
         if self._turns is not None and not is_stateless(processor.compute):
-            await self.turn(name)
+            await self.wait_for_turn(name)
         self._states[name] = "running"
         epoch = Epoch(self, name, processor.sync)
         if self.recording is not None:
@@ -285,7 +285,7 @@ class Attempt:
             recording.side_effects[name] = SideEffects(before, side_effects, alone_ran)
         await recording.check_step(name, sync=processor.sync, looked=after is not close)
 
-    async def turn(self, where: str) -> None:
+    async def wait_for_turn(self, where: str) -> None:
         """Waits until the snapshots of all earlier epochs are taken, since the code `where` may use the state."""
         if self._turns is None or self._turns.at >= self.number:
             return
@@ -344,7 +344,7 @@ class Attempt:
         """Task -> term of the primary that acknowledged a flag, or answered a request with effects."""
         return self._mailbox.terms if self._mailbox is not None else {}
 
-    async def ready(self) -> None:
+    async def wait_until_composed(self) -> None:
         """Waits until the graph is composed. Raises Refused if the attempt ends before."""
         if self.graph is not None:
             return
@@ -381,8 +381,8 @@ class Attempt:
         else:
             self.replica.threads.post(function, *args)
 
-    def ended(self) -> AttemptEnded:
-        """Returns the exception that ends user code of this attempt."""
+    def end_error(self) -> AttemptEnded:
+        """Makes the exception to raise in user code of this attempt once the attempt is over."""
         return AttemptEnded(held=self.activity.open_holds is not None and not self.finished)
 
     def neighbors(self, link: str) -> tuple[int, ...]:
@@ -399,7 +399,7 @@ class Attempt:
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         if self.cancelled:
-            raise self.ended()
+            raise self.end_error()
         if threading.get_ident() != self._thread:
             self.replica.threads.post(self._put_from_thread, tag, consumers, value)
             return
@@ -427,11 +427,11 @@ class Attempt:
         A restart would not help: the message would be too late in every attempt.
         """
         if self.cancelled and not self.finished:
-            raise self.ended()
+            raise self.end_error()
         if self.activity.closed:
             error = self._too_late_error(where, what)
             self._call_on_loop(self._fail_by, error)
-            raise self.ended() if self.cancelled else error
+            raise self.end_error() if self.cancelled else error
 
     def _too_late_error(self, where: str, what: str) -> GraphError:
         return GraphError(
@@ -462,7 +462,7 @@ class Attempt:
 
         def start() -> None:
             if not self._send(where, "request", lambda: self.mailbox.request(where, to, method, value, future)):
-                future.set_exception(self.ended())
+                future.set_exception(self.end_error())
 
         self._call_on_loop(start)
         return future
@@ -506,7 +506,7 @@ class Attempt:
     def _check_not_done(self) -> None:
         """Raises if the attempt is over or finished: then its report may be on its way to the leader."""
         if self.cancelled or self._group is None:
-            raise self.ended()
+            raise self.end_error()
 
     # -- waits, for `status` and the leader -------------------------------------------------------
 

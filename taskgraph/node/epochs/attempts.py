@@ -69,7 +69,7 @@ class Attempts:
             if not one.done():
                 one.set_result(None)
 
-    def composed(self, attempt: Attempt) -> None:
+    def answer_waiting_pulls(self, attempt: Attempt) -> None:
         """Answers the pulls that waited for this attempt's graph, and refuses those for earlier attempts."""
         parked = self._parked
         if not parked:

@@ -306,7 +306,7 @@ class Lanes:
         """
         primary, node, replica, stamp = self._primary, self._node, self._replica, attempt.stamp
         if self._has_several:
-            await attempt.turn("snapshot")
+            await attempt.wait_for_turn("snapshot")
         if self._checks:
             await self._check(attempt)
         if self._injects:

@@ -51,7 +51,7 @@ class Mailbox:
         """Ends the waits of threads for replies: the attempt is over, and waits for these threads."""
         for future in list(self._awaited):
             if not future.done():
-                future.set_exception(self._attempt.ended())
+                future.set_exception(self._attempt.end_error())
         self._awaited.clear()
 
     def drop(self) -> None:
@@ -110,7 +110,7 @@ class Mailbox:
         finally:
             self._awaited.pop(future, None)
             if not future.done():
-                future.set_exception(attempt.ended())
+                future.set_exception(attempt.end_error())
 
     async def _call(self, to: int, message: Callable[[], Flag | Request], what: str, where: str) -> Answer | Accepted:
         attempt = self._attempt

@@ -213,7 +213,7 @@ class Backups:
                     self._blocked[key] = partial(self._lack_text, "the acknowledgement of", lacking)
                     await self._next_change()
                     continue
-                if need > 1 and insync.holders(key) < need:
+                if need > 1 and insync.count_holders(key) < need:
                     self._blocked[key] = partial(self._lack_of_holders_text, key, need)
                     await self._next_change()
                     continue
@@ -252,7 +252,7 @@ class Backups:
         return f"{name_of(node)} (it refuses: {refused})" if refused else name_of(node)
 
     def _lack_of_holders_text(self, key: Key, need: int) -> str:
-        return f"{need - self._insync.holders(key)} more in-sync replicas (min_in_sync={need})"
+        return f"{need - self._insync.count_holders(key)} more in-sync replicas (min_in_sync={need})"
 
     def _expected_members(self, deadline: float) -> dict[str, float]:
         """Returns {node: deadline} of nodes that should become members before the epoch finishes.

@@ -224,7 +224,7 @@ async def test_follower_does_not_follow_the_next_run() -> None:
     first = spec()
     await submit(coordinator, first)
     async with followed(coordinator, first) as follower:
-        ended = asyncio.ensure_future(follower.ended())
+        ended = asyncio.ensure_future(follower.wait_for_end())
         await asyncio.sleep(0)
         for service in follower._services:  # it stands still
             service.cancel()

@@ -132,7 +132,9 @@ class Launched:
         self.leave, self.started, self._never = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.nodes: LocalNodes | None = None
         keeper = SimpleNamespace(notify_later=lambda: None)
-        idle: Any = SimpleNamespace(ended=self._never.wait, broken=self._never.wait, finished=False, keeper=keeper)
+        idle: Any = SimpleNamespace(
+            wait_for_end=self._never.wait, raise_if_broken=self._never.wait, finished=False, keeper=keeper
+        )
         etcd = MemoryCoordinator(MemoryStore())
         self.work = asyncio.ensure_future(
             launch_nodes(
@@ -211,9 +213,9 @@ async def test_deaths_are_reported_after_the_job_finished(
         return RESULT
 
     finishes: Any = SimpleNamespace(
-        ended=ended,
+        wait_for_end=ended,
         collect=collect,
-        broken=asyncio.Event().wait,
+        raise_if_broken=asyncio.Event().wait,
         finished=True,
         only_on_nodes="",
         keeper=SimpleNamespace(notify_later=gone.set),

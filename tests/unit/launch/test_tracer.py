@@ -143,7 +143,7 @@ async def test_frozen_node_is_given_up_after_the_others(
             await asyncio.sleep(0)
             if early:  # no node hears of it
                 monkeypatch.setattr(TraceCall, "finish", unheard)
-                tracer.enough()
+                tracer.end_early()
             else:
                 job.move(13, "n1")
         lacks = "what it did from epoch 7 on: it does not answer"
