@@ -32,7 +32,7 @@ from taskgraph.launch.access import Access, connect
 from taskgraph.launch.collector import Collector
 from taskgraph.launch.kept import status_of
 from taskgraph.launch.local import LocalNodes
-from taskgraph.launch.logs import passing_on, printed
+from taskgraph.launch.logs import has_user_lines, passing_on
 from taskgraph.launch.resuming import begin, plan
 from taskgraph.launch.run import arun
 from taskgraph.launch.runtime import Runtime
@@ -193,7 +193,7 @@ class _Run:
     def _show(self, result: JobResult) -> None:
         self._new_line()
         print_result(result, as_json=self._options.json, kept=self._nodes is not None, failures=self._shown.failures)
-        if self._nodes is not None and not self._options.logs and printed(self._logs):
+        if self._nodes is not None and not self._options.logs and has_user_lines(self._logs):
             print(f"the output of its tasks is in {self._logs}; --logs shows it at once", file=sys.stderr)
 
 

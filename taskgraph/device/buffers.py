@@ -89,12 +89,15 @@ class _Memory:
                 self.read.append(event)
             del self.leases[number]
             if not self.leases and self._is_last():
-                self._give_back()
+                self._free_after_reads()
         except Exception as error:  # usually the device is lost
             log.warning("the device failed, so %d bytes of its memory stay in use: %s", self.array.nbytes, error)
 
     def _is_last(self) -> bool:
-        """True for one of several threads. Takes no lock, since a finalizer may interrupt it."""
+        """True for the first caller only: of several threads that end the last leases, one frees the memory.
+
+        Takes no lock, since a finalizer may interrupt it.
+        """
         try:
             self._last.pop()
         except IndexError:
@@ -105,8 +108,8 @@ class _Memory:
         """True if this thread may end the lease: the lease's stream is current here, or needs no event."""
         return self.leases[number] in (self.stream, self.device.current())
 
-    def _give_back(self) -> None:
-        """Frees the memory after its readers."""
+    def _free_after_reads(self) -> None:
+        """Frees the memory once the device has passed the events of all readers."""
         call(self.device, self.read, self._free)
 
     def _free(self) -> None:
@@ -129,7 +132,7 @@ class _InSegment(_Memory):
         self.segment = segment
         self._ended = ended
 
-    def _give_back(self) -> None:
+    def _free_after_reads(self) -> None:
         self._ended(self.read)
         self._free()
 

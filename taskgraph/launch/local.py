@@ -246,7 +246,7 @@ class LocalNodes:
         """Says which event loops stand still, or did when their node ended: one line each."""
         return tuple(entry.stall for entry in self._processes.values() if entry.stall)
 
-    async def _look(self, entry: _Process) -> None:
+    async def _report_stalls(self, entry: _Process) -> None:
         """Reports where the event loop of a node stands still, until cancelled."""
         standing = StalledLoop(entry.folder, entry.process.pid)
         while True:
@@ -264,7 +264,7 @@ class LocalNodes:
                 if revision := await self._spec_revision():
                     await self._coordinator.txn(put_events(self._keys, revision, [(key, event)]))
 
-    async def _look_for_key(self, entry: _Process) -> None:
+    async def _report_unregistered(self, entry: _Process) -> None:
         """Reports why a node is not registered, until it is. Only reads: etcd may refuse writes."""
         began = absent_since = time.monotonic()
         while True:
@@ -290,7 +290,10 @@ class LocalNodes:
 
     async def _watch(self, entry: _Process) -> None:
         """Waits for the end of one process, and reports it."""
-        watching = [asyncio.ensure_future(self._look_for_key(entry)), asyncio.ensure_future(self._look(entry))]
+        watching = [
+            asyncio.ensure_future(self._report_unregistered(entry)),
+            asyncio.ensure_future(self._report_stalls(entry)),
+        ]
         try:
             entry.code = code = await entry.process.wait()
             end_group(entry.process.pid)  # what user code started there, such as workers of a pool

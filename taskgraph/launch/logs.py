@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["LogTails", "passing_on", "printed"]
+__all__ = ["LogTails", "has_user_lines", "passing_on"]
 
 _LINE = rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} taskgraph(?!\.task\.)[.\w]* "
 """The beginning of the framework's own lines, in the format of `node.process.log_to_stderr`. Lines of a task's logger,
@@ -131,7 +131,7 @@ class LogTails:
                 file.close()
 
 
-def printed(folder: Path) -> bool:
+def has_user_lines(folder: Path) -> bool:
     """Says whether the ends of these logs have lines that are not the framework's own."""
     return any(
         line and not _OURS_OF_ANY_LEVEL.match(line)

@@ -132,10 +132,10 @@ class Tracer:
             raise JobError(f"the job does not run ({_state(view)}): only a running job can be traced")
         if not self.every:
             self.every = await self._find_every()
-        stop = self._keeper.on_change(self._look, structure=True)
+        stop = self._keeper.on_change(self._trace_new_nodes, structure=True)
         try:
-            self._look()
-            await self._choose()
+            self._trace_new_nodes()
+            await self._choose_epochs()
             await self._wait_for_all()
         finally:
             stop()
@@ -156,7 +156,7 @@ class Tracer:
         """The epochs that are traced, in words."""
         return f"epochs {self.first} to {self.until - 1}{words_of(self.every)}"
 
-    def _look(self) -> None:
+    def _trace_new_nodes(self) -> None:
         """Begins to trace nodes that joined."""
         if self.ended_early:
             return
@@ -180,7 +180,7 @@ class Tracer:
         replicas = sum(len(members) for members in view.members.values())
         return every_of(self._epochs, max(last - first, 0) / (now - began), replicas, hosts)
 
-    async def _choose(self) -> None:
+    async def _choose_epochs(self) -> None:
         """Chooses the epochs: from the first that no node had begun before it was traced."""
         give_up_at = time.monotonic() + _FIRST_S
         while time.monotonic() < give_up_at and not all(  # noqa: ASYNC110 (a join may add a node at any time)

@@ -14,7 +14,7 @@ import grpc
 from taskgraph.coordination.api import AccessRefused, TooLarge
 from taskgraph.errors import CoordinationError, LeaseGone
 
-__all__ = ["PermissionRefused", "Verdict", "judge", "refusal", "space_used_up", "way_out", "why"]
+__all__ = ["PermissionRefused", "Verdict", "code_and_details", "judge", "refusal", "space_used_up", "way_out"]
 
 
 class PermissionRefused(AccessRefused):
@@ -66,7 +66,7 @@ _REFUSED_CODES = frozenset(
 )
 
 
-def why(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
+def code_and_details(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
     """Returns the code and the details of a failed call."""
     if not isinstance(error, grpc.Call):
         return grpc.StatusCode.UNKNOWN, str(error)

@@ -32,7 +32,7 @@ from typing import Final
 import grpc
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.failures import Verdict, judge, why
+from taskgraph.coordination.etcd.failures import Verdict, code_and_details, judge
 from taskgraph.coordination.etcd.login import LoggedIn, Login, LoginFailed, credentials
 from taskgraph.coordination.etcd.methods import LEASE_KEEP_ALIVE
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
@@ -367,7 +367,7 @@ class _Stream:
                 self._lease.on_answer(self._unanswered.popleft(), answer.ttl)
             self.ended = "etcd ended the stream"
         except grpc.RpcError as error:
-            _, self.ended = why(error)
+            _, self.ended = code_and_details(error)
             if self._token is not None and isinstance(error, grpc.Call) and _may_need_login(error.code(), self.ended):
                 self._lease.on_refusal(self._token)
         except ValueError as error:  # gRPC raises it for a call on a closed channel

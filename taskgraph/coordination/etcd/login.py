@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import grpc
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.failures import Verdict, judge, why
+from taskgraph.coordination.etcd.failures import Verdict, code_and_details, judge
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread
@@ -153,7 +153,7 @@ class Login:
         except LoginFailed as error:
             failed = error
         except grpc.RpcError as error:
-            code, details = why(error)
+            code, details = code_and_details(error)
             failed = LoginFailed(endpoint, code, details)
         except Exception as error:  # no file for its socket, a TLS file that is being replaced, a closed connection
             if not isinstance(error, CoordinationError | OSError | ValueError):
@@ -192,7 +192,7 @@ class Login:
             authenticate = channel.unary_unary(
                 AUTHENTICATE.path, AUTHENTICATE.request.SerializeToString, AUTHENTICATE.response.FromString
             )
-            answer: v3.AuthenticateResponse = authenticate(self._options.login(), timeout=_LOGIN_LIMIT_S)
+            answer: v3.AuthenticateResponse = authenticate(self._options.login_request(), timeout=_LOGIN_LIMIT_S)
             return answer
         finally:
             with self._lock:
@@ -210,6 +210,6 @@ def _probe(channel: grpc.Channel, endpoint: Endpoint) -> None:
     try:
         status(v3.StatusRequest(), timeout=_SILENT_S)
     except grpc.RpcError as error:
-        code, details = why(error)
+        code, details = code_and_details(error)
         if judge(code, details) in (Verdict.NOT_EXECUTED, Verdict.UNKNOWN):
             raise LoginFailed(endpoint, grpc.StatusCode.UNAVAILABLE, details) from error

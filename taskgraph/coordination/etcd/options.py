@@ -130,7 +130,7 @@ class EtcdOptions:
         paths = [None if path is None else Path(path) for path in (ca, cert, key, password_file)]
         return EtcdOptions(parsed, timeout_s, paths[0], paths[1], paths[2], username, password, paths[3])
 
-    def login(self) -> v3.AuthenticateRequest:
+    def login_request(self) -> v3.AuthenticateRequest:
         """Returns a login request with the user and the current password."""
         return v3.AuthenticateRequest(name=self.username or "", password=self._current_password() or "")
 

@@ -340,10 +340,10 @@ def test_repr_hides_the_password() -> None:
 def test_password_file_is_read_anew(tmp_path: Path) -> None:
     file = tmp_path / "word"
     options = EtcdOptions.make("a:1", username="worker", password="word", password_file=file)
-    assert options.login().password == "word", "there is none at this moment"
+    assert options.login_request().password == "word", "there is none at this moment"
     for text, read in (("other\nno password\n", "other"), ("", "word")):
         file.write_text(text)
-        assert (options.login().name, options.login().password) == ("worker", read)
+        assert (options.login_request().name, options.login_request().password) == ("worker", read)
 
 
 @pytest.mark.parametrize("prefix", ["", "/", "/a/", "/a/é", "\x7f", "/\U0010ffff"])

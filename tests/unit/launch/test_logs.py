@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.launch.logs import LogTails, passing_on, printed
+from taskgraph.launch.logs import LogTails, has_user_lines, passing_on
 
 OURS = "2026-11-21 10:08:12,222 taskgraph.events INFO the job began\n"
 WARNING = "2026-11-21 10:08:12,222 taskgraph.node WARNING something odd\n"
@@ -67,17 +67,17 @@ def test_endless_line_is_passed_on_in_pieces(tmp_path: Path) -> None:
 
 
 def test_frameworks_lines_are_not_printed_output(tmp_path: Path) -> None:
-    assert not printed(tmp_path / "absent")
+    assert not has_user_lines(tmp_path / "absent")
     (tmp_path / "n1.log").write_text(OURS * 5000 + WARNING)
     (tmp_path / "etcd.log").write_text("{}\n")
-    assert not printed(tmp_path)
+    assert not has_user_lines(tmp_path)
     (tmp_path / "n2.log").write_text(OURS + "hello\n")
-    assert printed(tmp_path)
+    assert has_user_lines(tmp_path)
 
 
 def test_tasks_logger_counts_as_output(tmp_path: Path) -> None:
     (tmp_path / "n1.log").write_text(OURS + LOGGED)
-    assert printed(tmp_path)
+    assert has_user_lines(tmp_path)
 
 
 async def test_tasks_loggers_are_shown_in_one_process(

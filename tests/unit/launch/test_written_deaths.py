@@ -88,7 +88,7 @@ async def test_unregistered_node_is_reported_once(
         )
         entries.append(_Process(name, f"{name}-1", None, 0, log, log.parent))  # type: ignore[arg-type]
         nodes._processes[name] = entries[-1]
-    looking = [asyncio.ensure_future(nodes._look_for_key(entry)) for entry in entries]
+    looking = [asyncio.ensure_future(nodes._report_unregistered(entry)) for entry in entries]
     await looking[0]  # this one is registered
     async with asyncio.timeout(30):
         while not caplog.records:  # noqa: ASYNC110 - its log tells
