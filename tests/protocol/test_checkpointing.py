@@ -230,7 +230,7 @@ def test_boundary_of_a_later_leader_is_not_given_up(world: World) -> None:
     collected.note_file(unwritten(6, 1))
     for task in (0, 1):
         after.term_began(task, Stamp(1, 6))  # and their primaries wrote what these could not
-        after.take(written(6, task))
+        after.note_file(written(6, task))
     assert after.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
     assert collected.give_up(view) == {}
     world.commit()
@@ -238,7 +238,7 @@ def test_boundary_of_a_later_leader_is_not_given_up(world: World) -> None:
     late = CheckpointCollector(2)
     late.term_began(0, Stamp(1, 7))
     for task in (0, 1):
-        late.take(written(6, task))
+        late.note_file(written(6, task))
     assert late.complete(world.view()) is None, "so it is nothing to leaders after it"
 
 

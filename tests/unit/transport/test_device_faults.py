@@ -99,7 +99,7 @@ async def test_call_survives_errors_of_the_device(
 
     with monkeypatch.context() as patch:
         if what == "identity":
-            patch.setattr(shared, "with_identity", fails)
+            patch.setattr(shared, "memory_of_identity", fails)
         elif what == "opening":
             patch.setattr(soft, "open", fails)
         else:

@@ -124,7 +124,7 @@ async def test_peer_with_another_device_declines_once(
     producer, consumer, _ = nodes
     serves(producer, await on_device(soft))
     tries = []
-    monkeypatch.setattr(shared, "with_identity", lambda identity: tries.append(identity))
+    monkeypatch.setattr(shared, "memory_of_identity", lambda identity: tries.append(identity))
     for _ in range(3):
         got = await pulled(consumer, producer)
         assert type(got) is m.Encoded and np.array_equal(decode(got)["x"], HOST)
